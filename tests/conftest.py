@@ -1,0 +1,95 @@
+"""Fixtures of all tests: the worker pool, and checks that no test leaves process-wide state behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+# Before torch is imported, here and in the workers, which inherit the environment.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+sys.path.insert(0, str(Path(__file__).parent))
+
+import pytest
+import torch
+from pool import WorkerPool
+
+torch.set_num_threads(1)
+
+# Set by libraries on purpose and without effect on other tests.
+_ENVIRON_MAY_CHANGE = frozenset(
+    {
+        "PYTEST_CURRENT_TEST",
+        "PL_GLOBAL_SEED",
+        "PL_SEED_WORKERS",
+        "KMP_DUPLICATE_LIB_OK",
+        "KMP_INIT_AT_FORK",
+        "CUDA_MODULE_LOADING",
+        "CRC32C_SW_MODE",
+        "TF_CPP_MIN_LOG_LEVEL",
+        "TORCHINDUCTOR_CACHE_DIR",
+        "TRITON_CACHE_DIR",
+    }
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--nightly", action="store_true", default=False, help="run the tests marked nightly as well")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped where there is none")
+    config.addinivalue_line("markers", "nightly: slow; deselected unless --nightly is given")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if not config.getoption("--nightly"):
+        nightly = [item for item in items if item.get_closest_marker("nightly")]
+        if nightly:
+            config.hook.pytest_deselected(items=nightly)
+            items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[WorkerPool]:
+    """Worker processes kept alive over all tests; see :meth:`pool.WorkerPool.run`."""
+    workers = WorkerPool()
+    yield workers
+    workers.close()
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_environment() -> Iterator[None]:
+    """Restore the environment, and fail the test that changed it."""
+    before = dict(os.environ)
+    yield
+    after = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(before)
+    changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
+    assert not changed - _ENVIRON_MAY_CHANGE, f"the test changed environment variables: {sorted(changed)}"
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_process_group() -> Iterator[None]:
+    """Destroy a process group left in the main process, and fail the test that left it."""
+    yield
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        pytest.fail("the test left a process group in the main process")
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_default_dtype() -> Iterator[None]:
+    """Restore the default dtype, and fail the test that changed it."""
+    before = torch.get_default_dtype()
+    yield
+    after = torch.get_default_dtype()
+    torch.set_default_dtype(before)
+    assert after == before, f"the test left the default dtype at {after}"

@@ -1,0 +1,458 @@
+"""A pool of live worker processes for distributed tests.
+
+Importing torch and Lightning takes seconds, so the workers are spawned once and reused: :meth:`WorkerPool.run` calls one
+module-level function in each of ``world_size`` workers, under the environment that ``torchrun`` would set. After a run each
+worker undoes what the function left behind; a worker that fails to come back is killed and replaced.
+
+Life of one run, seen from the main process::
+
+    start the missing workers, wait until they have imported torch
+    send the function to each rank
+    collect the results; after the first failure the other ranks get ``grace`` seconds
+    kill the ranks that did not answer (their stacks become their failure)
+    tell the others to clean up; kill those that do not manage
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import pickle
+import random
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Literal, overload
+
+START_TIMEOUT_S = 180.0
+CLEAN_UP_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What one rank failed with: the exception's class name, its text, and the traceback."""
+
+    type: str
+    message: str
+    traceback: str
+
+
+@dataclass(frozen=True)
+class FailureReport:
+    """The outcome of a run that was expected to fail: one entry per rank (None: it returned), and the duration."""
+
+    failures: list[Failure | None]
+    seconds: float
+
+
+class WorkerError(RuntimeError):
+    """A rank of a pool run raised, died or hung; the message has every rank's traceback."""
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A function by the place of its source, since test files are not always importable by name."""
+
+    module: str
+    file: str
+    qualname: str
+    environ: dict[str, str]
+    sys_path: list[str]
+    process_group: str | None
+    timeout_s: float
+
+
+class _Worker:
+    def __init__(self) -> None:
+        descriptor, name = tempfile.mkstemp(prefix="pool_stack_")
+        os.close(descriptor)
+        self.stack_file = Path(name)
+        context = get_context("spawn")
+        self.connection, child = context.Pipe()
+        # Not a daemon: daemonic processes may not have children, and a test may use DataLoader workers.
+        self.process = context.Process(target=_worker_main, args=(child, name))
+        self.process.start()
+        child.close()
+        self.is_ready = False
+
+    def wait_until_ready(self, timeout_s: float) -> bool:
+        if not self.is_ready:
+            with contextlib.suppress(EOFError, OSError):
+                self.is_ready = self.connection.poll(timeout_s) and self.connection.recv_bytes() == b"ready"
+        return self.is_ready
+
+    def stack(self) -> str:
+        """The Python stacks of all its threads, for a worker that hangs."""
+        with contextlib.suppress(ProcessLookupError, OSError):
+            assert self.process.pid is not None
+            os.kill(self.process.pid, signal.SIGUSR1)
+            time.sleep(0.3)
+        return self.stack_file.read_text() if self.stack_file.exists() else ""
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.close()
+
+    def close(self) -> None:
+        self.connection.close()
+        self.process.join(CLEAN_UP_TIMEOUT_S)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        self.stack_file.unlink(missing_ok=True)
+
+
+class WorkerPool:
+    """Up to ``max_workers`` processes, started when a run first needs them and kept alive between runs."""
+
+    def __init__(self, max_workers: int = 4) -> None:
+        self.max_workers = max_workers
+        self._workers: list[_Worker] = []
+
+    @overload
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        world_size: int = ...,
+        timeout: float = ...,
+        grace: float = ...,
+        process_group: bool | str = ...,
+        environ: Mapping[str, str] | None = ...,
+        expect_failure: Literal[False] = ...,
+        **kwargs: Any,
+    ) -> list[Any]: ...
+
+    @overload
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        world_size: int = ...,
+        timeout: float = ...,
+        grace: float = ...,
+        process_group: bool | str = ...,
+        environ: Mapping[str, str] | None = ...,
+        expect_failure: Literal[True],
+        **kwargs: Any,
+    ) -> FailureReport: ...
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        world_size: int = 2,
+        timeout: float = 60.0,
+        grace: float = 10.0,
+        process_group: bool | str = False,
+        environ: Mapping[str, str] | None = None,
+        expect_failure: bool = False,
+        **kwargs: Any,
+    ) -> list[Any] | FailureReport:
+        """Call ``function(*args, **kwargs)`` on every rank.
+
+        Args:
+            function: Defined at the top of a module; test modules that cannot be imported by name are loaded from file.
+            world_size: Number of ranks.
+            timeout: Seconds for the call itself; the start of workers does not count.
+            grace: Seconds that the other ranks get after the first failure.
+            process_group: True initialises a gloo group before the call; a string names another backend.
+            environ: Further environment variables of the call.
+            expect_failure: Return a :class:`FailureReport` in place of raising; a run without a failure then raises.
+
+        Returns:
+            The results by rank, with tensors copied to the CPU.
+
+        Raises:
+            WorkerError: A rank raised, died or did not answer in time.
+            AssertionError: ``expect_failure`` was set and every rank returned.
+        """
+        if not 1 <= world_size <= self.max_workers:
+            raise ValueError(f"world_size={world_size} is outside 1..{self.max_workers}, the size of this pool")
+        if "<locals>" in function.__qualname__:
+            raise ValueError(f"{function.__qualname__} is not at the top of its module, so workers cannot import it")
+        self._start(world_size)
+        workers = self._workers[:world_size]
+        port = _free_port()
+        backend = process_group if isinstance(process_group, str) else "gloo" if process_group else None
+        payload = pickle.dumps((args, kwargs))
+        start = time.monotonic()
+        for rank, worker in enumerate(workers):
+            task = _Task(
+                module=function.__module__,
+                file=sys.modules[function.__module__].__file__ or "",
+                qualname=function.__qualname__,
+                environ={**_torchrun_environ(rank, world_size, port), **(environ or {})},
+                sys_path=list(sys.path),
+                process_group=backend,
+                timeout_s=timeout,
+            )
+            worker.connection.send_bytes(pickle.dumps(task))
+            worker.connection.send_bytes(payload)
+        outcomes = self._collect(workers, start, timeout, grace)
+        seconds = time.monotonic() - start
+        self._clean_up(workers, outcomes)
+        failures = [outcome if isinstance(outcome, Failure) else None for outcome in outcomes]
+        if expect_failure:
+            if not any(failures):
+                raise AssertionError(f"{function.__qualname__} was expected to fail, but every rank returned")
+            return FailureReport(failures, seconds)
+        if any(failures):
+            raise WorkerError(_report(function.__qualname__, failures))
+        return [outcome[0] for outcome in outcomes]  # type: ignore[index]
+
+    def close(self) -> None:
+        """End all workers."""
+        for worker in self._workers:
+            worker.close()
+        self._workers.clear()
+
+    def _start(self, count: int) -> None:
+        self._workers += [_Worker() for _ in range(count - len(self._workers))]
+        for worker in self._workers[:count]:
+            if not worker.wait_until_ready(START_TIMEOUT_S):
+                stack = worker.stack()
+                self._discard(worker)
+                raise WorkerError(f"a worker did not start within {START_TIMEOUT_S:.0f} s\n{stack}")
+
+    def _discard(self, worker: _Worker) -> None:
+        self._workers.remove(worker)
+        worker.kill()
+
+    @staticmethod
+    def _collect(
+        workers: list[_Worker], start: float, timeout_s: float, grace_s: float
+    ) -> list[Failure | tuple[Any] | None]:
+        """The outcome of each rank: a failure, a result in a tuple, or a failure that stands for a hang."""
+        outcomes: list[Failure | tuple[Any] | None] = [None] * len(workers)
+        pending = {worker.connection: rank for rank, worker in enumerate(workers)}
+        deadline = start + timeout_s
+        reason = f"no result after the timeout of {timeout_s:.0f} s"
+        while pending and (remaining := deadline - time.monotonic()) > 0:
+            for connection in wait(list(pending), remaining):
+                assert isinstance(connection, Connection)
+                rank = pending.pop(connection)
+                try:
+                    outcomes[rank] = pickle.loads(connection.recv_bytes())
+                except (EOFError, OSError):
+                    workers[rank].process.join(5)
+                    outcomes[rank] = Failure("WorkerDied", f"exit code {workers[rank].process.exitcode}", "")
+                if isinstance(outcomes[rank], Failure) and time.monotonic() + grace_s < deadline:
+                    deadline = time.monotonic() + grace_s
+                    reason = f"still running {grace_s:.0f} s after another rank failed"
+        for rank in pending.values():
+            outcomes[rank] = Failure("WorkerHung", reason, workers[rank].stack())
+        return outcomes
+
+    def _clean_up(self, workers: list[_Worker], outcomes: list[Failure | tuple[Any] | None]) -> None:
+        for worker, outcome in zip(workers, outcomes, strict=True):
+            if isinstance(outcome, Failure) and outcome.type in ("WorkerHung", "WorkerDied"):
+                self._discard(worker)
+            else:
+                worker.is_ready = False
+                with contextlib.suppress(OSError):
+                    worker.connection.send_bytes(b"clean up")
+        for worker in workers:
+            if worker in self._workers and not worker.wait_until_ready(CLEAN_UP_TIMEOUT_S):
+                self._discard(worker)
+
+
+def _report(name: str, failures: list[Failure | None]) -> str:
+    lines = [f"{name} failed on {sum(f is not None for f in failures)} of {len(failures)} ranks"]
+    for rank, failure in enumerate(failures):
+        if failure is None:
+            lines.append(f"--- rank {rank}: returned")
+        else:
+            lines.append(f"--- rank {rank}: {failure.type}: {failure.message}\n{failure.traceback}")
+    return "\n".join(lines)
+
+
+def _torchrun_environ(rank: int, world_size: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": f"pool-{port}",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+
+
+def _free_port() -> int:
+    """A free port below the range from which the kernel hands out ephemeral ones, so that nobody takes it meanwhile."""
+    generator = random.SystemRandom()
+    while True:
+        port = generator.randrange(15000, 32000)
+        with socket.socket() as listener:
+            try:
+                listener.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+
+
+# --------------------------------------------------------------------------- in the worker
+
+
+def _worker_main(connection: Connection, stack_file: str) -> None:
+    import faulthandler
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process decides when to stop
+    threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
+    with open(stack_file, "w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        _import_heavy()
+        environ = dict(os.environ)
+        folder = os.getcwd()
+        connection.send_bytes(b"ready")
+        while True:
+            try:
+                task: _Task = pickle.loads(connection.recv_bytes())
+                payload = connection.recv_bytes()
+            except EOFError:
+                break
+            outcome = _call(task, payload)
+            failed = isinstance(outcome, Failure)
+            if failed:
+                # At once, not after everybody has answered: peers that wait for this rank see a closed connection.
+                _destroy_process_group()
+            try:
+                connection.send_bytes(pickle.dumps(outcome))
+            except Exception as error:  # noqa: BLE001  (whatever pickling raises)
+                connection.send_bytes(pickle.dumps(_failure(error)))
+            del outcome
+            try:
+                connection.recv_bytes()
+            except EOFError:
+                break
+            _reset(environ, folder)
+            connection.send_bytes(b"ready")
+    os._exit(0)  # skips exit handlers of libraries, which may wait for peers
+
+
+def _exit_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+def _import_heavy() -> None:
+    for module in ("lightning.pytorch", "torch.distributed.checkpoint", "torch.distributed.fsdp"):
+        importlib.import_module(module)
+    importlib.import_module("torch").set_num_threads(1)
+
+
+def _call(task: _Task, payload: bytes) -> Failure | tuple[Any]:
+    import torch
+
+    os.environ.update(task.environ)
+    _set_lightning_rank(int(task.environ["RANK"]))
+    if sys.path != task.sys_path:
+        sys.path[:] = task.sys_path
+    try:
+        function: Any = _load_module(task.module, task.file)
+        for part in task.qualname.split("."):
+            function = getattr(function, part)
+        args, kwargs = pickle.loads(payload)
+        if task.process_group is not None:
+            from datetime import timedelta
+
+            torch.distributed.init_process_group(task.process_group, timeout=timedelta(seconds=task.timeout_s))
+        return (_to_cpu(function(*args, **kwargs)),)
+    except BaseException as error:  # noqa: BLE001  (SystemExit and private control-flow exceptions fail a test as well)
+        return _failure(error)
+
+
+def _load_module(name: str, file: str) -> Any:
+    """The module that the main process knows as ``name``, and no other of the same name in another folder."""
+    module = sys.modules.get(name)
+    if module is None or getattr(module, "__file__", None) != file:
+        with contextlib.suppress(ImportError, ValueError):
+            spec = importlib.util.find_spec(name)
+            if spec is not None and spec.origin == file:
+                return importlib.import_module(name)
+        spec = importlib.util.spec_from_file_location(name, file)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"cannot import {name} from {file!r}")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return module
+
+
+def _failure(error: BaseException) -> Failure:
+    return Failure(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+
+
+def _to_cpu(value: Any) -> Any:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_to_cpu(item) for item in value))
+    if type(value) in (list, tuple):
+        return type(value)(_to_cpu(item) for item in value)
+    if type(value) is dict:
+        return {key: _to_cpu(item) for key, item in value.items()}
+    return value
+
+
+def _set_lightning_rank(rank: int) -> None:
+    """Lightning reads its rank once, at import; its strategies set this attribute later, as we do here."""
+    importlib.import_module("lightning.fabric.utilities.rank_zero").rank_zero_only.rank = rank
+
+
+def _destroy_process_group() -> None:
+    import torch
+
+    with contextlib.suppress(Exception):
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def _reset(environ: dict[str, str], folder: str) -> None:
+    """Undo what a test function left: every later test meets the worker as if it were new."""
+    import gc
+
+    import numpy
+    import torch
+
+    _destroy_process_group()
+    os.environ.clear()
+    os.environ.update(environ)
+    os.chdir(folder)
+    _set_lightning_rank(0)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(False)
+    torch.manual_seed(0)
+    numpy.random.seed(0)
+    random.seed(0)
+    # The cache holds device meshes, equal to later ones in layout, whose process groups are gone.
+    importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
+    gc.collect()
