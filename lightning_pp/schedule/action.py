@@ -1,0 +1,81 @@
+"""What one rank does next: actions and their notation.
+
+The notation is that of ``torch.distributed.pipelining``: stage, kind, microbatch, as in ``3F0`` or ``3UNSHARD``.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+from lightning_pp.errors import ScheduleError
+
+
+class ActionKind(str, Enum):
+    """The kinds of actions; the value is the one that torch writes into its CSV files."""
+
+    F = "F"
+    """Forward of one microbatch on one stage."""
+    I = "I"  # noqa: E741 - the field's own letter
+    """Gradient of the stage's inputs; its weight gradients are deferred to W."""
+    W = "W"
+    """The weight gradients that I deferred."""
+    B = "B"
+    """The full backward: I and W in one."""
+    UNSHARD = "UNSHARD"
+    """Gather the stage's sharded parameters."""
+    RESHARD = "RESHARD"
+    """Free the gathered parameters."""
+    REDUCE = "REDUCE_GRAD"
+    """Reduce the stage's gradients over the data-parallel ranks."""
+
+    @property
+    def is_compute(self) -> bool:
+        """True for F, I, W and B, which work on one microbatch; false for the sharding actions."""
+        return self in _COMPUTE
+
+    def __str__(self) -> str:
+        return self.value
+
+
+_COMPUTE = frozenset({ActionKind.F, ActionKind.I, ActionKind.W, ActionKind.B})
+_KIND_OF_TEXT = {kind.value: kind for kind in ActionKind} | {"REDUCE": ActionKind.REDUCE}
+_PATTERN = re.compile(r"(\d+)([A-Z_]+?)(\d*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One cell of a program.
+
+    Attributes:
+        stage: Index of the stage, counted from the model's input.
+        kind: What is done.
+        microbatch: Index of the microbatch; None for the sharding actions, which concern all of them.
+    """
+
+    stage: int
+    kind: ActionKind
+    microbatch: int | None = None
+
+    def __str__(self) -> str:
+        microbatch = "" if self.microbatch is None else self.microbatch
+        return f"{self.stage}{self.kind.value}{microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Read one action, the reverse of ``str(action)``.
+
+        Raises:
+            ScheduleError: The text is no action, its kind is unknown, or its microbatch is missing.
+        """
+        match = _PATTERN.fullmatch(text.strip())
+        if match is None:
+            raise ScheduleError(f"{text!r} is not an action: write stage, kind, microbatch, as in '3F0' or '3UNSHARD'")
+        stage, kind_text, microbatch = match.groups()
+        kind = _KIND_OF_TEXT.get(kind_text)
+        if kind is None:
+            raise ScheduleError(f"{text!r} has the unknown kind {kind_text!r}: known are {', '.join(_KIND_OF_TEXT)}")
+        if kind.is_compute and not microbatch:
+            raise ScheduleError(f"{text!r} lacks its microbatch: write {text.strip()}0 for the first one")
+        return cls(int(stage), kind, int(microbatch) if microbatch else None)

@@ -1,0 +1,45 @@
+"""ZB-H1 and ZB-H2, the hand-made zero-bubble schedules of one stage a rank (arXiv:2401.10241, section 2.2).
+
+Notation: p ranks, m microbatches, rank r; f, i, w, c the milliseconds of F, I, W and of a transfer. For m >= 2p the
+bubble of H1 (k = 1) is ``(p - 1) * (f + i - w)`` with p microbatches held, that of H2 (k = 2)
+``(p - 1) * (f + i + 2c - 2w)`` with 2p - 1 held.
+"""
+
+from __future__ import annotations
+
+from lightning_pp.schedule.action import Action, ActionKind
+from lightning_pp.schedule.placement import Placement
+from lightning_pp.schedule.program import Schedule
+from lightning_pp.schedule.registry import Family, ScheduleRequest, register
+
+
+def build_zb_h(name: str, k: int, request: ScheduleRequest) -> Schedule:
+    """Rank r warms up with ``u = k * (p - 1 - r)`` F, then repeats F, I, W with W delayed by ``k * (p - 1) - u``."""
+    p, m = request.num_ranks, request.num_microbatches
+    programs = []
+    for rank in range(p):
+        num_warmup = k * (p - 1 - rank)
+        weight_delay = k * (p - 1) - num_warmup
+        program = [Action(rank, ActionKind.F, j) for j in range(min(num_warmup, m))]
+        for j in range(m):
+            if num_warmup + j < m:
+                program.append(Action(rank, ActionKind.F, num_warmup + j))
+            if rank == 0:
+                # Rank 0 has no delay and nobody waits for its input gradient, so splitting would only cost.
+                program.append(Action(rank, ActionKind.B, j))
+                continue
+            program.append(Action(rank, ActionKind.I, j))
+            if j >= weight_delay:
+                program.append(Action(rank, ActionKind.W, j - weight_delay))
+        if rank:
+            program += [Action(rank, ActionKind.W, j) for j in range(max(0, m - weight_delay), m)]
+        programs.append(tuple(program))
+    return Schedule(name, Placement.interleaved(p), m, tuple(programs))
+
+
+def build_zb_h1(request: ScheduleRequest) -> Schedule:
+    """The memory of 1F1B and about a third of its bubble."""
+    return build_zb_h("zb_h1", 1, request)
+
+
+register(Family("zb_h1", build_zb_h1, "split backward in the memory of 1f1b; one stage a rank", max_stages_per_rank=1))

@@ -1,0 +1,138 @@
+"""The one entry point that makes a schedule by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lightning_pp.errors import ScheduleError
+from lightning_pp.schedule.costs import UNIT_COSTS, StageCosts
+from lightning_pp.schedule.memory import exceeds
+from lightning_pp.schedule.program import Schedule
+from lightning_pp.schedule.validation import limit_of_each_rank
+
+
+@dataclass(frozen=True)
+class ScheduleRequest:
+    """What a family is asked for; sizes are checked already.
+
+    Attributes:
+        num_ranks: Number of ranks of the pipeline, ``p``.
+        num_microbatches: Number of microbatches of a step, ``m``.
+        stages_per_rank: Number of stages on each rank, ``v``.
+        costs: Costs per stage; families that do not look at costs ignore them.
+        memory_limit: For each rank the most it may hold, in the unit of the costs, or None.
+    """
+
+    num_ranks: int
+    num_microbatches: int
+    stages_per_rank: int
+    costs: StageCosts
+    memory_limit: tuple[float, ...] | None
+
+
+@dataclass(frozen=True)
+class Family:
+    """A way to build schedules.
+
+    Attributes:
+        name: What the user writes.
+        build: Makes the schedule.
+        default_stages_per_rank: Used when the user gives none.
+        max_stages_per_rank: The most the family allows, None for any number.
+        min_stages_per_rank: The fewest it allows.
+        summary: One line for people who choose.
+    """
+
+    name: str
+    build: Callable[[ScheduleRequest], Schedule]
+    summary: str
+    default_stages_per_rank: int = 1
+    min_stages_per_rank: int = 1
+    max_stages_per_rank: int | None = None
+
+    def check_stages_per_rank(self, stages_per_rank: int) -> None:
+        """Raise ScheduleError, saying what is allowed, unless the family can place so many stages on a rank."""
+        least, most = self.min_stages_per_rank, self.max_stages_per_rank
+        if stages_per_rank >= least and (most is None or stages_per_rank <= most):
+            return
+        allowed = f"{least} or more" if most is None else f"exactly {least}" if least == most else f"{least} to {most}"
+        raise ScheduleError(f"stages_per_rank is {stages_per_rank}, but {self.name} allows {allowed} ({self.summary})")
+
+
+_FAMILIES: dict[str, Family] = {}
+
+
+def register(family: Family) -> Family:
+    """Make ``family`` known to :func:`build_schedule`."""
+    _FAMILIES[family.name] = family
+    return family
+
+
+def available_schedules() -> tuple[str, ...]:
+    """The names that :func:`build_schedule` knows."""
+    return tuple(_FAMILIES)
+
+
+def schedule_family(name: str) -> Family:
+    """The family of that name.
+
+    Raises:
+        ScheduleError: There is none; the message lists all.
+    """
+    if name not in _FAMILIES:
+        raise ScheduleError(f"unknown schedule {name!r}: choose one of {', '.join(_FAMILIES)}")
+    return _FAMILIES[name]
+
+
+def build_schedule(
+    name: str,
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    stages_per_rank: int | None = None,
+    costs: StageCosts | None = None,
+    memory_limit: float | Sequence[float] | None = None,
+) -> Schedule:
+    """Make the schedule ``name``.
+
+    Args:
+        name: One of :func:`available_schedules`.
+        num_ranks: Number of ranks of the pipeline.
+        num_microbatches: Number of microbatches of a step, at least 1.
+        stages_per_rank: Number of stages on each rank; by default what is usual for the family.
+        costs: Costs per stage, for the families that look at them, and the memory that a microbatch holds;
+            by default 1 ms for F, I and W.
+        memory_limit: The most a rank may hold, in the unit of ``costs.held_*``: a number for all ranks or one per
+            rank; None for no limit.
+
+    Raises:
+        ScheduleError: The name is unknown, a size cannot work, or the schedule needs more memory than the limit.
+    """
+    family = schedule_family(name)
+    if num_ranks < 1:
+        raise ScheduleError(f"num_ranks is {num_ranks}: a pipeline has at least 1 rank")
+    if num_microbatches < 1:
+        raise ScheduleError(f"num_microbatches is {num_microbatches}: a step has at least 1 microbatch")
+    if stages_per_rank is None:
+        stages_per_rank = family.default_stages_per_rank
+    family.check_stages_per_rank(stages_per_rank)
+    costs = costs or UNIT_COSTS
+    costs.per_stage(num_ranks * stages_per_rank)
+    limits = limit_of_each_rank(memory_limit, num_ranks)
+    schedule = family.build(ScheduleRequest(num_ranks, num_microbatches, stages_per_rank, costs, limits))
+    if limits is not None:
+        _check_limit(schedule, costs, limits)
+    return schedule
+
+
+def _check_limit(schedule: Schedule, costs: StageCosts, limits: Sequence[float]) -> None:
+    peaks = schedule.simulate(costs).peak_memory
+    over = [rank for rank, (peak, limit) in enumerate(zip(peaks, limits, strict=True)) if exceeds(peak, limit)]
+    if over:
+        rank = over[0]
+        raise ScheduleError(
+            f"{schedule.name} holds {peaks[rank]:g} on rank {rank}, the memory limit is {limits[rank]:g}: "
+            f"the smallest limit that works for it is {max(peaks):g}; raise the limit, make microbatches smaller, "
+            "or choose a schedule that holds less"
+        )

@@ -1,0 +1,81 @@
+"""What holds for every family, size and cost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+from schedule_strategies import stage_costs
+
+from lightning_pp.schedule import Schedule, StageCosts, available_schedules, build_schedule
+from lightning_pp.schedule.registry import schedule_family
+
+
+@st.composite
+def built_schedules(draw: st.DrawFn) -> tuple[Schedule, StageCosts, dict[str, Any]]:
+    name = draw(st.sampled_from(available_schedules()))
+    family = schedule_family(name)
+    most = 3 if family.max_stages_per_rank is None else family.max_stages_per_rank
+    request = {
+        "num_ranks": draw(st.integers(1, 5)),
+        "num_microbatches": draw(st.integers(1, 12)),
+        "stages_per_rank": draw(st.integers(family.min_stages_per_rank, most)),
+    }
+    costs = draw(stage_costs(request["num_ranks"] * request["stages_per_rank"]))
+    return build_schedule(name, costs=costs, **request), costs, {"name": name, "costs": costs, **request}
+
+
+@given(built_schedules())
+def test_every_schedule_is_legal_and_complete(built: tuple[Schedule, StageCosts, dict[str, Any]]) -> None:
+    schedule, costs, request = built
+    schedule.validate(costs=costs)
+    placement, m = schedule.placement, schedule.num_microbatches
+    assert (placement.num_ranks, m) == (request["num_ranks"], request["num_microbatches"])
+    work: dict[tuple[int, int], set[str]] = {}
+    for program in schedule.programs:
+        for action in program:
+            assert action.microbatch is not None
+            work.setdefault((action.stage, action.microbatch), set()).add(action.kind.value)
+    assert len(work) == placement.num_stages * m
+    assert all(kinds in ({"F", "B"}, {"F", "I", "W"}) for kinds in work.values())
+
+
+@given(built_schedules())
+def test_building_and_simulating_are_deterministic(built: tuple[Schedule, StageCosts, dict[str, Any]]) -> None:
+    schedule, costs, request = built
+    again = build_schedule(**request)
+    assert again == schedule
+    assert again.simulate(costs) == schedule.simulate(costs)
+
+
+@given(built_schedules())
+def test_peak_memory_is_the_limit_that_works(built: tuple[Schedule, StageCosts, dict[str, Any]]) -> None:
+    schedule, costs, _ = built
+    peaks = schedule.simulate(costs).peak_memory
+    schedule.validate(costs=costs, memory_limit=peaks)
+
+
+@given(built_schedules())
+def test_simulation_respects_time(built: tuple[Schedule, StageCosts, dict[str, Any]]) -> None:
+    """A plain event-by-event check of the timeline, written without the simulator's own tables."""
+    schedule, costs, _ = built
+    simulation = schedule.simulate(costs)
+    resolved = costs.per_stage(schedule.placement.num_stages)
+    rank_of_stage = schedule.placement.rank_of_stage
+    cells = [cell for row in simulation.timeline for cell in row]
+    end = {str(cell.action).replace("B", "I"): cell.end_ms for cell in cells}
+    for row in simulation.timeline:
+        free = 0.0
+        for cell in row:
+            stage, kind, microbatch = cell.action.stage, cell.action.kind.value, cell.action.microbatch
+            needed = {"F": stage - 1, "W": -1}.get(kind, stage + 1)
+            earliest = free
+            if 0 <= needed < schedule.placement.num_stages:
+                transfer = 0.0 if rank_of_stage[needed] == rank_of_stage[stage] else resolved.p2p[needed]
+                earliest = max(free, end[f"{needed}{'F' if kind == 'F' else 'I'}{microbatch}"] + transfer)
+            assert cell.start_ms == earliest
+            lasts = {"F": resolved.forward, "I": resolved.backward_input, "W": resolved.backward_weight}
+            expected = sum(lasts[part][stage] for part in ("IW" if kind == "B" else kind))
+            assert abs(cell.end_ms - cell.start_ms - expected) < 1e-6
+            free = cell.end_ms
