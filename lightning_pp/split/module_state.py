@@ -1,0 +1,93 @@
+"""Keeping what a step changes on the module from outliving a dry run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Changes = Callable[[], list[tuple[str, str, Any]]]
+
+_CONTAINERS = (list, dict, set)
+# these belong to torch and Lightning, and no step keeps its results in them
+_SKIPPED = frozenset(
+    {"_parameters", "_modules", "_non_persistent_buffers_set", "_trainer", "_compiled_call_impl", "forward"}
+)
+
+
+@contextmanager
+def preserved_state(module: nn.Module) -> Iterator[Changes]:
+    """Within, the attributes and buffers of every submodule may change; afterwards all are as before.
+
+    Yields:
+        A function that lists ``(module name, attribute, value)`` for everything changed so far: an attribute set anew,
+        or a list, dict or set whose content changed.
+    """
+    saved = []
+    for name, child in module.named_modules():
+        attributes = child.__dict__
+        contents = {}
+        for key, value in attributes.items():
+            if key in _SKIPPED or not isinstance(value, _CONTAINERS):
+                continue
+            contents[key] = (value, copy.copy(value))
+        tensors = {key: value for key, value in attributes.items() if isinstance(value, Tensor) and key not in _SKIPPED}
+        saved.append((name, child, dict(attributes), contents, tensors))
+        # in-place updates (batch statistics, counters) go to copies
+        buffers = child._buffers
+        with torch.no_grad():
+            for key, buffer in buffers.items():
+                if buffer is not None and not buffer.is_meta:
+                    buffers[key] = buffer.detach().clone()
+            for key, tensor in tensors.items():
+                if type(tensor) is Tensor:
+                    attributes[key] = tensor.detach().clone()
+    working = [dict(child.__dict__) for _, child, *_ in saved]
+
+    def changes() -> list[tuple[str, str, Any]]:
+        changed = []
+        for (name, child, before, contents, _), at_start in zip(saved, working, strict=True):
+            for key, value in child.__dict__.items():
+                if key.startswith("_") and key not in before:
+                    continue
+                if key in _SKIPPED or key == "_buffers":
+                    continue
+                rebound = key not in before or value is not at_start.get(key)
+                edited = key in contents and not _same_content(value, contents[key][1])
+                if rebound or edited:
+                    changed.append((name, key, value))
+        return changed
+
+    try:
+        yield changes
+    finally:
+        for _, child, before, contents, _ in saved:
+            for value, content in contents.values():
+                _restore_content(value, content)
+            for key in [key for key in child.__dict__ if key not in before and key not in _SKIPPED]:
+                del child.__dict__[key]
+            child.__dict__.update({key: value for key, value in before.items() if key not in _SKIPPED})
+
+
+def _same_content(value: Any, content: Any) -> bool:
+    if type(value) is not type(content) or len(value) != len(content):
+        return False
+    if isinstance(value, dict):
+        return all(key in content and content[key] is item for key, item in value.items())
+    if isinstance(value, list):
+        return all(mine is theirs for mine, theirs in zip(value, content, strict=True))
+    return bool(value == content)
+
+
+def _restore_content(value: Any, content: Any) -> None:
+    if _same_content(value, content):
+        return
+    if isinstance(value, list):
+        value[:] = content
+    else:
+        value.clear()
+        value.update(content)

@@ -1,0 +1,147 @@
+"""Fake parameters: what stands in for a parameter that a rank does not own.
+
+A placeholder is a :class:`FakeTensor` on the device where the parameter would live. It has a shape and a dtype and no
+data; an operation on it gives another fake. It sits in the module's ``__dict__``, where attribute access finds it, and
+not among the module's parameters, so ``named_parameters()`` and ``state_dict()`` know only what is owned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from lightning_pp.split.record import TensorSpec
+
+
+def is_fake(value: object) -> bool:
+    """Whether ``value`` is a tensor without data."""
+    return isinstance(value, FakeTensor)
+
+
+def has_data(tensor: Tensor) -> bool:
+    """Whether ``tensor`` can be read: neither fake nor on the meta device."""
+    return not isinstance(tensor, FakeTensor) and not tensor.is_meta
+
+
+class Placeholders:
+    """Makes fakes for one model, and moves its parameters in and out of the fake world.
+
+    The mode is never entered: with ``allow_non_fake_inputs`` an operation touches fakes only if an argument is fake,
+    and everything computed from the batch alone stays real.
+
+    Args:
+        module: The whole model.
+        device: Where the parameters of this rank live while it computes.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self.module = module
+        self.device = device
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        # every name that a parameter has, in registration order, tied names included
+        self.names: dict[str, nn.Parameter] = dict(module.named_parameters(remove_duplicate=False))
+        self.canonical_names: dict[str, str] = {}
+        first: dict[nn.Parameter, str] = {}
+        for name, parameter in self.names.items():
+            self.canonical_names[name] = first.setdefault(parameter, name)
+        self._order = {prefix: list(child._parameters) for prefix, child in module.named_modules()}
+        self._fakes: dict[str, nn.Parameter] = {}
+        self.released: set[str] = set()
+
+    def fake(self, spec: TensorSpec) -> Tensor:
+        """A fake of the given shape and dtype on this rank's device."""
+        with self.mode:
+            return torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+
+    def parameter(self, name: str) -> nn.Parameter:
+        """The fake that stands in for the parameter ``name``; tied names share one."""
+        canonical = self.canonical_names[name]
+        if canonical not in self._fakes:
+            real = self.names[canonical]
+            with self.mode:
+                empty = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=self.device)
+            self._fakes[canonical] = nn.Parameter(empty, requires_grad=real.requires_grad)
+        return self._fakes[canonical]
+
+    def fakes(self) -> list[nn.Parameter]:
+        """All placeholders made so far."""
+        return list(self._fakes.values())
+
+    def release(self, owned: Collection[str]) -> None:
+        """Drops every parameter whose canonical name is not in ``owned`` and leaves its placeholder behind."""
+        for name in self.names:
+            if self.canonical_names[name] in owned:
+                continue
+            parent, attribute = self._locate(name)
+            fake = self.parameter(name)
+            if parent._parameters.pop(attribute, None) is not None:
+                parent.__dict__[attribute] = fake
+            self.released.add(name)
+            # a fake is as good as the original for its shape, dtype and identity, and holds no memory
+            self.names[name] = fake
+
+    def restore_names(self) -> None:
+        """Undoes :meth:`release` as far as names go: placeholders become (fake) parameters again."""
+        for name in self.released:
+            parent, attribute = self._locate(name)
+            parent.__dict__.pop(attribute, None)
+            parent._parameters[attribute] = self.parameter(name)
+        self._sort()
+
+    @contextmanager
+    def all_parameters(self) -> Iterator[None]:
+        """Within, ``named_parameters()`` gives every parameter in one-device order, un-owned ones as fakes."""
+        self.restore_names()
+        try:
+            yield
+        finally:
+            for name in self.released:
+                parent, attribute = self._locate(name)
+                fake = parent._parameters.pop(attribute, None)
+                if fake is not None:
+                    parent.__dict__[attribute] = fake
+
+    @contextmanager
+    def all_fake(self, tag: Callable[[nn.Parameter, str], None]) -> Iterator[None]:
+        """Within, every parameter is fake. ``tag(fake, canonical name)`` is called for each.
+
+        A parameter that FSDP keeps sharded is replaced too; the original object returns afterwards.
+        """
+        saved: list[tuple[nn.Module, str, nn.Parameter | None]] = []
+        self.restore_names()
+        try:
+            for name in self.names:
+                parent, attribute = self._locate(name)
+                saved.append((parent, attribute, parent._parameters.get(attribute)))
+                fake = self.parameter(name)
+                current = parent._parameters.get(attribute)
+                if current is not None and fake.requires_grad != current.requires_grad:
+                    fake.requires_grad_(current.requires_grad)
+                parent._parameters[attribute] = fake
+                tag(fake, self.canonical_names[name])
+            yield
+        finally:
+            for parent, attribute, parameter in saved:
+                parent._parameters[attribute] = parameter
+            for name in self.released:
+                parent, attribute = self._locate(name)
+                fake = parent._parameters.pop(attribute)  # type: ignore[assignment]
+                parent.__dict__[attribute] = fake
+
+    def _locate(self, name: str) -> tuple[nn.Module, str]:
+        prefix, _, attribute = name.rpartition(".")
+        return self.module.get_submodule(prefix), attribute
+
+    def _sort(self) -> None:
+        for prefix, order in self._order.items():
+            parameters = self.module.get_submodule(prefix)._parameters
+            if list(parameters) != order:
+                current = dict(parameters)
+                parameters.clear()
+                for attribute in [*order, *(key for key in current if key not in order)]:
+                    if attribute in current:
+                        parameters[attribute] = current[attribute]

@@ -1,0 +1,125 @@
+"""What a dry run finds out about one step: every unit call, what it reads and what it returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, order=True)
+class Value:
+    """A tensor that a unit call returned: leaf number ``leaf`` of the outputs of call number ``call``."""
+
+    call: int
+    leaf: int
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a stage must know of a tensor to receive it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in bytes."""
+        count = 1
+        for length in self.shape:
+            count *= length
+        return count * self.dtype.itemsize
+
+
+@dataclass
+class OutputLeaf:
+    """One leaf of what a unit call returned.
+
+    Attributes:
+        spec: Shape and dtype of a tensor; None for anything else.
+        stand_in: A detached fake of that tensor, or the constant itself.
+        requires_grad: Whether autograd tracks it.
+        edited_in_place: Whether code after the call writes into it.
+    """
+
+    spec: TensorSpec | None
+    stand_in: Any
+    requires_grad: bool = False
+    edited_in_place: bool = False
+
+
+@dataclass
+class Reads:
+    """What the code between two unit calls, and the second of them, needs from elsewhere.
+
+    Attributes:
+        values: Outputs of earlier calls.
+        parameters: Names of parameters used outside the unit that holds them.
+        escapes: Calls that made a tensor which is used here but was not among their outputs (it left through an
+            attribute, a hook or a list), with the line that uses it.
+        flops: Floating point operations of the code between the calls.
+    """
+
+    values: set[Value] = field(default_factory=set)
+    parameters: set[str] = field(default_factory=set)
+    escapes: dict[int, str] = field(default_factory=dict)
+    flops: int = 0
+
+
+@dataclass
+class UnitCall:
+    """One call of a unit in the order of the step."""
+
+    index: int
+    unit: str
+    reads: Reads
+    output: Any = None
+    leaves: list[OutputLeaf] = field(default_factory=list)
+    flops: int = 0
+    saved_bytes: int = 0
+
+
+@dataclass
+class StepRecord:
+    """One step as seen by a dry run.
+
+    Attributes:
+        calls: Unit calls in order.
+        tail: What the code after the last call, the returned value and the logged values need.
+        gradient_sources: For each value and for the loss (``None``), the values it depends on differentiably with no
+            other unit's output in between. Empty for a step without gradients.
+        glue_is_random: Whether code outside units draws random numbers.
+        value_reads_in_tail: Lines after the last call that read a weight-dependent value (``.item()``).
+        mutated_attributes: ``(module name, attribute)`` that the step changed after its last unit call.
+    """
+
+    calls: list[UnitCall] = field(default_factory=list)
+    tail: Reads = field(default_factory=Reads)
+    gradient_sources: dict[Value | None, frozenset[Value]] = field(default_factory=dict)
+    glue_is_random: bool = False
+    value_reads_in_tail: list[str] = field(default_factory=list)
+    mutated_attributes: tuple[tuple[str, str], ...] = ()
+
+    def first_calls(self) -> dict[str, int]:
+        """Unit name to the index of its first call, in call order."""
+        first: dict[str, int] = {}
+        for call in self.calls:
+            first.setdefault(call.unit, call.index)
+        return first
+
+    def leaf(self, value: Value) -> OutputLeaf:
+        """The output leaf that ``value`` names."""
+        return self.calls[value.call].leaves[value.leaf]
+
+    def spec(self, value: Value) -> TensorSpec:
+        """Shape and dtype of ``value``."""
+        spec = self.leaf(value).spec
+        assert spec is not None  # only tensors are values
+        return spec
+
+
+def spec_of(tensor: Tensor) -> TensorSpec:
+    """The :class:`TensorSpec` of ``tensor``."""
+    return TensorSpec(tuple(tensor.shape), tensor.dtype)
