@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from lightning_pp.errors import ScheduleError
 from lightning_pp.schedule.costs import UNIT_COSTS, StageCosts
 from lightning_pp.schedule.memory import exceeds
+from lightning_pp.schedule.merging import merge_first_stage
 from lightning_pp.schedule.program import Schedule
 from lightning_pp.schedule.validation import limit_of_each_rank
 
@@ -120,7 +121,9 @@ def build_schedule(
     costs = costs or UNIT_COSTS
     costs.per_stage(num_ranks * stages_per_rank)
     limits = limit_of_each_rank(memory_limit, num_ranks)
-    schedule = family.build(ScheduleRequest(num_ranks, num_microbatches, stages_per_rank, costs, limits))
+    schedule = merge_first_stage(
+        family.build(ScheduleRequest(num_ranks, num_microbatches, stages_per_rank, costs, limits))
+    )
     if limits is not None:
         _check_limit(schedule, costs, limits)
     return schedule

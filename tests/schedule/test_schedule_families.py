@@ -14,20 +14,43 @@ from schedule_strategies import milliseconds
 from lightning_pp.schedule import Placement, StageCosts, build_forward_only, build_schedule
 
 PROFILES: dict[str, Any] = json.loads((Path(__file__).parent / "published_profiles.json").read_text())
-TOLERANCE = {"1f1b": 0.002, "zb_h1": 0.002}
+# Layers of each model when padded so that every chunk of interleaved_1f1b has the same number, at least one.
+PADDED_LAYERS = {"1.5B": 24, "6.2B": 32, "14.6B": 48, "28.3B": 64}
 
 
 def profile_id(row: dict[str, Any]) -> str:
-    return f"{row['model']}-m{row['microbatches']}"
+    return f"{row.get('model', 'V')}-p{row.get('stages', row.get('ranks'))}-m{row['microbatches']}"
+
+
+def chunk_costs(row: dict[str, Any], factor: float) -> StageCosts:
+    times = (factor * row[key] for key in ("forward_ms", "backward_input_ms", "backward_weight_ms"))
+    return StageCosts(*times, p2p=row["p2p_ms"])
 
 
 @pytest.mark.parametrize("row", PROFILES["one_chunk_per_rank"], ids=profile_id)
-@pytest.mark.parametrize("name", TOLERANCE)
-def test_published_bubbles(row: dict[str, Any], name: str) -> None:
-    costs = StageCosts(row["forward_ms"], row["backward_input_ms"], row["backward_weight_ms"], row["p2p_ms"])
-    schedule = build_schedule(name, num_ranks=row["stages"], num_microbatches=row["microbatches"], costs=costs)
-    bubble = schedule.simulate(costs).longest_span_bubble
-    assert bubble == pytest.approx(row["bubble"][name], abs=TOLERANCE[name])
+@pytest.mark.parametrize(
+    ("name", "tolerance"), [("1f1b", 0.002), ("zb_h1", 0.002), ("zb_h2", 0.002), ("interleaved_1f1b", 0.005)]
+)
+def test_published_bubbles(row: dict[str, Any], name: str, tolerance: float) -> None:
+    stages_per_rank = PADDED_LAYERS[row["model"]] // row["stages"] if name == "interleaved_1f1b" else 1
+    schedule = build_schedule(
+        name, num_ranks=row["stages"], num_microbatches=row["microbatches"], stages_per_rank=stages_per_rank
+    )
+    bubble = schedule.simulate(chunk_costs(row, 1 / stages_per_rank)).longest_span_bubble
+    assert bubble == pytest.approx(row["bubble"][name], abs=tolerance)
+
+
+@pytest.mark.parametrize("row", PROFILES["two_chunks_per_rank"]["rows"], ids=profile_id)
+@pytest.mark.parametrize(
+    ("name", "tolerance"), [("1f1b", 0.002), ("zb_h1", 0.002), ("zb_h2", 0.002), ("interleaved_1f1b", 0.005)]
+)
+def test_published_bubbles_of_two_chunks(row: dict[str, Any], name: str, tolerance: float) -> None:
+    stages_per_rank = 2 if name == "interleaved_1f1b" else 1
+    schedule = build_schedule(
+        name, num_ranks=row["ranks"], num_microbatches=row["microbatches"], stages_per_rank=stages_per_rank
+    )
+    bubble = schedule.simulate(chunk_costs(row, 2 / stages_per_rank)).longest_span_bubble
+    assert bubble == pytest.approx(row["bubble"][name], abs=tolerance)
 
 
 sizes = st.integers(1, 6)
@@ -72,3 +95,24 @@ def test_forward_only_runs_on_every_placement(placement: Placement, m: int) -> N
     assert num_actions == placement.num_stages * m
     # No rank is idle once it has begun, apart from the fill of the first and the rest of the last group.
     assert schedule.simulate().makespan <= placement.num_stages // 3 * m + 2 * placement.num_stages
+
+
+@given(p=sizes, extra=st.integers(0, 10), t=milliseconds)
+def test_zb_h2_and_zb_v_have_no_bubble_when_all_is_equal(p: int, extra: int, t: float) -> None:
+    for name, peak in (("zb_h2", 2 * p - 1), ("zb_v", 2 * p)):
+        simulation = build_schedule(name, num_ranks=p, num_microbatches=2 * p + extra).simulate(StageCosts(t, t, t))
+        assert simulation.longest_span_bubble == pytest.approx(0, abs=1e-9)
+        assert max(simulation.peak_memory) <= peak
+
+
+@given(p=st.integers(2, 6), groups=st.integers(1, 4), v=st.integers(2, 4), t=milliseconds)
+def test_interleaved_1f1b_divides_the_bubble_by_its_chunks(p: int, groups: int, v: int, t: float) -> None:
+    schedule = build_schedule("interleaved_1f1b", num_ranks=p, num_microbatches=groups * p, stages_per_rank=v)
+    simulation = schedule.simulate(StageCosts(t, t, t))
+    assert simulation.makespan == pytest.approx((v * groups * p + p - 1) * 3 * t)
+
+
+@given(p=sizes, m=st.integers(1, 30))
+def test_dualpipe_v_memory(p: int, m: int) -> None:
+    schedule = build_schedule("dualpipe_v", num_ranks=p, num_microbatches=m)
+    assert max(schedule.simulate().peak_memory) <= 2 * p + 1

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from lightning_pp.schedule.families import gpipe, one_f_one_b, zb_h
+from lightning_pp.schedule.families import dualpipe_v, gpipe, interleaved, one_f_one_b, zb_h, zb_v
 
-__all__ = ["gpipe", "one_f_one_b", "zb_h"]
+__all__ = ["dualpipe_v", "gpipe", "interleaved", "one_f_one_b", "zb_h", "zb_v"]

@@ -24,15 +24,10 @@ def build_zb_h(name: str, k: int, request: ScheduleRequest) -> Schedule:
         for j in range(m):
             if num_warmup + j < m:
                 program.append(Action(rank, ActionKind.F, num_warmup + j))
-            if rank == 0:
-                # Rank 0 has no delay and nobody waits for its input gradient, so splitting would only cost.
-                program.append(Action(rank, ActionKind.B, j))
-                continue
             program.append(Action(rank, ActionKind.I, j))
             if j >= weight_delay:
                 program.append(Action(rank, ActionKind.W, j - weight_delay))
-        if rank:
-            program += [Action(rank, ActionKind.W, j) for j in range(max(0, m - weight_delay), m)]
+        program += [Action(rank, ActionKind.W, j) for j in range(max(0, m - weight_delay), m)]
         programs.append(tuple(program))
     return Schedule(name, Placement.interleaved(p), m, tuple(programs))
 
@@ -42,4 +37,12 @@ def build_zb_h1(request: ScheduleRequest) -> Schedule:
     return build_zb_h("zb_h1", 1, request)
 
 
+def build_zb_h2(request: ScheduleRequest) -> Schedule:
+    """Almost no bubble, for up to twice the memory of 1F1B."""
+    return build_zb_h("zb_h2", 2, request)
+
+
 register(Family("zb_h1", build_zb_h1, "split backward in the memory of 1f1b; one stage a rank", max_stages_per_rank=1))
+register(
+    Family("zb_h2", build_zb_h2, "split backward in twice the memory of 1f1b; one stage a rank", max_stages_per_rank=1)
+)

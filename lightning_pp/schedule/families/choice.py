@@ -1,0 +1,29 @@
+"""Choose among several programs of one family."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from lightning_pp.schedule.memory import exceeds
+from lightning_pp.schedule.program import Schedule
+from lightning_pp.schedule.registry import ScheduleRequest
+
+
+def best_of(candidates: Iterable[Schedule], request: ScheduleRequest) -> Schedule:
+    """The candidate with the shortest time under the costs of the request, among those within its memory limit.
+
+    Time is makespan plus longest span: a step alone takes the one, a step in a row of overlapping steps the other.
+    When none is within the limit, the one that holds least, for the error that follows.
+    """
+    best: tuple[bool, float, float] | None = None
+    chosen: Schedule | None = None
+    for candidate in candidates:
+        simulation = candidate.simulate(request.costs)
+        limits = request.memory_limit or simulation.peak_memory
+        over = max((peak - limit for peak, limit in zip(simulation.peak_memory, limits, strict=True)), default=0.0)
+        too_large = any(map(exceeds, simulation.peak_memory, limits))
+        rank = (too_large, over if too_large else 0.0, simulation.makespan + max(simulation.span_ms))
+        if best is None or rank < best:
+            best, chosen = rank, candidate
+    assert chosen is not None, "best_of needs a candidate"
+    return chosen

@@ -1,0 +1,45 @@
+"""ZB-V: two stages a rank in a V, no bubble when F, I and W take equal time, in the memory of 1F1B.
+
+From "Pipeline Parallelism with Controllable Memory" (arXiv:2405.15362) and the appendix of arXiv:2401.10241. On rank
+r, stage r is chunk 0 and stage 2p - 1 - r is chunk 1; F0 is the forward of chunk 0, and so on.
+"""
+
+from __future__ import annotations
+
+from lightning_pp.schedule.families.chunk_program import ChunkProgram
+from lightning_pp.schedule.placement import Placement
+from lightning_pp.schedule.program import Schedule
+from lightning_pp.schedule.registry import Family, ScheduleRequest, register
+
+
+def build_zb_v_by_hand(request: ScheduleRequest) -> Schedule:
+    """The pattern of the paper, made for at least ``2p - 1`` microbatches; fewer are a part of it."""
+    p, m = request.num_ranks, request.num_microbatches
+    placement = Placement.v_shaped(p)
+    n = max(2 * p - 1, m)
+    programs = []
+    for rank in range(p):
+        program = ChunkProgram(placement.stages_of_rank(rank), m)
+        program.write("F0", 2 * (p - rank) - 1)
+        program.write("F1 F0", rank)
+        program.write("F1 I1 W1", p - rank)
+        while program.num_forwards[1] < n:
+            program.write("F0 I0 W0 F1 I1 W1" if program.num_forwards[0] < n else "I0 W0 F1 I1 W1")
+        program.write("I0 I1", rank)
+        program.write("I0 W0", p - rank)
+        program.write("W1", sum(chunk == 1 for chunk, _ in program.waiting))
+        program.write_waiting()
+        programs.append(tuple(program.actions))
+    return Schedule("zb_v", placement, m, tuple(programs))
+
+
+register(
+    Family(
+        "zb_v",
+        build_zb_v_by_hand,
+        "two stages a rank in a V; nearly no bubble in the memory of 1f1b",
+        default_stages_per_rank=2,
+        min_stages_per_rank=2,
+        max_stages_per_rank=2,
+    )
+)

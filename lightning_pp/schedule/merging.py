@@ -1,0 +1,41 @@
+"""Turn I and W that follow each other into B where that delays nobody: a split backward costs more than a full one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from lightning_pp.schedule.action import Action, ActionKind
+
+if TYPE_CHECKING:
+    from lightning_pp.schedule.program import Schedule
+
+
+def merge_first_stage(schedule: Schedule) -> Schedule:
+    """Merge on stage 0, whose input gradient nobody waits for."""
+    return _merge(schedule, lambda rank, cell: schedule.programs[rank][cell].stage == 0)
+
+
+def _merge(schedule: Schedule, may_merge: Callable[[int, int], bool]) -> Schedule:
+    """Merge each I (at ``rank``, ``cell``) with the W of its stage and microbatch in the next cell, where allowed."""
+    programs = []
+    for rank, program in enumerate(schedule.programs):
+        merged: list[Action] = []
+        skip = False
+        for cell, action in enumerate(program):
+            if skip:
+                skip = False
+                continue
+            following = program[cell + 1] if cell + 1 < len(program) else None
+            if (
+                action.kind is ActionKind.I
+                and following == Action(action.stage, ActionKind.W, action.microbatch)
+                and may_merge(rank, cell)
+            ):
+                merged.append(Action(action.stage, ActionKind.B, action.microbatch))
+                skip = True
+            else:
+                merged.append(action)
+        programs.append(tuple(merged))
+    return replace(schedule, programs=tuple(programs))
