@@ -1,8 +1,8 @@
 """A pool of live worker processes for distributed tests.
 
-Importing torch and Lightning takes seconds, so the workers are spawned once and reused: :meth:`WorkerPool.run` calls one
-module-level function in each of ``world_size`` workers, under the environment that ``torchrun`` would set. After a run each
-worker undoes what the function left behind; a worker that fails to come back is killed and replaced.
+Importing torch and Lightning takes seconds, so the workers are spawned once and reused: :meth:`WorkerPool.run` calls
+one module-level function in each of ``world_size`` workers, under the environment that ``torchrun`` would set. After a
+run each worker undoes what the function left behind; a worker that fails to come back is killed and replaced.
 
 Life of one run, seen from the main process::
 
@@ -16,8 +16,6 @@ Life of one run, seen from the main process::
 from __future__ import annotations
 
 import contextlib
-import importlib
-import importlib.util
 import os
 import pickle
 import random
@@ -25,9 +23,7 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -35,17 +31,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal, overload
 
+from pool_worker import Failure, Task, worker_main
+
 START_TIMEOUT_S = 180.0
 CLEAN_UP_TIMEOUT_S = 20.0
-
-
-@dataclass(frozen=True)
-class Failure:
-    """What one rank failed with: the exception's class name, its text, and the traceback."""
-
-    type: str
-    message: str
-    traceback: str
 
 
 @dataclass(frozen=True)
@@ -60,19 +49,6 @@ class WorkerError(RuntimeError):
     """A rank of a pool run raised, died or hung; the message has every rank's traceback."""
 
 
-@dataclass(frozen=True)
-class _Task:
-    """A function by the place of its source, since test files are not always importable by name."""
-
-    module: str
-    file: str
-    qualname: str
-    environ: dict[str, str]
-    sys_path: list[str]
-    process_group: str | None
-    timeout_s: float
-
-
 class _Worker:
     def __init__(self) -> None:
         descriptor, name = tempfile.mkstemp(prefix="pool_stack_")
@@ -81,7 +57,7 @@ class _Worker:
         context = get_context("spawn")
         self.connection, child = context.Pipe()
         # Not a daemon: daemonic processes may not have children, and a test may use DataLoader workers.
-        self.process = context.Process(target=_worker_main, args=(child, name))
+        self.process = context.Process(target=worker_main, args=(child, name))
         self.process.start()
         child.close()
         self.is_ready = False
@@ -189,7 +165,7 @@ class WorkerPool:
         payload = pickle.dumps((args, kwargs))
         start = time.monotonic()
         for rank, worker in enumerate(workers):
-            task = _Task(
+            task = Task(
                 module=function.__module__,
                 file=sys.modules[function.__module__].__file__ or "",
                 qualname=function.__qualname__,
@@ -307,152 +283,3 @@ def _free_port() -> int:
             except OSError:
                 continue
             return port
-
-
-# --------------------------------------------------------------------------- in the worker
-
-
-def _worker_main(connection: Connection, stack_file: str) -> None:
-    import faulthandler
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process decides when to stop
-    threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
-    with open(stack_file, "w") as stacks:
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-        _import_heavy()
-        environ = dict(os.environ)
-        folder = os.getcwd()
-        connection.send_bytes(b"ready")
-        while True:
-            try:
-                task: _Task = pickle.loads(connection.recv_bytes())
-                payload = connection.recv_bytes()
-            except EOFError:
-                break
-            outcome = _call(task, payload)
-            failed = isinstance(outcome, Failure)
-            if failed:
-                # At once, not after everybody has answered: peers that wait for this rank see a closed connection.
-                _destroy_process_group()
-            try:
-                connection.send_bytes(pickle.dumps(outcome))
-            except Exception as error:  # noqa: BLE001  (whatever pickling raises)
-                connection.send_bytes(pickle.dumps(_failure(error)))
-            del outcome
-            try:
-                connection.recv_bytes()
-            except EOFError:
-                break
-            _reset(environ, folder)
-            connection.send_bytes(b"ready")
-    os._exit(0)  # skips exit handlers of libraries, which may wait for peers
-
-
-def _exit_with_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
-
-
-def _import_heavy() -> None:
-    for module in ("lightning.pytorch", "torch.distributed.checkpoint", "torch.distributed.fsdp"):
-        importlib.import_module(module)
-    importlib.import_module("torch").set_num_threads(1)
-
-
-def _call(task: _Task, payload: bytes) -> Failure | tuple[Any]:
-    import torch
-
-    os.environ.update(task.environ)
-    _set_lightning_rank(int(task.environ["RANK"]))
-    if sys.path != task.sys_path:
-        sys.path[:] = task.sys_path
-    try:
-        function: Any = _load_module(task.module, task.file)
-        for part in task.qualname.split("."):
-            function = getattr(function, part)
-        args, kwargs = pickle.loads(payload)
-        if task.process_group is not None:
-            from datetime import timedelta
-
-            torch.distributed.init_process_group(task.process_group, timeout=timedelta(seconds=task.timeout_s))
-        return (_to_cpu(function(*args, **kwargs)),)
-    except BaseException as error:  # noqa: BLE001  (SystemExit and private control-flow exceptions fail a test as well)
-        return _failure(error)
-
-
-def _load_module(name: str, file: str) -> Any:
-    """The module that the main process knows as ``name``, and no other of the same name in another folder."""
-    module = sys.modules.get(name)
-    if module is None or getattr(module, "__file__", None) != file:
-        with contextlib.suppress(ImportError, ValueError):
-            spec = importlib.util.find_spec(name)
-            if spec is not None and spec.origin == file:
-                return importlib.import_module(name)
-        spec = importlib.util.spec_from_file_location(name, file)
-        if spec is None or spec.loader is None:
-            raise ImportError(f"cannot import {name} from {file!r}")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return module
-
-
-def _failure(error: BaseException) -> Failure:
-    return Failure(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
-
-
-def _to_cpu(value: Any) -> Any:
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu()
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_to_cpu(item) for item in value))
-    if type(value) in (list, tuple):
-        return type(value)(_to_cpu(item) for item in value)
-    if type(value) is dict:
-        return {key: _to_cpu(item) for key, item in value.items()}
-    return value
-
-
-def _set_lightning_rank(rank: int) -> None:
-    """Lightning reads its rank once, at import; its strategies set this attribute later, as we do here."""
-    importlib.import_module("lightning.fabric.utilities.rank_zero").rank_zero_only.rank = rank
-
-
-def _destroy_process_group() -> None:
-    import torch
-
-    with contextlib.suppress(Exception):
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-
-
-def _reset(environ: dict[str, str], folder: str) -> None:
-    """Undo what a test function left: every later test meets the worker as if it were new."""
-    import gc
-
-    import numpy
-    import torch
-
-    _destroy_process_group()
-    os.environ.clear()
-    os.environ.update(environ)
-    os.chdir(folder)
-    _set_lightning_rank(0)
-    torch.set_default_dtype(torch.float32)
-    torch.set_default_device(None)
-    torch.set_grad_enabled(True)
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(False)
-    torch.manual_seed(0)
-    numpy.random.seed(0)
-    random.seed(0)
-    # The cache holds device meshes, equal to later ones in layout, whose process groups are gone.
-    importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
-    gc.collect()

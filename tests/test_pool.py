@@ -140,7 +140,7 @@ def test_dead_worker_and_timeout_are_reported_and_replaced(pool: WorkerPool) -> 
 
 
 def test_misuse_is_refused(pool: WorkerPool) -> None:
-    with pytest.raises(ValueError, match="world_size=5 is outside 1..4"):
+    with pytest.raises(ValueError, match=r"world_size=5 is outside 1\.\.4"):
         pool.run(environment, world_size=5)
     with pytest.raises(ValueError, match="not at the top of its module"):
         pool.run(lambda: None)

@@ -1,0 +1,186 @@
+"""What runs inside a worker of :mod:`pool`: a loop of calls, with a clean-up after each."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What one rank failed with: the exception's class name, its text, and the traceback."""
+
+    type: str
+    message: str
+    traceback: str
+
+
+@dataclass(frozen=True)
+class Task:
+    """A function by the place of its source, since test files are not always importable by name."""
+
+    module: str
+    file: str
+    qualname: str
+    environ: dict[str, str]
+    sys_path: list[str]
+    process_group: str | None
+    timeout_s: float
+
+
+def worker_main(connection: Connection, stack_file: str) -> None:
+    import faulthandler
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process decides when to stop
+    threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
+    with open(stack_file, "w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        _import_heavy()
+        environ = dict(os.environ)
+        folder = os.getcwd()
+        connection.send_bytes(b"ready")
+        while True:
+            try:
+                task: Task = pickle.loads(connection.recv_bytes())
+                payload = connection.recv_bytes()
+            except EOFError:
+                break
+            outcome = _call(task, payload)
+            failed = isinstance(outcome, Failure)
+            if failed:
+                # At once, not after everybody has answered: peers that wait for this rank see a closed connection.
+                _destroy_process_group()
+            try:
+                connection.send_bytes(pickle.dumps(outcome))
+            except Exception as error:  # whatever pickling raises
+                connection.send_bytes(pickle.dumps(_failure(error)))
+            del outcome
+            try:
+                connection.recv_bytes()
+            except EOFError:
+                break
+            _reset(environ, folder)
+            connection.send_bytes(b"ready")
+    os._exit(0)  # skips exit handlers of libraries, which may wait for peers
+
+
+def _exit_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+def _import_heavy() -> None:
+    for module in ("lightning.pytorch", "torch.distributed.checkpoint", "torch.distributed.fsdp"):
+        importlib.import_module(module)
+    importlib.import_module("torch").set_num_threads(1)
+
+
+def _call(task: Task, payload: bytes) -> Failure | tuple[Any]:
+    import torch
+
+    os.environ.update(task.environ)
+    _set_lightning_rank(int(task.environ["RANK"]))
+    if sys.path != task.sys_path:
+        sys.path[:] = task.sys_path
+    try:
+        function: Any = _load_module(task.module, task.file)
+        for part in task.qualname.split("."):
+            function = getattr(function, part)
+        args, kwargs = pickle.loads(payload)
+        if task.process_group is not None:
+            from datetime import timedelta
+
+            torch.distributed.init_process_group(task.process_group, timeout=timedelta(seconds=task.timeout_s))
+        return (_to_cpu(function(*args, **kwargs)),)
+    except BaseException as error:  # SystemExit and private control-flow exceptions fail a test as well
+        return _failure(error)
+
+
+def _load_module(name: str, file: str) -> Any:
+    """The module that the main process knows as ``name``, and no other of the same name in another folder."""
+    module = sys.modules.get(name)
+    if module is None or getattr(module, "__file__", None) != file:
+        with contextlib.suppress(ImportError, ValueError):
+            spec = importlib.util.find_spec(name)
+            if spec is not None and spec.origin == file:
+                return importlib.import_module(name)
+        spec = importlib.util.spec_from_file_location(name, file)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"cannot import {name} from {file!r}")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return module
+
+
+def _failure(error: BaseException) -> Failure:
+    return Failure(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+
+
+def _to_cpu(value: Any) -> Any:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_to_cpu(item) for item in value))
+    if type(value) in (list, tuple):
+        return type(value)(_to_cpu(item) for item in value)
+    if type(value) is dict:
+        return {key: _to_cpu(item) for key, item in value.items()}
+    return value
+
+
+def _set_lightning_rank(rank: int) -> None:
+    """Lightning reads its rank once, at import; its strategies set this attribute later, as we do here."""
+    importlib.import_module("lightning.fabric.utilities.rank_zero").rank_zero_only.rank = rank
+
+
+def _destroy_process_group() -> None:
+    import torch
+
+    with contextlib.suppress(Exception):
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def _reset(environ: dict[str, str], folder: str) -> None:
+    """Undo what a test function left: every later test meets the worker as if it were new."""
+    import gc
+
+    import numpy
+    import torch
+
+    _destroy_process_group()
+    os.environ.clear()
+    os.environ.update(environ)
+    os.chdir(folder)
+    _set_lightning_rank(0)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(False)
+    torch.manual_seed(0)
+    numpy.random.seed(0)
+    random.seed(0)
+    # The cache holds device meshes, equal to later ones in layout, whose process groups are gone.
+    importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
+    gc.collect()
