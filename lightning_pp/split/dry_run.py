@@ -22,6 +22,7 @@ from lightning_pp.errors import SplitError
 from lightning_pp.split.data_flow import DataFlow, Parameter, innermost_user_line, set_sources, storage_of
 from lightning_pp.split.gradient_flow import gradient_sources
 from lightning_pp.split.interception import UnitCalls
+from lightning_pp.split.mean_losses import intercepted_mean_losses
 from lightning_pp.split.module_state import preserved_state
 from lightning_pp.split.placeholders import Placeholders, is_fake
 from lightning_pp.split.record import OutputLeaf, Reads, StepRecord, UnitCall, Value, spec_of
@@ -212,7 +213,13 @@ def _attempt(
         torch.set_grad_enabled(with_gradients),
         torch.random.fork_rng(devices=_cuda_devices(placeholders.device)),
     ):
-        with calls.handled_by(run.on_call), run._flow:
+
+        def on_mean_loss(_: Any, loss: Callable[..., Tensor]) -> Tensor:
+            run.record.num_mean_losses += 1
+            run.record.step_edits_module = bool(changes())
+            return loss()
+
+        with calls.handled_by(run.on_call), intercepted_mean_losses(on_mean_loss), run._flow:
             result = step(run)
         record = run.finish(result, with_gradients)
         changed = changes()

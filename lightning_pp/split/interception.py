@@ -18,6 +18,14 @@ class CallHandler(Protocol):
     ) -> Any: ...
 
 
+_num_running = 0
+
+
+def running_unit() -> bool:
+    """Whether a unit is running now, as opposed to the code between units."""
+    return _num_running > 0
+
+
 class UnitCalls:
     """Routes every call of the given units through a handler while one is in charge.
 
@@ -57,11 +65,14 @@ class UnitCalls:
         return handler(name, partial(self._run, original), args, kwargs)
 
     def _run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        global _num_running
         self._running_original = True
+        _num_running += 1
         try:
             return original(*args, **kwargs)
         finally:
             self._running_original = False
+            _num_running -= 1
 
 
 _PATCHED = ("_compiled_call_impl", "forward")

@@ -67,6 +67,10 @@ class Placeholders:
             self._fakes[canonical] = nn.Parameter(empty, requires_grad=real.requires_grad)
         return self._fakes[canonical]
 
+    def trainable_names(self) -> frozenset[str]:
+        """Canonical names of the owned parameters that require a gradient; a plan depends on it."""
+        return frozenset(name for name, parameter in self.module.named_parameters() if parameter.requires_grad)
+
     def fakes(self) -> list[nn.Parameter]:
         """All placeholders made so far."""
         return list(self._fakes.values())

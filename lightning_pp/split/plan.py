@@ -117,9 +117,7 @@ def direct_parameters(record: StepRecord, stage_of_unit: Mapping[str, int], num_
     return users
 
 
-def _gradient_returns(
-    record: StepRecord, stage_of_call: list[int], last_stage: int
-) -> set[tuple[Value, int]]:
+def _gradient_returns(record: StepRecord, stage_of_call: list[int], last_stage: int) -> set[tuple[Value, int]]:
     """``(value, stage)`` where that stage computes a gradient for the value."""
     flowing: set[Value | None] = {None} if None in record.gradient_sources else set()
     waiting: list[Value | None] = list(flowing)

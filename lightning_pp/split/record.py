@@ -92,7 +92,9 @@ class StepRecord:
             other unit's output in between. Empty for a step without gradients.
         glue_is_random: Whether code outside units draws random numbers.
         value_reads_in_tail: Lines after the last call that read a weight-dependent value (``.item()``).
-        mutated_attributes: ``(module name, attribute)`` that the step changed after its last unit call.
+        mutated_attributes: ``(module name, attribute)`` that the step set or whose content it changed.
+        num_mean_losses: Calls, outside units, of functions that take the mean of a loss.
+        step_edits_module: Whether anything on the module changes before the last of them.
     """
 
     calls: list[UnitCall] = field(default_factory=list)
@@ -101,6 +103,8 @@ class StepRecord:
     glue_is_random: bool = False
     value_reads_in_tail: list[str] = field(default_factory=list)
     mutated_attributes: tuple[tuple[str, str], ...] = ()
+    num_mean_losses: int = 0
+    step_edits_module: bool = False
 
     def first_calls(self) -> dict[str, int]:
         """Unit name to the index of its first call, in call order."""

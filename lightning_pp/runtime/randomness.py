@@ -1,0 +1,85 @@
+"""Random numbers in a pipeline: glue draws the same on every stage that runs it, units draw from streams of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class StepRandomness:
+    """Seeds one microbatch on one stage.
+
+    On one device a step draws all its numbers from one generator, in order. Stages run parts of that order, so each
+    stretch of glue gets a stream that depends on the seed, the step, the microbatch and its place in the step, but not
+    on the stage: noise that several stages use (diffusion time steps, masks) is the same on all of them. Units draw
+    from the stage's own stream. Where the dry run saw no random glue nothing is done.
+
+    Args:
+        seed: Depends on the run's seed, the data-parallel rank, the step and the microbatch; equal on all stages.
+        device: The device whose generator is seeded besides the host's.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._seed = seed
+        self._device = device
+        self._glue_is_random = False
+        self._unit_state: list[torch.Tensor] | None = None
+
+    @contextmanager
+    def of_glue(self, glue_is_random: bool) -> Iterator[None]:
+        """Around a step's forward on a stage."""
+        self._glue_is_random = glue_is_random
+        if not glue_is_random:
+            yield
+            return
+        self._unit_state = self._states()
+        self.next_call(-1)
+        try:
+            yield
+        finally:
+            self._set_states(self._unit_state)
+
+    def next_call(self, index: int) -> None:
+        """Starts the stretch of glue after call ``index``."""
+        if self._glue_is_random:
+            torch.manual_seed((self._seed * 1_000_003 + index + 1) % (1 << 63))
+
+    @contextmanager
+    def of_unit(self, index: int) -> Iterator[None]:
+        """Around an owned unit's call."""
+        if not self._glue_is_random or self._unit_state is None:
+            yield
+            return
+        self._set_states(self._unit_state)
+        try:
+            yield
+        finally:
+            self._unit_state = self._states()
+
+    def _states(self) -> list[torch.Tensor]:
+        states = [torch.get_rng_state()]
+        if self._device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(self._device))
+        return states
+
+    def _set_states(self, states: list[torch.Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        if len(states) > 1:
+            torch.cuda.set_rng_state(states[1], self._device)
+
+
+@contextmanager
+def host_generator_untouched(seed: int, device: torch.device) -> Iterator[None]:
+    """Around a whole step: seeds the generators for this rank's units, and puts the host's back afterwards.
+
+    Samplers and datasets draw from the host's generator, and every rank of a pipeline must see the same batches; so what
+    units draw, which differs from stage to stage, must not move it.
+    """
+    host_state = torch.get_rng_state()
+    torch.manual_seed(seed % (1 << 63))
+    try:
+        yield
+    finally:
+        torch.set_rng_state(host_state)

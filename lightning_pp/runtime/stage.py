@@ -1,0 +1,264 @@
+"""Running the user's step on one stage: forward with stand-ins for what is not owned, and backward from what was sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pp.errors import SplitError
+from lightning_pp.runtime.deferred import (
+    WeightGradientQueue,
+    collect_weight_gradients,
+    weight_gradients_deferrable,
+)
+from lightning_pp.runtime.randomness import StepRandomness
+from lightning_pp.split.interception import UnitCalls
+from lightning_pp.split.placeholders import is_fake
+from lightning_pp.split.plan import StagePlan, StepPlan
+from lightning_pp.split.record import UnitCall, Value
+from lightning_pp.split.tree import leaves_of, replace_leaves
+
+
+class _StageFinished(BaseException):
+    """Leaves the user's step; not an Exception, so that no ``except Exception`` of the user's swallows it."""
+
+
+@dataclass
+class InFlight:
+    """What a stage keeps of one microbatch between its forward and its last backward action.
+
+    Attributes:
+        received: Leaves of the autograd graph: received tensors that a gradient is returned for.
+        outputs: Values made here that another stage needs.
+        loss: The loss, on the last stage of a training step.
+        queue: Weight gradients that I has left for W.
+    """
+
+    received: dict[Value, Tensor] = field(default_factory=dict)
+    outputs: dict[Value, Tensor] = field(default_factory=dict)
+    loss: Tensor | None = None
+    queue: WeightGradientQueue = field(default_factory=WeightGradientQueue)
+
+
+class _AsNonLeaf(torch.autograd.Function):
+    """Gives a received leaf to the user's code as a tensor that it may edit in place."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        # over the same memory, yet not a view in autograd's sense: in-place edits of those are refused
+        alias = tensor.new_empty(0)
+        alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        return alias
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        return grad_outputs[0]
+
+
+class StageRunner:
+    """Runs one stage's share of a step, microbatch by microbatch.
+
+    Args:
+        stage: Number of the stage.
+        units: All units of the model, owned or not.
+        defers_weight_gradients: Whether backward is split into I and W.
+    """
+
+    def __init__(self, stage: int, units: Mapping[str, nn.Module], *, defers_weight_gradients: bool) -> None:
+        self.stage = stage
+        self._calls = UnitCalls(units)
+        self._units = units
+        self._deferrable: Callable[[], AbstractContextManager[None]] = (
+            weight_gradients_deferrable if defers_weight_gradients else nullcontext
+        )
+
+    def forward(
+        self,
+        plan: StepPlan,
+        step: Callable[[], Any],
+        received: Mapping[Value, Tensor],
+        randomness: StepRandomness,
+        *,
+        with_gradients: bool,
+    ) -> tuple[InFlight, Any]:
+        """Runs the user's step for one microbatch up to this stage's last call (F).
+
+        Args:
+            plan: The plan of the microbatch's signature.
+            step: Runs the user's step on the microbatch.
+            received: Value to tensor, as the plan's ``receives`` lists them.
+            randomness: Seeds for glue that draws random numbers.
+            with_gradients: Whether a backward follows.
+
+        Returns:
+            What to keep and send, and what the user's step returned (None except on the last stage).
+
+        Raises:
+            SplitError: The step calls other units than the plan says, or touches a value that is not here.
+        """
+        stage_plan = plan.stages[self.stage]
+        run = _StageForward(plan, stage_plan, received, randomness, with_gradients)
+        if stage_plan.last_call == -1:  # nothing of this stage is called in such a step
+            return run.in_flight, None
+        output = None
+        with self._calls.handled_by(run.on_call), self._deferrable(), randomness.of_glue(plan.record.glue_is_random):
+            try:
+                output = step()
+            except _StageFinished:
+                pass
+            else:
+                run.check_complete()
+        return run.in_flight, output
+
+    def backward(
+        self,
+        plan: StepPlan,
+        in_flight: InFlight,
+        gradients: Mapping[Value, Sequence[Tensor]],
+        loss_weight: float,
+        *,
+        split: bool,
+    ) -> dict[Value, Tensor]:
+        """Runs the backward of one microbatch: I if ``split``, else B.
+
+        Args:
+            plan: The plan of the microbatch's signature.
+            in_flight: What :meth:`forward` kept. Its graph is freed.
+            gradients: For each sent value the gradients that came back, one per stage that uses it.
+            loss_weight: What the loss is multiplied by.
+            split: Whether weight gradients stay in ``in_flight.queue`` until W.
+
+        Returns:
+            The gradient of every received value that one is returned for.
+        """
+        roots: list[Tensor] = []
+        root_gradients: list[Tensor] = []
+        if in_flight.loss is not None:
+            roots.append(in_flight.loss)
+            root_gradients.append(torch.full_like(in_flight.loss, loss_weight))
+        for value, parts in gradients.items():
+            output = in_flight.outputs[value]
+            if output.requires_grad and parts:
+                roots.append(output)
+                root_gradients.append(parts[0] if len(parts) == 1 else torch.stack(list(parts)).sum(0))
+        if roots:
+            with self._deferrable():
+                if split:
+                    with collect_weight_gradients(in_flight.queue):
+                        torch.autograd.backward(roots, root_gradients)
+                else:
+                    torch.autograd.backward(roots, root_gradients)
+        returned = {}
+        for edge in plan.stages[self.stage].receives:
+            if edge.has_gradient:
+                leaf = in_flight.received[edge.value]
+                returned[edge.value] = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
+        in_flight.loss = None
+        in_flight.outputs.clear()
+        in_flight.received.clear()
+        return returned
+
+
+class _StageForward:
+    """The forward of one microbatch on one stage, as the handler of its unit calls."""
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        stage_plan: StagePlan,
+        received: Mapping[Value, Tensor],
+        randomness: StepRandomness,
+        with_gradients: bool,
+    ) -> None:
+        self.in_flight = InFlight()
+        self._record = plan.record
+        self._plan = stage_plan
+        self._randomness = randomness
+        self._next_call = 0
+        self._inputs: dict[Value, Tensor] = {}
+        self._sent = {edge.value for edge in stage_plan.sends}
+        for edge in stage_plan.receives:
+            tensor = received[edge.value]
+            if with_gradients and edge.has_gradient:
+                leaf = tensor.requires_grad_()
+                self.in_flight.received[edge.value] = leaf
+                tensor = _AsNonLeaf.apply(leaf)  # type: ignore[no-untyped-call]
+            self._inputs[edge.value] = tensor
+
+    def on_call(self, unit: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        index = self._next_call
+        self._next_call += 1
+        calls = self._record.calls
+        if index >= len(calls) or calls[index].unit != unit:
+            expected = f"{calls[index].unit!r}" if index < len(calls) else "the end of the step"
+            raise SplitError(
+                f"The step called the unit {unit!r} as call {index}, where the dry run of a batch of the same shapes saw "
+                f"{expected}. A step must call its units in the same order for all batches of the same shapes; make the "
+                "choice inside a unit, or let it depend on a shape or on self.training."
+            )
+        call = calls[index]
+        if index not in self._plan.owned_calls:
+            self._randomness.next_call(index)
+            return self._stand_in(call)
+        with self._randomness.of_unit(index):
+            output = original(*args, **kwargs)
+        output = self._keep(call, output)
+        if index == self._plan.last_call:
+            raise _StageFinished
+        self._randomness.next_call(index)
+        return output
+
+    def check_complete(self) -> None:
+        """The step ended: no owned call may be missing."""
+        missing = [call.unit for call in self._record.calls[self._next_call :] if call.index in self._plan.owned_calls]
+        if missing or self._next_call < len(self._record.calls):
+            following = self._record.calls[self._next_call].unit
+            raise SplitError(
+                f"The step ended after {self._next_call} unit calls, where the dry run of a batch of the same shapes saw "
+                f"{len(self._record.calls)}; the next would have been {following!r}."
+            )
+
+    def _stand_in(self, call: UnitCall) -> Any:
+        leaves = [
+            self._inputs.get(Value(call.index, position), leaf.stand_in) for position, leaf in enumerate(call.leaves)
+        ]
+        return leaves[0] if call.output is None else replace_leaves(call.output, leaves)
+
+    def _keep(self, call: UnitCall, output: Any) -> Any:
+        """Checks what an owned call returned against the record, and keeps what others need."""
+        leaves = [output] if isinstance(output, Tensor) else leaves_of(output)
+        if len(leaves) != len(call.leaves):
+            raise SplitError(
+                f"The unit {call.unit!r} returned {len(leaves)} values, where the dry run saw {len(call.leaves)}."
+            )
+        replaced = False
+        for position, (leaf, expected) in enumerate(zip(leaves, call.leaves, strict=True)):
+            if expected.spec is None:
+                continue
+            if not isinstance(leaf, Tensor) or is_fake(leaf):
+                raise SplitError(
+                    f"The unit {call.unit!r} on stage {self._plan.stage} computed with a value of another stage that "
+                    "the dry run did not see it use. The values that a unit reads must not depend on more than the "
+                    "shapes of the batch; make the choice inside a unit."
+                )
+            value = Value(call.index, position)
+            if value not in self._sent:
+                continue
+            if tuple(leaf.shape) != expected.spec.shape or leaf.dtype != expected.spec.dtype:
+                raise SplitError(
+                    f"Output {position} of the unit {call.unit!r} has shape {tuple(leaf.shape)} and dtype {leaf.dtype}, "
+                    f"where the dry run of a batch of the same shapes saw {expected.spec.shape} and "
+                    f"{expected.spec.dtype}: other stages cannot know its size."
+                )
+            self.in_flight.outputs[value] = leaf
+            if expected.edited_in_place:
+                # the code after it edits its own copy; what is sent stays as the unit made it
+                leaves[position], replaced = leaf.clone(), True
+        if not replaced:
+            return output
+        return leaves[0] if isinstance(output, Tensor) else replace_leaves(output, leaves)

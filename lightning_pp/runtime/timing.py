@@ -1,0 +1,85 @@
+"""When each action of a step waited and worked."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_pp.schedule import Action
+
+
+@dataclass(frozen=True)
+class ActionTimes:
+    """One action's times, in milliseconds since the step began on this rank.
+
+    Attributes:
+        action: The action.
+        asked_ms: When the rank began to wait for what the action needs.
+        start_ms: When it began to work.
+        end_ms: When it was done.
+    """
+
+    action: Action
+    asked_ms: float
+    start_ms: float
+    end_ms: float
+
+    @property
+    def wait_ms(self) -> float:
+        """How long the rank waited for other stages."""
+        return self.start_ms - self.asked_ms
+
+    @property
+    def work_ms(self) -> float:
+        """How long the action took."""
+        return self.end_ms - self.start_ms
+
+
+class StepTimer:
+    """Takes the time of every action: by the host's clock, or by events in the stream of a CUDA device.
+
+    Events cost about a microsecond and are read when the step's times are asked for.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._origin: Any = self._now()
+        self._asked: Any = self._origin
+        self._started: Any = self._origin
+        self._marks: list[tuple[Action, Any, Any, Any]] = []
+
+    def start_waiting(self) -> None:
+        """The next action is due."""
+        self._asked = self._now()
+
+    def start_working(self) -> None:
+        """All that it needs is there."""
+        self._started = self._now()
+
+    def stop(self, action: Action) -> None:
+        """It is done."""
+        self._marks.append((action, self._asked, self._started, self._now()))
+
+    def times(self) -> list[ActionTimes]:
+        """The times of all actions so far; on CUDA waits for the last of them."""
+        if self._cuda and self._marks:
+            self._marks[-1][3].synchronize()
+        return [
+            ActionTimes(action, self._since(asked), self._since(started), self._since(ended))
+            for action, asked, started, ended in self._marks
+        ]
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter_ns()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _since(self, moment: Any) -> float:
+        if not self._cuda:
+            return float((moment - self._origin) / 1e6)
+        return float(self._origin.elapsed_time(moment))

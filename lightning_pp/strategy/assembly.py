@@ -1,0 +1,205 @@
+"""From a whole model to what one rank holds of it. Knows torch.distributed, not Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pp.schedule import Placement
+from lightning_pp.split.dry_run import DryRun
+from lightning_pp.split.materialize import materialize_buffers
+from lightning_pp.split.partition import Partition, partition_units
+from lightning_pp.split.placeholders import Placeholders
+from lightning_pp.split.plan import build_plan, direct_parameters
+from lightning_pp.split.record import StepRecord
+from lightning_pp.split.units import discover_units, is_block_list, refine_unit
+from lightning_pp.strategy.plans import PlanBook
+
+_MOST_REFINEMENTS = 32
+
+
+@dataclass(frozen=True)
+class SplitModel:
+    """A model, its units and who owns what.
+
+    Attributes:
+        module: The whole model; on this rank only ``owned`` parameters are left in it.
+        units: Name to module.
+        placeholders: Stand-ins for the rest.
+        plans: Plans by batch signature.
+        partition: Which stage each unit is on.
+        placement: Which rank each stage is on.
+        owners: Canonical parameter name to the stages that hold it, in order.
+        direct: Canonical names of parameters that are used outside their unit.
+        num_parameters: Parameters in each unit.
+        record: The dry run that the partition was made from.
+    """
+
+    module: nn.Module
+    units: Mapping[str, nn.Module]
+    placeholders: Placeholders
+    plans: PlanBook
+    partition: Partition
+    placement: Placement
+    owners: Mapping[str, tuple[int, ...]]
+    direct: frozenset[str]
+    num_parameters: Mapping[str, int]
+    record: StepRecord
+
+    def ranks_of(self, name: str) -> tuple[int, ...]:
+        """The pipeline ranks that hold the parameter ``name``, in the order of its stages."""
+        return tuple(dict.fromkeys(self.placement.rank_of_stage[stage] for stage in self.owners[name]))
+
+    def owned_by(self, rank: int) -> set[str]:
+        """Canonical names of the parameters that ``rank`` holds."""
+        return {name for name in self.owners if rank in self.ranks_of(name)}
+
+    def units_of(self, rank: int) -> dict[str, nn.Module]:
+        """The units on ``rank``'s stages."""
+        stages = self.placement.stages_of_rank(rank)
+        return {name: unit for name, unit in self.units.items() if self.partition.stage_of_unit[name] in stages}
+
+
+def split_model(
+    module: nn.Module,
+    *,
+    device: torch.device,
+    placement: Placement,
+    step: Callable[[DryRun], Any],
+    with_gradients: bool,
+    patterns: Sequence[str] | None,
+    split_points: Sequence[str] | None,
+    agree: Callable[[Any], Any],
+) -> SplitModel:
+    """Finds the units of ``module``, records ``step`` and assigns units to stages and parameters to owners.
+
+    Nothing of the model is moved or dropped yet, except that its buffers go to ``device``.
+
+    Args:
+        module: The whole model.
+        device: Where this rank computes.
+        placement: Which rank holds which stages.
+        step: Runs the user's step for one microbatch.
+        with_gradients: Whether it is a training step.
+        patterns: What the user calls units, or None to discover them.
+        split_points: Units that start a stage, or None to balance.
+        agree: Returns rank 0's argument on every rank: replicas see batches of different lengths, and must still cut
+            at the same places.
+
+    Raises:
+        ConfigurationError, SplitError: As :func:`partition_units` and :func:`dry_run` say.
+    """
+    materialize_buffers(module, device)
+    placeholders = Placeholders(module, device)
+    units = discover_units(module, patterns)
+    units, plans, record = _recorded(module, units, placeholders, step, with_gradients, patterns, placement.num_stages)
+    num_parameters = {name: sum(p.numel() for p in unit.parameters()) for name, unit in units.items()}
+    partition: Partition = agree(
+        partition_units(
+            record, num_stages=placement.num_stages, num_parameters=num_parameters, split_points=split_points
+        )
+    )
+    build_plan(
+        record, partition.stage_of_unit, placement.num_stages
+    )  # raises what cannot be cut before anything changes
+    plans.set_partition(partition.stage_of_unit, placement.num_stages)
+    direct = direct_parameters(record, partition.stage_of_unit, placement.num_stages)
+    owners = _owners(placeholders, units, record, partition, direct)
+    return SplitModel(
+        module,
+        units,
+        placeholders,
+        plans,
+        partition,
+        placement,
+        owners,
+        frozenset(direct),
+        num_parameters,
+        record,
+    )
+
+
+def _recorded(
+    module: nn.Module,
+    units: dict[str, nn.Module],
+    placeholders: Placeholders,
+    step: Callable[[DryRun], Any],
+    with_gradients: bool,
+    patterns: Sequence[str] | None,
+    num_stages: int,
+) -> tuple[dict[str, nn.Module], PlanBook, StepRecord]:
+    """Records the step; goes a level down where units are not called as such, or are too few."""
+    for _ in range(_MOST_REFINEMENTS):
+        plans = PlanBook(module, units, placeholders)
+        record = plans.record(step, with_gradients=with_gradients)
+        if patterns is not None:
+            break
+        finer = _finer_units(module, units, placeholders, record, num_stages)
+        if finer is None:
+            break
+        units = finer
+    return units, plans, record
+
+
+def _finer_units(
+    module: nn.Module,
+    units: dict[str, nn.Module],
+    placeholders: Placeholders,
+    record: StepRecord,
+    num_stages: int,
+) -> dict[str, nn.Module] | None:
+    called = set(record.first_calls())
+    used_directly = set(record.tail.parameters).union(*(call.reads.parameters for call in record.calls))
+    for name, unit in units.items():
+        children = refine_unit(name, unit)
+        its_parameters = {placeholders.canonical_names[f"{name}.{key}"] for key, _ in unit.named_parameters()}
+        if name not in called and children and its_parameters & used_directly:
+            return _replaced(units, name, children)
+    if len(called) >= num_stages:
+        return None
+    in_block_lists = {child for parent in module.modules() if is_block_list(parent) for child in parent.children()}
+    candidates = {
+        name: refine_unit(name, units[name])
+        for name in called
+        if units[name] not in in_block_lists and refine_unit(name, units[name])
+    }
+    if not candidates:
+        return None
+    largest = max(candidates, key=lambda name: sum(p.numel() for p in units[name].parameters()))
+    return _replaced(units, largest, candidates[largest])
+
+
+def _replaced(units: Mapping[str, nn.Module], name: str, children: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    result: dict[str, nn.Module] = {}
+    for other, unit in units.items():
+        if other == name:
+            result.update({child: module for child, module in children.items() if module not in result.values()})
+        else:
+            result[other] = unit
+    return result
+
+
+def _owners(
+    placeholders: Placeholders,
+    units: Mapping[str, nn.Module],
+    record: StepRecord,
+    partition: Partition,
+    direct: Mapping[str, set[int]],
+) -> dict[str, tuple[int, ...]]:
+    called = set(record.first_calls())
+    by_call: dict[str, set[int]] = {}
+    by_place: dict[str, set[int]] = {}
+    for name, unit in units.items():
+        stage = partition.stage_of_unit[name]
+        target = by_call if name in called else by_place
+        for key, _ in unit.named_parameters(remove_duplicate=False):
+            target.setdefault(placeholders.canonical_names[f"{name}.{key}"], set()).add(stage)
+    owners: dict[str, tuple[int, ...]] = {}
+    for name in dict.fromkeys(placeholders.canonical_names.values()):
+        stages = by_call.get(name, set()) | direct.get(name, set()) or by_place.get(name) or {0}
+        owners[name] = tuple(sorted(stages))
+    return owners

@@ -1,0 +1,423 @@
+"""What runs a split module on one rank: data in, losses, logs and gradients out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from lightning_pp.errors import ConfigurationError
+from lightning_pp.runtime.executor import PipelineExecutor, StepInputs
+from lightning_pp.runtime.timing import StepTimer
+from lightning_pp.runtime.transport import Transport
+from lightning_pp.schedule import Placement, Schedule
+from lightning_pp.split.dry_run import DryRun
+from lightning_pp.split.materialize import materialize_parameters
+from lightning_pp.split.mean_losses import MeanLosses
+from lightning_pp.split.microbatch import Microbatch, batch_size_of, split_batch
+from lightning_pp.split.plan import StepPlan
+from lightning_pp.strategy.assembly import SplitModel, split_model
+from lightning_pp.strategy.control import ControlGroups
+from lightning_pp.strategy.data import check_same_batch, fingerprint
+from lightning_pp.strategy.gradients import StageGradients
+from lightning_pp.strategy.logs import StepLogs, replay
+from lightning_pp.strategy.metrics import PipelineMetrics, metrics_suspended
+from lightning_pp.strategy.outputs import merge_outputs, share_outputs
+from lightning_pp.strategy.plans import signature_of
+from lightning_pp.strategy.schedules import ProgramBook
+from lightning_pp.strategy.sizes import Auto, ParallelSizes, resolve_num_microbatches
+
+
+class PipelineEngine:
+    """Runs batches through this rank's stages.
+
+    A batch, on every rank::
+
+        cut it into microbatches; look up the plan of each, by a dry run when its shapes are new
+        run this rank's program (:class:`PipelineExecutor`), the user's step once per microbatch and stage
+        on the last batch of an accumulation: reduce gradients over replicas and over stages that share parameters
+        exchange what was logged and returned: the last stages of all replicas average, each tells its pipeline
+        replay the logs, on every rank alike
+
+    Collectives in a batch: with more than one replica, one reduction per unit and step; one for shared parameters, if
+    there are any; one small gather among last stages and one small broadcast along each pipeline for logs and loss.
+
+    Args:
+        trainer: The trainer.
+        module: The user's module.
+        mesh: Axes ``pipeline`` and ``data_parallel``.
+        sizes: Their sizes.
+        device: Where this rank computes.
+        precision: The precision plugin; its contexts are entered around the step of each microbatch.
+        schedule_name: Name of the training schedule.
+        placement: Which rank holds which stages.
+        num_microbatches: Slices of a batch.
+        timeout: How long a collective may wait.
+    """
+
+    def __init__(
+        self,
+        *,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        mesh: DeviceMesh,
+        sizes: ParallelSizes,
+        device: torch.device,
+        precision: Precision,
+        schedule_name: str,
+        placement: Placement,
+        num_microbatches: int | Auto,
+        timeout: timedelta | None,
+    ) -> None:
+        self.module = module
+        self.mesh = mesh
+        self.sizes = sizes
+        self.device = device
+        self.placement = placement
+        self.rank = mesh.get_local_rank("pipeline")
+        self.replica = mesh.get_local_rank("data_parallel")
+        self._trainer = trainer
+        self._precision = precision
+        self._num_microbatches = num_microbatches
+        self._timeout = timeout
+        self._programs = ProgramBook(schedule_name, placement)
+        self.groups = _control_groups(sizes, placement, timeout)
+        self.metrics = PipelineMetrics(module, self.groups)
+        self._seed = 0
+        self._num_batches_run = 0
+        self._fingerprint: int | None = None
+        self._failed = False
+        self.last_training_step: tuple[Schedule, StepTimer] | None = None
+        self.last_num_samples = 0
+
+    # ---------------------------------------------------------------- building
+
+    def build(
+        self,
+        batch: Any,
+        step: str,
+        *,
+        patterns: Sequence[str] | None,
+        split_points: Sequence[str] | None,
+        agree: Callable[[Any], Any],
+    ) -> None:
+        """Cuts the module by a dry run of ``step`` on ``batch`` and drops what this rank does not own.
+
+        Args:
+            batch: A whole batch on the device.
+            step: Name of the module's step.
+            patterns: The user's units.
+            split_points: The user's cuts.
+            agree: Returns rank 0's argument on every rank.
+        """
+        training = step == "training_step"
+        microbatch = self._cut(batch, for_training=training)[0]
+        self._seed = agree(int(torch.initial_seed() % (1 << 40)))
+        was_training = self.module.training
+        self.module.train(training)
+        try:
+            self.split: SplitModel = split_model(
+                self.module,
+                device=self.device,
+                placement=self.placement,
+                step=self._recorded_step(step, microbatch, _first_arguments(self.module, step)),
+                with_gradients=training,
+                patterns=patterns,
+                split_points=split_points,
+                agree=agree,
+            )
+        finally:
+            self.module.train(was_training)
+        owned = self.split.owned_by(self.rank)
+        self.split.placeholders.release(owned)
+        materialize_parameters(self.module, owned, self.device)
+        self.module.to(self.device)
+        self.gradients = StageGradients(self.split, self.mesh, self.rank)
+        ranks = [int(rank) for rank in self.mesh["pipeline"].mesh.tolist()]
+        self._executor = PipelineExecutor(
+            self.rank, self.split.units, Transport(ranks, self.rank, self.device, self._timeout), self.device
+        )
+        self._align_generators()
+
+    def _align_generators(self) -> None:
+        """Every rank of a pipeline draws the same from the host's generators from here on."""
+        import random
+
+        import numpy as np
+
+        states = _gathered_in_pipeline((torch.get_rng_state(), random.getstate(), np.random.get_state()), self.groups)[
+            0
+        ]
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
+
+    def attach(self, trainer: pl.Trainer) -> None:
+        """Takes over metrics for a run of the trainer."""
+        self._trainer = trainer
+        self.metrics.attach()
+        self.gradients.prepare()
+
+    def detach(self) -> None:
+        """Gives metrics back."""
+        self.metrics.detach()
+
+    def abandon(self) -> None:
+        """After an exception: what is left of the step is dropped before the next one.
+
+        Not now, for that would wait for collectives that a rank with an error never joins.
+        """
+        self._failed = True
+
+    # ---------------------------------------------------------------- batches
+
+    def train(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, accumulate: int, reduce: bool) -> Any:
+        """Forward and backward of one batch; returns what the user's step would have returned for it."""
+        batch, *rest = _without_iterator(args, "training_step")
+        microbatches = self._cut(batch, for_training=True)
+        schedule = self._programs.training(len(microbatches))
+        weights = [microbatch.weight / accumulate for microbatch in microbatches]
+        if self._failed:
+            self.gradients.abandon()
+            self._failed = False
+        self.gradients.begin()
+        output = self._run("training_step", microbatches, rest, kwargs, schedule, weights, _loss_of)
+        self.gradients.end(reduce=reduce)
+        return output
+
+    def evaluate(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Forward of one batch; returns what the user's step would have returned for it."""
+        batch, *rest = _without_iterator(args, step)
+        microbatches = self._cut(batch, for_training=False)
+        schedule = self._programs.evaluation(len(microbatches))
+        output = self._run(step, microbatches, rest, kwargs, schedule, [1.0] * len(microbatches), None)
+        self.gradients.end_of_evaluation()
+        return output
+
+    def note_batch(self, batch: Any) -> None:
+        """Remembers the fingerprint of the batch that is about to be run."""
+        if self.sizes.pipeline > 1:
+            self._fingerprint = fingerprint(batch)
+
+    def _run(
+        self,
+        step: str,
+        microbatches: list[Microbatch],
+        rest: list[Any],
+        kwargs: dict[str, Any],
+        schedule: Schedule,
+        loss_weights: Sequence[float],
+        loss_of: Callable[[Any], Tensor | None] | None,
+    ) -> Any:
+        training = loss_of is not None
+        key = (step, signature_of(rest[1:]), self.split.placeholders.trainable_names() if training else None)
+        plans = [
+            self.split.plans.plan(
+                (key, signature_of(microbatch.data)),
+                self._recorded_step(step, microbatch, rest, kwargs),
+                with_gradients=training,
+            )
+            for microbatch in microbatches
+        ]
+        self._check_batch(rest)
+        logs = StepLogs()
+        mean_losses = self._mean_losses(step, microbatches, plans, rest, kwargs)
+        last_stage = self.placement.num_stages - 1
+
+        def run_step(microbatch: int, stage: int) -> Any:
+            is_last = stage == last_stage
+            with ExitStack() as stack:
+                stack.enter_context(self._precision.forward_context())
+                stack.enter_context(logs.recording(self.module, active=is_last, microbatch=microbatch))
+                stack.enter_context(self.metrics.step() if is_last else self.metrics.suspended())
+                if is_last:
+                    stack.enter_context(mean_losses.corrected(microbatch))
+                return getattr(self.module, step)(microbatches[microbatch].data, *rest, **kwargs)
+
+        self._num_batches_run += 1
+        seed = (self._seed * 1_000_003 + self._num_batches_run) * 8_191 + self.replica
+        outputs, timer = self._executor.run(
+            schedule, StepInputs(plans, run_step, loss_of, loss_weights, seed % (1 << 50))
+        )
+        num_samples = [microbatch.num_samples for microbatch in microbatches]
+        if training:
+            self.last_training_step = (schedule, timer)
+            self.last_num_samples = sum(num_samples)
+        weights = [microbatch.weight for microbatch in microbatches]
+        calls, total = logs.exchange(weights, sum(num_samples), self.groups)
+        replay(self.module, calls, total)
+        merged = merge_outputs(outputs, num_samples, weights) if self.groups.is_last_stage else None
+        return share_outputs(merged, self.groups, self.device)
+
+    def _cut(self, batch: Any, *, for_training: bool) -> list[Microbatch]:
+        number = resolve_num_microbatches(self._num_microbatches, self.sizes.pipeline, batch_size_of(batch))
+        return split_batch(batch, number)
+
+    def _check_batch(self, rest: list[Any]) -> None:
+        if self._fingerprint is None:
+            return
+        mine, self._fingerprint = self._fingerprint, None
+        check_same_batch(_gathered_in_pipeline(mine, self.groups), rest[0] if rest else 0)
+
+    def _mean_losses(
+        self,
+        step: str,
+        microbatches: list[Microbatch],
+        plans: Sequence[StepPlan],
+        rest: list[Any],
+        kwargs: dict[str, Any],
+    ) -> MeanLosses:
+        """Counts, on the last stage, what losses that are means divide by, so that the batch's mean comes out."""
+        losses = MeanLosses([microbatch.weight for microbatch in microbatches])
+        if self.groups.is_last_stage and len(microbatches) > 1 and any(plan.record.num_mean_losses for plan in plans):
+            for index, (microbatch, plan) in enumerate(zip(microbatches, plans, strict=True)):
+                with ExitStack() as stack:
+                    stack.enter_context(StepLogs().recording(self.module, active=False))
+                    stack.enter_context(self.metrics.suspended())
+                    losses.count(
+                        index,
+                        plan,
+                        self.split.units,
+                        lambda data=microbatch.data: getattr(self.module, step)(data, *rest, **kwargs),  # type: ignore[misc]
+                        self.module,
+                    )
+        return losses
+
+    def _recorded_step(
+        self, step: str, microbatch: Microbatch, rest: Sequence[Any], kwargs: dict[str, Any] | None = None
+    ) -> Callable[[DryRun], Any]:
+        def run(dry: DryRun) -> Any:
+            def metric_returns(metric: Any, args: tuple[Any, ...]) -> Tensor:
+                dry.need_at_end(args)
+                return torch.zeros((), device=self.device)
+
+            with ExitStack() as stack:
+                if hasattr(self, "gradients"):
+                    stack.enter_context(self.gradients.dry())
+                stack.enter_context(self._precision.forward_context())
+                stack.enter_context(_logging_to(self.module, dry.need_at_end))
+                stack.enter_context(metrics_suspended(self.module, metric_returns))
+                return getattr(self.module, step)(microbatch.data, *rest, **(kwargs or {}))
+
+        return run
+
+    # ---------------------------------------------------------------- optimizers
+
+    def optimizer_group_names(self, optimizers: Sequence[Optimizer]) -> tuple[tuple[tuple[str, ...], ...], ...]:
+        """For each optimizer and group the canonical parameter names, in the order that one device would have.
+
+        To be called while all names are parameters.
+
+        Raises:
+            ConfigurationError: A group holds a tensor that is not a parameter of the module.
+        """
+        names = {id(p): name for name, p in self.module.named_parameters(remove_duplicate=False)}
+        canonical = self.split.placeholders.canonical_names
+
+        def name_of(parameter: Tensor) -> str:
+            if id(parameter) not in names:
+                raise ConfigurationError(
+                    f"configure_optimizers gave the optimizer a tensor of shape {tuple(parameter.shape)} that is not a "
+                    "parameter of the module; register it as one."
+                )
+            return canonical[names[id(parameter)]]
+
+        return tuple(
+            tuple(tuple(name_of(parameter) for parameter in group["params"]) for group in optimizer.param_groups)
+            for optimizer in optimizers
+        )
+
+    def keep_owned_parameters(self, optimizers: Sequence[Optimizer]) -> None:
+        """Takes un-owned parameters out of the optimizers' groups; the groups themselves stay, even empty ones."""
+        owned = {id(parameter) for parameter in self.module.parameters()}
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["params"][:] = [parameter for parameter in group["params"] if id(parameter) in owned]
+            for parameter in [parameter for parameter in optimizer.state if id(parameter) not in owned]:
+                del optimizer.state[parameter]
+
+    def install_clipping(self, precision: Precision) -> None:
+        """Makes the trainer clip by the norm over all stages and shards."""
+        self.gradients.install_clipping(precision)
+
+
+@contextmanager
+def _logging_to(module: pl.LightningModule, sink: Callable[[Any], None]) -> Iterator[None]:
+    """Within, ``module.log`` only tells ``sink`` what it is given; no loop needs to be running."""
+
+    def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        sink(value)
+
+    def log_dict(dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        sink(dict(dictionary))
+
+    replaced = {"log": log, "log_dict": log_dict}
+    module.__dict__.update(replaced)
+    try:
+        yield
+    finally:
+        for name in replaced:
+            module.__dict__.pop(name, None)
+
+
+def _first_arguments(module: pl.LightningModule, step: str) -> list[Any]:
+    """What follows the batch in the step's first call."""
+    import inspect
+
+    parameters = inspect.signature(getattr(module, step)).parameters
+    takes_index = "batch_idx" in parameters or len(parameters) > 1
+    return [0] if takes_index else []
+
+
+def _without_iterator(args: tuple[Any, ...], step: str) -> tuple[Any, ...]:
+    if args and hasattr(args[0], "__next__"):
+        raise ConfigurationError(
+            f"{step} takes dataloader_iter; a pipeline has to see the batch to cut it into microbatches. Take (batch, "
+            "batch_idx) instead."
+        )
+    return args
+
+
+def _loss_of(output: Any) -> Tensor | None:
+    loss = output.get("loss") if hasattr(output, "get") else output
+    if not isinstance(loss, Tensor):
+        raise ConfigurationError(
+            f"training_step returned {type(output).__name__}{' without a loss' if hasattr(output, 'get') else ''}; in a "
+            "pipeline every batch needs a loss: return a tensor, or a dict with the key 'loss'."
+        )
+    return loss
+
+
+def _gathered_in_pipeline(item: Any, groups: ControlGroups) -> list[Any]:
+    """Every pipeline rank's ``item``."""
+    if groups.pipeline is None:
+        return [item]
+    items: list[Any] = [None] * groups.pipeline_size
+    dist.all_gather_object(items, item, group=groups.pipeline)
+    return items
+
+
+def _control_groups(sizes: ParallelSizes, placement: Placement, timeout: timedelta | None) -> ControlGroups:
+    """CPU groups: a pipeline's ranks, and the ranks at one place of all pipelines."""
+    pipeline = data_parallel = None
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if sizes.pipeline > 1:
+        for replica in range(sizes.data_parallel):
+            members = [replica + sizes.data_parallel * place for place in range(sizes.pipeline)]
+            group = dist.new_group(members, backend="gloo", timeout=timeout)
+            pipeline = group if rank in members else pipeline
+    if sizes.data_parallel > 1:
+        for place in range(sizes.pipeline):
+            members = [place * sizes.data_parallel + replica for replica in range(sizes.data_parallel)]
+            group = dist.new_group(members, backend="gloo", timeout=timeout)
+            data_parallel = group if rank in members else data_parallel
+    return ControlGroups(pipeline, data_parallel, placement.rank_of_stage[-1])

@@ -1,0 +1,116 @@
+"""This rank's parameters as the data-parallel replicas and the other stages see them."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from lightning.pytorch.plugins.precision import Precision
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_pp.sharding.clip import clip_by_norm_, clip_by_value_
+from lightning_pp.sharding.fsdp import ShardedUnits
+from lightning_pp.sharding.replicated import ReplicatedGradients, broadcast_parameters
+from lightning_pp.sharding.shared import SharedParameters
+from lightning_pp.strategy.assembly import SplitModel
+
+
+class StageGradients:
+    """Shards this rank's units over the replicas, and makes its gradients those of the whole batch.
+
+    Gradients are averaged over the replicas and summed over the stages that hold a parameter, once per optimizer step.
+    Parameters that are used outside their unit stay whole: nobody would gather them there.
+
+    Args:
+        split: The split model, with only this rank's parameters left in it, on the device.
+        mesh: Axes ``pipeline`` and ``data_parallel``.
+        rank: This rank's place in the pipeline.
+    """
+
+    def __init__(self, split: SplitModel, mesh: DeviceMesh, rank: int) -> None:
+        self._module = split.module
+        self._data_parallel = mesh["data_parallel"]
+        self._num_ranks = mesh.size()
+        self._units: ShardedUnits | None = None
+        self._replicated: ReplicatedGradients | None = None
+        if self._data_parallel.size() > 1:
+            group = self._data_parallel.get_group()
+            broadcast_parameters(split.module, group)
+            names = split.placeholders.canonical_names
+            direct = [p for name, p in split.module.named_parameters() if names[name] in split.direct]
+            self._units = ShardedUnits(split.units_of(rank), mesh=self._data_parallel, replicated=direct)
+            whole = [p for p in split.module.parameters() if not isinstance(p, DTensor)]
+            self._replicated = ReplicatedGradients(whole, group)
+        self._shared = self._shared_parameters(split, mesh)
+        if self._shared is not None:
+            self._shared.broadcast_initial()
+
+    @staticmethod
+    def _shared_parameters(split: SplitModel, mesh: DeviceMesh) -> SharedParameters | None:
+        if mesh["pipeline"].size() == 1:
+            return None
+        global_ranks = mesh["pipeline"].mesh.tolist()  # of this rank's replica
+        names = split.placeholders.canonical_names
+        shared: dict[str, nn.Parameter] = {}
+        for name, parameter in split.module.named_parameters():
+            if len(split.ranks_of(names[name])) > 1:
+                shared[names[name]] = parameter
+        holders = {name: [global_ranks[rank] for rank in split.ranks_of(name)] for name in shared}
+        return SharedParameters(shared, holders)
+
+    def prepare(self) -> None:
+        """Makes units callable; to be called before the first."""
+        if self._units is not None:
+            self._units.prepare()
+
+    def dry(self) -> AbstractContextManager[None]:
+        """Within, unit calls gather nothing, since fakes stand in for their parameters."""
+        return nullcontext() if self._units is None else self._units.paused()
+
+    def begin(self) -> None:
+        """Before the forward and backward of a batch."""
+        if self._units is not None:
+            self._units.begin_step()
+
+    def end(self, *, reduce: bool) -> None:
+        """After the forward and backward of a batch; with ``reduce``, the last of an accumulation, gradients are final."""
+        if self._units is not None:
+            self._units.end_of_batch(reduce=reduce)
+        if not reduce:
+            return
+        if self._replicated is not None:
+            self._replicated.all_reduce()
+        if self._shared is not None:
+            self._shared.sum_gradients()
+
+    def end_of_evaluation(self) -> None:
+        """After the forward of an evaluation batch: frees what was gathered."""
+        if self._units is not None:
+            self._units.reshard_all()
+
+    def abandon(self) -> None:
+        """Forgets a step that failed."""
+        if self._units is not None:
+            self._units.abandon_step()
+        if self._replicated is not None:
+            self._replicated.abandon()
+        for parameter in self._module.parameters():
+            parameter.grad = None
+
+    def install_clipping(self, precision: Precision) -> None:
+        """Makes ``precision`` clip by the norm over all stages and shards, shared parameters counted once."""
+
+        def clip_by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
+            parameters = list(precision.main_params(optimizer))
+            owned = [(p, True) for p in parameters] if self._shared is None else self._shared.with_ownership(parameters)
+            mesh = self._data_parallel if self._data_parallel.size() > 1 else None
+            clip_by_norm_(owned, clip_val, mesh=mesh)
+
+        def clip_by_value(optimizer: Optimizer, clip_val: int | float) -> None:
+            clip_by_value_(precision.main_params(optimizer), clip_val)
+
+        methods: dict[str, Any] = {"clip_grad_by_norm": clip_by_norm, "clip_grad_by_value": clip_by_value}
+        vars(precision).update(methods)

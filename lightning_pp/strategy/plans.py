@@ -1,0 +1,83 @@
+"""Step plans by batch signature: recorded once, then looked up."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_pp.split.dry_run import DryRun, dry_run
+from lightning_pp.split.placeholders import Placeholders
+from lightning_pp.split.plan import StepPlan, build_plan
+from lightning_pp.split.record import StepRecord
+from lightning_pp.split.tree import leaves_of
+
+# Enough for a bucketed sampler with some hundred lengths; a plan holds a few fakes and numbers per unit call.
+MAX_PLANS = 512
+
+
+def signature_of(tree: Any) -> Hashable:
+    """What two batches must share for a plan to serve both: containers, shapes, dtypes and plain values."""
+    if isinstance(tree, Tensor):
+        return (tuple(tree.shape), tree.dtype)
+    if type(tree) in (list, tuple):
+        return (type(tree), *map(signature_of, tree))
+    if type(tree) is dict:
+        return (dict, *((key, signature_of(value)) for key, value in tree.items()))
+    if isinstance(tree, (bool, int, float, type(None))):
+        return (type(tree), tree)
+    if isinstance(tree, str):
+        return str  # text differs from sample to sample, and no shape hangs on it
+    leaves = leaves_of(tree)
+    if len(leaves) == 1 and leaves[0] is tree:
+        return type(tree)
+    return (type(tree), *map(signature_of, leaves))
+
+
+class PlanBook:
+    """Knows what each stage does with a microbatch of a given signature.
+
+    Args:
+        module: The whole model.
+        units: Its units.
+        placeholders: Makes the fakes for dry runs.
+    """
+
+    def __init__(self, module: nn.Module, units: Mapping[str, nn.Module], placeholders: Placeholders) -> None:
+        self._module = module
+        self._units = units
+        self._placeholders = placeholders
+        self._plans: OrderedDict[Hashable, StepPlan] = OrderedDict()
+        self._stage_of_unit: Mapping[str, int] = {}
+        self._num_stages = 0
+
+    def set_partition(self, stage_of_unit: Mapping[str, int], num_stages: int) -> None:
+        """Fixes which stage each unit is on."""
+        self._stage_of_unit, self._num_stages = stage_of_unit, num_stages
+        self._plans.clear()
+
+    def record(self, step: Callable[[DryRun], Any], *, with_gradients: bool) -> StepRecord:
+        """A dry run of ``step``; see :func:`lightning_pp.split.dry_run`."""
+        return dry_run(
+            step,
+            module=self._module,
+            units=self._units,
+            placeholders=self._placeholders,
+            with_gradients=with_gradients,
+        )
+
+    def plan(self, key: Hashable, step: Callable[[DryRun], Any], *, with_gradients: bool) -> StepPlan:
+        """The plan for ``key``, from a dry run of ``step`` when there is none yet."""
+        key = (key, with_gradients, self._module.training)
+        plan = self._plans.get(key)
+        if plan is None:
+            record = self.record(step, with_gradients=with_gradients)
+            plan = build_plan(record, self._stage_of_unit, self._num_stages)
+            while len(self._plans) >= MAX_PLANS:
+                self._plans.popitem(last=False)
+            self._plans[key] = plan
+        else:
+            self._plans.move_to_end(key)
+        return plan

@@ -1,0 +1,90 @@
+"""How many devices each kind of parallelism has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_pp.errors import ConfigurationError
+
+Auto = Literal["auto"]
+
+
+@dataclass(frozen=True)
+class ParallelSizes:
+    """Sizes of the device mesh; their product is the world size.
+
+    =============  ====  =====================================================================
+    mesh axis      size  ranks along it
+    =============  ====  =====================================================================
+    pipeline       p     hold different stages of one replica; outermost, so that it is the one to cross nodes
+    data_parallel  d     hold the same stages of different replicas, shard them, and see different data
+    =============  ====  =====================================================================
+
+    Global rank = pipeline rank x d + data-parallel rank.
+    """
+
+    pipeline: int
+    data_parallel: int
+
+    @classmethod
+    def resolve(cls, pipeline: int | Auto, data_parallel: int | Auto, world_size: int) -> ParallelSizes:
+        """Fills in ``"auto"`` and checks the product.
+
+        Both ``"auto"``: all devices make one pipeline. One ``"auto"``: what the other leaves.
+
+        Raises:
+            ConfigurationError: A size is not a positive integer, or the product is not the world size.
+        """
+        for name, size in (("pipeline_parallel_size", pipeline), ("data_parallel_size", data_parallel)):
+            if size != "auto" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+                raise ConfigurationError(f"{name}={size!r} must be an integer of at least 1, or 'auto'.")
+        if pipeline == "auto":
+            given = 1 if data_parallel == "auto" else data_parallel
+            if world_size % given:
+                raise ConfigurationError(
+                    f"data_parallel_size={given} does not divide the {world_size} devices of this run "
+                    f"({world_size} / {given} leaves a rest); choose a divisor, or change Trainer(devices=, num_nodes=)."
+                )
+            return cls(world_size // given, given)
+        if data_parallel == "auto":
+            if world_size % pipeline:
+                raise ConfigurationError(
+                    f"pipeline_parallel_size={pipeline} does not divide the {world_size} devices of this run; choose a "
+                    f"divisor, or set Trainer(devices=, num_nodes=) so that their product is a multiple of {pipeline}."
+                )
+            return cls(pipeline, world_size // pipeline)
+        if pipeline * data_parallel != world_size:
+            raise ConfigurationError(
+                f"pipeline_parallel_size={pipeline} x data_parallel_size={data_parallel} = {pipeline * data_parallel}, "
+                f"but the run has {world_size} devices (Trainer devices x num_nodes). Set devices={pipeline * data_parallel}"
+                ", or one of the sizes to 'auto'."
+            )
+        return cls(pipeline, data_parallel)
+
+
+def resolve_num_microbatches(num_microbatches: int | Auto, pipeline_size: int, batch_size: int | None) -> int:
+    """The number of microbatches to cut a batch of ``batch_size`` samples into.
+
+    ``"auto"`` takes the largest divisor of the batch size between 2 p and 4 p, since zero-bubble schedules fill their
+    bubble from 2 p on; where there is none, 4 p (uneven microbatches) or as many as there are samples. One rank needs
+    no microbatches.
+
+    Raises:
+        ConfigurationError: The number is less than 1.
+    """
+    if num_microbatches != "auto":
+        if not isinstance(num_microbatches, int) or isinstance(num_microbatches, bool) or num_microbatches < 1:
+            raise ConfigurationError(
+                f"num_microbatches={num_microbatches!r} must be an integer of at least 1, or 'auto'."
+            )
+        return num_microbatches
+    if pipeline_size == 1:
+        return 1
+    most = 4 * pipeline_size
+    if batch_size is None:
+        return most
+    for candidate in range(min(most, batch_size), 2 * pipeline_size - 1, -1):
+        if batch_size % candidate == 0:
+            return candidate
+    return min(most, batch_size)

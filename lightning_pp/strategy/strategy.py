@@ -1,0 +1,460 @@
+"""The Lightning strategy."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.distributed import (
+    _distributed_is_initialized,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.types import _PATH, ReduceOp
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import ParallelStrategy, Strategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.strategy import TBroadcast
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import LBFGS, Optimizer
+
+from lightning_pp.errors import ConfigurationError
+from lightning_pp.strategy.data import first_batch, seed_workers_by
+from lightning_pp.strategy.engine import PipelineEngine
+from lightning_pp.strategy.loop import PipelineOptimization
+from lightning_pp.strategy.schedules import check_schedule_name, placement_for
+from lightning_pp.strategy.sizes import Auto, ParallelSizes
+from lightning_pp.strategy.state import PipelineState
+
+_log = logging.getLogger(__name__)
+
+
+class PipelineParallelStrategy(ParallelStrategy):
+    """Trains an unmodified LightningModule as a pipeline, with the loss curve of one device.
+
+    The module is cut into stages by running its step once on fake parameters; every rank then runs the user's own step,
+    with stand-ins for what it does not own. Inside a stage parameters are sharded by FSDP2 over the data-parallel ranks.
+
+    It is not a ``ModelParallelStrategy``, since Lightning refuses double precision to all of those.
+
+    Args:
+        pipeline_parallel_size: Ranks along the pipeline; ``"auto"`` = devices / ``data_parallel_size``.
+        data_parallel_size: Replicas of the pipeline; ``"auto"`` = devices / ``pipeline_parallel_size``.
+        num_microbatches: Slices that each batch is cut into, along dimension 0; ``"auto"`` chooses 2 to 4 per stage rank.
+        schedule: Name of a schedule (:func:`lightning_pp.schedule.available_schedules`).
+        stages_per_rank: Stages on each rank; by default what is usual for the schedule.
+        units: Names or shell patterns of modules that live whole on one stage; by default discovered.
+        split_points: Names of the units that start stages 1, 2, ...; by default balanced by FLOPs and parameters.
+        save_distributed_checkpoint: True: every rank writes its shard, into a folder that loads under any other layout.
+            False: one plain ``.ckpt`` file that a ``Trainer()`` on one device resumes from.
+        process_group_backend: ``"nccl"``, ``"gloo"``, ...; by default what suits the device.
+        timeout: How long a collective may wait.
+
+    Raises:
+        ConfigurationError: The sizes' product is not the number of devices, the schedule is unknown, a number is less
+            than 1, or the module or the trainer asks for what a pipeline cannot do.
+    """
+
+    def __init__(
+        self,
+        pipeline_parallel_size: int | Auto = "auto",
+        data_parallel_size: int | Auto = "auto",
+        num_microbatches: int | Auto = "auto",
+        schedule: str = "zb_h1",
+        stages_per_rank: int | None = None,
+        units: Sequence[str] | str | None = None,
+        split_points: Sequence[str] | None = None,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        super().__init__()
+        # only what needs no devices is checked here; sizes are, once the number of devices is known
+        ParallelSizes.resolve(
+            pipeline_parallel_size, "auto", 1 if pipeline_parallel_size == "auto" else pipeline_parallel_size
+        )
+        check_schedule_name(schedule, stages_per_rank)
+        if num_microbatches != "auto" and (not isinstance(num_microbatches, int) or num_microbatches < 1):
+            raise ConfigurationError(
+                f"num_microbatches={num_microbatches!r} must be an integer of at least 1, or 'auto'."
+            )
+        self.num_nodes = 1  # set by the trainer
+        self._pipeline_parallel_size = pipeline_parallel_size
+        self._data_parallel_size = data_parallel_size
+        self._save_distributed_checkpoint = save_distributed_checkpoint
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout
+        self._device_mesh: DeviceMesh | None = None
+        self.num_microbatches: int | Auto = num_microbatches
+        self.schedule_name = schedule
+        self.stages_per_rank = stages_per_rank
+        self._unit_patterns = [units] if isinstance(units, str) else units
+        self._split_points = split_points
+        self._sizes: ParallelSizes | None = None
+        self._engine: PipelineEngine | None = None
+        self._state: PipelineState | None = None
+
+    # ---------------------------------------------------------------- processes
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this rank."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning asks strategies that it does not know."""
+        return True
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """What a rank owns, and so what it reads, is known after ``setup``."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """The strategy loads optimizer states itself, by parameter name."""
+        return False
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        _ = self.sizes  # a wrong product is told before any process is launched
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def set_world_ranks(self) -> None:
+        """Tells the cluster environment and Lightning's rank-zero helpers this process's rank."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank
+
+    def setup_environment(self) -> None:
+        """Joins the process group and makes the device mesh."""
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        assert self.cluster_environment is not None and self.lightning_module is not None
+        backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
+        device_id = self.root_device if self.root_device.type != "cpu" else None
+        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
+        self._sizes = ParallelSizes.resolve(self._pipeline_parallel_size, self._data_parallel_size, self.world_size)
+        if self._device_mesh is None:
+            self._device_mesh = init_device_mesh(
+                self.root_device.type,
+                (self.sizes.pipeline, self.sizes.data_parallel),
+                mesh_dim_names=("pipeline", "data_parallel"),
+            )
+        self.lightning_module._device_mesh = self._device_mesh
+
+    def barrier(self, name: str | None = None) -> None:
+        """Waits for all ranks."""
+        if _distributed_is_initialized():
+            on_gpu = dist.get_backend() == "nccl"
+            dist.barrier(device_ids=[self.root_device.index] if on_gpu else None)
+
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        """Rank ``src``'s object on every rank."""
+        if not _distributed_is_initialized():
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Parameters made within are on the meta device with ``empty_init``, and get memory where they are owned."""
+        with torch.device("meta") if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
+            yield
+
+    # ---------------------------------------------------------------- sizes and groups
+
+    @property
+    def sizes(self) -> ParallelSizes:
+        """Sizes of the mesh axes."""
+        if self._sizes is None:
+            self._sizes = ParallelSizes.resolve(
+                self._pipeline_parallel_size, self._data_parallel_size, self.num_nodes * self.num_processes
+            )
+        return self._sizes
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """Axes ``pipeline`` and ``data_parallel``."""
+        if self._device_mesh is None:
+            raise RuntimeError("The device mesh is made when the processes have been launched; it is not there yet.")
+        return self._device_mesh
+
+    @property
+    def engine(self) -> PipelineEngine:
+        """What runs the pipeline on this rank; there from ``setup`` on."""
+        if self._engine is None:
+            raise RuntimeError("The pipeline is built in Strategy.setup, before training starts; it is not there yet.")
+        return self._engine
+
+    @property
+    def pipeline_rank(self) -> int:
+        """This rank's place along the pipeline."""
+        return self.global_rank // self.sizes.data_parallel
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This rank's replica."""
+        return self.global_rank % self.sizes.data_parallel
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Samplers go by replica: all stages of one see the same samples."""
+        return {"num_replicas": self.sizes.data_parallel, "rank": self.data_parallel_rank}
+
+    # ---------------------------------------------------------------- building the pipeline
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Cuts the module, keeps this rank's part of it, and makes optimizers over that part.
+
+        The first batch of the loader that the trainer is about to run over is read to learn how the step flows.
+        """
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        module = self.lightning_module
+        _refuse_unsupported(trainer, module, self.precision_plugin)
+        for loop in (
+            trainer.validate_loop,
+            trainer.test_loop,
+            trainer.predict_loop,
+            trainer.fit_loop.epoch_loop.val_loop,
+        ):
+            loop.inference_mode = False  # FSDP2's tensors and views of received ones must stay usable
+        if self.sizes.data_parallel == 1:
+            # with one replica the user's own sampler gives the order that one device would see
+            trainer._accelerator_connector.use_distributed_sampler = False
+        if self._engine is None or self._engine.module is not module:
+            self._build(trainer, module)
+        engine = self.engine
+        engine.attach(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            with engine.split.placeholders.all_parameters():
+                self.setup_optimizers(trainer)
+                names = engine.optimizer_group_names(self.optimizers)
+            _refuse_optimizers(self.optimizers)
+            engine.keep_owned_parameters(self.optimizers)
+            _optimizers_to_device(self.optimizers, self.root_device)
+            self._state = PipelineState.of(engine, self.optimizers, names)
+            PipelineOptimization.install(trainer)
+        else:
+            self._state = PipelineState.of(engine, [], ())
+        self.setup_precision_plugin()
+        engine.install_clipping(self.precision_plugin)
+        self.barrier()
+
+    def _build(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.model = self.precision_plugin.convert_module(module)
+        engine = PipelineEngine(
+            trainer=trainer,
+            module=module,
+            mesh=self.device_mesh,
+            sizes=self.sizes,
+            device=self.root_device,
+            precision=self.precision_plugin,
+            schedule_name=self.schedule_name,
+            placement=placement_for(self.schedule_name, self.sizes.pipeline, self.stages_per_rank),
+            num_microbatches=self.num_microbatches,
+            timeout=self._timeout,
+        )
+        step = {
+            TrainerFn.FITTING: "training_step",
+            TrainerFn.VALIDATING: "validation_step",
+            TrainerFn.TESTING: "test_step",
+            TrainerFn.PREDICTING: "predict_step",
+        }[trainer.state.fn]  # type: ignore[index]
+        self._engine = engine
+        try:
+            engine.build(
+                first_batch(trainer),
+                step,
+                patterns=self._unit_patterns,
+                split_points=self._split_points,
+                agree=self.broadcast,
+            )
+        except BaseException:
+            self._engine = None
+            raise
+
+    def model_to_device(self) -> None:
+        """Nothing: the engine moves what this rank owns."""
+
+    # ---------------------------------------------------------------- steps
+
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Runs the forward and backward of the whole batch through the pipeline.
+
+        Returns:
+            What the user's step would have returned for the whole batch, detached, on every rank.
+        """
+        trainer = self.lightning_module.trainer  # type: ignore[union-attr]
+        is_last = not trainer.fit_loop._should_accumulate()
+        return self.engine.train(args, kwargs, accumulate=trainer.accumulate_grad_batches, reduce=is_last)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Runs a validation batch through the pipeline."""
+        return self.engine.evaluate("validation_step", args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Runs a test batch through the pipeline."""
+        return self.engine.evaluate("test_step", args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs a batch through the pipeline and returns its predictions on every rank."""
+        return self.engine.evaluate("predict_step", args, kwargs)
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Moves a batch, and notes its fingerprint while it is still on the host."""
+        if self._engine is not None:
+            self._engine.note_batch(batch)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Seeds the loader's workers by replica."""
+        seed_workers_by(dataloader, self.data_parallel_rank)
+        return super().process_dataloader(dataloader)
+
+    # ---------------------------------------------------------------- collectives that Lightning asks for
+
+    def reduce(
+        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
+    ) -> Tensor:
+        """Reduces over the replicas; within a pipeline all ranks hold the same values already."""
+        if isinstance(tensor, Tensor):
+            if group is None:
+                if self.sizes.data_parallel == 1:
+                    return tensor
+                group = self.device_mesh["data_parallel"].get_group()
+            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+        return tensor
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Gathers from the replicas: shape ``(data_parallel_size, *tensor.shape)``."""
+        if group is None and _distributed_is_initialized():
+            if self.sizes.data_parallel == 1:
+                return tensor.unsqueeze(0) if self.world_size > 1 else tensor
+            group = self.device_mesh["data_parallel"].get_group()
+        return super().all_gather(tensor, group=group, sync_grads=sync_grads)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Over all ranks: any of them may have been told to stop."""
+        if self.world_size == 1:
+            return decision
+        votes = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(votes)
+        return int(votes) == self.world_size if all else int(votes) > 0
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Nothing to block: gradients are reduced when the last batch of an accumulation is done."""
+        with nullcontext():
+            yield
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """This rank's part of the model, or with ``save_distributed_checkpoint=False`` all of it, on rank 0."""
+        return self._pipeline_state.model_state(full=not self._save_distributed_checkpoint)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """This rank's part of the optimizer's state, or all of it as one device would have it, on rank 0."""
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer._optimizer
+        return self._pipeline_state.optimizer_state(optimizer, full=not self._save_distributed_checkpoint)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        """Writes a checkpoint; every rank takes part."""
+        path = Path(self.broadcast(filepath))
+        if self._save_distributed_checkpoint:
+            if storage_options is not None:
+                raise TypeError(
+                    "storage_options apply to single files; set save_distributed_checkpoint=False to use them."
+                )
+            self._pipeline_state.save_sharded(checkpoint, path)
+        else:
+            self._pipeline_state.before_single_file(path)
+            Strategy.save_checkpoint(self, checkpoint=checkpoint, filepath=path, storage_options=storage_options)
+            self.barrier()
+
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        """Reads a checkpoint of any layout, sharded or single-file, into this rank's part."""
+        path = Path(self.broadcast(checkpoint_path))
+        assert self.lightning_module is not None
+        return self._pipeline_state.load(path, strict=self.lightning_module.strict_loading, weights_only=weights_only)
+
+    @property
+    def _pipeline_state(self) -> PipelineState:
+        if self._state is None:
+            raise RuntimeError("Checkpoints can be written and read from Strategy.setup on.")
+        return self._state
+
+    # ---------------------------------------------------------------- end
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Lets go of the other ranks, so that none waits for this one."""
+        if self._engine is not None:
+            self._engine.abandon()
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        """Puts the module's methods back; its parameters stay where they are."""
+        if self._engine is not None:
+            self._engine.detach()
+        super().teardown()
+
+
+def _refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule, precision: Any) -> None:
+    if trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
+        raise ConfigurationError(
+            f"{type(module).__name__} sets automatic_optimization=False. A pipeline interleaves the forward and backward of "
+            "many microbatches, so it must run them itself: remove manual_backward and optimizer.step from training_step "
+            "and return the loss."
+        )
+    if isinstance(precision, MixedPrecision) and precision.scaler is not None:
+        raise ConfigurationError(
+            f"precision={precision.precision!r} scales the loss, and the scale would have to agree on all stages; use "
+            "'bf16-mixed', which needs no scale, or '32-true'."
+        )
+
+
+def _refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    if len(optimizers) != 1:
+        raise ConfigurationError(
+            f"configure_optimizers returned {len(optimizers)} optimizers; a pipeline steps exactly one. Give one optimizer "
+            "several parameter groups instead."
+        )
+    if isinstance(optimizers[0], LBFGS):
+        raise ConfigurationError(
+            "LBFGS evaluates the step several times and needs all parameters at once, and a stage has its own only; use a "
+            "first-order optimizer (AdamW, SGD, ...)."
+        )
+
+
+__all__ = ["PipelineParallelStrategy"]
