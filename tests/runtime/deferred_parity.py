@@ -1,0 +1,106 @@
+"""Comparison of the split backward with plain autograd, shared by the tests of deferred weight gradients."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+
+import torch
+from lightning_pp.runtime.deferred import (
+    WeightGradientQueue,
+    collect_weight_gradients,
+    weight_gradients_deferrable,
+)
+from torch import Tensor, nn
+
+Step = Callable[[nn.Module, Tensor], Tensor]
+
+
+def call(module: nn.Module, input: Tensor) -> Tensor:
+    return module(input)
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor | None]:
+    return {name: parameter.grad for name, parameter in module.named_parameters()}
+
+
+def assert_same_gradients(actual: nn.Module, expected: nn.Module, rtol: float = 1e-12, atol: float = 1e-12) -> None:
+    expected_gradients = gradients(expected)
+    for name, gradient in gradients(actual).items():
+        wanted = expected_gradients[name]
+        assert (gradient is None) == (wanted is None), name
+        if gradient is not None:
+            torch.testing.assert_close(gradient, wanted, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def seed_gradient(output: Tensor) -> Tensor:
+    """Some gradient of the output, the same for the same shape."""
+    generator = torch.Generator().manual_seed(output.numel())
+    return torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.dtype)
+
+
+def plain_backward(module: nn.Module, inputs: Sequence[Tensor], step: Step = call) -> list[Tensor | None]:
+    """Backward of every microbatch by plain autograd; returns the inputs' gradients."""
+    leaves = [_leaf(input) for input in inputs]
+    for leaf in leaves:
+        output = step(module, leaf)
+        output.backward(seed_gradient(output))
+    return [leaf.grad for leaf in leaves]
+
+
+def split_backward(
+    module: nn.Module, inputs: Sequence[Tensor], step: Step = call, merged: Sequence[int] = ()
+) -> tuple[list[Tensor | None], list[int]]:
+    """Runs F0 F1 ... I0 I1 ... W0 W1 ..., with a B where ``merged`` says so.
+
+    Returns:
+        The inputs' gradients, and how many weight gradients each microbatch queued.
+    """
+    leaves = [_leaf(input) for input in inputs]
+    queues = [WeightGradientQueue() for _ in inputs]
+    with weight_gradients_deferrable():
+        outputs = [step(module, leaf) for leaf in leaves]
+        for index, (output, queue) in enumerate(zip(outputs, queues, strict=True)):
+            gradient = seed_gradient(output)
+            if index in merged:
+                output.backward(gradient)
+            else:
+                with collect_weight_gradients(queue):
+                    output.backward(gradient)
+    lengths = [len(queue) for queue in queues]
+    for index, queue in enumerate(queues):
+        if index not in merged:
+            queue.run()
+    return [leaf.grad for leaf in leaves], lengths
+
+
+def assert_parity(
+    module: nn.Module,
+    inputs: Sequence[Tensor],
+    step: Step = call,
+    num_queued: int | None = None,
+    merged: Sequence[int] = (),
+) -> None:
+    """Asserts that a split backward gives the gradients of plain autograd, to float64's rounding.
+
+    Args:
+        module: Left with the gradients of the split backward.
+        inputs: One a microbatch.
+        step: What F does.
+        num_queued: How many weight gradients I has to queue for a microbatch that is not merged.
+        merged: Which microbatches get a B.
+    """
+    reference = copy.deepcopy(module)
+    expected = plain_backward(reference, inputs, step)
+    actual, lengths = split_backward(module, inputs, step, merged)
+    for one, other in zip(actual, expected, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    assert_same_gradients(module, reference)
+    if num_queued is not None:
+        assert lengths == [0 if index in merged else num_queued for index in range(len(inputs))]
+
+
+def _leaf(input: Tensor) -> Tensor:
+    return input.detach().requires_grad_(input.is_floating_point())
