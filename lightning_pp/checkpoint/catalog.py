@@ -1,0 +1,110 @@
+"""What the unsplit module holds, and which pipeline ranks hold it now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+OptimizerGroups = tuple[tuple[str, ...], ...]
+"""The parameter names of each parameter group of one optimizer."""
+
+
+@dataclass(frozen=True)
+class ParameterCatalog:
+    """The state of the unsplit module by name; the same on every rank.
+
+    Attributes:
+        names: Every key of the unsplit module's ``state_dict()``, in its order: parameters, persistent buffers, extra
+            state, and further names of tied parameters.
+        owners: The pipeline ranks that hold the true value of each canonical name; the first of them saves it.
+        shapes: The global shape of each canonical name that is a tensor; a name without one is extra state.
+        canonical: For the further names of a tied parameter, its first name.
+        optimizer_groups: For each optimizer, for each of its parameter groups, the canonical names of the parameters in
+            the order that a single device would have them.
+
+    Raises:
+        ValueError: The parts contradict each other.
+    """
+
+    names: tuple[str, ...]
+    owners: Mapping[str, tuple[int, ...]]
+    shapes: Mapping[str, torch.Size]
+    canonical: Mapping[str, str] = field(default_factory=dict)
+    optimizer_groups: tuple[OptimizerGroups, ...] = ()
+
+    def __post_init__(self) -> None:
+        known = set(self.names)
+        if strange := [name for name in (*self.canonical, *self.canonical.values()) if name not in known]:
+            raise ValueError(f"tied names that the state_dict does not have: {_some(strange)}")
+        if chained := [name for name in self.canonical.values() if name in self.canonical]:
+            raise ValueError(f"further names stand as canonical names: {_some(chained)}")
+        if orphans := [name for name in self.canonical_names if not self.owners.get(name)]:
+            raise ValueError(f"{len(orphans)} names have no owning pipeline rank: {_some(orphans)}")
+        grouped = chain.from_iterable(chain.from_iterable(self.optimizer_groups))
+        if strange := [name for name in grouped if name not in known or name in self.canonical]:
+            raise ValueError(f"optimizer groups hold names that are not canonical: {_some(strange)}")
+
+    @classmethod
+    def from_module(cls, module: Module, owners: Callable[[str], Sequence[int]]) -> ParameterCatalog:
+        """Read the catalogue off the unsplit module, which may be on the meta device.
+
+        Args:
+            module: The module with all its parameters.
+            owners: The pipeline ranks that hold a canonical name; called once for each.
+        """
+        state = module.state_dict(keep_vars=True)
+        first_names: dict[int, str] = {}
+        canonical: dict[str, str] = {}
+        shapes: dict[str, torch.Size] = {}
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                first = first_names.setdefault(id(value), name)
+                if first == name:
+                    shapes[name] = value.shape
+                else:
+                    canonical[name] = first
+        names = tuple(state)
+        held = {name: tuple(owners(name)) for name in names if name not in canonical}
+        return cls(names=names, owners=held, shapes=shapes, canonical=canonical)
+
+    def with_optimizers(self, module: Module, optimizers: Sequence[Optimizer]) -> ParameterCatalog:
+        """Add the groups of optimizers over the parameters of the unsplit module.
+
+        Raises:
+            ValueError: An optimizer holds a parameter that is not the module's.
+        """
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+
+        def names_of(parameters: Iterable[torch.Tensor]) -> tuple[str, ...]:
+            parameters = list(parameters)
+            if unknown := [tuple(parameter.shape) for parameter in parameters if id(parameter) not in names]:
+                raise ValueError(f"the optimizer holds parameters that are not the module's, of shapes {unknown[:10]}")
+            return tuple(names[id(parameter)] for parameter in parameters)
+
+        groups = tuple(tuple(names_of(group["params"]) for group in o.param_groups) for o in optimizers)
+        return replace(self, optimizer_groups=groups)
+
+    @property
+    def canonical_names(self) -> tuple[str, ...]:
+        """The names without the further names of tied parameters, in order."""
+        return tuple(name for name in self.names if name not in self.canonical)
+
+    def canonical_name(self, name: str) -> str:
+        """The first name of whatever ``name`` names."""
+        return self.canonical.get(name, name)
+
+    def saver(self, name: str) -> int:
+        """The pipeline rank that saves ``name``, so that nothing is saved twice."""
+        return self.owners[self.canonical_name(name)][0]
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")

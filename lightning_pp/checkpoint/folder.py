@@ -1,0 +1,117 @@
+"""A checkpoint folder appears whole or not at all.
+
+It is written beside its final place under a hidden name and renamed when every rank has finished. The folder that it
+replaces stays until then, is moved aside for the rename, and is moved back by the next load or save if the job died in
+between::
+
+    model.ckpt                 the checkpoint
+    .model.ckpt.incomplete     a save in progress, or one that was interrupted
+    .model.ckpt.previous       the replaced checkpoint, between the two renames
+
+Inside, ``meta.pt`` has the rest of the Trainer's checkpoint (Lightning's name for it), ``*.distcp`` the shards, and
+``.metadata``, which torch.distributed.checkpoint writes when all ranks are done, the table of what is where.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from lightning_pp.errors import CheckpointError
+
+REST_FILENAME = "meta.pt"
+TABLE_FILENAME = ".metadata"
+
+
+def staging_path(path: Path) -> Path:
+    """Where a save writes, beside its final place and so on the same file system."""
+    return path.with_name(f".{path.name}.incomplete")
+
+
+def begin(path: Path) -> None:
+    """On the root: make an empty staging folder for ``path``."""
+    recover(path)
+    _remove(staging_path(path))
+    staging_path(path).mkdir(parents=True)
+
+
+def commit(path: Path) -> None:
+    """On the root: put the staged folder in its place."""
+    previous = _previous_path(path)
+    _remove(previous)
+    if path.exists():
+        path.rename(previous)
+    staging_path(path).rename(path)
+    _sync(path.parent)
+    _remove(previous)
+
+
+def abandon(path: Path) -> None:
+    """On the root: remove what a failed save has written."""
+    shutil.rmtree(staging_path(path), ignore_errors=True)
+
+
+def recover(path: Path) -> None:
+    """On the root: undo the first of the two renames if the job died between them."""
+    previous = _previous_path(path)
+    if previous.exists() and not path.exists():
+        previous.rename(path)
+
+
+def check_complete(path: Path, table: Metadata) -> None:
+    """Find missing and truncated files.
+
+    Raises:
+        CheckpointError: Names the file.
+    """
+    ends: dict[str, int] = {}
+    for stored in (table.storage_data or {}).values():
+        end = stored.offset + stored.length
+        ends[stored.relative_path] = max(end, ends.get(stored.relative_path, 0))
+    for name, end in sorted(ends.items()):
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing, so the checkpoint {path} cannot be loaded; use another one")
+        if (size := file.stat().st_size) < end:
+            raise CheckpointError(
+                f"{file} is truncated: it has {size} bytes of at least {end}, so the checkpoint {path} cannot be "
+                "loaded; use another one"
+            )
+
+
+def check_finished(path: Path) -> None:
+    """Refuse a folder whose save did not finish.
+
+    Raises:
+        CheckpointError: Names the file that is missing.
+    """
+    for name in (TABLE_FILENAME, REST_FILENAME):
+        if not (path / name).is_file():
+            raise CheckpointError(
+                f"{path} is not a complete checkpoint: {path / name} is missing, so its save was interrupted or it is "
+                "another kind of folder; use another checkpoint"
+            )
+
+
+def _previous_path(path: Path) -> Path:
+    return path.with_name(f".{path.name}.previous")
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _sync(folder: Path) -> None:
+    """Make renames in a folder survive a crash of the machine, where folders can be opened."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

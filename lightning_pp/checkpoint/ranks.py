@@ -1,0 +1,155 @@
+"""Where this process stands in the mesh, and how processes agree and send each other what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from lightning_pp.errors import CheckpointError
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes of a run, as pipelines: row ``p`` of ``grid`` has the global ranks at pipeline rank ``p``.
+
+    The ranks of a row hold the same parameters, replicated or sharded; the first of them speaks for the row.
+    """
+
+    grid: tuple[tuple[int, ...], ...]
+    pipeline_rank: int
+    data_parallel_rank: int
+
+    @classmethod
+    def from_mesh(cls, mesh: DeviceMesh) -> Ranks:
+        """Flatten the data-parallel axes of a mesh whose first axis is the pipeline."""
+        if not mesh.mesh_dim_names or mesh.mesh_dim_names[0] != "pipeline":
+            raise ValueError(f"the first axis of the mesh must be 'pipeline', but the axes are {mesh.mesh_dim_names}")
+        grid = mesh.mesh.flatten(1) if mesh.ndim > 1 else mesh.mesh.unsqueeze(1)
+        pipeline_rank, data_parallel_rank = (grid == dist.get_rank()).nonzero()[0].tolist()
+        return cls(tuple(tuple(row) for row in grid.tolist()), pipeline_rank, data_parallel_rank)
+
+    @property
+    def root(self) -> int:
+        """The global rank that gathers and that writes what is written once."""
+        return self.grid[0][0]
+
+    @property
+    def is_root(self) -> bool:
+        return (self.pipeline_rank, self.data_parallel_rank) == (0, 0)
+
+
+@contextmanager
+def fail_together() -> Iterator[None]:
+    """Run the body on every rank; an exception on any rank becomes a :class:`CheckpointError` on all of them.
+
+    The body must not communicate: a rank that failed would be missing there.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:  # reported below, on every rank
+        error = caught
+    messages: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, None if error is None else _describe(error))
+    by_message: dict[str, list[int]] = {}
+    for rank, message in enumerate(messages):
+        if message is not None:
+            by_message.setdefault(message, []).append(rank)
+    if by_message:
+        text = "\n".join(f"{message} (on {_ranks(ranks)})" for message, ranks in by_message.items())
+        raise CheckpointError(text) from error
+
+
+def from_root(value: Any, ranks: Ranks) -> Any:
+    """The root's ``value``, on every rank."""
+    box = [value]
+    dist.broadcast_object_list(box, src=ranks.root)
+    return box[0]
+
+
+def gather_to_root(entries: Mapping[Key, Any], ranks: Ranks) -> dict[Key, Any]:
+    """Collect what the pipeline ranks hold on the root, one tensor at a time.
+
+    Args:
+        entries: Tensors, DTensors or picklable objects that this pipeline rank is to contribute; on all ranks of a row
+            the same keys in the same order. A key is contributed by one row only.
+        ranks: The processes.
+
+    Returns:
+        On the root all entries, whole and on the CPU; on other ranks nothing.
+    """
+    objects = {key: _whole(value) for key, value in entries.items() if not isinstance(value, torch.Tensor)}
+    tensors = {key: value for key, value in entries.items() if isinstance(value, torch.Tensor)}
+    specs = {key: (tuple(value.shape), value.dtype) for key, value in tensors.items()}
+    mine = (objects, specs) if ranks.data_parallel_rank == 0 else None
+    described: list[Any] | None = [None] * dist.get_world_size() if ranks.is_root else None
+    dist.gather_object(mine, described, dst=ranks.root)
+
+    if not ranks.is_root:
+        for value in tensors.values():
+            whole = _whole(value)  # a collective of the row
+            if ranks.data_parallel_rank == 0 and ranks.pipeline_rank != 0:
+                _send(whole, ranks.root)
+        return {}
+    assert described is not None
+    gathered = {**objects, **{key: _whole(value) for key, value in tensors.items()}}
+    for row in ranks.grid[1:]:
+        their_objects, their_specs = described[row[0]]
+        gathered.update(their_objects)
+        for key, (shape, dtype) in their_specs.items():
+            gathered[key] = _receive(shape, dtype, row[0])
+    return gathered
+
+
+def _whole(value: Any) -> Any:
+    """``value`` with every tensor in it unsharded, detached, and copied to the CPU."""
+
+    def whole(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.detach()
+        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).to("cpu", copy=True)
+
+    return tree_map_only(torch.Tensor, whole, value)
+
+
+def _send(tensor: torch.Tensor, destination: int) -> None:
+    """As bytes, since backends differ in the dtypes that they know."""
+    if tensor.numel():
+        dist.send(tensor.contiguous().reshape(-1).view(torch.uint8).to(_transport_device()), destination)
+
+
+def _receive(shape: tuple[int, ...], dtype: torch.dtype, source: int) -> torch.Tensor:
+    tensor = torch.empty(shape, dtype=dtype)
+    if tensor.numel():
+        received = torch.empty(tensor.numel() * tensor.element_size(), dtype=torch.uint8, device=_transport_device())
+        dist.recv(received, source)
+        tensor.reshape(-1).view(torch.uint8).copy_(received)
+    return tensor
+
+
+def _transport_device() -> torch.device:
+    """The CPU where the default process group can carry its tensors, else the accelerator (NCCL carries only those)."""
+    if "cpu:" in dist.get_backend_config():
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def _describe(error: Exception) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    if len(ranks) == dist.get_world_size():
+        return "all ranks"
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,92 @@
+"""A checkpoint that one layout saved loads under any other, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pipeline_parts import differences, make_part, one_device, world_size
+from pool import WorkerPool
+
+from lightning_pp.checkpoint import load_checkpoint, save_sharded
+
+REST = {"epoch": 3, "loops": {"fit_loop": [1, 2]}, "hyper_parameters": {"name": Path("a")}}
+
+
+def train_and_save(
+    path: Path,
+    layout: Sequence[int],
+    steps: Sequence[int],
+    single_file: bool = False,
+    resume: bool = False,
+    **arguments: Any,
+) -> dict[str, Any]:
+    """Resume from ``path`` if told, take the steps, save to ``path``; returns what a single device would have."""
+    part = make_part(layout, **arguments)
+    if resume:
+        torch.manual_seed(99)  # nothing may depend on what was there before
+        for tensor in [*part.module.parameters(), *part.module.buffers()]:
+            tensor.data.fill_(-55)
+        rest = load_checkpoint(path, weights_only=False, **part.arguments)
+        assert rest == REST
+        for name, buffer in part.module.named_buffers():
+            assert (buffer != -55).all(), name
+            assert (buffer != -77).all(), name
+        assert all(block.counter.state["count"] == 0 for block in part.module.blocks)
+    part.train(steps)
+    whole = part.whole()
+    if single_file:
+        if torch.distributed.get_rank() == 0:
+            torch.save({**whole, **REST}, path)
+        torch.distributed.barrier()
+    else:
+        save_sharded(path, rest=REST, **part.arguments)
+    return whole
+
+
+@pytest.mark.parametrize("single_file", [False, True], ids=["sharded", "single_file"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adagrad", "adamw_named"])
+def test_resume_through_three_layouts(pool: WorkerPool, tmp_path: Path, optimizer: str, single_file: bool) -> None:
+    # torch refuses an empty parameter group next to one with names; four ranks would have one
+    middle = (1, 2) if optimizer == "adamw_named" else (4, 1)
+    path = tmp_path / "model.ckpt"
+    arguments: dict[str, Any] = {"optimizer": optimizer, "single_file": single_file, "process_group": True}
+    for index, layout in enumerate([(2, 2), middle, (1, 1)]):
+        steps = [2 * index, 2 * index + 1]
+        size = world_size(layout)
+        wholes = pool.run(train_and_save, path, layout, steps, resume=index > 0, world_size=size, **arguments)
+        assert not differences(wholes[0], one_device(range(2 * index + 2), optimizer=optimizer))
+        assert all(whole == {"state_dict": {}, "optimizer_states": [{}]} for whole in wholes[1:])
+
+
+@pytest.mark.parametrize("layout", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_every_layout_saves_the_same(pool: WorkerPool, tmp_path: Path, layout: tuple[int, int], tied: bool) -> None:
+    arguments: dict[str, Any] = {"tied": tied, "process_group": True}
+    pool.run(train_and_save, tmp_path / "a", layout, [0], **arguments)
+    wholes = pool.run(train_and_save, tmp_path / "a", (1, 1), [1], resume=True, world_size=1, **arguments)
+    expected = one_device([0, 1], tied=tied)
+    assert not differences(wholes[0], expected)
+    shared = wholes[0]["state_dict"]["head.weight"] is wholes[0]["state_dict"]["embedding.weight"]
+    assert shared == tied
+
+
+def test_replicated_parameters_over_data_parallel_ranks(pool: WorkerPool, tmp_path: Path) -> None:
+    """Plain tensors on every data-parallel rank are saved once, and load into shards."""
+    arguments: dict[str, Any] = {"world_size": 4, "process_group": True}
+    pool.run(train_and_save, tmp_path / "a", (2, 2), [0], sharded=False, **arguments)
+    wholes = pool.run(train_and_save, tmp_path / "a", (2, 2), [1], resume=True, **arguments)
+    assert not differences(wholes[0], one_device([0, 1]))
+
+
+def test_hybrid_sharding(pool: WorkerPool, tmp_path: Path) -> None:
+    """Parameters that are replicated over one axis of data parallelism and sharded over another."""
+    arguments: dict[str, Any] = {"world_size": 4, "process_group": True}
+    for single_file in (False, True):
+        path = tmp_path / f"{single_file}"
+        pool.run(train_and_save, path, (1, 2, 2), [0], single_file=single_file, **arguments)
+        wholes = pool.run(train_and_save, path, (1, 2, 2), [1], resume=True, single_file=single_file, **arguments)
+        assert not differences(wholes[0], one_device([0, 1]))
