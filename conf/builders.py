@@ -1,0 +1,14 @@
+"""Functions that config groups name where no class fits."""
+
+from __future__ import annotations
+
+
+def lightning_strategy(name: str, **pipeline_options: object) -> str:
+    """Name one of Lightning's own strategies.
+
+    Args:
+        name: A strategy that ``Trainer(strategy=...)`` knows.
+        pipeline_options: What a recipe sets for its pipeline; without one it means nothing and is left out, so that
+            ``recipe=X strategy=auto`` is the same run on one device.
+    """
+    return name

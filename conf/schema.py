@@ -1,0 +1,227 @@
+"""The typed schema of every config group: an override that does not exist, or has the wrong type, fails at composition.
+
+``_target_`` names what each group builds. Fields carry the defaults of what they build; the YAML files beside this one
+hold only what differs. ``Any`` stands where OmegaConf has no type for what Lightning accepts (number, list, word).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+
+class Mode(Enum):
+    """Which Trainer method a run calls."""
+
+    fit = "fit"
+    validate = "validate"
+    test = "test"
+    predict = "predict"
+
+
+@dataclass
+class TrainerConf:
+    """``lightning.pytorch.Trainer``; its strategy, logger and callbacks have groups of their own."""
+
+    _target_: str = "lightning.pytorch.Trainer"
+    accelerator: str = "auto"
+    devices: Any = "auto"
+    num_nodes: int = 1
+    precision: Any = "32-true"
+    fast_dev_run: Any = False
+    max_epochs: int | None = None
+    min_epochs: int | None = None
+    max_steps: int = -1
+    min_steps: int | None = None
+    max_time: Any = None
+    limit_train_batches: Any = None
+    limit_val_batches: Any = None
+    limit_test_batches: Any = None
+    limit_predict_batches: Any = None
+    overfit_batches: Any = 0.0
+    val_check_interval: Any = None
+    check_val_every_n_epoch: int | None = 1
+    num_sanity_val_steps: int | None = None
+    log_every_n_steps: int | None = None
+    enable_checkpointing: bool | None = None
+    enable_progress_bar: bool | None = None
+    enable_model_summary: bool | None = None
+    accumulate_grad_batches: int = 1
+    gradient_clip_val: float | None = None
+    gradient_clip_algorithm: str | None = None
+    deterministic: Any = None
+    benchmark: bool | None = None
+    inference_mode: bool = True
+    use_distributed_sampler: bool = True
+    profiler: Any = None
+    detect_anomaly: bool = False
+    barebones: bool = False
+    plugins: Any = None
+    sync_batchnorm: bool = False
+    reload_dataloaders_every_n_epochs: int = 0
+    default_root_dir: str | None = None
+    enable_autolog_hparams: bool = True
+    model_registry: str | None = None
+
+
+@dataclass
+class TimeoutConf:
+    """How long a collective or a message may take before the job is given up."""
+
+    _target_: str = "datetime.timedelta"
+    seconds: float = 1800.0
+
+
+@dataclass
+class PipelineStrategyConf:
+    """``lightning_pp.PipelineParallelStrategy``: the arguments are documented there."""
+
+    _target_: str = "lightning_pp.PipelineParallelStrategy"
+    pipeline_parallel_size: int | str = "auto"
+    data_parallel_size: int | str = "auto"
+    num_microbatches: int | str = "auto"
+    schedule: str = "zb_h1"
+    stages_per_rank: int | None = None
+    units: list[str] | None = None
+    split_points: list[str] | None = None
+    save_distributed_checkpoint: bool = True
+    process_group_backend: str | None = None
+    timeout: TimeoutConf = field(default_factory=TimeoutConf)
+
+
+@dataclass
+class ByteGPTConf:
+    """``lightning_pp.recipes.byte_gpt.ByteGPT``."""
+
+    _target_: str = "lightning_pp.recipes.byte_gpt.ByteGPT"
+    num_layers: int = 8
+    dim: int = 128
+    num_heads: int = 4
+    max_seq_len: int = 128
+    dropout: float = 0.0
+    learning_rate: float = 3e-3
+    num_warmup_steps: int = 20
+    weight_decay: float = 0.1
+
+
+@dataclass
+class CausalLMConf:
+    """``lightning_pp.recipes.causal_lm.CausalLM``; ``config`` goes to the transformers configuration class."""
+
+    _target_: str = "lightning_pp.recipes.causal_lm.CausalLM"
+    model_type: str = MISSING
+    config: dict[str, Any] = field(default_factory=dict)
+    learning_rate: float = 6e-4
+    num_warmup_steps: int = 100
+    weight_decay: float = 0.1
+    activation_checkpointing: bool = False
+
+
+@dataclass
+class ByteTextConf:
+    """``lightning_pp.recipes.byte_text.ByteTextDataModule``."""
+
+    _target_: str = "lightning_pp.recipes.byte_text.ByteTextDataModule"
+    files: list[str] = field(default_factory=list)
+    batch_size: int = 16
+    seq_len: int = 128
+    num_train_crops: int = 65536
+    num_val_crops: int = 64
+    val_fraction: float = 0.05
+    max_bytes: int = 4194304
+    seed: int = 0
+    num_workers: int = 0
+
+
+@dataclass
+class WandbConf:
+    """``lightning.pytorch.loggers.WandbLogger``."""
+
+    _target_: str = "lightning.pytorch.loggers.WandbLogger"
+    name: str | None = None
+    save_dir: str = MISSING
+    version: str | None = None
+    offline: bool = True
+    project: str | None = None
+    entity: str | None = None
+    group: str | None = None
+    tags: list[str] | None = None
+    notes: str | None = None
+    prefix: str = ""
+
+
+@dataclass
+class CSVLoggerConf:
+    """``lightning.pytorch.loggers.CSVLogger``."""
+
+    _target_: str = "lightning.pytorch.loggers.CSVLogger"
+    save_dir: str = MISSING
+    name: str | None = "csv"
+    version: Any = None
+    prefix: str = ""
+    flush_logs_every_n_steps: int = 100
+
+
+@dataclass
+class CheckpointConf:
+    """``lightning.pytorch.callbacks.ModelCheckpoint``."""
+
+    _target_: str = "lightning.pytorch.callbacks.ModelCheckpoint"
+    dirpath: str = MISSING
+    filename: str | None = None
+    monitor: str | None = None
+    mode: str = "min"
+    save_last: Any = None
+    save_top_k: int = 1
+    save_weights_only: bool = False
+    auto_insert_metric_name: bool = True
+    every_n_train_steps: int | None = None
+    every_n_epochs: int | None = None
+    save_on_train_epoch_end: bool | None = None
+    verbose: bool = False
+
+
+@dataclass
+class PipelineMonitorConf:
+    """``lightning_pp.PipelineMonitor``."""
+
+    _target_: str = "lightning_pp.PipelineMonitor"
+
+
+@dataclass
+class RunConf:
+    """One run: what to build, from which groups, and what to do with it."""
+
+    mode: Mode = Mode.fit
+    ckpt_path: str | None = None
+    seed: int = 0
+    trainer: Any = MISSING
+    strategy: Any = MISSING
+    model: Any = MISSING
+    data: Any = MISSING
+    logger: Any = MISSING
+    callbacks: dict[str, Any] = field(default_factory=dict)
+
+
+def register() -> None:
+    """Put the schema into Hydra's ConfigStore: ``run_schema``, and ``<group>/<name>_schema`` for each group."""
+    store = ConfigStore.instance()
+    store.store(name="run_schema", node=RunConf)
+    store.store(group="trainer", name="trainer_schema", node=TrainerConf)
+    store.store(group="strategy", name="pipeline_schema", node=PipelineStrategyConf)
+    store.store(group="model", name="byte_gpt_schema", node=ByteGPTConf)
+    store.store(group="model", name="causal_lm_schema", node=CausalLMConf)
+    store.store(group="data", name="byte_text_schema", node=ByteTextConf)
+    store.store(group="logger", name="wandb_schema", node=WandbConf)
+    store.store(group="logger", name="csv_schema", node=CSVLoggerConf)
+    store.store(group="callbacks", name="checkpoint_schema", node=CheckpointConf, package="callbacks.checkpoint")
+    store.store(
+        group="callbacks",
+        name="pipeline_monitor_schema",
+        node=PipelineMonitorConf,
+        package="callbacks.pipeline_monitor",
+    )
