@@ -1,0 +1,78 @@
+"""``lightning-pp``: compose a config, build what it names, run one Trainer method, print the report.
+
+One run, in order::
+
+    main             ranks other than 0 are told to leave Hydra's folder and log file to rank 0
+    Hydra            composes the config; what it refuses is printed with the closest names
+    build            data (files are looked for here, before any process is launched), model, logger, callbacks, Trainer
+    Trainer.<mode>   launches the other processes, unless torchrun or a cluster already did
+    report           on rank 0: stages, timeline, loss, tokens per second, paths
+"""
+
+from __future__ import annotations
+
+import sys
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+import lightning_pp.conf  # noqa: F401  (importing it registers the schema)
+from lightning_pp.cli import launch
+from lightning_pp.cli.problems import UserError, explain_override, print_problem, rank_zero_first, user_errors
+
+
+def main() -> None:
+    """Entry point of the command."""
+    sys.argv[1:] = launch.arguments_of_this_rank(sys.argv[1:])
+    with rank_zero_first() as speak_freely:
+
+        @hydra.main(version_base="1.3", config_path="pkg://lightning_pp.conf", config_name="config")
+        def task(config: DictConfig) -> None:
+            speak_freely()
+            _run(config)
+
+        try:
+            task()
+        except SystemExit as stop:
+            # Hydra prints what it refuses and exits from inside its handler, so the refused override is in the context.
+            explain_override(stop.__context__)
+            raise
+
+
+def _run(config: DictConfig) -> None:
+    # Imported here so that --help, and a mistyped override, do not wait for torch.
+    from lightning_pp.cli.run import Run
+
+    run: Run | None = None
+    try:
+        _refuse_self_launched_sweep(config)
+        with user_errors():
+            run = Run.build(config)
+        run.execute()
+        run.report()
+    except BaseException as error:
+        if isinstance(error, UserError):
+            print_problem(error)
+        if run is not None:
+            launch.end_children(run.trainer)
+        if isinstance(error, UserError):
+            sys.exit(1)
+        raise
+
+
+def _refuse_self_launched_sweep(config: DictConfig) -> None:
+    """Lightning's launcher re-executes the command line, so each child of a sweep would start the sweep again."""
+    hydra_config = HydraConfig.get()
+    if hydra_config.mode != RunMode.MULTIRUN or launch.launched_from_outside():
+        return
+    num_processes = launch.num_processes_wanted(config.trainer)
+    if num_processes == 1:
+        return
+    raise UserError(
+        f"--multirun cannot start {num_processes} processes by itself: each of them would start the whole sweep "
+        "again.\n"
+        f"Start them with torchrun:\n"
+        f"  {launch.torchrun_command(num_processes, sys.argv[1:])}"
+    )

@@ -1,0 +1,138 @@
+"""What went wrong, told once and clearly: known mistakes without a traceback, everything else as it is."""
+
+from __future__ import annotations
+
+import difflib
+import io
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from hydra.errors import ConfigCompositionException, InstantiationException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from lightning_pp.cli import launch
+from lightning_pp.errors import BatchError, CheckpointError, ConfigurationError, ScheduleError, SplitError
+
+OWN_ERRORS: tuple[type[Exception], ...] = (BatchError, CheckpointError, ConfigurationError, ScheduleError, SplitError)
+_RANK_ZERO_SPEAKS_FIRST_SECONDS = 2.0
+
+
+class UserError(Exception):
+    """A mistake that the user can mend; the message is all there is to say."""
+
+
+@contextmanager
+def user_errors(*also: type[Exception]) -> Iterator[None]:
+    """Turn what a wrong option, file or model raises into :class:`UserError`.
+
+    While things are built, a ValueError, TypeError or OSError comes from what the user asked for.
+    ``HYDRA_FULL_ERROR=1`` shows where.
+    """
+    try:
+        yield
+    except InstantiationException as error:
+        cause = error.__cause__
+        if _full_errors_wanted() or cause is None:
+            raise
+        if isinstance(cause, (*OWN_ERRORS, ValueError, TypeError, OSError, ImportError)) or _is_lightning_refusal(
+            cause
+        ):
+            raise UserError(f"{cause}") from error
+        raise
+    except OWN_ERRORS as error:
+        if _full_errors_wanted():
+            raise
+        raise UserError(str(error)) from error
+    except OmegaConfBaseException as error:
+        if _full_errors_wanted():
+            raise
+        raise UserError(str(error)) from error
+    except Exception as error:
+        if _full_errors_wanted() or not (isinstance(error, also) or _is_lightning_refusal(error)):
+            raise
+        raise UserError(str(error)) from error
+
+
+def _is_lightning_refusal(error: BaseException) -> bool:
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+    return isinstance(error, MisconfigurationException)
+
+
+def _full_errors_wanted() -> bool:
+    return os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
+
+
+@contextmanager
+def rank_zero_first() -> Iterator[Callable[[], None]]:
+    """Hold back on the other ranks what Hydra prints when it refuses a config: rank 0 refuses the same.
+
+    Where only this rank refuses (its files differ), it still speaks, a moment later.
+
+    Yields:
+        A function that ends the holding back; called when the config is accepted.
+    """
+    if launch.is_rank_zero():
+        yield lambda: None
+        return
+    stderr, held = sys.stderr, io.StringIO()
+    sys.stderr = held
+
+    def speak_freely() -> None:
+        sys.stderr = stderr
+
+    try:
+        yield speak_freely
+    finally:
+        sys.stderr = stderr
+        if held.getvalue():
+            time.sleep(_RANK_ZERO_SPEAKS_FIRST_SECONDS)
+            stderr.write(f"[rank {launch.global_rank()}] {held.getvalue()}")
+
+
+def print_problem(error: UserError) -> None:
+    """Print a user's mistake to stderr, once for the whole job.
+
+    A rank other than 0 waits a moment: where all ranks fail alike, rank 0 says it first and the launcher ends the
+    others; where only this one fails, it still speaks.
+    """
+    if launch.is_rank_zero():
+        prefix = ""
+    else:
+        time.sleep(_RANK_ZERO_SPEAKS_FIRST_SECONDS)
+        prefix = f"[rank {launch.global_rank()}] "
+    sys.stderr.write(f"\n{prefix}lightning-pp: {error}\n")
+    sys.stderr.flush()
+
+
+def explain_override(error: BaseException | None) -> None:
+    """After Hydra's own message about an override that does not exist, print the closest names there are."""
+    if not isinstance(error, ConfigCompositionException):
+        return
+    refused = error.__cause__
+    if not isinstance(refused, (ConfigAttributeError, ConfigKeyError)) or not isinstance(
+        refused.parent_node, DictConfig
+    ):
+        return
+    parent = refused.parent_node
+    section = str(refused.full_key).rpartition(".")[0]
+    names = [str(name) for name in parent]
+    close = difflib.get_close_matches(str(refused.key), names, n=3, cutoff=0.5)
+    everything = OmegaConf.to_container(parent._get_root(), resolve=False)
+    elsewhere = [key for key in dotted_keys(everything) if key.rpartition(".")[2] == str(refused.key)]
+    suggestions = list(dict.fromkeys([f"{section}.{name}".lstrip(".") for name in close] + elsewhere))
+    if suggestions:
+        sys.stderr.write(f"\nClosest names: {', '.join(suggestions)}\n")
+    else:
+        sys.stderr.write(f"\nNames in {section or 'the config'}: {', '.join(names)}\n")
+
+
+def dotted_keys(tree: object, prefix: str = "") -> list[str]:
+    """Dotted names of everything in a tree of dicts, parents before children."""
+    if not isinstance(tree, dict):
+        return []
+    return [key for name, node in tree.items() for key in (f"{prefix}{name}", *dotted_keys(node, f"{prefix}{name}."))]

@@ -1,0 +1,138 @@
+"""What a run prints at its end: the stages, one step as a picture, the loss, and where the results lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+
+class StageReport(Protocol):
+    """Times of one stage, means over the measured steps."""
+
+    stage: int
+    units: list[str]
+    num_parameters: int
+    forward_ms: float
+    backward_input_ms: float
+    backward_weight_ms: float
+    bubble_fraction: float
+    p2p_wait_ms: float
+    peak_memory_gib: float
+
+
+class PipelineReport(Protocol):
+    """What the pipeline's monitor measured."""
+
+    @property
+    def stages(self) -> Sequence[StageReport]:
+        """In stage order."""
+
+    first_loss: float | None
+    last_loss: float | None
+    tokens_per_s: float | None
+    step_ms: float
+    timeline_text: str
+
+
+@dataclass
+class RunSummary:
+    """What is left to tell after a run.
+
+    Args:
+        report: The pipeline's measurements; None where there was no pipeline.
+        metrics: Lightning's ``callback_metrics`` at the end.
+        checkpoint: The saved checkpoint: a file, or a folder of shards.
+        tracking: Folder of each logger, by the name to print.
+        output_folder: Hydra's folder of this run.
+    """
+
+    report: PipelineReport | None
+    metrics: dict[str, float]
+    checkpoint: Path | None
+    output_folder: Path
+    tracking: dict[str, Path] = field(default_factory=dict)
+
+
+def stage_table(stages: Sequence[StageReport]) -> Table:
+    """The table of stages; F, I and W are forward, input gradient and weight gradient."""
+    table = Table(title="Pipeline stages (times per step)", title_justify="left")
+    table.add_column("stage", justify="right")
+    table.add_column("units", overflow="fold")
+    for heading in ("parameters", "F ms", "I ms", "W ms", "bubble", "wait ms", "peak GiB"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for stage in stages:
+        table.add_row(
+            str(stage.stage),
+            summarise_units(stage.units),
+            f"{stage.num_parameters:,}",
+            f"{stage.forward_ms:.1f}",
+            f"{stage.backward_input_ms:.1f}",
+            f"{stage.backward_weight_ms:.1f}",
+            f"{stage.bubble_fraction:.1%}",
+            f"{stage.p2p_wait_ms:.1f}",
+            f"{stage.peak_memory_gib:.2f}",
+        )
+    return table
+
+
+def summarise_units(units: Sequence[str]) -> str:
+    """Name units in order, runs of numbered ones as a range: ``embedding, blocks.0-3``."""
+    parts: list[str] = []
+    start: tuple[str, int] | None = None
+    last = -1
+    for unit in [*units, ""]:
+        parent, _, number = unit.rpartition(".")
+        if start is not None and number.isdecimal() and (parent, int(number)) == (start[0], last + 1):
+            last += 1
+            continue
+        if start is not None:
+            parts.append(f"{start[0]}.{start[1]}-{last}" if last > start[1] else f"{start[0]}.{last}")
+            start = None
+        if parent and number.isdecimal():
+            start, last = (parent, int(number)), int(number)
+        elif unit:
+            parts.append(unit)
+    return ", ".join(parts)
+
+
+def print_summary(summary: RunSummary, console: Console | None = None) -> None:
+    """Print a summary; where the output is no terminal, wide enough that no path or table is broken."""
+    console = console or Console()
+    if not console.is_terminal:
+        console = Console(file=console.file, width=140)
+    report = summary.report
+    console.print()
+    if report is not None:
+        console.print(stage_table(report.stages))
+        console.print()
+        console.print(Text.from_ansi(report.timeline_text), soft_wrap=True)
+        console.print()
+    for name, value in facts(summary).items():
+        console.print(Text.assemble((f"{name:<17}", "bold"), value), soft_wrap=True)
+
+
+def facts(summary: RunSummary) -> dict[str, str]:
+    """The lines below the table: what was reached, and where it lies."""
+    lines: dict[str, str] = {}
+    report = summary.report
+    if report is not None:
+        if report.first_loss is not None and report.last_loss is not None:
+            lines["loss"] = f"{report.first_loss:.3f} at the start, {report.last_loss:.3f} at the end"
+        if report.tokens_per_s is not None:
+            lines["tokens per second"] = f"{report.tokens_per_s:,.0f} ({report.step_ms:.0f} ms a step)"
+    lines |= {
+        name.removesuffix("_epoch"): f"{value:.4g}"
+        for name, value in sorted(summary.metrics.items())
+        if name.startswith(("val", "test")) and not name.endswith("_step")
+    }
+    if summary.checkpoint is not None:
+        lines["checkpoint"] = str(summary.checkpoint)
+    lines |= {name: str(path) for name, path in summary.tracking.items()}
+    lines["output folder"] = str(summary.output_folder)
+    return lines
