@@ -173,15 +173,23 @@ class DeferredConvolution(Function):
         weight, options = ctx.weight, ctx.options
         grad_input = grad_weight = grad_bias = None
         queue = _weight_gradient_destination(ctx)
-        if needs_input or needs_bias or queue is True:
-            factor = weight if ctx.dtype is None else weight.to(ctx.dtype)
-            bias_sizes = [grad_output.size(1)] if needs_bias else None
-            wanted = [needs_input, queue is True, needs_bias]
+        factor = weight if ctx.dtype is None else weight.to(ctx.dtype)
+        if queue is True:
             grad_input, grad_weight, grad_bias = _convolution_backward(
-                grad_output, input, factor, bias_sizes, *options, wanted
+                grad_output,
+                input,
+                factor,
+                [grad_output.size(1)] if needs_bias else None,
+                *options,
+                [needs_input, True, needs_bias],
             )
-        if isinstance(queue, WeightGradientQueue):
-            queue.append(_add_convolution, weight, grad_output, input.detach(), options)
+        else:
+            if needs_input:
+                grad_input = _convolution_backward(grad_output, input, factor, None, *options, [True, False, False])[0]
+            if needs_bias:  # not by the kernel, for oneDNN's would compute the weight's gradient with it
+                grad_bias = grad_output.sum([0, *range(2, grad_output.dim())])
+            if queue is not False:
+                queue.append(_add_convolution, weight, grad_output, input.detach(), options)
         return grad_input, _finish(ctx, grad_weight), grad_bias, None, None
 
 

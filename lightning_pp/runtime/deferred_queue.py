@@ -96,14 +96,7 @@ class WeightGradientQueue:
             )
         entries, modules = self._entries, self._modules
         self.clear()
-        entries.reverse()
-        device_type = entries[0][1].device.type if entries else "cpu"
-        # What is queued already has the dtype to compute in; autocast would round it once more.
-        has_autocast = torch.amp.is_autocast_available(device_type)
-        with torch.no_grad(), torch.autocast(device_type, enabled=False) if has_autocast else nullcontext():
-            while entries:
-                add_gradient, weight, left, right, extra = entries.pop()
-                add_gradient(weight, left, right, extra)
+        _add_all(entries)
         for module in modules:
             module.backward_dw()
 
@@ -168,9 +161,7 @@ def collect_weight_gradients(queue: WeightGradientQueue) -> Iterator[None]:
     """
     previous = COLLECTOR.queue
     if previous is not None and COLLECTOR.thread_id != threading.get_ident():
-        raise RuntimeError(
-            "another thread is collecting weight gradients: one process runs one backward that is split at a time"
-        )
+        raise RuntimeError("another thread is collecting weight gradients: a process runs one split backward at a time")
     COLLECTOR.thread_id = threading.get_ident()
     COLLECTOR.queue = queue
     queue._num_collecting += 1
@@ -194,6 +185,18 @@ def delayed_weight_gradient_modules(root: nn.Module) -> list[nn.Module]:
     if isinstance(root, DelaysWeightGradient) and getattr(root, "need_backward_dw", lambda: True)():
         return [root]
     return [module for child in root.children() for module in delayed_weight_gradient_modules(child)]
+
+
+def _add_all(entries: list[Entry]) -> None:
+    """Adds every entry's gradient, first to last, and empties the list on the way, so that each is freed once added."""
+    entries.reverse()
+    device_type = entries[0][1].device.type if entries else "cpu"
+    # What is queued already has the dtype to compute in; autocast would round it once more.
+    has_autocast = torch.amp.is_autocast_available(device_type)
+    with torch.no_grad(), torch.autocast(device_type, enabled=False) if has_autocast else nullcontext():
+        while entries:
+            add_gradient, weight, left, right, extra = entries.pop()
+            add_gradient(weight, left, right, extra)
 
 
 def add_product(weight: Tensor, left: Tensor, right: Tensor, extra: object = None) -> None:

@@ -6,12 +6,13 @@ import copy
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor, nn
+
 from lightning_pp.runtime.deferred import (
     WeightGradientQueue,
     collect_weight_gradients,
     weight_gradients_deferrable,
 )
-from torch import Tensor, nn
 
 Step = Callable[[nn.Module, Tensor], Tensor]
 
