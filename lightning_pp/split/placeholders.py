@@ -96,6 +96,21 @@ class Placeholders:
             parent._parameters[attribute] = self.parameter(name)
         self._sort()
 
+    def tie_names(self, is_replaced: Callable[[nn.Parameter], bool]) -> None:
+        """Makes all names of a parameter mean one object again, after it was replaced under some of them.
+
+        Args:
+            is_replaced: Tells the new object from the old one.
+        """
+        replacement: dict[str, nn.Parameter] = {}
+        present = [(name, *self._locate(name)) for name in self.names if name not in self.released]
+        for name, parent, attribute in present:
+            parameter = parent._parameters[attribute]
+            if parameter is not None and is_replaced(parameter):
+                replacement[self.canonical_names[name]] = parameter
+        for name, parent, attribute in present:
+            parent._parameters[attribute] = replacement.get(self.canonical_names[name], parent._parameters[attribute])
+
     @contextmanager
     def all_parameters(self) -> Iterator[None]:
         """Within, ``named_parameters()`` gives every parameter in one-device order, un-owned ones as fakes."""

@@ -312,30 +312,6 @@ class PipelineEngine:
 
     # ---------------------------------------------------------------- optimizers
 
-    def optimizer_group_names(self, optimizers: Sequence[Optimizer]) -> tuple[tuple[tuple[str, ...], ...], ...]:
-        """For each optimizer and group the canonical parameter names, in the order that one device would have.
-
-        To be called while all names are parameters.
-
-        Raises:
-            ConfigurationError: A group holds a tensor that is not a parameter of the module.
-        """
-        names = {id(p): name for name, p in self.module.named_parameters(remove_duplicate=False)}
-        canonical = self.split.placeholders.canonical_names
-
-        def name_of(parameter: Tensor) -> str:
-            if id(parameter) not in names:
-                raise ConfigurationError(
-                    f"configure_optimizers gave the optimizer a tensor of shape {tuple(parameter.shape)} that is not a "
-                    "parameter of the module; register it as one."
-                )
-            return canonical[names[id(parameter)]]
-
-        return tuple(
-            tuple(tuple(name_of(parameter) for parameter in group["params"]) for group in optimizer.param_groups)
-            for optimizer in optimizers
-        )
-
     def keep_owned_parameters(self, optimizers: Sequence[Optimizer]) -> None:
         """Takes un-owned parameters out of the optimizers' groups; the groups themselves stay, even empty ones."""
         owned = {id(parameter) for parameter in self.module.parameters()}

@@ -42,6 +42,7 @@ class StageGradients:
             names = split.placeholders.canonical_names
             direct = [p for name, p in split.module.named_parameters() if names[name] in split.direct]
             self._units = ShardedUnits(split.units_of(rank), mesh=self._data_parallel, replicated=direct)
+            split.placeholders.tie_names(lambda parameter: isinstance(parameter, DTensor))
             whole = [p for p in split.module.parameters() if not isinstance(p, DTensor)]
             self._replicated = ReplicatedGradients(whole, group)
         self._shared = self._shared_parameters(split, mesh)

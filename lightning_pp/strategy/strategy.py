@@ -255,17 +255,19 @@ class PipelineParallelStrategy(ParallelStrategy):
             self._build(trainer, module)
         engine = self.engine
         engine.attach(trainer)
-        if trainer.state.fn == TrainerFn.FITTING:
-            with engine.split.placeholders.all_parameters():
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        with engine.split.placeholders.all_parameters():
+            # optimizers are made as on one device, over all names; what is not owned goes afterwards
+            if is_fitting:
+                self._reset_optimizers_and_schedulers()
                 self.setup_optimizers(trainer)
-                names = engine.optimizer_group_names(self.optimizers)
-            _refuse_optimizers(self.optimizers)
+                _refuse_optimizers(self.optimizers)
+            optimizers = self.optimizers if is_fitting else []
+            self._state = PipelineState.of(engine.split, self.device_mesh, optimizers)
+        if is_fitting:
             engine.keep_owned_parameters(self.optimizers)
             _optimizers_to_device(self.optimizers, self.root_device)
-            self._state = PipelineState.of(engine, self.optimizers, names)
             PipelineOptimization.install(trainer)
-        else:
-            self._state = PipelineState.of(engine, [], ())
         self.setup_precision_plugin()
         engine.install_clipping(self.precision_plugin)
         self.barrier()
@@ -399,7 +401,8 @@ class PipelineParallelStrategy(ParallelStrategy):
                 )
             self._pipeline_state.save_sharded(checkpoint, path)
         else:
-            self._pipeline_state.before_single_file(path)
+            if self.is_global_zero:
+                self._pipeline_state.make_room_for_file(path)
             Strategy.save_checkpoint(self, checkpoint=checkpoint, filepath=path, storage_options=storage_options)
             self.barrier()
 
