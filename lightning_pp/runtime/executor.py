@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from lightning_pp.runtime.randomness import StepRandomness, host_generator_untouched
 from lightning_pp.runtime.stage import InFlight, StageRunner
-from lightning_pp.runtime.timing import ActionTimes, StepTimer
+from lightning_pp.runtime.timing import StepTimer
 from lightning_pp.runtime.transport import Route, Transport, plan_route
 from lightning_pp.schedule import Action, ActionKind, Schedule
 from lightning_pp.split.plan import StepPlan
 from lightning_pp.split.record import Value
+from lightning_pp.split.tree import map_leaves
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class PipelineExecutor:
         self._runners: dict[tuple[int, bool], StageRunner] = {}
         self._routes: dict[tuple[int, ...], tuple[Schedule, tuple[StepPlan, ...], Route]] = {}
 
-    def run(self, schedule: Schedule, inputs: StepInputs) -> tuple[list[Any], list[ActionTimes]]:
+    def run(self, schedule: Schedule, inputs: StepInputs) -> tuple[list[Any], StepTimer]:
         """Runs one step.
 
         Args:
@@ -81,7 +82,7 @@ class PipelineExecutor:
 
         Returns:
             What the user's step returned for each microbatch (None for each, except on the rank of the last stage),
-            and the times of this rank's actions.
+            and the timer of this rank's actions; reading it may wait for the device.
         """
         outputs: list[Any] = [None] * len(inputs.plans)
         in_flight: dict[tuple[int, int], InFlight] = {}
@@ -101,9 +102,10 @@ class PipelineExecutor:
                     if action.kind is ActionKind.F:
                         kept, output = self._forward(schedule, action, inputs, dict(received))
                         if stage == last_stage:
-                            outputs[microbatch] = output
                             if inputs.loss_of is not None:
                                 kept.loss = inputs.loss_of(output)
+                            # a graph kept alive by what the step returned would keep its activations
+                            outputs[microbatch] = map_leaves(_detached, output)
                         departing: Mapping[Value, Tensor] = kept.outputs
                         transport.send(action, departing)
                         if inputs.loss_of is not None:
@@ -126,7 +128,7 @@ class PipelineExecutor:
                 kept.queue.clear()
             transport.abandon()
             raise
-        return outputs, timer.times()
+        return outputs, timer
 
     def _forward(
         self, schedule: Schedule, action: Action, inputs: StepInputs, received: dict[Value, Tensor]
@@ -175,3 +177,7 @@ class PipelineExecutor:
             # the objects are kept with the route, so that their ids stay theirs
             self._routes[key] = (schedule, tuple(plans), plan_route(schedule, plans, self._rank))
         return self._routes[key][2]
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf

@@ -1,4 +1,4 @@
-"""Random numbers in a pipeline: glue draws the same on every stage that runs it, units draw from streams of their own."""
+"""Random numbers in a pipeline: glue draws the same on every stage that runs it, units draw from their own streams."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ class StepRandomness:
 
 @contextmanager
 def host_generator_untouched(seed: int, device: torch.device) -> Iterator[None]:
-    """Around a whole step: seeds the generators for this rank's units, and puts the host's back afterwards.
+    """Around a whole step: seeds the generators for this rank's units and puts the host's back afterwards.
 
-    Samplers and datasets draw from the host's generator, and every rank of a pipeline must see the same batches; so what
-    units draw, which differs from stage to stage, must not move it.
+    Samplers and datasets draw from the host's generator, and every rank of a pipeline must see the same batches; so
+    what units draw, which differs from stage to stage, must not move it.
     """
     host_state = torch.get_rng_state()
     torch.manual_seed(seed % (1 << 63))

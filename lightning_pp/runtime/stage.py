@@ -1,4 +1,4 @@
-"""Running the user's step on one stage: forward with stand-ins for what is not owned, and backward from what was sent."""
+"""Running the user's step on one stage: forward with stand-ins for what is not owned, backward from what was sent."""
 
 from __future__ import annotations
 
@@ -197,9 +197,9 @@ class _StageForward:
         if index >= len(calls) or calls[index].unit != unit:
             expected = f"{calls[index].unit!r}" if index < len(calls) else "the end of the step"
             raise SplitError(
-                f"The step called the unit {unit!r} as call {index}, where the dry run of a batch of the same shapes saw "
-                f"{expected}. A step must call its units in the same order for all batches of the same shapes; make the "
-                "choice inside a unit, or let it depend on a shape or on self.training."
+                f"The step called the unit {unit!r} as call {index}, where the dry run of a batch of the same shapes "
+                f"saw {expected}. A step must call its units in the same order for all batches of the same shapes; "
+                "make the choice inside a unit, or let it depend on a shape or on self.training."
             )
         call = calls[index]
         if index not in self._plan.owned_calls:
@@ -219,8 +219,8 @@ class _StageForward:
         if missing or self._next_call < len(self._record.calls):
             following = self._record.calls[self._next_call].unit
             raise SplitError(
-                f"The step ended after {self._next_call} unit calls, where the dry run of a batch of the same shapes saw "
-                f"{len(self._record.calls)}; the next would have been {following!r}."
+                f"The step ended after {self._next_call} unit calls, where the dry run of a batch of the same shapes "
+                f"saw {len(self._record.calls)}; the next would have been {following!r}."
             )
 
     def _stand_in(self, call: UnitCall) -> Any:
@@ -251,8 +251,8 @@ class _StageForward:
                 continue
             if tuple(leaf.shape) != expected.spec.shape or leaf.dtype != expected.spec.dtype:
                 raise SplitError(
-                    f"Output {position} of the unit {call.unit!r} has shape {tuple(leaf.shape)} and dtype {leaf.dtype}, "
-                    f"where the dry run of a batch of the same shapes saw {expected.spec.shape} and "
+                    f"Output {position} of the unit {call.unit!r} has shape {tuple(leaf.shape)} and dtype "
+                    f"{leaf.dtype}, where the dry run of a batch of the same shapes saw {expected.spec.shape} and "
                     f"{expected.spec.dtype}: other stages cannot know its size."
                 )
             self.in_flight.outputs[value] = leaf

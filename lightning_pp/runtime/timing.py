@@ -75,7 +75,7 @@ class StepTimer:
     def _now(self) -> Any:
         if not self._cuda:
             return time.perf_counter_ns()
-        event = torch.cuda.Event(enable_timing=True)
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 

@@ -7,12 +7,13 @@ import sys
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import arg_tree_leaves, tree_leaves
+from torch.utils._pytree import arg_tree_leaves, tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from lightning_pp.split.placeholders import is_fake
@@ -61,17 +62,17 @@ def storage_of(tensor: Tensor) -> int | None:
 
 def user_line() -> str:
     """``file:line in function`` of the innermost caller that belongs neither to torch nor to this package."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         filename = frame.f_code.co_filename
         if not filename.startswith((_TORCH_FOLDER, _OWN_FOLDER, "<")) and "/contextlib.py" not in filename:
             return f"{filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return "an unknown line"
 
 
 def innermost_user_line(error: BaseException) -> str:
-    """``file:line in function`` of the innermost frame of ``error`` that belongs neither to torch nor to this package."""
+    """``file:line in function`` of the innermost frame of ``error`` that is neither torch's nor this package's."""
     frames = traceback.extract_tb(error.__traceback__)
     outside = [frame for frame in frames if not frame.filename.startswith((_TORCH_FOLDER, _OWN_FOLDER, "<"))]
     return f"{outside[-1].filename}:{outside[-1].lineno} in {outside[-1].name}" if outside else "an unknown line"
@@ -87,7 +88,7 @@ class ValueRead:
 
 
 @dataclass
-class DataFlow(TorchDispatchMode):
+class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Carries the sources of values from inputs to outputs of every operation.
 
     Real tensors stay real unless something fake was written into them (``out[:, 0] = cls``): from then on they read as
@@ -114,7 +115,7 @@ class DataFlow(TorchDispatchMode):
     _kept_alive: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
 
     def mark_output(self, tensor: Tensor, value: Value) -> None:
         """Makes ``tensor`` the source ``value``."""
@@ -225,4 +226,5 @@ class DataFlow(TorchDispatchMode):
                     return fake
             return leaf
 
-        return torch.utils._pytree.tree_map(convert, (args, kwargs))
+        converted: tuple[Any, Any] = tree_map(convert, (args, kwargs))
+        return converted

@@ -71,8 +71,8 @@ class DryRun:
                 result = original(*args, **kwargs)
         except _NOT_FAKEABLE as error:
             raise SplitError(
-                f"The unit {unit!r} cannot be run without data: {type(error).__name__} at {innermost_user_line(error)}. "
-                "Its output shape depends on values, so no other stage can know it."
+                f"The unit {unit!r} cannot be run without data: {type(error).__name__} at "
+                f"{innermost_user_line(error)}. Its output shape depends on values, so no other stage can know it."
             ) from error
         finally:
             flow.call, flow.own_parameters = None, frozenset()
@@ -113,17 +113,18 @@ class DryRun:
         for read in flow.value_reads:
             if read.num_calls_before < num_calls:
                 following = record.calls[read.num_calls_before].unit
-                made_by = sorted({record.calls[s.call].unit for s in read.sources if isinstance(s, Value)})
+                values = [source for source in read.sources if isinstance(source, Value)]
+                made_by = sorted({record.calls[value.call].unit for value in values})
                 raise SplitError(
-                    f"{read.line} reads a value that depends on weights ({', '.join(made_by) or 'parameters'}), and the "
-                    f"unit {following!r} is called after it: the stages that do not hold the value cannot know which way "
-                    "the step goes. Move the read after the last unit (logging with self.log needs no .item()), into a "
+                    f"{read.line} reads a value that depends on weights ({', '.join(made_by) or 'parameters'}), and "
+                    f"the unit {following!r} is called after it: the stages that do not hold the value cannot know "
+                    "which way the step goes. Move the read after the last unit (logging with self.log needs no .item()), into a "
                     "unit, or make the branch depend on the batch only."
                 )
             record.value_reads_in_tail.append(read.line)
         if with_gradients:
             loss = result.get("loss") if isinstance(result, Mapping) else result
-            roots: dict[Value | None, Any] = dict(self._marker_nodes)
+            roots: dict[Value | None, Any] = {**self._marker_nodes}
             if isinstance(loss, Tensor) and loss.requires_grad:
                 roots[None] = loss.grad_fn
             record.gradient_sources = gradient_sources(roots, self._marker_nodes)
@@ -189,8 +190,7 @@ def dry_run(
     if isinstance(failure, _NOT_FAKEABLE) or "FakeTensor" in str(failure) or "fake tensor" in str(failure).lower():
         raise SplitError(
             f"The step does something outside its units that needs the data of another stage, at "
-            f"{innermost_user_line(failure)}: {type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"
-            ". Move it into a unit, or after the last unit call of a validation step."
+            f"{innermost_user_line(failure)}: {type(failure).__name__}: {str(failure).partition(chr(10))[0]}. Move it into a unit, or after the last unit call of a validation step."
         ) from failure
     raise failure
 
@@ -232,7 +232,7 @@ def _attempt(
 
 def _flow_paused() -> AbstractContextManager[None]:
     """Operations within are not part of the step."""
-    return torch.utils._python_dispatch._disable_current_modes()  # type: ignore[no-any-return]
+    return torch.utils._python_dispatch._disable_current_modes()
 
 
 @contextmanager

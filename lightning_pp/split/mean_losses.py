@@ -1,10 +1,10 @@
 """Losses that are means: what makes the microbatches' means add up to the batch's.
 
-A batch's mean loss is the weighted mean of its microbatches' if each weighs as what its mean divides by: for most losses
-the samples, which is how microbatches are weighted anyway; for a cross entropy with ``ignore_index`` (padded text) or
-class weights something else, and for a loss over masked-out elements again. So the last stage counts, before the first
-microbatch is due, what each mean loss divides by: it runs the step of every microbatch with all units standing in, which
-costs only the code between them, and falls into the time in which it waits for its first input.
+A batch's mean loss is the weighted mean of its microbatches' if each weighs as what its mean divides by: for most
+losses the samples, which is how microbatches are weighted anyway; for a cross entropy with ``ignore_index`` (padded
+text) or class weights something else, and for a loss over masked-out elements again. So the last stage counts, before
+the first microbatch is due, what each mean loss divides by: it runs the step of every microbatch with all units
+standing in, which costs only the code between them, and falls into the time in which it waits for its first input.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class MeanLosses:
 
 @contextmanager
 def intercepted_mean_losses(on_mean_loss: _OnMeanLoss) -> Iterator[None]:
-    """Within, the functions of ``torch.nn.functional`` that take a mean, called outside units, go to ``on_mean_loss``."""
+    """Within, functions of ``torch.nn.functional`` that take a mean outside units go to ``on_mean_loss``."""
     originals = {name: getattr(F, name) for name in (*_BY_TARGET, *_BY_ELEMENT)}
     nested = False
 
@@ -184,16 +184,17 @@ def _denominator(name: str, given: Mapping[str, Any]) -> Denominator:
     values, target = given["input"], given["target"]
     if name in _BY_TARGET:
         if target.is_floating_point():  # probabilities of classes
-            return target.numel() / (values.shape[1] if values.dim() > 1 else values.shape[0])
+            return float(target.numel() / (values.shape[1] if values.dim() > 1 else values.shape[0]))
         weight = given.get("weight")
         if is_fake(target) or (weight is not None and is_fake(weight)):
             return None
-        kept = target != given["ignore_index"]
+        kept: Tensor = target != given["ignore_index"]
         if weight is None:
             return kept.sum()
-        return (weight[torch.where(kept, target, 0)] * kept).sum()
+        counted: Tensor = (weight[torch.where(kept, target, 0)] * kept).sum()
+        return counted
     if name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss") and given.get("weight") is not None:
         return None
     if given["reduction"] == "batchmean":
         return float(values.shape[0])
-    return float(torch.broadcast_shapes(values.shape, target.shape).numel())
+    return float(torch.broadcast_tensors(values, target)[0].numel())

@@ -39,7 +39,6 @@ class StagePlan:
             it runs through to the loss.
         receives: Edges that end here, by value.
         sends: Edges that start here, by value.
-        local_roots: Values made here that are sent and receive a gradient.
     """
 
     stage: int
@@ -151,7 +150,7 @@ def _check_flow(record: StepRecord, stage_of_call: list[int], last_stage: int) -
             source, unit = stage_of_call[made_by], record.calls[made_by].unit
             if source != stage:
                 raise SplitError(
-                    f"A tensor made inside the unit {unit!r} (stage {source}) leaves it by another way than its outputs "
-                    f"(a hook, an attribute or a list) and is used by {consumer} (stage {stage}) at {line}. Return it "
+                    f"A tensor made inside the unit {unit!r} (stage {source}) leaves it by another way than its "
+                    f"outputs (a hook, an attribute or a list) and is used by {consumer} (stage {stage}) at {line}. Return it "
                     "from the unit, or keep the two on one stage with split_points."
                 )

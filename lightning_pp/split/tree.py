@@ -1,7 +1,7 @@
 """Walks over the nested containers that batches and module outputs are made of.
 
-Containers are what :mod:`torch.utils._pytree` knows (tuples, lists, dicts, named tuples, Hugging Face's ``ModelOutput``)
-and besides any mapping (Hugging Face's ``BatchEncoding``) and any dataclass instance. Everything else is a leaf.
+Containers are what :mod:`torch.utils._pytree` knows (tuples, lists, dicts, named tuples, Hugging Face's
+``ModelOutput``) and besides any mapping (Hugging Face's ``BatchEncoding``) and any dataclass instance. Everything else is a leaf.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
         if isinstance(leaf, Mapping):
             return type(leaf)({key: map_leaves(function, value) for key, value in leaf.items()})  # type: ignore[call-arg]
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            clone = copy.copy(leaf)
+            instance: Any = copy.copy(leaf)
             for field in dataclasses.fields(leaf):
                 if hasattr(leaf, field.name):
                     # a frozen dataclass refuses setattr
-                    object.__setattr__(clone, field.name, map_leaves(function, getattr(leaf, field.name)))
-            return clone
+                    object.__setattr__(instance, field.name, map_leaves(function, getattr(leaf, field.name)))
+            return instance
         return function(leaf)
 
     return _pytree.tree_map(visit, tree)

@@ -68,7 +68,9 @@ def _loop_of(trainer: pl.Trainer) -> Any:
 
 def _kept_loader(trainer: pl.Trainer, source: _DataLoaderSource) -> Any:
     loader = _request_dataloader(source)
-    if trainer.reload_dataloaders_every_n_epochs == 0 and not isinstance(source.instance, (DataLoader, CombinedLoader)):
+    if getattr(trainer, "reload_dataloaders_every_n_epochs", 0) == 0 and not isinstance(
+        source.instance, (DataLoader, CombinedLoader)
+    ):
         loader = _repeatable(loader)
         source.instance, source.name = loader, ""
     return loader
@@ -110,7 +112,7 @@ def _first_item(loader: Any) -> Any:
         empty = item is None
     elif isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
         # without workers and without moving the loader's own iterator
-        sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+        sampler: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
         indices = next(iter(sampler), None)
         empty = indices is None
         if not empty:
@@ -127,8 +129,8 @@ def _first_item(loader: Any) -> Any:
         empty = item is None
     if empty:
         raise ConfigurationError(
-            f"The dataloader ({type(loader).__name__}) is empty. The model is cut by looking at one batch; give at least "
-            "one."
+            f"The dataloader ({type(loader).__name__}) is empty. The model is cut by looking at one batch; give at "
+            "least one."
         )
     return item
 
@@ -137,7 +139,7 @@ def _first_item(loader: Any) -> Any:
 def generators_untouched() -> Iterator[None]:
     """Puts the generators of torch, numpy and Python back to where they were."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices=devices):
         try:
             yield
@@ -180,7 +182,7 @@ def check_same_batch(fingerprints: list[int], batch_idx: int) -> None:
     if len(set(fingerprints)) > 1:
         odd = [rank for rank, value in enumerate(fingerprints) if value != fingerprints[0]]
         raise BatchError(
-            f"Batch {batch_idx} differs between the stages of one pipeline: pipeline rank(s) {odd} see other data than rank "
-            "0. Every rank of a pipeline must load the same batch. Seed what the dataset, its transforms and its sampler "
-            "draw (seed_everything(seed, workers=True)), and let nothing in them depend on the rank."
+            f"Batch {batch_idx} differs between the stages of one pipeline: pipeline rank(s) {odd} see other data than "
+            "rank 0. Every rank of a pipeline must load the same batch. Seed what the dataset, its transforms and its "
+            "sampler draw (seed_everything(seed, workers=True)), and let nothing in them depend on the rank."
         )

@@ -26,12 +26,13 @@ from lightning_pp.split.mean_losses import MeanLosses
 from lightning_pp.split.microbatch import Microbatch, batch_size_of, split_batch
 from lightning_pp.split.plan import StepPlan
 from lightning_pp.strategy.assembly import SplitModel, split_model
+from lightning_pp.strategy.attributes import StepAttributes, kept_by_step
 from lightning_pp.strategy.control import ControlGroups
 from lightning_pp.strategy.data import check_same_batch, fingerprint
 from lightning_pp.strategy.gradients import StageGradients
 from lightning_pp.strategy.logs import StepLogs, replay
 from lightning_pp.strategy.metrics import PipelineMetrics, metrics_suspended
-from lightning_pp.strategy.outputs import merge_outputs, share_outputs
+from lightning_pp.strategy.outputs import merge_outputs, share_result_of
 from lightning_pp.strategy.plans import signature_of
 from lightning_pp.strategy.schedules import ProgramBook
 from lightning_pp.strategy.sizes import Auto, ParallelSizes, resolve_num_microbatches
@@ -230,6 +231,7 @@ class PipelineEngine:
         ]
         self._check_batch(rest)
         logs = StepLogs()
+        attributes = StepAttributes(self.module, self._kept_by(plans))
         mean_losses = self._mean_losses(step, microbatches, plans, rest, kwargs)
         last_stage = self.placement.num_stages - 1
 
@@ -239,6 +241,7 @@ class PipelineEngine:
                 stack.enter_context(self._precision.forward_context())
                 stack.enter_context(logs.recording(self.module, active=is_last, microbatch=microbatch))
                 stack.enter_context(self.metrics.step() if is_last else self.metrics.suspended())
+                stack.enter_context(attributes.of_microbatch(microbatch, active=is_last))
                 if is_last:
                     stack.enter_context(mean_losses.corrected(microbatch))
                 return getattr(self.module, step)(microbatches[microbatch].data, *rest, **kwargs)
@@ -255,8 +258,24 @@ class PipelineEngine:
         weights = [microbatch.weight for microbatch in microbatches]
         calls, total = logs.exchange(weights, sum(num_samples), self.groups)
         replay(self.module, calls, total)
-        merged = merge_outputs(outputs, num_samples, weights) if self.groups.is_last_stage else None
-        return share_outputs(merged, self.groups, self.device)
+        output, changes = self._shared_results(outputs, attributes, num_samples, weights)
+        attributes.apply(changes)
+        return output
+
+    def _shared_results(
+        self, outputs: list[Any], attributes: StepAttributes, num_samples: Sequence[int], weights: Sequence[float]
+    ) -> tuple[Any, list[Any]]:
+        """The batch's output and attribute changes, made on the last stage, on every rank of the pipeline."""
+        shared: tuple[Any, list[Any]] = share_result_of(
+            lambda: (merge_outputs(outputs, num_samples, weights), attributes.merged(num_samples, weights)),
+            self.groups,
+            self.device,
+        )
+        return shared
+
+    def _kept_by(self, plans: Sequence[StepPlan]) -> tuple[tuple[str, str], ...]:
+        mutated = dict.fromkeys(name for plan in plans for name in plan.record.mutated_attributes)
+        return kept_by_step(self.module, list(mutated), list(self.split.units)) if mutated else ()
 
     def _cut(self, batch: Any, *, for_training: bool) -> list[Microbatch]:
         number = resolve_num_microbatches(self._num_microbatches, self.sizes.pipeline, batch_size_of(batch))
@@ -357,8 +376,8 @@ def _first_arguments(module: pl.LightningModule, step: str) -> list[Any]:
 def _without_iterator(args: tuple[Any, ...], step: str) -> tuple[Any, ...]:
     if args and hasattr(args[0], "__next__"):
         raise ConfigurationError(
-            f"{step} takes dataloader_iter; a pipeline has to see the batch to cut it into microbatches. Take (batch, "
-            "batch_idx) instead."
+            f"{step} takes dataloader_iter; a pipeline has to see the batch to cut it into microbatches. Take "
+            "(batch, batch_idx) instead."
         )
     return args
 

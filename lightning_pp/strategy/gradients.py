@@ -77,7 +77,7 @@ class StageGradients:
             self._units.begin_step()
 
     def end(self, *, reduce: bool) -> None:
-        """After the forward and backward of a batch; with ``reduce``, the last of an accumulation, gradients are final."""
+        """After the forward and backward of a batch; with ``reduce``, after the last of an accumulation."""
         if self._units is not None:
             self._units.end_of_batch(reduce=reduce)
         if not reduce:

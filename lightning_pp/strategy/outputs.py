@@ -77,7 +77,7 @@ def exchange_outputs(
 
     Every rank of the pipeline has to call it; ``outputs`` counts on the last stage only.
     """
-    return _shared(lambda: merge_outputs(outputs, num_samples, weights), groups, device, device_group)
+    return share_result_of(lambda: merge_outputs(outputs, num_samples, weights), groups, device, device_group)
 
 
 def share_outputs(
@@ -102,15 +102,16 @@ def share_outputs(
         SplitError: The outputs hold a tensor without data, because it depends on what only another stage has.
         TypeError: The outputs hold something that cannot be pickled.
     """
-    return _shared(lambda: outputs, groups, device, device_group)
+    return share_result_of(lambda: outputs, groups, device, device_group)
 
 
-def _shared(
+def share_result_of(
     produce: Callable[[], Any],
     groups: ControlGroups,
-    device: torch.device | None,
-    device_group: dist.ProcessGroup | None,
+    device: torch.device | None = None,
+    device_group: dist.ProcessGroup | None = None,
 ) -> Any:
+    """:func:`share_outputs` of what ``produce`` returns; it is called on the last stage, and raises on every rank."""
     mine: list[Any] = []
     large: list[Tensor] = []
 

@@ -29,10 +29,10 @@ def signature_of(tree: Any) -> Hashable:
     if isinstance(tree, (bool, int, float, type(None))):
         return (type(tree), tree)
     if isinstance(tree, str):
-        return str  # text differs from sample to sample, and no shape hangs on it
+        return "text"  # differs from sample to sample, and no shape hangs on it
     leaves = leaves_of(tree)
     if len(leaves) == 1 and leaves[0] is tree:
-        return type(tree)
+        return type(tree).__qualname__
     return (type(tree), *map(signature_of, leaves))
 
 

@@ -44,7 +44,7 @@ class ParallelSizes:
             if world_size % given:
                 raise ConfigurationError(
                     f"data_parallel_size={given} does not divide the {world_size} devices of this run "
-                    f"({world_size} / {given} leaves a rest); choose a divisor, or change Trainer(devices=, num_nodes=)."
+                    "choose a divisor, or change Trainer(devices=, num_nodes=)."
                 )
             return cls(world_size // given, given)
         if data_parallel == "auto":
@@ -57,8 +57,8 @@ class ParallelSizes:
         if pipeline * data_parallel != world_size:
             raise ConfigurationError(
                 f"pipeline_parallel_size={pipeline} x data_parallel_size={data_parallel} = {pipeline * data_parallel}, "
-                f"but the run has {world_size} devices (Trainer devices x num_nodes). Set devices={pipeline * data_parallel}"
-                ", or one of the sizes to 'auto'."
+                f"but the run has {world_size} devices (Trainer devices x num_nodes). Set devices="
+                f"{pipeline * data_parallel}, or one of the sizes to 'auto'."
             )
         return cls(pipeline, data_parallel)
 

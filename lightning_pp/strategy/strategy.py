@@ -12,7 +12,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized,
     _get_default_process_group_backend_for_device,
@@ -21,17 +20,17 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.fabric.utilities.types import _PATH, ReduceOp
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
+from lightning_utilities.core import rank_zero
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import LBFGS, Optimizer
 
@@ -57,7 +56,7 @@ class PipelineParallelStrategy(ParallelStrategy):
     Args:
         pipeline_parallel_size: Ranks along the pipeline; ``"auto"`` = devices / ``data_parallel_size``.
         data_parallel_size: Replicas of the pipeline; ``"auto"`` = devices / ``pipeline_parallel_size``.
-        num_microbatches: Slices that each batch is cut into, along dimension 0; ``"auto"`` chooses 2 to 4 per stage rank.
+        num_microbatches: Slices that each batch is cut into, along dimension 0; ``"auto"``: 2 to 4 per pipeline rank.
         schedule: Name of a schedule (:func:`lightning_pp.schedule.available_schedules`).
         stages_per_rank: Stages on each rank; by default what is usual for the schedule.
         units: Names or shell patterns of modules that live whole on one stage; by default discovered.
@@ -150,7 +149,8 @@ class PipelineParallelStrategy(ParallelStrategy):
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank
+        # one function object, which Lightning exports under several names
+        vars(rank_zero.rank_zero_only)["rank"] = self.global_rank
 
     def setup_environment(self) -> None:
         """Joins the process group and makes the device mesh."""
@@ -346,7 +346,7 @@ class PipelineParallelStrategy(ParallelStrategy):
     # ---------------------------------------------------------------- collectives that Lightning asks for
 
     def reduce(
-        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
+        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
     ) -> Tensor:
         """Reduces over the replicas; within a pipeline all ranks hold the same values already."""
         if isinstance(tensor, Tensor):
