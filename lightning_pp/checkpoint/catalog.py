@@ -43,14 +43,14 @@ class ParameterCatalog:
     def __post_init__(self) -> None:
         known = set(self.names)
         if strange := [name for name in (*self.canonical, *self.canonical.values()) if name not in known]:
-            raise ValueError(f"tied names that the state_dict does not have: {_some(strange)}")
+            raise ValueError(f"tied names that the state_dict does not have: {enumerate_names(strange)}")
         if chained := [name for name in self.canonical.values() if name in self.canonical]:
-            raise ValueError(f"further names stand as canonical names: {_some(chained)}")
+            raise ValueError(f"further names stand as canonical names: {enumerate_names(chained)}")
         if orphans := [name for name in self.canonical_names if not self.owners.get(name)]:
-            raise ValueError(f"{len(orphans)} names have no owning pipeline rank: {_some(orphans)}")
+            raise ValueError(f"{len(orphans)} names have no owning pipeline rank: {enumerate_names(orphans)}")
         grouped = chain.from_iterable(chain.from_iterable(self.optimizer_groups))
         if strange := [name for name in grouped if name not in known or name in self.canonical]:
-            raise ValueError(f"optimizer groups hold names that are not canonical: {_some(strange)}")
+            raise ValueError(f"optimizer groups hold names that are not canonical: {enumerate_names(strange)}")
 
     @classmethod
     def from_module(cls, module: Module, owners: Callable[[str], Sequence[int]]) -> ParameterCatalog:
@@ -106,5 +106,6 @@ class ParameterCatalog:
         return self.owners[self.canonical_name(name)][0]
 
 
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
+def enumerate_names(names: Sequence[str]) -> str:
+    """The first ten names, and how many more there are."""
+    return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")

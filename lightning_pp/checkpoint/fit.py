@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lightning_pp.checkpoint.catalog import OptimizerGroups, ParameterCatalog
+from lightning_pp.checkpoint.catalog import OptimizerGroups, ParameterCatalog, enumerate_names
 from lightning_pp.errors import CheckpointError
 
 
@@ -27,16 +27,20 @@ def check_model(
     problems = []
     if strict:
         if missing := [name for name in catalog.names if name not in shapes]:
-            problems.append(f"{len(missing)} of the model's {len(catalog.names)} names are missing: {_first(missing)}")
+            problems.append(
+                f"{len(missing)} of the model's {len(catalog.names)} names are missing: {enumerate_names(missing)}"
+            )
         if unexpected := [name for name in shapes if name not in expected]:
-            problems.append(f"{len(unexpected)} of its {len(shapes)} names are unexpected: {_first(unexpected)}")
+            problems.append(
+                f"{len(unexpected)} of its {len(shapes)} names are unexpected: {enumerate_names(unexpected)}"
+            )
     reshaped = [
         f"{name} ({_shape(shapes[name])} in the checkpoint, {_shape(shape)} in the model)"
         for name, shape in expected.items()
         if name in shapes and _shape(shapes[name]) != _shape(shape)
     ]
     if reshaped:
-        problems.append(f"{len(reshaped)} have another shape: {_first(reshaped)}")
+        problems.append(f"{len(reshaped)} have another shape: {enumerate_names(reshaped)}")
     if problems:
         fix = "build the model with the configuration that the checkpoint was saved with"
         if strict and not reshaped:
@@ -87,14 +91,10 @@ def check_group_names(path: Path, index: int, saved: Sequence[Sequence[str]], gr
         if set(theirs) != set(ours):
             raise CheckpointError(
                 f"group {number} of optimizer {index} in {path} holds other parameters than that of the model: "
-                f"only in the checkpoint {_first(sorted(set(theirs) - set(ours))) or 'none'}; "
-                f"only in the model {_first(sorted(set(ours) - set(theirs))) or 'none'}; "
+                f"only in the checkpoint {enumerate_names(sorted(set(theirs) - set(ours))) or 'none'}; "
+                f"only in the model {enumerate_names(sorted(set(ours) - set(theirs))) or 'none'}; "
                 "return the same groups from configure_optimizers as when the checkpoint was saved"
             )
-
-
-def _first(names: Sequence[str]) -> str:
-    return ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:

@@ -12,7 +12,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from lightning_pp.checkpoint.catalog import ParameterCatalog
+from lightning_pp.checkpoint.catalog import ParameterCatalog, enumerate_names
 from lightning_pp.errors import CheckpointError
 
 
@@ -56,7 +56,7 @@ def by_canonical_name(state_dict: Mapping[str, Any], catalog: ParameterCatalog) 
     if strange := [name for name in state_dict if name not in catalog.owners and name not in catalog.canonical]:
         raise CheckpointError(
             f"the state_dict has {len(strange)} names that the module did not have when it was split: "
-            f"{', '.join(strange[:10])}; register parameters and buffers in __init__ or configure_model"
+            f"{enumerate_names(strange)}; register parameters and buffers in __init__ or configure_model"
         )
     held = {catalog.canonical_name(name): value for name, value in state_dict.items()}
     return {name: held[name] for name in catalog.canonical_names if name in held}
@@ -72,7 +72,7 @@ def to_save(values: Mapping[str, Any], catalog: ParameterCatalog, pipeline_rank:
     if missing := [name for name in mine if name not in values]:
         raise CheckpointError(
             f"pipeline rank {pipeline_rank} owns {len(missing)} names that its state_dict does not have: "
-            f"{', '.join(missing[:10])}; do not remove parameters or buffers after the module is set up"
+            f"{enumerate_names(missing)}; do not remove parameters or buffers after the module is set up"
         )
     return {name: values[name] for name in mine}
 
@@ -97,7 +97,7 @@ def read_optimizer(optimizer: Optimizer, parameters: Mapping[str, Parameter]) ->
     strange += [str(key) for key in state_dict["state"] if not isinstance(key, int)]
     if strange:
         raise CheckpointError(
-            f"{type(optimizer).__name__} keeps state that belongs to no parameter ({', '.join(strange[:10])}), "
+            f"{type(optimizer).__name__} keeps state that belongs to no parameter ({enumerate_names(strange)}), "
             "which a pipeline cannot divide among its stages; use an optimizer whose state is kept by parameter"
         )
     labels = [label for group in optimizer.param_groups for label in group.get("param_names", ())]

@@ -53,11 +53,13 @@ class Block(nn.Module):
 class Model(L.LightningModule):
     """Token classifier; with ``tied`` the head's weight is the embedding's."""
 
-    def __init__(self, optimizer: str = "adamw", tied: bool = True, width_of_norm: int = WIDTH) -> None:
+    def __init__(
+        self, optimizer: str = "adamw", tied: bool = True, num_blocks: int = 3, width_of_norm: int = WIDTH
+    ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
         self.norm = nn.LayerNorm(width_of_norm)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         if tied:

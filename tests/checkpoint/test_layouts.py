@@ -10,6 +10,7 @@ import pytest
 import torch
 from pipeline_parts import differences, make_part, one_device, world_size
 from pool import WorkerPool
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from lightning_pp.checkpoint import load_checkpoint, save_sharded
 
@@ -80,6 +81,27 @@ def test_replicated_parameters_over_data_parallel_ranks(pool: WorkerPool, tmp_pa
     pool.run(train_and_save, tmp_path / "a", (2, 2), [0], sharded=False, **arguments)
     wholes = pool.run(train_and_save, tmp_path / "a", (2, 2), [1], resume=True, **arguments)
     assert not differences(wholes[0], one_device([0, 1]))
+
+
+@pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "replicated"])
+def test_nothing_is_saved_twice(pool: WorkerPool, tmp_path: Path, sharded: bool) -> None:
+    """Replicas, tied names and parameters of two stages share bytes, and the ranks share the work."""
+    pool.run(train_and_save, tmp_path / "a", (2, 2), [0], sharded=sharded, world_size=4, process_group=True)
+    table = FileSystemReader(tmp_path / "a").read_metadata()
+    stored = {(item.relative_path, item.offset): item.length for item in table.storage_data.values()}
+    files = {file.name: file.stat().st_size for file in (tmp_path / "a").glob("*.distcp")}
+    assert sum(stored.values()) == sum(files.values())
+    assert len(files) == 4
+    places: dict[str, set[Any]] = {}
+    for index, item in table.storage_data.items():
+        places.setdefault(index.fqn, set()).add((item.relative_path, item.offset))
+    assert places["state_dict.head.weight"] == places["state_dict.embedding.weight"]
+    chunks = {
+        name: len(table.state_dict_metadata[f"state_dict.{name}"].chunks) for name in ("head.weight", "temperature")
+    }
+    assert chunks == {"head.weight": 2 if sharded else 1, "temperature": 1}
+    assert "optimizer_0.state.embedding.weight.exp_avg" in places
+    assert not [key for key in places if key.startswith("optimizer_0.state.head.weight")]
 
 
 def test_hybrid_sharding(pool: WorkerPool, tmp_path: Path) -> None:

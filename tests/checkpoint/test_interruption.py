@@ -1,0 +1,113 @@
+"""A save that fails or dies leaves the checkpoint that was there before."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from pipeline_parts import differences, make_part, one_device
+from pool import WorkerPool
+
+from lightning_pp.checkpoint import folder, load_checkpoint, save_sharded, storage
+from lightning_pp.checkpoint.storage import TyingWriter
+
+
+def save(path: Path, steps: list[int], fail_in: str = "", rest: Any = None) -> None:
+    part = make_part((2, 1))
+    part.train(steps)
+    write_data, commit = TyingWriter.write_data, folder.commit
+
+    def failing_write(self: TyingWriter, *arguments: Any) -> Any:
+        result = write_data(self, *arguments)
+        if fail_in == "write" and dist.get_rank() == 1:
+            raise OSError(28, "No space left on device")
+        if fail_in == "death" and dist.get_rank() == 0:
+            os._exit(9)
+        return result
+
+    def dying_commit(path: Path) -> None:
+        path.rename(folder._previous_path(path))
+        os._exit(9)
+
+    try:
+        if fail_in in ("write", "death"):
+            storage.TyingWriter.write_data = failing_write  # type: ignore[method-assign]
+        if fail_in == "rename":
+            folder.commit = dying_commit
+        save_sharded(path, rest=rest if rest is not None else {"steps": steps}, **part.arguments)
+    finally:
+        storage.TyingWriter.write_data = write_data  # type: ignore[method-assign]
+        folder.commit = commit
+
+
+def load(path: Path) -> tuple[Any, dict[str, Any]]:
+    part = make_part((2, 1))
+    rest = load_checkpoint(path, weights_only=False, **part.arguments)
+    return rest, part.whole()
+
+
+def check_loads(pool: WorkerPool, path: Path, steps: list[int]) -> None:
+    (rest, whole), (other_rest, _) = pool.run(load, path, process_group=True)
+    assert rest == other_rest == {"steps": steps}
+    assert not differences(whole, one_device(steps))
+
+
+def test_a_save_replaces_the_last_one(pool: WorkerPool, tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "model.ckpt"
+    for steps in ([0], [0, 1]):
+        pool.run(save, path, steps, process_group=True)
+        check_loads(pool, path, steps)
+        assert [entry.name for entry in path.parent.iterdir()] == ["model.ckpt"]
+    # a single file makes room for a folder
+    path = tmp_path / "file.ckpt"
+    path.write_text("a single-file checkpoint")
+    pool.run(save, path, [0], process_group=True)
+    check_loads(pool, path, [0])
+
+
+def test_failed_write(pool: WorkerPool, tmp_path: Path) -> None:
+    path = tmp_path / "model.ckpt"
+    pool.run(save, path, [0], process_group=True)
+    report = pool.run(save, path, [0, 1], fail_in="write", process_group=True, expect_failure=True)
+    for failure in report.failures:
+        assert failure is not None
+        assert failure.type == "CheckpointError"
+        assert "No space left on device (on rank 1)" in failure.message
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model.ckpt"]
+    check_loads(pool, path, [0])
+
+
+def test_rest_that_cannot_be_pickled(pool: WorkerPool, tmp_path: Path) -> None:
+    path = tmp_path / "model.ckpt"
+    report = pool.run(save_unpicklable, path, process_group=True, expect_failure=True)
+    for failure in report.failures:
+        assert failure is not None
+        assert failure.type == "CheckpointError"
+        assert "(on rank 0)" in failure.message
+    assert list(tmp_path.iterdir()) == []
+
+
+def save_unpicklable(path: Path) -> None:
+    save(path, [0], rest={"hook": lambda: None})
+
+
+@pytest.mark.parametrize("fail_in", ["death", "rename"])
+def test_death_during_a_save(pool: WorkerPool, tmp_path: Path, fail_in: str) -> None:
+    path = tmp_path / "model.ckpt"
+    pool.run(save, path, [0], process_group=True)
+    arguments: dict[str, Any] = {"process_group": True, "expect_failure": True, "grace": 3}
+    report = pool.run(save, path, [0, 1], fail_in=fail_in, **arguments)
+    assert any(failure is not None and failure.message == "exit code 9" for failure in report.failures)
+    assert (tmp_path / ".model.ckpt.incomplete").is_dir()
+    if fail_in == "death":
+        refused = pool.run(load, tmp_path / ".model.ckpt.incomplete", process_group=True, expect_failure=True)
+        assert all(
+            failure is not None and "not a complete checkpoint" in failure.message for failure in refused.failures
+        )
+    check_loads(pool, path, [0])
+    pool.run(save, path, [0, 1], process_group=True)
+    check_loads(pool, path, [0, 1])
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model.ckpt"]

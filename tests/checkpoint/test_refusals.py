@@ -1,0 +1,215 @@
+"""A checkpoint that does not fit, or is damaged, is refused on all ranks before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pipeline_parts import Part, build, differences, make_part, one_device, optimizer_of
+from pool import WorkerPool
+
+from lightning_pp.checkpoint import ParameterCatalog, is_sharded_checkpoint, load_checkpoint, save_sharded
+from lightning_pp.errors import CheckpointError
+
+
+def save(path: Path, single_file: bool, weights_only: bool = False, **arguments: Any) -> None:
+    part = make_part((2, 1), **arguments)
+    if weights_only:
+        part.optimizers.clear()
+    part.train([0])
+    if single_file:
+        whole = part.whole()
+        if weights_only:
+            del whole["optimizer_states"]
+        if torch.distributed.get_rank() == 0:
+            torch.save({**whole, "epoch": 1}, path)
+    else:
+        save_sharded(path, rest={"epoch": 1}, **part.arguments)
+
+
+def load(path: Path, evaluate: bool = False, change: str = "", **arguments: Any) -> tuple[str, bool, dict[str, Any]]:
+    """Returns the error's text, whether anything changed, and the whole state afterwards."""
+    strict = arguments.pop("strict", True)
+    weights_only = arguments.pop("weights_only", False)
+    part = make_part((2, 1), **arguments)
+    if change == "groups":
+        catalog, optimizer = part.catalog, part.optimizers[0]
+        optimizer.param_groups[0]["params"] += optimizer.param_groups.pop(1)["params"]
+        (groups,) = catalog.optimizer_groups
+        part.catalog = ParameterCatalog(
+            catalog.names, catalog.owners, catalog.shapes, catalog.canonical, ((groups[0] + groups[1],),)
+        )
+    before = state_of(part)
+    part_arguments = {**part.arguments, "optimizers": [] if evaluate else part.optimizers}
+    try:
+        load_checkpoint(path, strict=strict, weights_only=weights_only, **part_arguments)
+    except CheckpointError as error:
+        return str(error), bool(differences(state_of(part), before)), {}
+    return "", bool(differences(state_of(part), before)), part.whole()
+
+
+def state_of(part: Part) -> dict[str, Any]:
+    tensors = {
+        name: tensor.detach().clone() for name, tensor in part.module.state_dict().items() if torch.is_tensor(tensor)
+    }
+    return {"module": tensors, "optimizers": [optimizer.state_dict() for optimizer in part.optimizers]}
+
+
+def check_refused(pool: WorkerPool, path: Path, *parts: str, **arguments: Any) -> str:
+    """Both ranks raise the same error, which has these parts, and have changed nothing."""
+    results = pool.run(load, path, process_group=True, **arguments)
+    texts = [text for text, _, _ in results]
+    assert texts[0] == texts[1]
+    assert str(path) in texts[0]
+    for part in parts:
+        assert part in texts[0], texts[0]
+    assert not any(changed for _, changed, _ in results)
+    return texts[0]
+
+
+@pytest.fixture(params=[False, True], ids=["sharded", "single_file"])
+def checkpoint(request: pytest.FixtureRequest, pool: WorkerPool, tmp_path: Path) -> Callable[..., Path]:
+    """Saves a checkpoint of a model in each format."""
+
+    def make(**arguments: Any) -> Path:
+        path = tmp_path / "model.ckpt"
+        pool.run(save, path, request.param, process_group=True, **arguments)
+        assert is_sharded_checkpoint(path) != request.param
+        return path
+
+    return make
+
+
+def test_other_model(pool: WorkerPool, checkpoint: Callable[..., Path]) -> None:
+    path = checkpoint(num_blocks=2)
+    missing = "8 of the model's 29 names are missing: blocks.2.linear.weight, blocks.2.linear.bias"
+    check_refused(pool, path, missing, "strict_loading = False")
+    for _, changed, _ in pool.run(load, path, strict=False, evaluate=True, process_group=True):
+        assert changed
+
+    path = checkpoint()
+    check_refused(pool, path, "8 of its 29 names are unexpected: ", "blocks.2.norm.running_var", num_blocks=2)
+
+
+def test_not_strict_takes_what_fits(pool: WorkerPool, checkpoint: Callable[..., Path]) -> None:
+    path = checkpoint(num_blocks=2)
+    results = pool.run(load, path, strict=False, evaluate=True, process_group=True)
+    loaded = results[0][2]["state_dict"]
+    saved, fresh = one_device([0], num_blocks=2)["state_dict"], build().state_dict()
+    expected = type(fresh)((name, saved.get(name, fresh[name])) for name in fresh)
+    assert not differences(loaded, expected)
+
+
+def test_other_shapes(pool: WorkerPool, checkpoint: Callable[..., Path]) -> None:
+    path = checkpoint()
+    for strict in (True, False):
+        text = check_refused(
+            pool,
+            path,
+            "2 have another shape",
+            "norm.weight ((5,) in the checkpoint, (7,) in the model)",
+            width_of_norm=7,
+            strict=strict,
+        )
+        assert "strict_loading" not in text
+
+
+def test_more_names_than_fit_a_message(pool: WorkerPool, checkpoint: Callable[..., Path]) -> None:
+    path = checkpoint(num_blocks=1)
+    text = check_refused(pool, path, "16 of the model's 29 names are missing")
+    assert text.count("blocks.") == 10
+    assert "blocks.2.linear.bias and 6 more" in text
+
+
+def test_optimizer_state_that_is_not_there(pool: WorkerPool, checkpoint: Callable[..., Path]) -> None:
+    path = checkpoint(weights_only=True)
+    check_refused(pool, path, "has no optimizer state", "save_weights_only=True")
+    (text, changed, _), _ = pool.run(load, path, evaluate=True, process_group=True)
+    assert (text, changed) == ("", True)
+
+
+def test_other_parameter_groups(pool: WorkerPool, checkpoint: Callable[..., Path]) -> None:
+    path = checkpoint()
+    check_refused(pool, path, "parameter groups of [4, 11] parameters, but that of the model has [15]", change="groups")
+
+
+def test_objects_that_weights_only_forbids(pool: WorkerPool, tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    torch.save({"state_dict": {}, "callback": Path("b")}, path)
+    check_refused(pool, path, "pass weights_only=False", weights_only=True)
+
+
+@pytest.mark.parametrize("keep", [0, 100, -200])
+def test_damaged_single_file(pool: WorkerPool, tmp_path: Path, keep: int) -> None:
+    path = tmp_path / "a.ckpt"
+    torch.save(one_device([0]), path)
+    path.write_bytes(path.read_bytes()[:keep])
+    check_refused(pool, path, "is damaged or not a checkpoint", f"{path.stat().st_size} bytes")
+
+
+def test_no_such_file(pool: WorkerPool, tmp_path: Path) -> None:
+    check_refused(pool, tmp_path / "a.ckpt", "does not exist")
+    path = tmp_path / "b.ckpt"
+    torch.save({"weights": {}}, path)
+    check_refused(pool, path, "has no 'state_dict'")
+
+
+@pytest.mark.parametrize("file", [".metadata", "meta.pt", "__0_0.distcp", "__1_0.distcp"])
+@pytest.mark.parametrize("damage", ["missing", "truncated"])
+def test_damaged_folder(pool: WorkerPool, tmp_path: Path, file: str, damage: str) -> None:
+    path = tmp_path / "a.ckpt"
+    pool.run(save, path, single_file=False, process_group=True)
+    if damage == "missing":
+        (path / file).unlink()
+    else:
+        content = (path / file).read_bytes()
+        (path / file).write_bytes(content[: len(content) // 2])
+    check_refused(pool, path, str(path / file), "use another")
+
+
+def test_garbled_shard(pool: WorkerPool, tmp_path: Path) -> None:
+    """Damage that no size shows is found while reading; the message still names the file."""
+    path = tmp_path / "a.ckpt"
+    pool.run(save, path, single_file=False, process_group=True)
+    file = path / "__1_0.distcp"
+    file.write_bytes(bytes(len(file.read_bytes())))
+    for text, _, _ in pool.run(load, path, process_group=True):
+        assert f"{file} cannot be read" in text
+
+
+def test_folder_that_is_no_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:
+    check_refused(pool, tmp_path, "is not a complete checkpoint")
+    assert not is_sharded_checkpoint(tmp_path)
+
+
+def save_unknown_names(path: Path) -> None:
+    part = make_part((2, 1))
+    part.module.register_buffer("late", torch.zeros(1))
+    save_sharded(path, rest={}, **part.arguments)
+
+
+def test_names_that_appear_after_the_split(pool: WorkerPool, tmp_path: Path) -> None:
+    report = pool.run(save_unknown_names, tmp_path / "a", process_group=True, expect_failure=True)
+    for failure in report.failures:
+        assert failure is not None
+        assert failure.type == "CheckpointError"
+        assert "1 names that the module did not have when it was split: late" in failure.message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_catalog_contradictions() -> None:
+    module = build()
+    names = tuple(module.state_dict())
+    with pytest.raises(ValueError, match=r"names have no owning pipeline rank: temperature, embedding\.weight"):
+        ParameterCatalog.from_module(module, lambda name: ())
+    with pytest.raises(ValueError, match="tied names that the state_dict does not have: nobody"):
+        ParameterCatalog(names, dict.fromkeys(names, (0,)), {}, {"nobody": "temperature"})
+    catalog = ParameterCatalog.from_module(module, lambda name: (0,))
+    assert catalog.canonical == {"head.weight": "embedding.weight"}
+    assert catalog.names == names
+    assert "blocks.0.counter._extra_state" not in catalog.shapes
+    with pytest.raises(ValueError, match="parameters that are not the module's"):
+        catalog.with_optimizers(module, [optimizer_of(build())])
