@@ -114,7 +114,7 @@ def print_summary(summary: RunSummary, console: Console | None = None) -> None:
         console.print(Text.from_ansi(report.timeline_text), soft_wrap=True)
         console.print()
     for name, value in facts(summary).items():
-        console.print(Text.assemble((f"{name:<17}", "bold"), value), soft_wrap=True)
+        console.print(Text.assemble((f"{name:<18}", "bold"), value), soft_wrap=True)
 
 
 def facts(summary: RunSummary) -> dict[str, str]:

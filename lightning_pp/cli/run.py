@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ class Run:
         Raises:
             InstantiationException: Something the config names cannot be built; its cause says why.
         """
+        _let_hydra_print()
         L.seed_everything(config.seed, workers=True, verbose=False)
         data = instantiate(config.data, _convert_="all")
         callbacks = [instantiate(c, _convert_="all") for c in config.callbacks.values() if c is not None]
@@ -72,6 +75,16 @@ class Run:
             tracking={_tracker_name(logger): path for logger in self.trainer.loggers if (path := _log_folder(logger))},
             output_folder=Path(HydraConfig.get().runtime.output_dir),
         )
+
+
+def _let_hydra_print() -> None:
+    """Lightning and Hydra both put handlers on Lightning's loggers: keep Hydra's, which also writes the log file."""
+    for name in ("lightning", "lightning.fabric", "lightning.pytorch"):
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.propagate = True
+    # Lightning 2.6 asks torch a question that torch 2.13 deprecates; no user can do anything about it.
+    warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
 
 
 def _callbacks(trainer: L.Trainer) -> list[L.Callback]:
