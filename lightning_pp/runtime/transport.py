@@ -161,9 +161,19 @@ class Transport:
             self._num_posted[message.sender] -= 1
             self._post_ahead(message.sender)
             if work is not None:
-                work.wait()
+                self._wait(work, message, action)
             received.append((message.value, tensor))
         return received
+
+    def _wait(self, work: Any, message: Message, action: Action) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"Pipeline rank {self._rank} waited for pipeline rank {message.sender} (global rank "
+                f"{self._ranks[message.sender]}) to send what {action} needs, and that rank has stopped; look for its "
+                f"own error, which came first. ({error})"
+            ) from error
 
     def send(self, action: Action, tensors: Mapping[Value, Tensor]) -> None:
         """Sends what ``action`` has to send, without waiting for it to arrive."""

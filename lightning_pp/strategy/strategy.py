@@ -21,6 +21,7 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
@@ -171,8 +172,8 @@ class PipelineParallelStrategy(ParallelStrategy):
         self.lightning_module._device_mesh = self._device_mesh
 
     def barrier(self, name: str | None = None) -> None:
-        """Waits for all ranks."""
-        if _distributed_is_initialized():
+        """Waits for all ranks; after an exception it does not, since the others may never come."""
+        if _distributed_is_initialized() and not self._is_interrupted:
             on_gpu = dist.get_backend() == "nccl"
             dist.barrier(device_ids=[self.root_device.index] if on_gpu else None)
 
@@ -255,13 +256,13 @@ class PipelineParallelStrategy(ParallelStrategy):
             self._build(trainer, module)
         engine = self.engine
         engine.attach(trainer)
+        _summarize_whole_model(trainer, engine)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         with engine.split.placeholders.all_parameters():
             # optimizers are made as on one device, over all names; what is not owned goes afterwards
             if is_fitting:
                 self._reset_optimizers_and_schedulers()
-                self.setup_optimizers(trainer)
-                _refuse_optimizers(self.optimizers)
+                _set_up_one_optimizer(self, trainer)
             optimizers = self.optimizers if is_fitting else []
             self._state = PipelineState.of(engine.split, self.device_mesh, optimizers)
         if is_fitting:
@@ -292,6 +293,11 @@ class PipelineParallelStrategy(ParallelStrategy):
             TrainerFn.TESTING: "test_step",
             TrainerFn.PREDICTING: "predict_step",
         }[trainer.state.fn]  # type: ignore[index]
+        if "_split_by_pipeline" in vars(module):
+            raise ConfigurationError(
+                f"This {type(module).__name__} was split by another PipelineParallelStrategy, and most of its parameters "
+                "are on other ranks. Use the trainer that split it, or make a new module and load a checkpoint."
+            )
         self._engine = engine
         try:
             engine.build(
@@ -304,6 +310,7 @@ class PipelineParallelStrategy(ParallelStrategy):
         except BaseException:
             self._engine = None
             raise
+        vars(module)["_split_by_pipeline"] = True
 
     def model_to_device(self) -> None:
         """Nothing: the engine moves what this rank owns."""
@@ -383,16 +390,30 @@ class PipelineParallelStrategy(ParallelStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """This rank's part of the model, or with ``save_distributed_checkpoint=False`` all of it, on rank 0."""
+        if self._is_interrupted:
+            return {}
         return self._pipeline_state.model_state(full=not self._save_distributed_checkpoint)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """This rank's part of the optimizer's state, or all of it as one device would have it, on rank 0."""
+        if self._is_interrupted:
+            return {}
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
         return self._pipeline_state.optimizer_state(optimizer, full=not self._save_distributed_checkpoint)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        """Writes a checkpoint; every rank takes part."""
+        """Writes a checkpoint; every rank takes part.
+
+        After an exception nothing is written, since the rank that failed cannot count on the others to take part: they
+        may wait for it in the middle of a step.
+        """
+        if self._is_interrupted:
+            _log.warning(
+                f"No checkpoint is written to {filepath}: this rank failed in the middle of a step, and the other stages "
+                "may not be there to write theirs. Resume from the last checkpoint that was saved between steps."
+            )
+            return
         path = Path(self.broadcast(filepath))
         if self._save_distributed_checkpoint:
             if storage_options is not None:
@@ -413,6 +434,11 @@ class PipelineParallelStrategy(ParallelStrategy):
         return self._pipeline_state.load(path, strict=self.lightning_module.strict_loading, weights_only=weights_only)
 
     @property
+    def _is_interrupted(self) -> bool:
+        module = self.lightning_module
+        return module is not None and module._trainer is not None and module.trainer.interrupted
+
+    @property
     def _pipeline_state(self) -> PipelineState:
         if self._state is None:
             raise RuntimeError("Checkpoints can be written and read from Strategy.setup on.")
@@ -427,10 +453,25 @@ class PipelineParallelStrategy(ParallelStrategy):
         super().on_exception(exception)
 
     def teardown(self) -> None:
-        """Puts the module's methods back; its parameters stay where they are."""
+        """Puts the module's metrics back; its parameters stay where they are, for the next run of the trainer."""
         if self._engine is not None:
             self._engine.detach()
-        super().teardown()
+        assert self.cluster_environment is not None and self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+
+
+def _summarize_whole_model(trainer: pl.Trainer, engine: PipelineEngine) -> None:
+    """Lightning's model summary is about the user's model, not about one stage of it."""
+    for callback in trainer.callbacks:
+        if isinstance(callback, ModelSummary) and "_summary" not in vars(callback):
+
+            def summary(*args: Any, original: Any = callback._summary) -> Any:
+                with engine.split.placeholders.all_parameters():
+                    return original(*args)
+
+            vars(callback)["_summary"] = summary
 
 
 def _refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule, precision: Any) -> None:
@@ -447,13 +488,23 @@ def _refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule, precisi
         )
 
 
-def _refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    if len(optimizers) != 1:
+def _set_up_one_optimizer(strategy: PipelineParallelStrategy, trainer: pl.Trainer) -> None:
+    try:
+        strategy.setup_optimizers(trainer)
+    except RuntimeError as error:
+        if "multiple optimizers" not in str(error):
+            raise
+        # Lightning's own advice, manual optimization, is none for a pipeline
         raise ConfigurationError(
-            f"configure_optimizers returned {len(optimizers)} optimizers; a pipeline steps exactly one. Give one optimizer "
-            "several parameter groups instead."
+            f"configure_optimizers of {type(strategy.lightning_module).__name__} returned several optimizers, and a "
+            "pipeline steps exactly one. Give one optimizer several parameter groups instead."
+        ) from None
+    if not strategy.optimizers:
+        raise ConfigurationError(
+            f"configure_optimizers of {type(strategy.lightning_module).__name__} returned no optimizer, and a pipeline "
+            "steps exactly one; to measure without training use Trainer.validate."
         )
-    if isinstance(optimizers[0], LBFGS):
+    if isinstance(strategy.optimizers[0], LBFGS):
         raise ConfigurationError(
             "LBFGS evaluates the step several times and needs all parameters at once, and a stage has its own only; use a "
             "first-order optimizer (AdamW, SGD, ...)."
