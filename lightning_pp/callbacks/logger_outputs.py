@@ -1,0 +1,74 @@
+"""What is written to a run's loggers besides numbers, and what happens when one of them fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_pp.telemetry import StageInfo, Timeline, html_timeline
+
+
+class LoggerOutputs:
+    """Writes to several loggers; one that raises is left out from then on.
+
+    An exception on the rank that logs would stop it while the other ranks wait for it in the next step, and the loss of
+    some numbers is no reason to end a training run.
+
+    Args:
+        loggers: The trainer's loggers.
+    """
+
+    def __init__(self, loggers: Sequence[Logger]) -> None:
+        self._loggers = list(loggers)
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Numbers, to every logger."""
+        self._write(lambda logger: logger.log_metrics(dict(metrics), step=step))
+
+    def log_stages(self, stages: Sequence[StageInfo], step: int) -> None:
+        """Which units are where: a table in W&B, hyperparameters elsewhere."""
+
+        def write(logger: Logger) -> None:
+            if isinstance(logger, WandbLogger):
+                rows = [
+                    [stage, info.rank, ", ".join(info.units), info.num_parameters] for stage, info in enumerate(stages)
+                ]
+                logger.log_table("pp/stages", ["stage", "rank", "units", "num_parameters"], rows, step=step)
+            else:
+                logger.log_hyperparams(
+                    {
+                        f"pp_stage_{stage}/{name}": value
+                        for stage, info in enumerate(stages)
+                        for name, value in _hyperparameters(info).items()
+                    }
+                )
+
+        self._write(write)
+
+    def log_timeline(self, timeline: Timeline, step: int) -> None:
+        """A picture of one step, to W&B."""
+
+        def write(logger: Logger) -> None:
+            if isinstance(logger, WandbLogger):
+                import wandb
+
+                logger.log_metrics({"pp/timeline": wandb.Html(html_timeline(timeline))}, step=step)
+
+        self._write(write)
+
+    def _write(self, write: Callable[[Logger], None]) -> None:
+        for logger in list(self._loggers):
+            try:
+                write(logger)
+            except Exception as error:
+                self._loggers.remove(logger)
+                rank_zero_warn(
+                    f"PipelineMonitor writes no more to {type(logger).__name__}, which raised {type(error).__name__}: "
+                    f"{error}. Training goes on."
+                )
+
+
+def _hyperparameters(info: StageInfo) -> dict[str, int | str]:
+    return {"rank": info.rank, "units": ", ".join(info.units), "num_parameters": info.num_parameters}

@@ -1,0 +1,140 @@
+"""The callback that logs what each stage of a pipeline does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_pp.callbacks.logger_outputs import LoggerOutputs
+from lightning_pp.errors import ConfigurationError
+from lightning_pp.telemetry import FitMeasurement, MeasurablePipeline, PipelineReport
+
+
+class PipelineMonitor(Callback):
+    """Logs times, bubbles, waits and memory of every stage, through whatever loggers the trainer has.
+
+    A fit::
+
+        start: log which units are on which stage
+        every_n_steps optimizer steps: one gather of a few numbers to rank 0 of the pipeline, which logs
+            pp_stage_{s}/forward_ms, backward_input_ms, backward_weight_ms
+            pp_stage_{s}/bubble_fraction, p2p_wait_ms, peak_memory_gib
+            pp/step_ms, pp/bubble_fraction, and pp/tokens_per_s (pp/samples_per_s without token ids)
+        end: gather the last step's times; log them as a picture; make the report
+
+    In between a batch costs no collective. The numbers are those of the first replica's pipeline; throughput is that
+    of all replicas. A logger that raises is left out from then on, with a warning. Without a
+    ``PipelineParallelStrategy`` the callback does nothing but warn.
+
+    Args:
+        every_n_steps: How often to log, in optimizer steps; None for ``Trainer(log_every_n_steps=)``.
+        log_timeline: Whether to log the picture of the last step, to W&B.
+
+    Attributes:
+        report: What was measured, on global rank 0 once a fit has ended; None before that and elsewhere.
+
+    Raises:
+        ConfigurationError: ``every_n_steps`` is less than 1.
+    """
+
+    def __init__(self, every_n_steps: int | None = None, log_timeline: bool = True) -> None:
+        if every_n_steps is not None and every_n_steps < 1:
+            raise ConfigurationError(
+                f"PipelineMonitor(every_n_steps={every_n_steps}) must be at least 1, or None for the trainer's "
+                "log_every_n_steps."
+            )
+        self.every_n_steps = every_n_steps
+        self.log_timeline = log_timeline
+        self.report: PipelineReport | None = None
+        self._measurement: FitMeasurement | None = None
+        self._outputs = LoggerOutputs([])
+        self._has_warned = False
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Logs the table of stages."""
+        self.report = None
+        self._measurement = None
+        pipeline = _pipeline_of(trainer)
+        if pipeline is None:
+            if not self._has_warned:
+                self._has_warned = True
+                rank_zero_warn(
+                    f"PipelineMonitor measures nothing, because the strategy is {type(trainer.strategy).__name__}, not "
+                    "PipelineParallelStrategy. Use Trainer(strategy='pipeline_parallel'), or remove the callback."
+                )
+        elif pipeline.replica == 0:
+            self._measurement = FitMeasurement(pipeline)
+            if trainer.is_global_zero:
+                self._outputs = LoggerOutputs(trainer.loggers)
+                self._outputs.log_stages(self._measurement.stages(), _step(trainer))
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Starts the clock, the sanity check being over."""
+        if self._measurement is not None:
+            self._measurement.clock.restart()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+    ) -> None:
+        """Notes the batch; when it is time, gathers and logs."""
+        measurement = self._measurement
+        if measurement is None:
+            return
+        measurement.batch_ended(batch, _loss_of(outputs, trainer))
+        if self._is_time(trainer) and measurement.is_warm:
+            found = measurement.collect()
+            if found is not None:
+                self._outputs.log_metrics(found.metrics(), _step(trainer))
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """What follows does not count as training time."""
+        if self._measurement is not None:
+            self._measurement.clock.pause()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Training goes on."""
+        if self._measurement is not None:
+            self._measurement.clock.resume()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Makes the report and logs the picture of the last step."""
+        measurement, self._measurement = self._measurement, None
+        if measurement is None:
+            return
+        self.report = measurement.finish()
+        if self.report is not None and self.log_timeline:
+            self._outputs.log_timeline(self.report.timeline, _step(trainer))
+
+    def _is_time(self, trainer: pl.Trainer) -> bool:
+        every_n_steps = self.every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined] # set by a connector
+        if every_n_steps == 0 or trainer.fit_loop._should_accumulate():
+            return False
+        return (_step(trainer) + 1) % every_n_steps == 0
+
+
+def _pipeline_of(trainer: pl.Trainer) -> MeasurablePipeline | None:
+    """What runs the pipeline on this rank, or None without one; known by what the strategy offers."""
+    # looked up in the class, since the property raises before the pipeline is built
+    if not hasattr(type(trainer.strategy), "engine"):
+        return None
+    engine: MeasurablePipeline = trainer.strategy.engine  # type: ignore[attr-defined]
+    return engine
+
+
+def _step(trainer: pl.Trainer) -> int:
+    """The step under which Lightning logs training metrics."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def _loss_of(outputs: STEP_OUTPUT, trainer: pl.Trainer) -> Tensor | None:
+    """What ``training_step`` returned, which Lightning has divided by the number of accumulated batches."""
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    if not isinstance(loss, Tensor) or trainer.accumulate_grad_batches == 1:
+        return loss
+    return loss * trainer.accumulate_grad_batches

@@ -1,0 +1,34 @@
+"""From the times of actions to numbers per stage and pictures of a step. Knows the plan and torch, not Lightning."""
+
+from __future__ import annotations
+
+from lightning_pp.telemetry.measurement import FitMeasurement, MeasurablePipeline
+from lightning_pp.telemetry.memory import read_peak_memory_gib
+from lightning_pp.telemetry.report import Measurements, PipelineReport, StageInfo, StageReport, StageTimes
+from lightning_pp.telemetry.sums import RankSums, StageSums, longest_span_bubble
+from lightning_pp.telemetry.throughput import BatchClock, Throughput, count_tokens
+from lightning_pp.telemetry.timeline import Timeline
+from lightning_pp.telemetry.timeline_html import html_timeline
+from lightning_pp.telemetry.timeline_text import text_timeline
+from lightning_pp.telemetry.timeline_trace import chrome_trace
+
+__all__ = [
+    "BatchClock",
+    "FitMeasurement",
+    "MeasurablePipeline",
+    "Measurements",
+    "PipelineReport",
+    "RankSums",
+    "StageInfo",
+    "StageReport",
+    "StageSums",
+    "StageTimes",
+    "Throughput",
+    "Timeline",
+    "chrome_trace",
+    "count_tokens",
+    "html_timeline",
+    "longest_span_bubble",
+    "read_peak_memory_gib",
+    "text_timeline",
+]

@@ -1,0 +1,237 @@
+"""Measuring one fit on every rank of a pipeline."""
+
+from __future__ import annotations
+
+import shutil
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_pp.runtime.timing import ActionTimes, StepTimer
+from lightning_pp.schedule import Placement, Schedule
+from lightning_pp.split.partition import Partition
+from lightning_pp.telemetry.memory import read_peak_memory_gib
+from lightning_pp.telemetry.report import Measurements, PipelineReport, StageInfo, StageReport
+from lightning_pp.telemetry.sums import RankSums
+from lightning_pp.telemetry.throughput import BatchClock, Throughput, count_tokens
+from lightning_pp.telemetry.timeline import Timeline, compute_actions
+from lightning_pp.telemetry.timeline_text import text_timeline
+
+# How many of the latest steps are read when measurements are collected; the timers of older ones are dropped unread.
+_MOST_STEPS_READ = 8
+_NUM_WARM_UP_BATCHES = 1
+
+
+class SplitPipeline(Protocol):
+    """What is known of a model that was cut."""
+
+    @property
+    def partition(self) -> Partition: ...
+
+    @property
+    def num_parameters(self) -> Mapping[str, int]: ...
+
+
+class PipelineGroups(Protocol):
+    """The CPU groups of a pipeline; ``pipeline`` is None for a pipeline of one rank."""
+
+    @property
+    def pipeline(self) -> dist.ProcessGroup | None: ...
+
+    @property
+    def num_replicas(self) -> int: ...
+
+
+class MeasurablePipeline(Protocol):
+    """What runs one rank of a pipeline, as far as it is looked at here.
+
+    Attributes:
+        rank: This rank's place in the pipeline.
+        replica: This pipeline's place among its replicas.
+        device: Where this rank computes.
+        placement: Which rank holds which stages.
+        split: Which units each stage has.
+        groups: Who gathers.
+        last_training_step: The schedule and the times of the last training batch; a new pair for each.
+        last_num_samples: Samples in that batch.
+    """
+
+    rank: int
+    replica: int
+    device: torch.device
+    placement: Placement
+    last_training_step: tuple[Schedule, StepTimer] | None
+    last_num_samples: int
+
+    @property
+    def split(self) -> SplitPipeline: ...
+
+    @property
+    def groups(self) -> PipelineGroups: ...
+
+
+class FitMeasurement:
+    """Collects the times of training steps; every rank of one pipeline has one.
+
+    A fit, on every rank of the pipeline::
+
+        after each batch: keep the step's timer, unread; note wall time, samples, tokens and loss     (no collective)
+        collect(): read the timers of the latest steps, sum, one gather to rank 0
+        finish(): collect what is left; gather one step's times; rank 0 puts the report together
+
+    The first batch warms up caches and allocators, and is left out unless there is no other.
+
+    Args:
+        pipeline: What runs on this rank.
+        clock: Times the batches.
+    """
+
+    def __init__(self, pipeline: MeasurablePipeline, clock: BatchClock | None = None) -> None:
+        self.clock = clock or BatchClock()
+        self._pipeline = pipeline
+        self._placement = pipeline.placement
+        self._stages = pipeline.placement.stages_of_rank(pipeline.rank)
+        self._timers: deque[StepTimer] = deque(maxlen=_MOST_STEPS_READ)
+        self._throughput = Throughput()
+        self._total: Measurements | None = None
+        self._last_step = pipeline.last_training_step
+        self._pictured: tuple[Schedule, StepTimer] | None = None
+        self._num_batches = 0
+        self._first_loss: float | Tensor | None = None
+        self._last_loss: float | Tensor | None = None
+
+    # ---------------------------------------------------------------- during the fit
+
+    def batch_ended(self, batch: Any, loss: Tensor | None) -> None:
+        """Notes a training batch; costs no collective and does not wait for the device.
+
+        Args:
+            batch: The batch.
+            loss: What the step returned for it, a scalar.
+        """
+        step = self._pipeline.last_training_step
+        if step is None or step is self._last_step:
+            return  # nothing was run, as for a batch that the loader gave as None
+        self._last_step = step
+        self._num_batches += 1
+        if self._pictured is None or step[0].num_microbatches >= self._pictured[0].num_microbatches:
+            self._pictured = step  # not the short last batch of an epoch
+        num_tokens = count_tokens(batch) if self._pipeline.rank == 0 else 0
+        num_replicas = self._pipeline.groups.num_replicas
+        throughput = self.clock.batch_ended(self._pipeline.last_num_samples * num_replicas, num_tokens * num_replicas)
+        if self._num_batches == 1:
+            self._first_loss = loss
+        self._last_loss = loss
+        if self._num_batches == _NUM_WARM_UP_BATCHES + 1:
+            self._timers.clear()
+            self._throughput = Throughput()
+        self._timers.append(step[1])
+        self._throughput += throughput
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether there is a batch after the warm-up, the same on every rank."""
+        return self._num_batches > _NUM_WARM_UP_BATCHES
+
+    def collect(self) -> Measurements | None:
+        """What was measured since the last call; every rank of the pipeline has to call it.
+
+        Returns:
+            On pipeline rank 0 the measurements, elsewhere None.
+        """
+        own = RankSums.none(len(self._stages))
+        for timer in self._timers:
+            own += RankSums.of_step(timer.times(), self._stages)
+        self._timers.clear()
+        row = [read_peak_memory_gib(self._pipeline.device), *own.to_row()]
+        longest = 1 + RankSums.row_length(max(len(self._placement.stages_of_rank(r)) for r in self._ranks))
+        rows = self._gather(row, longest)
+        throughput, self._throughput = self._throughput, Throughput()
+        if rows is None:
+            return None
+        sums = [RankSums.from_row(rows[rank][1:], len(self._placement.stages_of_rank(rank))) for rank in self._ranks]
+        found = Measurements(self._placement, sums, [row[0] for row in rows], throughput)
+        self._total = found if self._total is None else self._total + found
+        return found
+
+    # ---------------------------------------------------------------- at the end
+
+    def finish(self) -> PipelineReport | None:
+        """The report, on pipeline rank 0; every rank of the pipeline has to call it.
+
+        Returns:
+            None elsewhere, and where no batch was trained.
+        """
+        if self._num_batches == 0:
+            return None
+        if self._timers:
+            self.collect()
+        timeline = self._gather_timeline()
+        if timeline is None or self._total is None:
+            return None
+        total = self._total
+        return PipelineReport(
+            stages=[
+                StageReport(stage=stage, units=info.units, num_parameters=info.num_parameters, **vars(times))
+                for stage, (info, times) in enumerate(zip(self.stages(), total.stage_times(), strict=True))
+            ],
+            first_loss=None if self._first_loss is None else float(self._first_loss),
+            last_loss=None if self._last_loss is None else float(self._last_loss),
+            tokens_per_s=total.throughput.tokens_per_s,
+            samples_per_s=total.throughput.samples_per_s,
+            step_ms=total.throughput.step_ms,
+            bubble_fraction=total.bubble_fraction,
+            timeline_text=text_timeline(timeline, width=_terminal_width()),
+            timeline=timeline,
+        )
+
+    def stages(self) -> list[StageInfo]:
+        """What each stage is."""
+        split = self._pipeline.split
+        stages = []
+        for stage, rank in enumerate(self._placement.rank_of_stage):
+            units = split.partition.units_of_stage(stage)
+            stages.append(StageInfo(rank, units, sum(split.num_parameters[unit] for unit in units)))
+        return stages
+
+    def _gather_timeline(self) -> Timeline | None:
+        """The last step with all its microbatches, on all ranks, on rank 0."""
+        assert self._pictured is not None
+        schedule, timer = self._pictured
+        programs = [compute_actions(schedule, rank) for rank in self._ranks]
+        row = [moment for times in timer.times() for moment in (times.asked_ms, times.start_ms, times.end_ms)]
+        rows = self._gather(row, 3 * max(map(len, programs)))
+        if rows is None:
+            return None
+        return Timeline.aligned(
+            schedule,
+            [
+                [ActionTimes(action, *row[3 * index : 3 * index + 3]) for index, action in enumerate(program)]
+                for program, row in zip(programs, rows, strict=True)
+            ],
+        )
+
+    # ---------------------------------------------------------------- messages
+
+    @property
+    def _ranks(self) -> range:
+        return range(self._placement.num_ranks)
+
+    def _gather(self, row: Sequence[float], length: int) -> list[list[float]] | None:
+        """Every rank's row on pipeline rank 0, filled up to the same ``length``; None on the others."""
+        group = self._pipeline.groups.pipeline
+        if group is None:
+            return [list(row)]
+        padded = torch.tensor([*row, *[0.0] * (length - len(row))], dtype=torch.float64, device="cpu")
+        is_receiver = self._pipeline.rank == 0
+        rows = [torch.empty_like(padded) for _ in self._ranks] if is_receiver else None
+        dist.gather(padded, rows, group=group, group_dst=0)
+        return [gathered.tolist() for gathered in rows] if rows is not None else None
+
+
+def _terminal_width() -> int:
+    return min(max(shutil.get_terminal_size((100, 24)).columns, 60), 140)

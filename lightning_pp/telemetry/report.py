@@ -1,0 +1,153 @@
+"""The numbers of a run, by stage and for the whole pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from lightning_pp.schedule import Placement
+from lightning_pp.telemetry.sums import RankSums, longest_span_bubble
+from lightning_pp.telemetry.throughput import Throughput
+from lightning_pp.telemetry.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Means of one stage over some steps.
+
+    Attributes:
+        forward_ms: One microbatch's F, milliseconds.
+        backward_input_ms: One microbatch's I; of a schedule that does not split the backward, all of it (B).
+        backward_weight_ms: One microbatch's W; 0 where the backward is not split.
+        bubble_fraction: ``1 - work / span`` of the stage's rank.
+        p2p_wait_ms: Time a step in which the rank stood waiting for what this stage needed from other ranks.
+        peak_memory_gib: The most that the stage's rank held (:func:`read_peak_memory_gib`).
+    """
+
+    forward_ms: float
+    backward_input_ms: float
+    backward_weight_ms: float
+    bubble_fraction: float
+    p2p_wait_ms: float
+    peak_memory_gib: float
+
+
+@dataclass(frozen=True)
+class StageInfo:
+    """What a stage is.
+
+    Attributes:
+        rank: The pipeline rank that holds it.
+        units: Its units in the order of their first calls.
+        num_parameters: Parameters in them; one that several stages hold counts in each.
+    """
+
+    rank: int
+    units: list[str]
+    num_parameters: int
+
+
+@dataclass
+class StageReport:
+    """A stage and its means over the run; the fields are those of :class:`StageInfo` and :class:`StageTimes`."""
+
+    stage: int
+    units: list[str]
+    num_parameters: int
+    forward_ms: float
+    backward_input_ms: float
+    backward_weight_ms: float
+    bubble_fraction: float
+    p2p_wait_ms: float
+    peak_memory_gib: float
+
+
+@dataclass
+class PipelineReport:
+    """What was measured in a fit, on the pipeline of global rank 0; the first batch is left out of the means.
+
+    Attributes:
+        stages: By stage.
+        first_loss: What ``training_step`` returned for the first batch of the fit.
+        last_loss: The same for the last.
+        tokens_per_s: Over all replicas; None if the batches hold no token ids (:func:`count_tokens`).
+        samples_per_s: Over all replicas.
+        step_ms: Wall time from the end of one training batch to the end of the next, milliseconds.
+        bubble_fraction: ``1 - work / longest span`` (:func:`longest_span_bubble`).
+        timeline_text: The last step with all its microbatches, drawn for a terminal, with ANSI colours.
+        timeline: The same step, to be drawn by :func:`text_timeline`, :func:`html_timeline` and :func:`chrome_trace`.
+    """
+
+    stages: list[StageReport]
+    first_loss: float | None
+    last_loss: float | None
+    tokens_per_s: float | None
+    samples_per_s: float
+    step_ms: float
+    bubble_fraction: float
+    timeline_text: str
+    timeline: Timeline
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """What all ranks of a pipeline measured over some steps.
+
+    Attributes:
+        placement: Which rank holds which stages.
+        ranks: Sums by rank.
+        peak_memory_gib: Peak memory by rank.
+        throughput: What went through, over all replicas.
+    """
+
+    placement: Placement
+    ranks: Sequence[RankSums]
+    peak_memory_gib: Sequence[float]
+    throughput: Throughput
+
+    def __add__(self, other: Measurements) -> Measurements:
+        return Measurements(
+            self.placement,
+            [mine + its for mine, its in zip(self.ranks, other.ranks, strict=True)],
+            [max(mine, its) for mine, its in zip(self.peak_memory_gib, other.peak_memory_gib, strict=True)],
+            self.throughput + other.throughput,
+        )
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Of the whole pipeline."""
+        return longest_span_bubble(self.ranks)
+
+    def stage_times(self) -> list[StageTimes]:
+        """Means by stage."""
+        return [self._times_of(stage) for stage in range(self.placement.num_stages)]
+
+    def metrics(self) -> dict[str, float]:
+        """What is logged: ``pp_stage_{s}/...`` for every stage, and ``pp/...`` for the pipeline."""
+        metrics = {
+            f"pp_stage_{stage}/{name}": value
+            for stage, times in enumerate(self.stage_times())
+            for name, value in asdict(times).items()
+        }
+        metrics["pp/step_ms"] = self.throughput.step_ms
+        metrics["pp/bubble_fraction"] = self.bubble_fraction
+        tokens_per_s = self.throughput.tokens_per_s
+        if tokens_per_s is None:
+            metrics["pp/samples_per_s"] = self.throughput.samples_per_s
+        else:
+            metrics["pp/tokens_per_s"] = tokens_per_s
+        return metrics
+
+    def _times_of(self, stage: int) -> StageTimes:
+        rank = self.placement.rank_of_stage[stage]
+        sums = self.ranks[rank]
+        of_stage = sums.stages[self.placement.stages_of_rank(rank).index(stage)]
+        per_microbatch = 1.0 / of_stage.num_microbatches if of_stage.num_microbatches else 0.0
+        return StageTimes(
+            forward_ms=of_stage.forward_ms * per_microbatch,
+            backward_input_ms=of_stage.backward_input_ms * per_microbatch,
+            backward_weight_ms=of_stage.backward_weight_ms * per_microbatch,
+            bubble_fraction=sums.bubble_fraction,
+            p2p_wait_ms=of_stage.wait_ms / sums.num_steps if sums.num_steps else 0.0,
+            peak_memory_gib=self.peak_memory_gib[rank],
+        )

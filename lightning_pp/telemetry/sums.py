@@ -1,0 +1,126 @@
+"""What one rank and its stages did, summed over steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+
+from lightning_pp.runtime.timing import ActionTimes
+from lightning_pp.schedule import ActionKind
+
+
+@dataclass(frozen=True)
+class StageSums:
+    """One stage's sums over the microbatches of some steps; times in milliseconds.
+
+    Attributes:
+        num_microbatches: Microbatches that went through.
+        forward_ms: Time in F.
+        backward_input_ms: Time in I, and in B, which does both parts of the backward at once.
+        backward_weight_ms: Time in W.
+        wait_ms: Time that the rank stood waiting for what the stage's actions needed from other ranks.
+    """
+
+    num_microbatches: float = 0.0
+    forward_ms: float = 0.0
+    backward_input_ms: float = 0.0
+    backward_weight_ms: float = 0.0
+    wait_ms: float = 0.0
+
+    def __add__(self, other: StageSums) -> StageSums:
+        return StageSums(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
+
+
+_FIELD_OF_KIND = {
+    ActionKind.F: "forward_ms",
+    ActionKind.I: "backward_input_ms",
+    ActionKind.B: "backward_input_ms",
+    ActionKind.W: "backward_weight_ms",
+}
+_NUM_STAGE_FIELDS = len(astuple(StageSums()))
+_NUM_RANK_FIELDS = 3
+
+
+@dataclass(frozen=True)
+class RankSums:
+    """One rank's sums over some steps; times in milliseconds.
+
+    Attributes:
+        num_steps: Number of steps.
+        work_ms: Time in F, I, W and B.
+        span_ms: From the start of the first to the end of the last action, added up over the steps.
+        stages: The rank's stages, in the order of the model.
+    """
+
+    num_steps: float
+    work_ms: float
+    span_ms: float
+    stages: tuple[StageSums, ...]
+
+    @classmethod
+    def none(cls, num_stages: int) -> RankSums:
+        """No step yet, on a rank of ``num_stages`` stages."""
+        return cls(0.0, 0.0, 0.0, (StageSums(),) * num_stages)
+
+    @classmethod
+    def of_step(cls, times: Sequence[ActionTimes], stages: Sequence[int]) -> RankSums:
+        """One step.
+
+        Args:
+            times: The actions of the rank in the order in which it ran them.
+            stages: The stages that the rank holds.
+        """
+        sums = {stage: dict.fromkeys(StageSums.__dataclass_fields__, 0.0) for stage in stages}
+        for moment in times:
+            of_stage = sums[moment.action.stage]
+            of_stage[_FIELD_OF_KIND[moment.action.kind]] += moment.work_ms
+            of_stage["wait_ms"] += moment.wait_ms
+            of_stage["num_microbatches"] += moment.action.kind is ActionKind.F
+        return cls(
+            num_steps=1.0,
+            work_ms=sum(moment.work_ms for moment in times),
+            span_ms=times[-1].end_ms - times[0].start_ms if times else 0.0,
+            stages=tuple(StageSums(**sums[stage]) for stage in stages),
+        )
+
+    def __add__(self, other: RankSums) -> RankSums:
+        return RankSums(
+            self.num_steps + other.num_steps,
+            self.work_ms + other.work_ms,
+            self.span_ms + other.span_ms,
+            tuple(mine + its for mine, its in zip(self.stages, other.stages, strict=True)),
+        )
+
+    @property
+    def bubble_fraction(self) -> float:
+        """``1 - work / span``, as :attr:`lightning_pp.schedule.Simulation.bubble_fraction` has it."""
+        return 1.0 - self.work_ms / self.span_ms if self.span_ms else 0.0
+
+    def to_row(self) -> list[float]:
+        """All numbers in a row, to be sent; :meth:`from_row` reads it."""
+        row = [self.num_steps, self.work_ms, self.span_ms]
+        for stage in self.stages:
+            row += astuple(stage)
+        return row
+
+    @classmethod
+    def from_row(cls, row: Sequence[float], num_stages: int) -> RankSums:
+        """The reverse of :meth:`to_row`; what follows the numbers of ``num_stages`` stages is ignored."""
+        numbers = iter(row[_NUM_RANK_FIELDS:])
+        stages = tuple(StageSums(*(next(numbers) for _ in range(_NUM_STAGE_FIELDS))) for _ in range(num_stages))
+        return cls(row[0], row[1], row[2], stages)
+
+    @staticmethod
+    def row_length(num_stages: int) -> int:
+        """Length of the row of a rank of ``num_stages`` stages."""
+        return _NUM_RANK_FIELDS + num_stages * _NUM_STAGE_FIELDS
+
+
+def longest_span_bubble(ranks: Sequence[RankSums]) -> float:
+    """``1 - work / longest span``, work being the mean over the ranks: one number for the pipeline.
+
+    The definition of the zero-bubble papers (arXiv:2401.10241), as in
+    :attr:`lightning_pp.schedule.Simulation.longest_span_bubble`.
+    """
+    longest = max(rank.span_ms for rank in ranks)
+    return 1.0 - sum(rank.work_ms for rank in ranks) / len(ranks) / longest if longest else 0.0

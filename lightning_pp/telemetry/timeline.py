@@ -1,0 +1,147 @@
+"""One step of all ranks on one clock."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from lightning_pp.runtime.timing import ActionTimes
+from lightning_pp.schedule import Action, ActionKind, Schedule
+
+_NAMES = {
+    ActionKind.F: "forward",
+    ActionKind.I: "input gradient",
+    ActionKind.W: "weight gradient",
+    ActionKind.B: "backward",
+}
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When every rank did what in one step.
+
+    Attributes:
+        schedule: The programs that were run.
+        ranks: For each rank, the times of its F, I, W and B in the order of its program, in milliseconds since the
+            first of them on any rank began.
+    """
+
+    schedule: Schedule
+    ranks: tuple[tuple[ActionTimes, ...], ...]
+
+    @property
+    def span_ms(self) -> float:
+        """From the first start to the last end on any rank."""
+        return max((rank[-1].end_ms for rank in self.ranks if rank), default=0.0)
+
+    def bubble_fraction(self, rank: int) -> float:
+        """``1 - work / span`` of one rank."""
+        times = self.ranks[rank]
+        span = times[-1].end_ms - times[0].start_ms if times else 0.0
+        return 1.0 - sum(moment.work_ms for moment in times) / span if span else 0.0
+
+    def kinds(self) -> dict[ActionKind, str]:
+        """The kinds of actions in it, with their names."""
+        found = {moment.action.kind for times in self.ranks for moment in times}
+        return {kind: name for kind, name in _NAMES.items() if kind in found}
+
+    @classmethod
+    def aligned(cls, schedule: Schedule, ranks: Sequence[Sequence[ActionTimes]]) -> Timeline:
+        """Puts the ranks' times, each on the clock of its rank, on one clock.
+
+        Clocks of hosts and devices do not agree, but messages tie them together: nothing starts before what it needs
+        has ended elsewhere, so each direction between two ranks bounds the difference of their clocks from one side.
+        The difference is taken between the bounds, the nearer to one the longer a rank stood waiting in its direction:
+        who waited started as soon as the message came. What is left is an error of about one message's latency.
+
+        Args:
+            schedule: The programs that were run.
+            ranks: For each rank, the times of its actions.
+        """
+        shifts = _clock_shifts(schedule, ranks)
+        first = min((times[0].start_ms + shift for times, shift in zip(ranks, shifts, strict=True) if times), default=0)
+        return cls(
+            schedule,
+            tuple(
+                tuple(_shifted(moment, shift - first) for moment in times)
+                for times, shift in zip(ranks, shifts, strict=True)
+            ),
+        )
+
+
+def compute_actions(schedule: Schedule, rank: int) -> list[Action]:
+    """The F, I, W and B of one rank's program, which are what is timed."""
+    return [action for action in schedule.programs[rank] if action.kind.is_compute]
+
+
+def _shifted(moment: ActionTimes, by_ms: float) -> ActionTimes:
+    return ActionTimes(moment.action, moment.asked_ms + by_ms, moment.start_ms + by_ms, moment.end_ms + by_ms)
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """One rank's clock has to be moved by at least this against another's.
+
+    Attributes:
+        shift_ms: The bound.
+        wait_ms: The longest that the later rank waited for the earlier; 0 says that the bound may be loose.
+    """
+
+    shift_ms: float
+    wait_ms: float
+
+    def joined(self, other: _Bound | None) -> _Bound:
+        if other is None:
+            return self
+        return _Bound(max(self.shift_ms, other.shift_ms), max(self.wait_ms, other.wait_ms))
+
+
+def _clock_shifts(schedule: Schedule, ranks: Sequence[Sequence[ActionTimes]]) -> list[float]:
+    """What to add to each rank's times, so that they are on the clock of rank 0."""
+    bounds = _bounds(schedule, ranks)
+    shifts: dict[int, float] = {0: 0.0}
+    to_visit = deque([0])
+    while to_visit:
+        known = to_visit.popleft()
+        for rank in range(len(ranks)):
+            least, reverse = bounds.get((known, rank)), bounds.get((rank, known))
+            if rank in shifts or (least is None and reverse is None):
+                continue
+            shifts[rank] = shifts[known] + _difference(least, reverse)
+            to_visit.append(rank)
+    return [shifts.get(rank, 0.0) for rank in range(len(ranks))]
+
+
+def _bounds(schedule: Schedule, ranks: Sequence[Sequence[ActionTimes]]) -> dict[tuple[int, int], _Bound]:
+    """For ranks (q, r), by how much at least r's times have to be moved against q's."""
+    time_of = {moment.action: moment for times in ranks for moment in times}
+    rank_of_stage = schedule.placement.rank_of_stage
+    bounds: dict[tuple[int, int], _Bound] = {}
+    for moment in time_of.values():
+        for needed in _needs(moment.action, schedule.placement.num_stages):
+            pair = (rank_of_stage[needed.stage], rank_of_stage[moment.action.stage])
+            if needed in time_of and pair[0] != pair[1]:
+                bound = _Bound(time_of[needed].end_ms - moment.start_ms, moment.wait_ms)
+                bounds[pair] = bound.joined(bounds.get(pair))
+    return bounds
+
+
+def _difference(least: _Bound | None, reverse: _Bound | None) -> float:
+    """The shift of a rank against another, given by how much at least each has to be moved against the other."""
+    if reverse is None:
+        return least.shift_ms if least is not None else 0.0
+    if least is None:
+        return -reverse.shift_ms
+    waits = least.wait_ms + reverse.wait_ms
+    weight = least.wait_ms / waits if waits else 0.5
+    return weight * least.shift_ms - (1.0 - weight) * reverse.shift_ms
+
+
+def _needs(action: Action, num_stages: int) -> Iterator[Action]:
+    """What ``action`` needs from the neighbouring stages."""
+    if action.kind is ActionKind.F and action.stage > 0:
+        yield Action(action.stage - 1, ActionKind.F, action.microbatch)
+    if action.kind in (ActionKind.I, ActionKind.B) and action.stage + 1 < num_stages:
+        yield Action(action.stage + 1, ActionKind.I, action.microbatch)
+        yield Action(action.stage + 1, ActionKind.B, action.microbatch)

@@ -1,0 +1,114 @@
+"""Numbers per stage and rank, against the schedule simulator."""
+
+from __future__ import annotations
+
+import pytest
+from simulated_steps import UNEVEN_COSTS, schedule_and_costs, simulated_times
+
+from lightning_pp.runtime.timing import ActionTimes
+from lightning_pp.schedule import Action, ActionKind
+from lightning_pp.telemetry import Measurements, RankSums, Throughput, longest_span_bubble
+
+SCHEDULES = ["gpipe", "1f1b", "zb_h1", "zb_h2", "zb_v", "interleaved_1f1b"]
+
+
+def sums_of(name: str) -> list[RankSums]:
+    schedule, costs = schedule_and_costs(name)
+    return [
+        RankSums.of_step(times, schedule.placement.stages_of_rank(rank))
+        for rank, times in enumerate(simulated_times(schedule, costs))
+    ]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_bubbles_are_those_of_the_simulation(name: str) -> None:
+    schedule, costs = schedule_and_costs(name)
+    simulation = schedule.simulate(costs)
+    sums = sums_of(name)
+    assert [rank.bubble_fraction for rank in sums] == pytest.approx(simulation.bubble_fraction, abs=1e-12)
+    assert longest_span_bubble(sums) == pytest.approx(simulation.longest_span_bubble, abs=1e-12)
+    assert max(simulation.bubble_fraction) > 0.05  # there is something to see
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_means_are_the_costs_of_each_stage(name: str) -> None:
+    schedule, _ = schedule_and_costs(name)
+    sums = sums_of(name)
+    twice = [rank + rank for rank in sums]  # means do not depend on the number of steps
+    peaks = [float(rank) for rank in range(len(sums))]
+    times = Measurements(schedule.placement, twice, peaks, Throughput()).stage_times()
+    assert [stage.forward_ms for stage in times] == pytest.approx(UNEVEN_COSTS["forward"])
+    backward = [stage.backward_input_ms + stage.backward_weight_ms for stage in times]
+    whole = [sum(pair) for pair in zip(UNEVEN_COSTS["backward_input"], UNEVEN_COSTS["backward_weight"], strict=True)]
+    assert backward == pytest.approx(whole)
+    merged = [any(a.kind is ActionKind.B for a in schedule.programs[r]) for r in schedule.placement.rank_of_stage]
+    for stage, times_of_stage in enumerate(times):
+        if not merged[stage]:
+            assert times_of_stage.backward_input_ms == pytest.approx(UNEVEN_COSTS["backward_input"][stage])
+    if not schedule.splits_backward:
+        assert all(stage.backward_weight_ms == 0.0 for stage in times)
+    assert [stage.peak_memory_gib for stage in times] == [peaks[rank] for rank in schedule.placement.rank_of_stage]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_what_is_not_work_within_the_span_is_waited_for(name: str) -> None:
+    schedule, costs = schedule_and_costs(name)
+    times = simulated_times(schedule, costs)
+    for rank, sums in enumerate(sums_of(name)):
+        waits = sum(stage.wait_ms for stage in sums.stages)
+        before_the_first = times[rank][0].wait_ms
+        assert waits - before_the_first == pytest.approx(sums.span_ms - sums.work_ms)
+
+
+def test_waits_are_a_stages_own() -> None:
+    forward, backward = Action(3, ActionKind.F, 0), Action(3, ActionKind.B, 0)
+    first, other = Action(0, ActionKind.F, 0), Action(0, ActionKind.F, 1)
+    times = [
+        ActionTimes(first, 0.0, 0.5, 1.5),
+        ActionTimes(forward, 1.5, 4.5, 6.5),
+        ActionTimes(other, 6.5, 6.75, 7.75),
+        ActionTimes(backward, 8.75, 10.75, 14.75),
+    ]
+    sums = RankSums.of_step(times, (0, 3))
+    assert [stage.wait_ms for stage in sums.stages] == [0.75, 5.0]
+    assert [stage.num_microbatches for stage in sums.stages] == [2, 1]
+    assert (sums.work_ms, sums.span_ms) == (8.0, 14.25)
+    assert sums.stages[1].backward_input_ms == 4.0
+
+
+def test_rows_come_back_whatever_follows_them() -> None:
+    for sums in sums_of("zb_v"):
+        row = sums.to_row()
+        assert len(row) == RankSums.row_length(2)
+        assert RankSums.from_row([*row, 7.0, 8.0], 2) == sums
+
+
+def test_nothing_measured_gives_zeros() -> None:
+    schedule, _ = schedule_and_costs("1f1b")
+    nothing = [RankSums.none(1)] * 4
+    metrics = Measurements(schedule.placement, nothing, [0.0] * 4, Throughput()).metrics()
+    assert set(metrics.values()) == {0.0}
+
+
+def test_measurements_add_up() -> None:
+    schedule, _ = schedule_and_costs("zb_h1")
+    first = Measurements(schedule.placement, sums_of("zb_h1"), [1.0, 4.0, 2.0, 2.0], Throughput(2, 1.0, 8, 80))
+    second = Measurements(schedule.placement, sums_of("zb_h1"), [3.0, 1.0, 2.0, 5.0], Throughput(1, 2.0, 4, 40))
+    both = first + second
+    assert both.peak_memory_gib == [3.0, 4.0, 2.0, 5.0]
+    assert both.throughput == Throughput(3, 3.0, 12, 120)
+    assert both.stage_times()[1].p2p_wait_ms == pytest.approx(first.stage_times()[1].p2p_wait_ms)
+    metrics = both.metrics()
+    assert metrics["pp/step_ms"] == 1000.0
+    assert metrics["pp/tokens_per_s"] == 40.0
+    assert "pp/samples_per_s" not in metrics
+    names = [
+        "forward_ms",
+        "backward_input_ms",
+        "backward_weight_ms",
+        "bubble_fraction",
+        "p2p_wait_ms",
+        "peak_memory_gib",
+    ]
+    expected = {f"pp_stage_{stage}/{name}" for stage in range(4) for name in names}
+    assert set(metrics) == expected | {"pp/step_ms", "pp/tokens_per_s", "pp/bubble_fraction"}
