@@ -118,13 +118,13 @@ class DryRun:
                 raise SplitError(
                     f"{read.line} reads a value that depends on weights ({', '.join(made_by) or 'parameters'}), and "
                     f"the unit {following!r} is called after it: the stages that do not hold the value cannot know "
-                    "which way the step goes. Move the read after the last unit (logging with self.log needs no .item()), into a "
-                    "unit, or make the branch depend on the batch only."
+                    "which way the step goes. Move the read after the last unit (self.log needs no .item()), into a unit, "
+                    "or make the branch depend on the batch only."
                 )
             record.value_reads_in_tail.append(read.line)
         if with_gradients:
             loss = result.get("loss") if isinstance(result, Mapping) else result
-            roots: dict[Value | None, Any] = {**self._marker_nodes}
+            roots: dict[Value | None, Any] = dict(self._marker_nodes.items())
             if isinstance(loss, Tensor) and loss.requires_grad:
                 roots[None] = loss.grad_fn
             record.gradient_sources = gradient_sources(roots, self._marker_nodes)
@@ -190,7 +190,8 @@ def dry_run(
     if isinstance(failure, _NOT_FAKEABLE) or "FakeTensor" in str(failure) or "fake tensor" in str(failure).lower():
         raise SplitError(
             f"The step does something outside its units that needs the data of another stage, at "
-            f"{innermost_user_line(failure)}: {type(failure).__name__}: {str(failure).partition(chr(10))[0]}. Move it into a unit, or after the last unit call of a validation step."
+            f"{innermost_user_line(failure)}: {type(failure).__name__}: {str(failure).partition(chr(10))[0]}. Move it "
+            "into a unit, or after the last unit call of a validation step."
         ) from failure
     raise failure
 

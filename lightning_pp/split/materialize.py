@@ -71,9 +71,9 @@ def _initializer(root: nn.Module, name: str, child: nn.Module) -> Callable[[nn.M
         if callable(getattr(ancestor, "_init_weights", None)):
             return ancestor._init_weights  # type: ignore[return-value]
     raise ConfigurationError(
-        f"{name or 'the module'} ({type(child).__name__}) was made on the meta device, and nothing says how to fill it: "
-        "it has no reset_parameters(), and no module around it has _init_weights(). Add reset_parameters(), or make the "
-        "model without empty_init / torch.device('meta')."
+        f"{name or 'the module'} ({type(child).__name__}) was made on the meta device, and nothing says how to fill "
+        "it: it has no reset_parameters(), and no module around it has _init_weights(). Add reset_parameters(), or "
+        "make the model without empty_init / torch.device('meta')."
     )
 
 

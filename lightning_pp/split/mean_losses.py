@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -197,4 +198,5 @@ def _denominator(name: str, given: Mapping[str, Any]) -> Denominator:
         return None
     if given["reduction"] == "batchmean":
         return float(values.shape[0])
-    return float(torch.broadcast_tensors(values, target)[0].numel())
+    shape = torch.broadcast_shapes(values.shape, target.shape)  # type: ignore[no-untyped-call]
+    return float(math.prod(shape))

@@ -151,6 +151,6 @@ def _check_flow(record: StepRecord, stage_of_call: list[int], last_stage: int) -
             if source != stage:
                 raise SplitError(
                     f"A tensor made inside the unit {unit!r} (stage {source}) leaves it by another way than its "
-                    f"outputs (a hook, an attribute or a list) and is used by {consumer} (stage {stage}) at {line}. Return it "
-                    "from the unit, or keep the two on one stage with split_points."
+                    f"outputs (a hook, an attribute or a list) and is used by {consumer} (stage {stage}) at {line}. "
+                    "Return it from the unit, or keep the two on one stage with split_points."
                 )

@@ -1,7 +1,8 @@
 """Walks over the nested containers that batches and module outputs are made of.
 
 Containers are what :mod:`torch.utils._pytree` knows (tuples, lists, dicts, named tuples, Hugging Face's
-``ModelOutput``) and besides any mapping (Hugging Face's ``BatchEncoding``) and any dataclass instance. Everything else is a leaf.
+``ModelOutput``) and besides any mapping (Hugging Face's ``BatchEncoding``) and any dataclass instance. Everything else
+is a leaf.
 """
 
 from __future__ import annotations
