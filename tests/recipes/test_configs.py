@@ -1,0 +1,135 @@
+"""Every recipe and every option of every config group: composes, builds, and trains a tiny step."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from pool import WorkerPool
+
+from lightning_pp import PipelineParallelStrategy
+from lightning_pp.conf import Mode
+
+CONF = Path(importlib.import_module("lightning_pp.conf").__file__ or "").parent
+RECIPES = Path(importlib.import_module("lightning_pp.recipes").__file__ or "").parent / "recipe"
+RECIPE_NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+GROUP_OPTIONS = sorted(
+    f"{path.parent.name}/{path.stem}" for path in CONF.glob("*/*.yaml") if path.parent.name != "hydra"
+)
+
+#: Overrides that make a recipe a matter of seconds; what they shrink is not what the recipe is about.
+TINY = {
+    "byte_gpt": ["model.num_layers=2", "model.dim=16", "model.num_heads=2", "model.max_seq_len=16"],
+    "gpt2_124m": [
+        *("model.config.vocab_size=256", "model.config.n_positions=16", "model.config.n_embd=16"),
+        *("model.config.n_layer=2", "model.config.n_head=2", "trainer.precision=32-true"),
+    ],
+    "llama": [
+        *("model.config.vocab_size=256", "model.config.hidden_size=16", "model.config.intermediate_size=32"),
+        *("model.config.num_hidden_layers=2", "model.config.num_attention_heads=2"),
+        *("model.config.num_key_value_heads=1", "model.config.head_dim=8", "trainer.precision=32-true"),
+        "strategy.pipeline_parallel_size=2",
+    ],
+}
+TINY_RUN = [
+    *("trainer.accelerator=cpu", "trainer.devices=2", "trainer.max_steps=2", "trainer.val_check_interval=1.0"),
+    *("trainer.enable_progress_bar=false", "trainer.enable_model_summary=false", "trainer.default_root_dir=null"),
+    *("data.batch_size=4", "data.seq_len=16", "data.num_val_crops=2", "data.max_bytes=100000"),
+    *("strategy.num_microbatches=2", "logger=none", "callbacks=none", "+trainer.enable_checkpointing=false"),
+]
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_hydra() -> Iterator[None]:
+    yield
+    GlobalHydra.instance().clear()
+
+
+def composed(*overrides: str, name: str = "config") -> DictConfig:
+    with initialize_config_module("lightning_pp.conf", version_base="1.3"):
+        return compose(name, overrides=list(overrides))
+
+
+def test_there_are_recipes_and_groups() -> None:
+    assert {"byte_gpt", "gpt2_124m", "llama"} <= set(RECIPE_NAMES)
+    assert {option.split("/")[0] for option in GROUP_OPTIONS} == {
+        *("trainer", "strategy", "model", "data", "logger", "callbacks")
+    }
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_recipe_has_a_header_and_overrides_only(recipe: str) -> None:
+    text = (RECIPES / f"{recipe}.yaml").read_text()
+    header = text.split("\n\n")[0] if "defaults:" not in text.split("\n\n")[0] else text.split("defaults:")[0]
+    for entry in ("# @package _global_", "# Command ", "# Hardware ", "# Expect "):
+        assert entry in header
+    assert "_target_" not in text
+    groups = {key for key in OmegaConf.create(text) if key != "defaults"}
+    assert groups <= {"trainer", "strategy", "model", "data", "logger", "callbacks"}
+
+
+@pytest.mark.parametrize("option", GROUP_OPTIONS)
+def test_option_is_valid_alone(option: str, tmp_path: Path) -> None:
+    group = option.split("/")[0]
+    config = composed(name=option)
+    OmegaConf.clear_resolver("hydra")  # in an application Hydra gives the output folder
+    OmegaConf.register_new_resolver("hydra", lambda key: str(tmp_path), replace=True)
+    section = config[group] if group in config else OmegaConf.create({})
+    missing = OmegaConf.missing_keys(section)
+    assert not missing
+    if option == "trainer/gpu":
+        assert section.accelerator == "gpu"
+    elif group == "callbacks":
+        callbacks = instantiate(section, _convert_="all")
+        assert set(callbacks) == {"default": {"checkpoint", "pipeline_monitor"}, "none": set()}.get(
+            option.split("/")[1], {option.split("/")[1]}
+        )
+        assert all(hasattr(callback, "on_train_start") for callback in callbacks.values())
+    else:
+        assert instantiate(section, _convert_="all") is not None
+
+
+def test_groups_of_the_default_run_build_what_they_name() -> None:
+    config = composed("strategy.num_microbatches=4", "strategy.timeout.seconds=60", "strategy.schedule=1f1b")
+    assert config.mode is Mode.fit
+    strategy = instantiate(config.strategy, _convert_="all")
+    assert isinstance(strategy, PipelineParallelStrategy)
+    assert instantiate(composed("strategy=auto").strategy) == "auto"
+
+
+def test_data_files_are_a_list_on_the_command_line() -> None:
+    assert list(composed("data.files=[my.txt, more/*.md]").data.files) == ["my.txt", "more/*.md"]
+
+
+def train(config_yaml: str) -> dict[str, Any]:
+    """One rank's run of a composed config."""
+    from lightning_pp.cli.run import Run
+
+    config = OmegaConf.create(config_yaml)
+    assert isinstance(config, DictConfig)
+    config.mode = Mode.fit
+    run = Run.build(config)
+    run.execute()
+    return {
+        "steps": run.trainer.global_step,
+        "metrics": {name: float(value) for name, value in run.trainer.callback_metrics.items()},
+        "owned": [name for name, _ in run.model.named_parameters()],
+    }
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_recipe_trains_as_a_pipeline(recipe: str, pool: WorkerPool) -> None:
+    config = composed(f"recipe={recipe}", *TINY_RUN, *TINY[recipe])
+    first, last = pool.run(train, OmegaConf.to_yaml(config, resolve=True), world_size=2, timeout=120)
+    assert first["steps"] == last["steps"] == 2
+    assert first["metrics"] == last["metrics"]
+    assert math.log(256) / 2 < first["metrics"]["val_loss"] < 2 * math.log(256)
+    assert first["owned"] != last["owned"]

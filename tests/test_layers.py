@@ -1,0 +1,75 @@
+"""The layers of the package: imports point down only."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lightning_pp
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = Path(lightning_pp.__file__).parent
+
+
+def imported_modules(source: str) -> set[str]:
+    """Every module that a source names in an import, names taken from a package included."""
+    modules: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            modules |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return modules
+
+
+def test_contracts_hold() -> None:
+    finished = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "from importlinter.cli import lint_imports_command; lint_imports_command()",
+            "--no-cache",
+        ],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(PACKAGE.parent), "PATH": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert "0 broken" in finished.stdout
+
+
+def test_splitting_does_not_know_of_processes() -> None:
+    # import-linter sees external packages as a whole, so torch.distributed has to be looked for here
+    for path in sorted((PACKAGE / "split").rglob("*.py")):
+        found = {m for m in imported_modules(path.read_text()) if f"{m}.".startswith("torch.distributed.")}
+        assert not found, f"{path} imports {sorted(found)}"
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import torch.distributed as dist", {"torch.distributed"}),
+        ("from torch import distributed, nn", {"torch", "torch.distributed", "torch.nn"}),
+        ("def f():\n    from torch.distributed import rpc", {"torch.distributed", "torch.distributed.rpc"}),
+    ],
+)
+def test_every_form_of_import_is_seen(source: str, found: set[str]) -> None:
+    assert imported_modules(source) == found
+
+
+def test_schedules_can_be_used_without_torch() -> None:
+    code = "import sys, lightning_pp.schedule; sys.exit('torch' in sys.modules)"
+    finished = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(PACKAGE.parent)})
+    assert finished.returncode == 0
+
+
+def test_conf_and_recipes_are_part_of_the_package() -> None:
+    for name in ("conf", "recipes"):
+        module = importlib.import_module(f"lightning_pp.{name}")
+        assert Path(module.__file__ or "").parent.parent == PACKAGE
