@@ -190,6 +190,8 @@ class PipelineMonitorConf:
     """``lightning_pp.PipelineMonitor``."""
 
     _target_: str = "lightning_pp.PipelineMonitor"
+    every_n_steps: int | None = None
+    log_timeline: bool = True
 
 
 @dataclass

@@ -40,19 +40,28 @@ def launched_from_outside() -> bool:
     return "LOCAL_RANK" in os.environ or any(variable in os.environ for variable in _GLOBAL_RANK_VARIABLES)
 
 
+def overrides_last(arguments: Sequence[str]) -> list[str]:
+    """The command line with its options before its overrides.
+
+    Hydra refuses overrides on both sides of an option, and Lightning's launcher appends some for its children.
+    """
+    overrides = [a for a in arguments if not a.startswith("-") and ("=" in a or a.startswith("~"))]
+    return [a for a in arguments if a not in overrides] + overrides
+
+
 def arguments_of_this_rank(arguments: Sequence[str]) -> list[str]:
     """The command line, with what keeps every rank but 0 from making an output folder or a log file of its own.
 
     Nothing is lost: Lightning broadcasts rank 0's checkpoint and log folders.
     """
     if is_rank_zero() or any(argument in ("-h", "--help", "--version", "-i", "--info") for argument in arguments):
-        return list(arguments)
+        return overrides_last(arguments)
     quiet = ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
     if not any(argument.startswith("hydra.run.dir=") for argument in arguments):
         # Hydra writes a multirun.yaml whatever it is told: let it, where nobody looks.
         sweep_folder = tempfile.gettempdir()
         quiet += ["hydra.run.dir=.", f"hydra.sweep.dir='{sweep_folder}'", "hydra.sweep.subdir=."]
-    return [*arguments, *quiet]
+    return [*overrides_last(arguments), *quiet]
 
 
 def num_processes_wanted(trainer_config: Any) -> int:

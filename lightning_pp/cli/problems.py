@@ -18,7 +18,7 @@ from lightning_pp.cli import launch
 from lightning_pp.errors import BatchError, CheckpointError, ConfigurationError, ScheduleError, SplitError
 
 OWN_ERRORS: tuple[type[Exception], ...] = (BatchError, CheckpointError, ConfigurationError, ScheduleError, SplitError)
-_RANK_ZERO_SPEAKS_FIRST_SECONDS = 2.0
+_RANK_ZERO_SPEAKS_FIRST_SECONDS = 10.0
 
 
 class UserError(Exception):

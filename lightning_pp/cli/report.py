@@ -5,39 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-
-class StageReport(Protocol):
-    """Times of one stage, means over the measured steps."""
-
-    stage: int
-    units: list[str]
-    num_parameters: int
-    forward_ms: float
-    backward_input_ms: float
-    backward_weight_ms: float
-    bubble_fraction: float
-    p2p_wait_ms: float
-    peak_memory_gib: float
-
-
-class PipelineReport(Protocol):
-    """What the pipeline's monitor measured."""
-
-    @property
-    def stages(self) -> Sequence[StageReport]:
-        """In stage order."""
-
-    first_loss: float | None
-    last_loss: float | None
-    tokens_per_s: float | None
-    step_ms: float
-    timeline_text: str
+from lightning_pp.telemetry import PipelineReport, StageReport
 
 
 @dataclass
@@ -60,8 +33,13 @@ class RunSummary:
 
 
 def stage_table(stages: Sequence[StageReport]) -> Table:
-    """The table of stages; F, I and W are forward, input gradient and weight gradient."""
-    table = Table(title="Pipeline stages (times per step)", title_justify="left")
+    """The table of stages; F, I and W are forward, input gradient and weight gradient of one microbatch."""
+    table = Table(
+        title="Pipeline stages",
+        caption="F, I, W: of one microbatch; I is the whole backward where W is 0. Wait on neighbours: of one step.",
+        title_justify="left",
+        caption_justify="left",
+    )
     table.add_column("stage", justify="right")
     table.add_column("units", overflow="fold")
     for heading in ("parameters", "F ms", "I ms", "W ms", "bubble", "wait ms", "peak GiB"):
