@@ -1,0 +1,26 @@
+"""Sharding inside stages: what data-parallel ranks and stages share, and how its gradients come together.
+
+This layer knows torch.distributed; when things happen is the runtime's to say.
+
+* :mod:`.fsdp` shards the units of a rank by FSDP2 and reduces each once per step;
+* :mod:`.replicated` averages the gradients of parameters that every data-parallel rank holds whole;
+* :mod:`.shared` sums the gradients of parameters that several stages hold;
+* :mod:`.clip` clips by the norm over all stages and shards, or by value.
+"""
+
+from __future__ import annotations
+
+from lightning_pp.sharding.clip import clip_by_norm_, clip_by_value_, global_norm
+from lightning_pp.sharding.fsdp import ShardedUnits
+from lightning_pp.sharding.replicated import ReplicatedGradients, broadcast_parameters
+from lightning_pp.sharding.shared import SharedParameters
+
+__all__ = [
+    "ReplicatedGradients",
+    "ShardedUnits",
+    "SharedParameters",
+    "broadcast_parameters",
+    "clip_by_norm_",
+    "clip_by_value_",
+    "global_norm",
+]

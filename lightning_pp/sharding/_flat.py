@@ -1,0 +1,98 @@
+"""Many tensors as few flat ones, for collectives that cost more to start than to carry out."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+DEFAULT_BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel
+
+_Tensor = TypeVar("_Tensor", bound=Tensor)
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """What this rank holds of ``tensor``: its shard if it is a DTensor. Shares memory; call without gradients."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def gradient_like(parameter: nn.Parameter, local: Tensor) -> Tensor:
+    """A gradient for ``parameter`` made of ``local``, the part of this rank, in any shape; shares its memory."""
+    if not isinstance(parameter, DTensor):
+        return local.view(parameter.shape)
+    sharded = cast(DTensor, parameter)
+    return DTensor.from_local(
+        local.view(sharded.to_local().shape),
+        sharded.device_mesh,
+        sharded.placements,
+        run_check=False,
+        shape=sharded.shape,
+        stride=sharded.stride(),
+    )
+
+
+def buckets(tensors: Iterable[_Tensor], max_bytes: int) -> list[list[_Tensor]]:
+    """Runs of tensors of one dtype and device, in order, each at most ``max_bytes`` unless a single one is larger."""
+    open_buckets: dict[Hashable, list[_Tensor]] = {}
+    num_bytes: dict[Hashable, int] = {}
+    found: list[list[_Tensor]] = []
+    for tensor in tensors:
+        kind = (tensor.dtype, tensor.device)
+        size = tensor.numel() * tensor.element_size()
+        if kind not in open_buckets or num_bytes[kind] + size > max_bytes:
+            open_buckets[kind] = []
+            num_bytes[kind] = 0
+            found.append(open_buckets[kind])
+        open_buckets[kind].append(tensor)
+        num_bytes[kind] += size
+    return found
+
+
+def pack_gradients(parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> Tensor:
+    """The local gradients in a row, zeros for missing ones, and then a flag per parameter: whether it has one."""
+    parts: list[Tensor] = []
+    for parameter in parameters:
+        if parameter.grad is None:
+            parts.append(torch.zeros(local_tensor(parameter).numel(), dtype=dtype, device=parameter.device))
+        else:
+            gradient = local_tensor(parameter.grad)
+            gradient = gradient.to_dense() if gradient.is_sparse else gradient
+            parts.append(gradient.reshape(-1).to(dtype))
+    parts.append(torch.tensor([p.grad is not None for p in parameters], dtype=dtype, device=parameters[0].device))
+    return torch.cat(parts)
+
+
+def unpack_gradients(parameters: Sequence[nn.Parameter], packed: Tensor) -> None:
+    """Sets the gradients from the sum of what :func:`pack_gradients` gave on several ranks.
+
+    A parameter that has a gradient nowhere keeps None. Flags are read, which waits for the device, only if a gradient
+    is missing on this rank.
+    """
+    lengths = [local_tensor(parameter).numel() for parameter in parameters]
+    *values, counts = torch.split(packed, [*lengths, len(parameters)])
+    is_anywhere = [True] * len(parameters)
+    if any(parameter.grad is None for parameter in parameters):
+        is_anywhere = [count > 0 for count in counts.tolist()]
+    for parameter, value, is_used in zip(parameters, values, is_anywhere, strict=True):
+        if not is_used:
+            continue
+        if parameter.grad is None or parameter.grad.is_sparse:
+            parameter.grad = gradient_like(parameter, value.to(parameter.dtype, copy=True))
+        else:
+            gradient = local_tensor(parameter.grad)
+            gradient.copy_(value.view(gradient.shape))
+
+
+def broadcast_tensors(tensors: Iterable[Tensor], *, source: int, group: dist.ProcessGroup | None) -> None:
+    """Overwrites the local part of each tensor with that of the global rank ``source``, as bytes in few collectives."""
+    for bucket in buckets([local_tensor(tensor) for tensor in tensors], DEFAULT_BUCKET_BYTES):
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        if flat.numel() == 0:
+            continue
+        dist.broadcast(flat.view(torch.uint8), src=source, group=group)
+        for tensor, value in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
+            tensor.copy_(value.view(tensor.shape))

@@ -1,0 +1,98 @@
+"""Every private name of torch that sharding uses, and names that differ between its versions; nothing else.
+
+FSDP2 is used for two things: sharded parameters and gathering them, both by its public calls. Its module hooks decide
+when to gather, free and reduce, from the order in which autograd visits modules; a pipeline has an order of its own, so
+they are taken off again. The names of the hooks' handles have been the same from torch 2.11 to 2.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+# torch 2.13 renamed these
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+_HOOK_HANDLES = ("_pre_forward_hook_handle", "_post_forward_hook_handle")
+
+
+def shard_together(
+    modules: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy,
+    ignored_parameters: Collection[nn.Parameter],
+) -> FSDPModule:
+    """Shards the parameters of ``modules`` as one group that neither gathers, frees nor reduces by itself.
+
+    Args:
+        modules: Modules whose parameters are gathered in one collective; they may share parameters.
+        mesh: One dimension (shard) or two (replicate, shard).
+        mp_policy: Its ``param_dtype`` is the dtype of gathered parameters.
+        ignored_parameters: Parameters that stay as they are.
+
+    Returns:
+        The module through which the group is gathered and freed: ``unshard()`` and ``reshard()``.
+
+    Raises:
+        RuntimeError: This version of torch keeps FSDP2's hooks under another name.
+    """
+    fully_shard(
+        list(modules) if len(modules) > 1 else modules[0],
+        mesh=mesh,
+        reshard_after_forward=False,
+        mp_policy=mp_policy,
+        ignored_params=set(ignored_parameters),
+    )
+    leader = modules[0]
+    assert isinstance(leader, FSDPModule)
+    state = leader._get_fsdp_state()
+    for name in _HOOK_HANDLES:
+        handle = getattr(state, name, None)
+        if handle is None:
+            raise RuntimeError(
+                f"FSDP2 of torch {torch.__version__} has no {name}, so its hooks cannot be taken off; "
+                "sharding inside stages works with torch 2.11 to 2.15"
+            )
+        handle.remove()
+    return leader
+
+
+def backward_pass() -> int | None:
+    """A number for the backward pass that runs in this thread now, or None outside of one."""
+    number = int(torch._C._current_graph_task_id())
+    return None if number == -1 else number
+
+
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Calls ``function`` at the end of the backward pass that runs now."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def next_node_number() -> int:
+    """The number that the next autograd node made in this thread gets.
+
+    A backward pass visits nodes from high to low numbers as far as dependencies allow.
+    """
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def nodes_made_since(number: int, outputs: Iterable[Tensor]) -> list[Node]:
+    """The autograd nodes, made since :func:`next_node_number` gave ``number``, that lead back from ``outputs``.
+
+    A view counts by the node of its base as well: editing the view in place replaces the view's own node.
+    """
+    nodes: dict[int, Node] = {}
+    for output in outputs:
+        base = output._base
+        for tensor in (output,) if base is None else (output, base):
+            node = tensor.grad_fn
+            if node is not None and node._sequence_nr() >= number:
+                nodes[id(node)] = node
+    return list(nodes.values())

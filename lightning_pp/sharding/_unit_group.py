@@ -1,0 +1,166 @@
+"""The parameters of one or more units that are gathered, freed and reduced together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, UnshardHandle
+from torch.distributed.tensor import DTensor
+
+from lightning_pp.errors import ConfigurationError
+
+
+@dataclass(eq=False)
+class ParameterSlot:
+    """A place in a module that holds the sharded parameter, or the gathered one while its unit is gathered.
+
+    Args:
+        name: Full name, for messages.
+        owner: The module in which the parameter is registered.
+        attribute: Its name there.
+        gathered: The parameter that forwards see and that autograd and deferred weight gradients add ``.grad`` to.
+            FSDP2 makes it when it gathers for the first time and uses the same object ever after.
+    """
+
+    name: str
+    owner: nn.Module
+    attribute: str
+    gathered: nn.Parameter | None = None
+
+    @property
+    def registered(self) -> nn.Parameter:
+        """What the module holds now: the sharded parameter unless its unit is gathered."""
+        parameter = getattr(self.owner, self.attribute)
+        assert isinstance(parameter, nn.Parameter)
+        return parameter
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """The gradient that this rank has accumulated, of the shape of the whole parameter."""
+        return None if self.gathered is None else self.gathered.grad
+
+    def discard_gradient(self) -> None:
+        if self.gathered is not None:
+            self.gathered.grad = None
+
+
+class UnitGroup:
+    """Units that are sharded as one: a single unit, or several that share a parameter.
+
+    Args:
+        names: The units.
+        leader: The module whose ``unshard()`` and ``reshard()`` act on the whole group.
+        slots: The sharded parameters, each once.
+        gradient_dtype: The dtype in which microbatches accumulate; None: that of the sharded parameter.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        leader: FSDPModule,
+        slots: Sequence[ParameterSlot],
+        gradient_dtype: torch.dtype | None,
+    ) -> None:
+        self.names = tuple(names)
+        self.slots = tuple(slots)
+        # the units for which the program has asked to keep the group gathered
+        self.held_by: set[str] = set()
+        self._leader = leader
+        self._gradient_dtype = gradient_dtype
+        self._under_way: UnshardHandle | None = None
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether the gathered parameters are known."""
+        return self.slots[0].gathered is not None
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether a forward can run now; a gather under way does not count."""
+        # Asked of the module and not remembered, since saving and loading a state dict frees parameters as well.
+        return self.is_prepared and self.slots[0].registered is self.slots[0].gathered
+
+    def prepare(self) -> None:
+        """Gathers once, to note the gathered parameters and to set the dtype of their gradients."""
+        if self.is_prepared:
+            return
+        for slot in self.slots:
+            if slot.registered.is_meta:
+                raise RuntimeError(
+                    f"parameter {slot.name} is still on the meta device; give it a value before the first step "
+                    "(to_empty and reset_parameters, or load a checkpoint)"
+                )
+        sharded = [slot.registered for slot in self.slots]
+        self._leader.unshard()
+        for slot, shard in zip(self.slots, sharded, strict=True):
+            slot.gathered = slot.registered
+            if shard.is_floating_point():
+                # bf16 sums of many microbatches drift; autograd casts each gradient before it adds
+                slot.gathered.grad_dtype = self._gradient_dtype or shard.dtype
+        self._leader.reshard()
+
+    def start_gather(self) -> None:
+        """Starts to gather; :meth:`gather` waits for it."""
+        if self._under_way is None and not self.is_gathered:
+            self._under_way = self._leader.unshard(async_op=True)
+
+    def gather(self) -> None:
+        """Gathers and waits, unless that is done."""
+        if self._under_way is not None:
+            self._under_way.wait()
+            self._under_way = None
+        elif not self.is_gathered:
+            self._leader.unshard()
+
+    def free(self) -> None:
+        """Frees the gathered parameters, those of a gather under way included; gradients stay."""
+        if self._under_way is not None:
+            self.gather()
+        self._leader.reshard()
+
+    def trainable_slots(self) -> list[ParameterSlot]:
+        """The parameters to reduce; the group must not be gathered."""
+        return [slot for slot in self.slots if slot.registered.requires_grad]
+
+    def discard_gradients(self) -> None:
+        """Drops accumulated and reduced gradients; the group must not be gathered."""
+        for slot in self.slots:
+            slot.discard_gradient()
+            slot.registered.grad = None
+
+
+def slots_of(units: Mapping[str, nn.Module], excluded: Iterable[nn.Parameter]) -> list[ParameterSlot]:
+    """A slot for each parameter of ``units`` outside ``excluded``; one of several places where it is registered.
+
+    Raises:
+        ConfigurationError: A parameter is sharded already, or trainable parameters differ in dtype.
+    """
+    seen = set(excluded)
+    slots: list[ParameterSlot] = []
+    for unit_name, unit in units.items():
+        for name, parameter in unit.named_parameters():
+            if parameter in seen:
+                continue
+            seen.add(parameter)
+            full_name = f"{unit_name}.{name}" if unit_name else name
+            if isinstance(parameter, DTensor):
+                raise ConfigurationError(
+                    f"parameter {full_name} is a DTensor on {parameter.device_mesh} already; "
+                    "give unit parameters that nothing has sharded"
+                )
+            prefix, _, attribute = name.rpartition(".")
+            slots.append(ParameterSlot(full_name, unit.get_submodule(prefix), attribute))
+    by_dtype: dict[torch.dtype, list[str]] = {}
+    for slot in slots:
+        if slot.registered.requires_grad:
+            by_dtype.setdefault(slot.registered.dtype, []).append(slot.name)
+    if len(by_dtype) > 1:
+        found = "; ".join(f"{len(names)} in {dtype}, as {names[0]}" for dtype, names in by_dtype.items())
+        raise ConfigurationError(
+            f"the trainable parameters of unit {', '.join(units)} differ in dtype ({found}), and are reduced in one "
+            "collective; cast them to one dtype, or leave those of one dtype out of sharding with `replicated`"
+        )
+    return slots

@@ -1,0 +1,135 @@
+"""Clipping gradients that are spread over stages and shards, as one device would clip them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from lightning_pp.sharding._flat import local_tensor
+
+_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
+
+
+@torch.no_grad()
+def global_norm(
+    parameters: Iterable[tuple[nn.Parameter, bool]],
+    *,
+    group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    norm_type: float = 2.0,
+) -> Tensor:
+    """The norm of all gradients of the model as one vector, equal on every rank; one collective of one or two numbers.
+
+    Args:
+        parameters: The parameters of this rank, each with whether it counts here: of a parameter on several stages, one
+            holder counts it (:meth:`~lightning_pp.sharding.shared.SharedParameters.with_ownership`). Parameters
+            without gradient are left out.
+        group: All ranks of the pipeline × the data-parallel mesh; None: all ranks. Every one of them has to call.
+        mesh: The data-parallel mesh. A plain parameter counts as held by all its ranks, a DTensor as its placements
+            say. None: no data parallelism.
+        norm_type: p of the p-norm: any number but 0, infinities included.
+
+    Returns:
+        The norm, a float64 scalar on the device of the parameters; non-finite if a gradient is.
+
+    Raises:
+        ValueError: ``norm_type`` is 0.
+    """
+    if norm_type == 0:
+        raise ValueError("norm_type=0 is no norm; use a positive number or math.inf")
+    device = torch.device("cpu" if mesh is None else mesh.device_type)
+    norms: list[Tensor] = []
+    num_copies: list[int] = []
+    for parameter, counts_here in {id(parameter): (parameter, counts) for parameter, counts in parameters}.values():
+        device = parameter.device
+        if not counts_here or parameter.grad is None:
+            continue
+        gradient = local_tensor(parameter.grad)
+        if gradient.numel() > 0:  # an empty shard has no extreme
+            accurate = torch.promote_types(gradient.dtype, torch.float32)
+            norms.append(torch.linalg.vector_norm(gradient, norm_type, dtype=accurate).to(torch.float64))
+            num_copies.append(_num_copies(parameter.grad, mesh))
+    local_norms = torch.stack(norms) if norms else torch.zeros(0, dtype=torch.float64, device=device)
+    if math.isinf(norm_type):
+        return _extreme(local_norms, math.copysign(1.0, norm_type), group)
+    total = (local_norms**norm_type / local_norms.new_tensor(num_copies)).sum()
+    if _is_spread(group):
+        dist.all_reduce(total, group=group)
+    return total ** (1.0 / norm_type)
+
+
+@torch.no_grad()
+def clip_by_norm_(
+    parameters: Iterable[tuple[nn.Parameter, bool]],
+    max_norm: float,
+    *,
+    group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    norm_type: float = 2.0,
+) -> Tensor:
+    """Scales gradients in place so that :func:`global_norm` is at most ``max_norm``; returns the norm before.
+
+    Arguments are those of :func:`global_norm`. A non-finite norm makes gradients NaN or zero, as
+    ``torch.nn.utils.clip_grad_norm_(error_if_nonfinite=False)`` does.
+    """
+    parameters = list(parameters)
+    total = global_norm(parameters, group=group, mesh=mesh, norm_type=norm_type)
+    coefficient = torch.clamp(max_norm / (total + _EPSILON), max=1.0)
+    gradients = _local_gradients(parameter for parameter, _ in parameters)
+    for device_gradients in _by_kind(gradients):
+        # a tensor as the factor: no device waits for the host to read the norm
+        factor = coefficient.to(device_gradients[0].device, device_gradients[0].dtype)
+        torch._foreach_mul_(device_gradients, factor)
+    return total
+
+
+@torch.no_grad()
+def clip_by_value_(parameters: Iterable[nn.Parameter], clip_value: float) -> None:
+    """Clamps every element of every gradient to [-``clip_value``, ``clip_value``] in place; no communication."""
+    for gradients in _by_kind(_local_gradients(parameters)):
+        torch._foreach_clamp_min_(gradients, -clip_value)
+        torch._foreach_clamp_max_(gradients, clip_value)
+
+
+def _extreme(norms: Tensor, sign: float, group: dist.ProcessGroup | None) -> Tensor:
+    """The greatest (``sign`` 1) or least (-1) of the norms of all ranks; NaN if one is NaN.
+
+    A flag travels along for NaN, since no backend promises that the maximum of NaN and a number is NaN.
+    """
+    neutral = 0.0 if sign > 0 else -math.inf
+    candidates = torch.where(norms.isnan(), neutral, sign * norms)
+    greatest = torch.cat([candidates, norms.new_tensor([neutral])]).max()
+    parts = torch.stack([greatest, norms.isnan().any().to(norms.dtype)])
+    if _is_spread(group):
+        dist.all_reduce(parts, op=dist.ReduceOp.MAX, group=group)
+    return torch.where(parts[1] > 0, math.nan, sign * parts[0])
+
+
+def _is_spread(group: dist.ProcessGroup | None) -> bool:
+    return dist.is_initialized() and dist.get_world_size(group) > 1
+
+
+def _num_copies(gradient: Tensor, mesh: DeviceMesh | None) -> int:
+    """How many ranks of the mesh hold, and so count, the same elements."""
+    if isinstance(gradient, DTensor):
+        sizes = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
+        return math.prod(size for placement, size in sizes if placement.is_replicate())
+    return 1 if mesh is None else mesh.size()
+
+
+def _local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    unique = {id(parameter): parameter for parameter in parameters}
+    return [local_tensor(parameter.grad) for parameter in unique.values() if parameter.grad is not None]
+
+
+def _by_kind(gradients: Iterable[Tensor]) -> list[list[Tensor]]:
+    found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        found.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    return list(found.values())

@@ -1,0 +1,258 @@
+"""Sharding of the units of this rank over its data-parallel ranks, at the command of the pipeline's runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from lightning_pp.errors import ConfigurationError
+from lightning_pp.sharding._gather_on_use import GatherOnUse
+from lightning_pp.sharding._grouping import check_mesh, groups_sharing_parameters, never_sharded
+from lightning_pp.sharding._reduction import GradientReduction
+from lightning_pp.sharding._torch_private import shard_together
+from lightning_pp.sharding._unit_group import UnitGroup, slots_of
+
+
+class ShardedUnits:
+    """The units of one rank's stages, with parameters, gradients and optimizer state sharded by FSDP2.
+
+    A step of the runtime, with the units' part in it::
+
+        units.prepare()                               # once, before the first call of a unit
+        for each batch of the accumulation:
+            units.begin_step()
+            for action in program, any order:
+                F: module(...)                        # gathers; frees again if reshard_after_use
+                I: autograd.backward(...)             # gathers what was freed; frees again if reshard_after_use
+                W: parameter.grad += ...              # of the parameter that F saw; needs nothing gathered
+                UNSHARD, RESHARD: units.unshard(unit), units.reshard(unit)
+                REDUCE: units.reduce(unit)            # after the unit's last W of the last batch
+            units.end_of_batch(reduce=is_last_batch)  # reduces the rest, waits, frees
+        clip; optimizer.step(); optimizer.zero_grad() # on the sharded parameters, which parameters() gives now
+
+    Reduction takes the mean over all ranks of the mesh, in ``mp_policy.reduce_dtype`` or else the dtype of the sharded
+    parameters. Microbatches accumulate in the same dtype, whatever dtype they are computed in.
+
+    **All ranks of the mesh must do the same collectives in the same order.** Reductions are safe by construction:
+    every unit is reduced once in every step, whether or not anything on this rank has called it, with zeros where a
+    gradient is missing; a parameter to which no rank has a gradient ends with ``grad=None``. A gather happens when a
+    unit is first called, so if ranks differ in which units they call (layer drop), either give every rank the same
+    random numbers or :meth:`unshard` all units in a fixed order first.
+
+    Nothing here hooks into autograd beyond gathering and freeing: gradients move only when the runtime asks.
+
+    Args:
+        units: The units by name: modules that this rank calls through ``module(...)``. Units that share a parameter
+            are gathered and reduced together. Containers of other units are refused.
+        mesh: One dimension (shard) or two named ones (replicate, shard: HSDP). All ranks must hold the same values,
+            see :func:`~lightning_pp.sharding.replicated.broadcast_parameters`.
+        replicated: Parameters to leave whole, as those used outside their unit. Scalars and integers are left whole in
+            any case; see :attr:`replicated`. They keep their dtype whatever ``mp_policy`` says.
+        reshard_after_use: Free the gathered parameters after each forward and each backward of a unit (memory of one
+            unit at a time, a gather for each F and each I). Otherwise they stay until the unit is reduced.
+        mp_policy: dtypes of computation and reduction. Inputs and outputs of units are cast as FSDP2 does.
+        max_pending_reductions: How many units' flat gradients may wait for their collective at a time.
+
+    Raises:
+        ConfigurationError: The mesh has neither one nor two named dimensions; a unit contains another; a parameter is
+            sharded already; the trainable parameters of a unit differ in dtype.
+    """
+
+    def __init__(
+        self,
+        units: Mapping[str, nn.Module],
+        *,
+        mesh: DeviceMesh,
+        replicated: Collection[nn.Parameter] = (),
+        reshard_after_use: bool = False,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        max_pending_reductions: int = 2,
+    ) -> None:
+        check_mesh(mesh)
+        if max_pending_reductions < 1:
+            raise ConfigurationError(f"max_pending_reductions={max_pending_reductions}; it must be at least 1")
+        self.mesh = mesh
+        self.reshard_after_use = reshard_after_use
+        self.mp_policy = mp_policy or MixedPrecisionPolicy()
+        self._max_pending = max_pending_reductions
+        self._stream = None if mesh.device_type == "cpu" else torch.Stream(mesh.device_type)
+        self._groups: list[UnitGroup] = []
+        self._group_of: dict[str, UnitGroup | None] = dict.fromkeys(units)
+        self._hooks = GatherOnUse(free_after_use=reshard_after_use, mp_policy=self.mp_policy)
+        self._reductions: list[GradientReduction] = []
+        self._reduce_requests: set[str] = set()
+        self._is_in_batch = False
+
+        whole = list(dict.fromkeys([*never_sharded(units), *replicated]))
+        owned = {parameter for unit in units.values() for parameter in unit.parameters()}
+        self._replicated = tuple(parameter for parameter in whole if parameter in owned)
+        for names in groups_sharing_parameters(units, set(self._replicated)):
+            self._shard(names, units)
+
+    @property
+    def replicated(self) -> tuple[nn.Parameter, ...]:
+        """The parameters of the units that are left whole; somebody else has to reduce their gradients."""
+        return self._replicated
+
+    def prepare(self) -> None:
+        """Gathers each unit once and frees it again, so that its gathered parameters exist; later calls do nothing.
+
+        Raises:
+            RuntimeError: A parameter is still on the meta device.
+        """
+        for group in self._groups:
+            group.prepare()
+
+    def begin_step(self) -> None:
+        """Opens a batch.
+
+        Raises:
+            RuntimeError: The batch before was neither ended nor abandoned.
+        """
+        if self._is_in_batch:
+            raise RuntimeError("the batch before has not ended: call end_of_batch(), or abandon_step() after a failure")
+        self.prepare()
+        self._is_in_batch = True
+
+    def unshard(self, unit: str) -> None:
+        """Starts to gather ``unit`` and keeps it gathered until :meth:`reshard`; its next call waits for the gather."""
+        group = self._group(unit)
+        if group is not None:
+            group.prepare()
+            group.held_by.add(unit)
+            group.start_gather()
+
+    def reshard(self, unit: str) -> None:
+        """Frees the gathered parameters of ``unit``; a later call or backward gathers them again."""
+        group = self._group(unit)
+        if group is not None:
+            group.held_by.discard(unit)
+            if not group.held_by:
+                self._hooks.free(group)
+
+    def reshard_all(self) -> None:
+        """Frees the gathered parameters of all units, as evaluation does after a batch."""
+        for group in self._groups:
+            group.held_by.clear()
+            self._hooks.free(group)
+
+    @torch.no_grad()
+    def reduce(self, unit: str) -> None:
+        """Starts the reduction of ``unit``, whose gradients are complete, and frees its gathered parameters.
+
+        The result is in ``.grad`` of the sharded parameters after :meth:`reduce_all` or :meth:`end_of_batch`. Units
+        that share a parameter are reduced with the last of them.
+
+        Raises:
+            RuntimeError: The unit was reduced in this step before.
+        """
+        group = self._group(unit)
+        if unit in self._reduce_requests:
+            raise RuntimeError(f"unit {unit} was reduced already in this step; reduce it once, after its last W")
+        self._reduce_requests.add(unit)
+        if group is None or not self._reduce_requests.issuperset(group.names):
+            return
+        group.prepare()
+        group.held_by.clear()
+        self._hooks.free(group)
+        slots = group.trainable_slots()
+        for slot in group.slots:
+            if slot not in slots:
+                slot.discard_gradient()
+        if not slots:
+            return
+        while len(self._reductions) >= self._max_pending:
+            self._reductions.pop(0).finish()
+        dtype = self.mp_policy.reduce_dtype or slots[0].registered.dtype
+        self._reductions.append(GradientReduction(slots, self.mesh, dtype, self._stream))
+
+    @torch.no_grad()
+    def reduce_all(self) -> None:
+        """Reduces the units not reduced yet in this step, last unit first, and waits for all of them."""
+        for unit in reversed(self._group_of):
+            if unit not in self._reduce_requests:
+                self.reduce(unit)
+        for reduction in self._reductions:
+            reduction.wait_for_shards()
+        for reduction in self._reductions:
+            reduction.finish()
+        self._reductions.clear()
+
+    def end_of_batch(self, *, reduce: bool) -> None:
+        """Closes a batch: the last one of an optimizer step with ``reduce=True``, the ones before with False.
+
+        With False gradients stay where they accumulate, and gathered parameters too, unless ``reshard_after_use``.
+
+        Raises:
+            RuntimeError: A unit got a gradient after it was reduced, or was reduced in a batch that only accumulates.
+        """
+        if reduce:
+            self.reduce_all()
+            for group in self._groups:
+                for slot in group.slots:
+                    if slot.gradient is not None:
+                        raise RuntimeError(f"{slot.name} got a gradient after its unit was reduced in this step")
+            self._reduce_requests.clear()
+            self.reshard_all()
+        elif self._reduce_requests:
+            raise RuntimeError(
+                f"units {sorted(self._reduce_requests)} were reduced in a batch that only accumulates; "
+                "reduce in the last batch of the step"
+            )
+        self._is_in_batch = False
+
+    @torch.no_grad()
+    def discard_gradients(self) -> None:
+        """Drops all gradients of the units: accumulated, under reduction, and reduced."""
+        for reduction in self._reductions:
+            reduction.wait()
+        self._reductions.clear()
+        self._reduce_requests.clear()
+        self.reshard_all()
+        for group in self._groups:
+            group.discard_gradients()
+
+    def abandon_step(self) -> None:
+        """Forgets a step that failed, batches accumulated before it included; the next one starts afresh.
+
+        Waits for collectives under way: if another rank will never join them, abort the process groups first.
+        """
+        self.discard_gradients()
+        self._hooks.reset()
+        self._is_in_batch = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within, calls of units neither gather nor free, as when fakes stand in for the parameters; casts remain."""
+        self._hooks.is_paused, before = True, self._hooks.is_paused
+        try:
+            yield
+        finally:
+            self._hooks.is_paused = before
+
+    def _shard(self, names: Sequence[str], units: Mapping[str, nn.Module]) -> None:
+        slots = slots_of({name: units[name] for name in names}, self._replicated)
+        if not slots:
+            return
+        for slot in slots:
+            parameter = slot.registered
+            if not parameter.is_contiguous():
+                parameter.data = parameter.data.contiguous()  # FSDP2 refuses others, as those in channels_last
+        modules = list(dict.fromkeys(units[name] for name in names))
+        leader = shard_together(modules, self.mesh, self.mp_policy, self._replicated)
+        group = UnitGroup(names, leader, slots, self.mp_policy.reduce_dtype)
+        self._groups.append(group)
+        for name in names:
+            self._group_of[name] = group
+        self._hooks.attach(group, modules)
+
+    def _group(self, unit: str) -> UnitGroup | None:
+        try:
+            return self._group_of[unit]
+        except KeyError:
+            raise ValueError(f"no unit {unit!r} on this rank; it has {', '.join(self._group_of)}") from None

@@ -1,0 +1,114 @@
+"""What every data-parallel rank holds whole: gradients averaged, initial values made equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_pp.errors import ConfigurationError
+from lightning_pp.sharding._flat import (
+    DEFAULT_BUCKET_BYTES,
+    broadcast_tensors,
+    buckets,
+    pack_gradients,
+    unpack_gradients,
+)
+
+
+class ReplicatedGradients:
+    """Averages the gradients of unsharded parameters over the data-parallel ranks, once per optimizer step.
+
+    All ranks must give the same parameters in the same order. A parameter without gradient on some ranks counts as
+    zero there; without gradient on all of them it keeps ``grad=None``.
+
+    Args:
+        parameters: Plain parameters; those that do not require gradients at the time of a reduction are left out.
+        group: The data-parallel ranks; None: all ranks.
+        bucket_bytes: How much one collective carries.
+        dtype: The dtype of the sum; None: that of each parameter.
+
+    Raises:
+        ConfigurationError: A parameter is a DTensor.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        group: dist.ProcessGroup | None = None,
+        *,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.parameters = tuple(dict.fromkeys(parameters))
+        _refuse_sharded(self.parameters)
+        self._group = group
+        self._size = dist.get_world_size(group)
+        self._bucket_bytes = bucket_bytes
+        self._dtype = dtype
+        self._under_way: list[tuple[list[nn.Parameter], Tensor, dist.Work | None]] = []
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Starts the reduction of gradients that are complete; :meth:`finish` puts the means in their place."""
+        if self._size == 1:
+            return
+        trainable = [parameter for parameter in self.parameters if parameter.requires_grad]
+        for bucket in buckets(trainable, self._bucket_bytes):
+            dtype = self._dtype or bucket[0].dtype
+            packed = pack_gradients(bucket, dtype)
+            if dtype == torch.float16:  # a sum over many ranks leaves its range
+                packed.div_(self._size)
+            work = dist.all_reduce(packed, group=self._group, async_op=True)
+            self._under_way.append((bucket, packed, work))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Waits for what :meth:`start` began and sets the gradients."""
+        for bucket, packed, work in self._under_way:
+            if work is not None:
+                work.wait()
+            if packed.dtype != torch.float16:
+                packed.div_(self._size)
+            unpack_gradients(bucket, packed)
+        self._under_way.clear()
+
+    def all_reduce(self) -> None:
+        """Averages the gradients now."""
+        self.start()
+        self.finish()
+
+    def abandon(self) -> None:
+        """Waits for what :meth:`start` began, and forgets it."""
+        for _, _, work in self._under_way:
+            if work is not None:
+                work.wait()
+        self._under_way.clear()
+
+
+@torch.no_grad()
+def broadcast_parameters(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Gives the parameters and buffers of ``module`` the values they have on the first rank of ``group``.
+
+    For the data-parallel replicas of a stage, before its units are sharded. Tensors on the meta device are left out.
+
+    Raises:
+        ConfigurationError: A parameter is sharded already.
+    """
+    tensors: list[Tensor] = list(dict.fromkeys([*module.parameters(), *module.buffers()]))
+    _refuse_sharded(tensors)
+    if dist.get_world_size(group) > 1:
+        first = dist.get_global_rank(group or dist.group.WORLD, 0)  # type: ignore[arg-type]
+        broadcast_tensors([tensor for tensor in tensors if not tensor.is_meta], source=first, group=group)
+
+
+def _refuse_sharded(tensors: Iterable[Tensor]) -> None:
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            raise ConfigurationError(
+                f"a parameter of shape {tuple(tensor.shape)} is sharded over {tensor.device_mesh}; "
+                "ranks hold different parts of it, so it cannot be averaged or copied between them"
+            )
