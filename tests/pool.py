@@ -31,7 +31,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal, overload
 
-from pool_worker import Failure, Task, worker_main
+from pool_worker import Failure, Task, pack, unpack, worker_main
 
 START_TIMEOUT_S = 180.0
 CLEAN_UP_TIMEOUT_S = 20.0
@@ -162,7 +162,7 @@ class WorkerPool:
         workers = self._workers[:world_size]
         port = _free_port()
         backend = process_group if isinstance(process_group, str) else "gloo" if process_group else None
-        payload = pickle.dumps((args, kwargs))
+        payload = pack((args, kwargs))
         start = time.monotonic()
         for rank, worker in enumerate(workers):
             task = Task(
@@ -220,7 +220,7 @@ class WorkerPool:
                 assert isinstance(connection, Connection)
                 rank = pending.pop(connection)
                 try:
-                    outcomes[rank] = pickle.loads(connection.recv_bytes())
+                    outcomes[rank] = unpack(connection.recv_bytes())
                 except (EOFError, OSError):
                     workers[rank].process.join(5)
                     outcomes[rank] = Failure("WorkerDied", f"exit code {workers[rank].process.exitcode}", "")

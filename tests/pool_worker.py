@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import io
 import os
 import pickle
 import random
@@ -40,6 +41,21 @@ class Task:
     timeout_s: float
 
 
+def pack(value: Any) -> bytes:
+    """Pickle by ``torch.save``, which knows every dtype."""
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def unpack(data: bytes) -> Any:
+    import torch
+
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
 def worker_main(connection: Connection, stack_file: str) -> None:
     import faulthandler
 
@@ -63,9 +79,9 @@ def worker_main(connection: Connection, stack_file: str) -> None:
                 # At once, not after everybody has answered: peers that wait for this rank see a closed connection.
                 _destroy_process_group()
             try:
-                connection.send_bytes(pickle.dumps(outcome))
+                connection.send_bytes(pack(outcome))
             except Exception as error:  # whatever pickling raises
-                connection.send_bytes(pickle.dumps(_failure(error)))
+                connection.send_bytes(pack(_failure(error)))
             del outcome
             try:
                 connection.recv_bytes()
@@ -99,7 +115,7 @@ def _call(task: Task, payload: bytes) -> Failure | tuple[Any]:
         function: Any = _load_module(task.module, task.file)
         for part in task.qualname.split("."):
             function = getattr(function, part)
-        args, kwargs = pickle.loads(payload)
+        args, kwargs = unpack(payload)
         if task.process_group is not None:
             from datetime import timedelta
 

@@ -50,6 +50,28 @@ class Block(nn.Module):
         return x + self.norm(self.linear(x).relu())
 
 
+class RowNormalized(torch.optim.Optimizer):
+    """Keeps state of another shape than the parameter's, lists of tensors, and what is not a tensor."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "rule": {"power": 2}})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state, gradient = self.state[parameter], parameter.grad
+                if parameter.ndim > 1:
+                    mean = gradient.pow(group["rule"]["power"]).mean(dim=-1, keepdim=True)
+                    state["row_mean"] = mean if "row_mean" not in state else state["row_mean"].lerp(mean, 0.5)
+                    gradient = gradient / state["row_mean"].sqrt()
+                state["last"] = {
+                    "gradients": [*state.get("last", {"gradients": []})["gradients"][-1:], gradient.clone()]
+                }
+                state["note"] = {"steps": state.get("note", {"steps": 0})["steps"] + 1, "empty": {}}
+                parameter.sub_(gradient, alpha=group["lr"])
+
+
 class Model(L.LightningModule):
     """Token classifier; with ``tied`` the head's weight is the embedding's."""
 
@@ -85,6 +107,8 @@ class Model(L.LightningModule):
             return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)}
         if kind == "sgd":
             return torch.optim.SGD(groups, lr=0.01, momentum=0.9)
+        if kind == "row_normalized":
+            return RowNormalized(groups, lr=0.01)
         return torch.optim.Adagrad(groups, lr=0.01)
 
 

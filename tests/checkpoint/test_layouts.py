@@ -11,8 +11,10 @@ import torch
 from pipeline_parts import differences, make_part, one_device, world_size
 from pool import WorkerPool
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_pp.checkpoint import load_checkpoint, save_sharded
+from lightning_pp.checkpoint.ranks import Ranks, gather_to_root
 
 REST = {"epoch": 3, "loops": {"fit_loop": [1, 2]}, "hyper_parameters": {"name": Path("a")}}
 
@@ -112,3 +114,48 @@ def test_hybrid_sharding(pool: WorkerPool, tmp_path: Path) -> None:
         pool.run(train_and_save, path, (1, 2, 2), [0], single_file=single_file, **arguments)
         wholes = pool.run(train_and_save, path, (1, 2, 2), [1], resume=True, single_file=single_file, **arguments)
         assert not differences(wholes[0], one_device([0, 1]))
+
+
+@pytest.mark.parametrize("single_file", [False, True], ids=["sharded", "single_file"])
+def test_optimizer_state_of_any_form(pool: WorkerPool, tmp_path: Path, single_file: bool) -> None:
+    """Tensors of other shapes than the parameters', nests of sharded tensors, and objects."""
+    arguments: dict[str, Any] = {"optimizer": "row_normalized", "single_file": single_file, "process_group": True}
+    for index, layout in enumerate([(1, 2), (1, 2), (2, 1)]):
+        whole = pool.run(train_and_save, tmp_path / "a", layout, [index], resume=index > 0, **arguments)[0]
+        expected = one_device(range(index + 1), optimizer="row_normalized")
+        assert not differences(whole, expected)
+    kept = expected["optimizer_states"][0]["state"][0]
+    assert kept["row_mean"].shape == (11, 1)
+    assert len(kept["last"]["gradients"]) == 2
+    assert kept["note"] == {"steps": 3, "empty": {}}
+
+
+def exchange() -> dict[Any, Any]:
+    ranks = Ranks.from_mesh(init_device_mesh("cpu", (2, 1), mesh_dim_names=("pipeline", "data_parallel")))
+    return gather_to_root({(ranks.pipeline_rank, key): value for key, value in odd_values().items()}, ranks)
+
+
+def odd_values() -> dict[str, Any]:
+    return {
+        "bfloat16": torch.randn(3, 2, generator=torch.Generator().manual_seed(1)).bfloat16(),
+        "transposed": torch.arange(6.0, dtype=torch.float64).reshape(2, 3).t(),
+        "bool": torch.tensor([True, False]),
+        "complex": torch.tensor(1 + 2j),
+        "float8": torch.tensor([0.5, 2.0]).to(torch.float8_e4m3fn),
+        "integer": torch.tensor(2**40),
+        "empty": torch.empty(0, 4),
+        "object": {"nested": [torch.ones(2), "text"]},
+    }
+
+
+def test_tensors_of_any_dtype_are_sent(pool: WorkerPool) -> None:
+    gathered, nothing = pool.run(exchange, process_group=True)
+    assert nothing == {}
+    expected = {(rank, key): value for rank in range(2) for key, value in odd_values().items()}
+    assert gathered.keys() == expected.keys()
+    for key, value in expected.items():
+        if key[1] == "float8":
+            assert gathered[key].dtype == value.dtype
+            assert torch.equal(gathered[key].float(), value.float())
+        else:
+            assert not differences(gathered[key], value)
