@@ -1,0 +1,196 @@
+"""A small module, trained under a monitor in every process of a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+from lightning.pytorch.loggers.logger import DummyLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_pp import PipelineMonitor, PipelineParallelStrategy
+from lightning_pp.runtime.timing import StepTimer
+
+VOCABULARY, WIDTH, LENGTH = 13, 16, 12
+BATCH_SIZE, NUM_BATCHES = 8, 7
+
+
+class TokenModel(L.LightningModule):
+    """Predicts each token from itself; ``continuous`` takes vectors, and so no token ids, instead."""
+
+    def __init__(self, continuous: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.embedding: nn.Module = nn.Linear(WIDTH, WIDTH) if continuous else nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.losses: list[float] = []
+
+    def loss_of(self, batch: dict[str, Tensor]) -> Tensor:
+        hidden = self.embedding(batch["x"])
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, -2), batch["y"].flatten())
+
+    def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+        loss = self.loss_of(batch)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], index: int) -> None:
+        self.log("val_loss", self.loss_of(batch))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+        self.losses.append(outputs["loss"].item())
+
+
+def loader(num_samples: int = BATCH_SIZE * NUM_BATCHES, continuous: bool = False) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(VOCABULARY, (num_samples, LENGTH), generator=generator)
+    vectors = torch.randn(num_samples, WIDTH, generator=generator)
+    samples = [
+        {"x": vector, "y": ids[0]} if continuous else {"x": ids, "y": ids}
+        for ids, vector in zip(tokens, vectors, strict=True)
+    ]
+    return DataLoader(samples, batch_size=BATCH_SIZE)  # type: ignore[arg-type]
+
+
+class MemoryLogger(DummyLogger):
+    """Keeps what it is given, on every rank; with ``fails`` raises at what the monitor logs."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__()
+        self.rows: list[tuple[int | None, dict[str, Any]]] = []
+        self.attempts = 0
+        self.fails = fails
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        if any(name.startswith("pp") for name in metrics):
+            self.attempts += 1
+            if self.fails:
+                raise OSError("no space left")
+        self.rows.append((step, dict(metrics)))
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        if any(name.startswith("pp") for name in params):
+            self.rows.append((None, dict(params)))
+
+    def monitored(self) -> list[tuple[int | None, dict[str, Any]]]:
+        return [row for row in self.rows if any(name.startswith("pp") for name in row[1])]
+
+
+class Counts(L.Callback):
+    """After each batch, how often the monitor has gathered and a timer has been read."""
+
+    def __init__(self) -> None:
+        self.num_gathers = 0
+        self.num_reads = 0
+        self.after_batches: list[tuple[int, int]] = []
+        gather, times = dist.gather, StepTimer.times
+
+        def counted_gather(*args: Any, **kwargs: Any) -> Any:
+            self.num_gathers += 1
+            return gather(*args, **kwargs)
+
+        def counted_times(timer: StepTimer) -> Any:
+            self.num_reads += 1
+            return times(timer)
+
+        self._originals = (gather, times)
+        dist.gather = counted_gather  # type: ignore[assignment]
+        StepTimer.times = counted_times  # type: ignore[method-assign]
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        self.after_batches.append((self.num_gathers, self.num_reads))
+
+    def undo(self) -> None:
+        dist.gather, StepTimer.times = self._originals  # type: ignore[method-assign]
+
+
+def fit(
+    *,
+    pipeline: int,
+    replicas: int = 1,
+    schedule: str = "zb_h1",
+    loggers: Sequence[Logger] = (),
+    every_n_steps: int | None = None,
+    num_samples: int = BATCH_SIZE * NUM_BATCHES,
+    continuous: bool = False,
+    **options: Any,
+) -> tuple[dict[str, Any], PipelineMonitor]:
+    """Trains in this process, one of several."""
+    monitor, counts = PipelineMonitor(every_n_steps), Counts()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=pipeline * replicas,
+        strategy=PipelineParallelStrategy(pipeline, replicas, num_microbatches=4, schedule=schedule),
+        max_epochs=1,
+        logger=list(loggers),
+        callbacks=[monitor, counts],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    model = TokenModel(continuous)
+    try:
+        trainer.fit(model, loader(num_samples, continuous), loader(BATCH_SIZE, continuous))
+    finally:
+        counts.undo()
+    report = monitor.report
+    outcome: dict[str, Any] = {
+        "losses": model.losses,
+        "after_batches": counts.after_batches,
+        "num_gathers": counts.num_gathers,
+        "report": None if report is None else {**vars(report), "stages": [vars(stage) for stage in report.stages]},
+    }
+    return outcome, monitor
+
+
+def fit_with_loggers(folder: str) -> dict[str, Any]:
+    """A pipeline of two under every kind of logger, one of which fails."""
+    memory, broken = MemoryLogger(), MemoryLogger(fails=True)
+    wandb_logger = WandbLogger(project="monitored", save_dir=folder, offline=True)
+    loggers = [CSVLogger(folder, name="csv", version=0), broken, wandb_logger, memory]
+    outcome, _ = fit(
+        pipeline=2, schedule="zb_h1", loggers=loggers, log_every_n_steps=2, val_check_interval=3, num_sanity_val_steps=1
+    )
+    if dist.get_rank() == 0:
+        import wandb
+
+        wandb.finish()
+    files = sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*.wandb"))
+    return {**outcome, "rows": memory.monitored(), "broken_attempts": broken.attempts, "files": files}
+
+
+def fit_replicas(accumulate: int) -> dict[str, Any]:
+    """Two replicas of a pipeline of one, on vectors, that accumulate."""
+    memory = MemoryLogger()
+    outcome, _ = fit(
+        pipeline=1,
+        replicas=2,
+        schedule="1f1b",
+        loggers=[memory],
+        every_n_steps=1,
+        continuous=True,
+        accumulate_grad_batches=accumulate,
+        num_samples=2 * BATCH_SIZE * NUM_BATCHES,
+    )
+    return {**outcome, "rows": memory.monitored()}
+
+
+def fit_one_batch_then_a_short_one() -> list[dict[str, Any]]:
+    """A V schedule; first one batch only, then a last batch of fewer microbatches."""
+    once, _ = fit(pipeline=2, schedule="zb_v", max_steps=1)
+    short, monitor = fit(pipeline=2, schedule="zb_v", num_samples=2 * BATCH_SIZE + 2)
+    num_microbatches = monitor.report.timeline.schedule.num_microbatches if monitor.report else None
+    return [once, {**short, "num_microbatches": num_microbatches}]

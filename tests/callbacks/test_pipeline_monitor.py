@@ -1,0 +1,219 @@
+"""The monitor's numbers in loggers and in its report, and what it costs in between."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import yaml
+from monitored_fit import (
+    BATCH_SIZE,
+    LENGTH,
+    NUM_BATCHES,
+    MemoryLogger,
+    TokenModel,
+    fit_one_batch_then_a_short_one,
+    fit_replicas,
+    fit_with_loggers,
+    loader,
+)
+from pool import WorkerPool
+
+from lightning_pp import PipelineMonitor
+from lightning_pp.errors import ConfigurationError
+
+STAGE_METRICS = [
+    "forward_ms",
+    "backward_input_ms",
+    "backward_weight_ms",
+    "bubble_fraction",
+    "p2p_wait_ms",
+    "peak_memory_gib",
+]
+NUM_TOKENS = BATCH_SIZE * LENGTH
+LOGGED_STEPS = [1, 3, 5]  # every second of seven, as Lightning counts
+
+
+def metric_names(num_stages: int, per_second: str = "pp/tokens_per_s") -> set[str]:
+    stages = {f"pp_stage_{stage}/{name}" for stage in range(num_stages) for name in STAGE_METRICS}
+    return stages | {"pp/step_ms", per_second, "pp/bubble_fraction"}
+
+
+def check_plausible(metrics: dict[str, float], num_stages: int = 2, num_microbatches: int = 4) -> None:
+    step_ms = metrics["pp/step_ms"]
+    for stage in range(num_stages):
+        of_stage = {name: metrics[f"pp_stage_{stage}/{name}"] for name in STAGE_METRICS}
+        passes = [of_stage[name] for name in STAGE_METRICS[:3]]
+        assert passes[0] > 0 and passes[1] > 0 and passes[2] >= 0
+        assert num_microbatches * sum(passes) < step_ms
+        assert 0 <= of_stage["bubble_fraction"] < 1
+        # a rank may begin to wait while rank 0 still writes its logs, so waits are not bounded by the step
+        assert 0 <= of_stage["p2p_wait_ms"] < 60_000
+        assert 0.05 < of_stage["peak_memory_gib"] < 50
+    assert 0 <= metrics["pp/bubble_fraction"] < 1
+
+
+@pytest.fixture(scope="module")
+def logged(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """The folder of a run of two ranks, and what each of them saw."""
+    folder = tmp_path_factory.mktemp("monitored")
+    homes = {f"WANDB_{kind}_DIR": str(folder / "home") for kind in ("DATA", "CACHE", "CONFIG")}
+    ranks = pool.run(
+        fit_with_loggers, str(folder), world_size=2, timeout=180, environ={**homes, "WANDB_SILENT": "true"}
+    )
+    return folder, ranks
+
+
+def wandb_records(folder: Path) -> list[dict[str, Any]]:
+    (file,) = folder.rglob("*.wandb")
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return [json.loads(line) for line in printed.splitlines()]
+
+
+def wandb_history(folder: Path) -> list[dict[str, Any]]:
+    return [record["history"]["item"] for record in wandb_records(folder) if record["type"] == "history"]
+
+
+def test_wandb_has_every_metric_at_lightnings_steps(logged: tuple[Path, list[dict[str, Any]]]) -> None:
+    history = wandb_history(logged[0])
+    rows = [row for row in history if "pp/step_ms" in row]
+    assert [row["trainer/global_step"] for row in rows] == LOGGED_STEPS
+    assert [row["trainer/global_step"] for row in history if "train_loss" in row] == LOGGED_STEPS
+    for row in rows:
+        assert {name for name in row if name.startswith("pp")} == metric_names(2)
+        check_plausible(row)
+        assert row["pp/tokens_per_s"] * row["pp/step_ms"] / 1e3 == pytest.approx(NUM_TOKENS)
+
+
+def test_wandb_has_the_table_of_stages_and_the_timeline(logged: tuple[Path, list[dict[str, Any]]]) -> None:
+    folder, ranks = logged
+    history = wandb_history(folder)
+    (table,) = [row for row in history if "pp/stages._type" in row or "pp/stages" in row]
+    assert table["_step"] == 0
+    (table_file,) = folder.rglob("media/table/pp/*.json")
+    written = json.loads(table_file.read_text())
+    assert written["columns"] == ["stage", "rank", "units", "num_parameters"]
+    stages = ranks[0]["report"]["stages"]
+    assert written["data"] == [[s["stage"], s["stage"], ", ".join(s["units"]), s["num_parameters"]] for s in stages]
+    (page,) = folder.rglob("media/html/pp/*.html")
+    assert "zb_h1, 4 microbatches" in page.read_text()
+    assert page.read_text().count("<rect") == sum(map(len, ranks[0]["report"]["timeline"].ranks))
+
+
+def test_csv_has_the_same(logged: tuple[Path, list[dict[str, Any]]]) -> None:
+    folder = logged[0] / "csv" / "version_0"
+    with (folder / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["pp/step_ms"]]
+    assert [int(row["step"]) for row in rows] == LOGGED_STEPS
+    for row in rows:
+        check_plausible({name: float(row[name]) for name in metric_names(2)})
+    hyperparameters = yaml.safe_load((folder / "hparams.yaml").read_text())
+    assert hyperparameters["pp_stage_0/units"].startswith("embedding, blocks.0")
+    assert hyperparameters["pp_stage_1/units"].endswith("head")
+    assert hyperparameters["pp_stage_1/rank"] == 1
+
+
+def test_only_rank_zero_writes(logged: tuple[Path, list[dict[str, Any]]]) -> None:
+    _, (first, last) = logged
+    assert [step for step, _ in first["rows"]] == [None, *LOGGED_STEPS]
+    assert last["rows"] == []
+    assert last["report"] is None
+    assert len(first["files"]) == 1
+
+
+def test_a_logger_that_fails_is_left_out_and_training_goes_on(logged: tuple[Path, list[dict[str, Any]]]) -> None:
+    _, (first, last) = logged
+    assert first["broken_attempts"] == 1
+    assert last["broken_attempts"] == 0
+    assert len(first["losses"]) == NUM_BATCHES
+
+
+def test_between_intervals_nothing_is_gathered_or_read(logged: tuple[Path, list[dict[str, Any]]]) -> None:
+    for rank in logged[1]:
+        gathers = [gathers for gathers, _ in rank["after_batches"]]
+        reads = [reads for _, reads in rank["after_batches"]]
+        assert gathers == [0, 1, 1, 2, 2, 3, 3]
+        # the first batch is never read; each interval reads its own steps
+        assert reads == [0, 1, 1, 3, 3, 5, 5]
+        assert rank["num_gathers"] == 3 + 2  # at the end: the rest, and the timeline
+
+
+def test_report(logged: tuple[Path, list[dict[str, Any]]]) -> None:
+    _, (first, _) = logged
+    report = first["report"]
+    stages = report["stages"]
+    assert [stage["stage"] for stage in stages] == [0, 1]
+    units = [unit for stage in stages for unit in stage["units"]]
+    assert units == ["embedding", *(f"blocks.{block}" for block in range(4)), "head"]
+    assert sum(stage["num_parameters"] for stage in stages) == sum(p.numel() for p in TokenModel().parameters())
+    assert report["first_loss"] == pytest.approx(first["losses"][0])
+    assert report["last_loss"] == pytest.approx(first["losses"][-1])
+    assert report["last_loss"] < report["first_loss"]
+    assert report["tokens_per_s"] * report["step_ms"] / 1e3 == pytest.approx(NUM_TOKENS)
+    assert report["samples_per_s"] * report["step_ms"] / 1e3 == pytest.approx(BATCH_SIZE)
+    metrics = {f"pp_stage_{stage['stage']}/{name}": stage[name] for stage in stages for name in STAGE_METRICS}
+    check_plausible({**metrics, "pp/step_ms": report["step_ms"], "pp/bubble_fraction": report["bubble_fraction"]})
+    assert stages[1]["backward_weight_ms"] > 0  # zb_h1 splits the backward of the last stage
+    text = report["timeline_text"].splitlines()
+    assert [line.split(" (")[0] for line in text[2:]] == ["rank 0", "rank 1"]
+
+
+def test_replicas_count_all_samples_and_accumulation_logs_optimizer_steps(pool: WorkerPool) -> None:
+    first, last = pool.run(fit_replicas, 2, world_size=2, timeout=120)
+    assert (last["rows"], last["report"]) == ([], None)
+    rows = [(step, row) for step, row in first["rows"] if step is not None]
+    assert [step for step, _ in rows] == [0, 1, 2, 3]  # batches 2, 4, 6, and 7, the last
+    for _, row in rows:
+        assert set(row) == metric_names(1, "pp/samples_per_s")
+        check_plausible(row, num_stages=1)
+        assert row["pp/samples_per_s"] * row["pp/step_ms"] / 1e3 == pytest.approx(2 * BATCH_SIZE)
+        assert row["pp_stage_0/p2p_wait_ms"] < row["pp/step_ms"]
+    report = first["report"]
+    assert report["tokens_per_s"] is None
+    assert report["first_loss"] == pytest.approx(2 * first["losses"][0])  # Lightning divides by the accumulation
+    assert report["first_loss"] == pytest.approx(math.log(13), rel=0.3)
+    assert first["num_gathers"] == last["num_gathers"] == 0  # pipelines of one rank
+
+
+def test_one_batch_is_reported_although_it_is_the_warm_up(pool: WorkerPool) -> None:
+    (once, short), (nothing, _) = pool.run(fit_one_batch_then_a_short_one, world_size=2, timeout=120)
+    report = once["report"]
+    assert report["first_loss"] == report["last_loss"] == pytest.approx(once["losses"][0])
+    assert [stage["stage"] for stage in report["stages"]] == [0, 1, 2, 3]
+    assert all(stage["forward_ms"] > 0 for stage in report["stages"])
+    assert report["stages"][0]["bubble_fraction"] == report["stages"][3]["bubble_fraction"]  # of their rank
+    assert nothing["report"] is None
+    assert len(short["losses"]) == 3
+    assert short["num_microbatches"] == 4  # the picture is of a whole batch, not of the last with 2
+
+
+def test_other_strategies_are_told_once() -> None:
+    monitor, memory = PipelineMonitor(), MemoryLogger()
+    options: dict[str, Any] = {"enable_checkpointing": False, "enable_progress_bar": False, "max_steps": 1}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            trainer = L.Trainer(
+                accelerator="cpu", devices=1, logger=memory, callbacks=[monitor], enable_model_summary=False, **options
+            )
+            trainer.fit(TokenModel(), loader())
+    told = [str(warning.message) for warning in caught if "PipelineMonitor" in str(warning.message)]
+    assert len(told) == 1
+    assert "SingleDeviceStrategy" in told[0] and "PipelineParallelStrategy" in told[0]
+    assert monitor.report is None
+    assert memory.monitored() == []
+
+
+@pytest.mark.parametrize("every_n_steps", [0, -3])
+def test_an_impossible_interval_is_refused(every_n_steps: int) -> None:
+    with pytest.raises(ConfigurationError, match=f"every_n_steps={every_n_steps}.*log_every_n_steps"):
+        PipelineMonitor(every_n_steps)
