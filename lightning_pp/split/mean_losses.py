@@ -120,6 +120,20 @@ class MeanLosses:
         with intercepted_mean_losses(correct):
             yield
 
+    def totals(self) -> list[float | None]:
+        """What each mean loss of this replica's batch divides by; waits for the device."""
+        return [None if total is None else float(total) for total in self._batch_totals()]
+
+    def use_totals_of_all_replicas(self, totals: Sequence[float | None], weights: Sequence[float]) -> None:
+        """Makes the global batch's mean come out, instead of this replica's.
+
+        Args:
+            totals: The sums of all replicas' :meth:`totals`.
+            weights: Share of each microbatch in the samples of the global batch.
+        """
+        self._totals = list(totals)
+        self._weights = weights
+
     def _batch_totals(self) -> list[Denominator]:
         if self._totals is None:
             per_microbatch = list(self._counts.values())

@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_pp.strategy.outputs import merge_outputs
@@ -89,9 +90,9 @@ class _Snapshot:
         self.content = copy.copy(value) if isinstance(value, (list, dict, set)) else None
 
     def change(self, now: Any) -> tuple[str, Any]:
-        """What happened: ``"append"`` and entries, ``"set keys"`` and items, ``"set"`` and the value, or ``"delete"``."""
+        """What happened: append (entries), set keys (items), set (the value), delete or keep (None)."""
         if now is _MISSING:
-            return ("delete", None)
+            return ("keep" if self.value is _MISSING else "delete", None)
         if isinstance(now, list) and now is self.value and len(now) >= len(self.content or ()):
             kept = zip(now, self.content or (), strict=False)
             if all(mine is theirs for mine, theirs in kept):
@@ -99,6 +100,8 @@ class _Snapshot:
         before: Any = self.content or {}
         if isinstance(now, dict) and now is self.value and not before.keys() - now.keys():
             return ("set keys", {key: item for key, item in now.items() if before.get(key, _MISSING) is not item})
+        if now is self.value and not isinstance(now, (list, dict, set)):
+            return ("keep", None)
         return ("set", copy.copy(now) if isinstance(now, (list, dict, set)) else now)
 
     def restore(self, attributes: dict[str, Any], key: str) -> None:
@@ -114,6 +117,8 @@ class _Snapshot:
 
     def apply(self, change: tuple[str, Any], attributes: dict[str, Any], key: str) -> None:
         kind, value = change
+        if kind == "keep":
+            return
         if kind == "delete":
             attributes.pop(key, None)
         elif kind == "append":
@@ -137,6 +142,21 @@ def _merge(changes: list[tuple[str, Any]], num_samples: Sequence[int], weights: 
         return (kind, [merge_outputs(list(parts), num_samples, weights) for parts in zip(*values, strict=True)])
     if kind == "append":
         return (kind, [entry for entries in values for entry in entries])
-    if kind == "delete":
+    if kind in ("keep", "delete"):
         return (kind, None)
+    if _all_equal(values):  # a value that the samples do not change, a cache, has no row per sample
+        return (kind, values[0])
     return (kind, merge_outputs(values, num_samples, weights))
+
+
+def _all_equal(values: Sequence[Any]) -> bool:
+    first = values[0]
+    if isinstance(first, Tensor):
+        return all(
+            isinstance(value, Tensor) and value.dtype == first.dtype and torch.equal(value, first)
+            for value in values[1:]
+        )
+    try:
+        return all(type(value) is type(first) and bool(value == first) for value in values[1:])
+    except (RuntimeError, ValueError):  # containers of tensors have no one truth value
+        return False

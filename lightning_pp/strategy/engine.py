@@ -123,8 +123,9 @@ class PipelineEngine:
         training = step == "training_step"
         microbatch = self._cut(batch, for_training=training)[0]
         self._seed = agree(int(torch.initial_seed() % (1 << 40)))
-        was_training = self.module.training
-        self.module.train(training)
+        modes = [(child, child.training) for child in self.module.modules()]
+        if not training:
+            self.module.eval()
         try:
             self.split: SplitModel = split_model(
                 self.module,
@@ -137,7 +138,8 @@ class PipelineEngine:
                 agree=agree,
             )
         finally:
-            self.module.train(was_training)
+            for child, mode in modes:
+                child.training = mode
         owned = self.split.owned_by(self.rank)
         self.split.placeholders.release(owned)
         materialize_parameters(self.module, owned, self.device)
@@ -186,12 +188,11 @@ class PipelineEngine:
         batch, *rest = _without_iterator(args, "training_step")
         microbatches = self._cut(batch, for_training=True)
         schedule = self._programs.training(len(microbatches))
-        weights = [microbatch.weight / accumulate for microbatch in microbatches]
         if self._failed:
             self.gradients.abandon()
             self._failed = False
         self.gradients.begin()
-        output = self._run("training_step", microbatches, rest, kwargs, schedule, weights, _loss_of)
+        output = self._run("training_step", microbatches, rest, kwargs, schedule, _loss_of, accumulate)
         self.gradients.end(reduce=reduce)
         return output
 
@@ -200,7 +201,7 @@ class PipelineEngine:
         batch, *rest = _without_iterator(args, step)
         microbatches = self._cut(batch, for_training=False)
         schedule = self._programs.evaluation(len(microbatches))
-        output = self._run(step, microbatches, rest, kwargs, schedule, [1.0] * len(microbatches), None)
+        output = self._run(step, microbatches, rest, kwargs, schedule, None)
         self.gradients.end_of_evaluation()
         return output
 
@@ -216,8 +217,8 @@ class PipelineEngine:
         rest: list[Any],
         kwargs: dict[str, Any],
         schedule: Schedule,
-        loss_weights: Sequence[float],
         loss_of: Callable[[Any], Tensor | None] | None,
+        accumulate: int = 1,
     ) -> Any:
         training = loss_of is not None
         key = (step, signature_of(rest[1:]), self.split.placeholders.trainable_names() if training else None)
@@ -232,7 +233,7 @@ class PipelineEngine:
         self._check_batch(rest)
         logs = StepLogs()
         attributes = StepAttributes(self.module, self._kept_by(plans))
-        mean_losses = self._mean_losses(step, microbatches, plans, rest, kwargs)
+        mean_losses, loss_weights = self._mean_losses(step, microbatches, plans, rest, kwargs)
         last_stage = self.placement.num_stages - 1
 
         def run_step(microbatch: int, stage: int) -> Any:
@@ -249,7 +250,8 @@ class PipelineEngine:
         self._num_batches_run += 1
         seed = (self._seed * 1_000_003 + self._num_batches_run) * 8_191 + self.replica
         outputs, timer = self._executor.run(
-            schedule, StepInputs(plans, run_step, loss_of, loss_weights, seed % (1 << 50))
+            schedule,
+            StepInputs(plans, run_step, loss_of, [w / accumulate for w in loss_weights], seed % (1 << 50)),
         )
         num_samples = [microbatch.num_samples for microbatch in microbatches]
         if training:
@@ -294,10 +296,19 @@ class PipelineEngine:
         plans: Sequence[StepPlan],
         rest: list[Any],
         kwargs: dict[str, Any],
-    ) -> MeanLosses:
-        """Counts, on the last stage, what losses that are means divide by, so that the batch's mean comes out."""
-        losses = MeanLosses([microbatch.weight for microbatch in microbatches])
-        if self.groups.is_last_stage and len(microbatches) > 1 and any(plan.record.num_mean_losses for plan in plans):
+    ) -> tuple[MeanLosses, list[float]]:
+        """Counts, on the last stage, what losses that are means divide by, so that the global batch's mean comes out.
+
+        Returns:
+            The losses, and the share of each microbatch in the samples of the global batch times the number of
+            replicas: the weights whose mean over replicas is the global batch's mean. Only the last stage uses them.
+        """
+        weights = [microbatch.weight for microbatch in microbatches]
+        losses = MeanLosses(weights)
+        num_replicas = self.groups.num_replicas
+        if not self.groups.is_last_stage:
+            return losses, weights
+        if (len(microbatches) > 1 or num_replicas > 1) and any(plan.record.num_mean_losses for plan in plans):
             for index, (microbatch, plan) in enumerate(zip(microbatches, plans, strict=True)):
                 with ExitStack() as stack:
                     stack.enter_context(StepLogs().recording(self.module, active=False))
@@ -309,7 +320,14 @@ class PipelineEngine:
                         lambda data=microbatch.data: getattr(self.module, step)(data, *rest, **kwargs),  # type: ignore[misc]
                         self.module,
                     )
-        return losses
+        if num_replicas == 1:
+            return losses, weights
+        gathered = self.groups.gather((sum(microbatch.num_samples for microbatch in microbatches), losses.totals()))
+        num_samples = sum(samples for samples, _ in gathered)
+        shares = [microbatch.num_samples / num_samples for microbatch in microbatches]
+        per_loss = list(zip(*(totals for _, totals in gathered), strict=False))
+        losses.use_totals_of_all_replicas([None if None in totals else sum(totals) for totals in per_loss], shares)
+        return losses, [share * num_replicas for share in shares]
 
     def _recorded_step(
         self, step: str, microbatch: Microbatch, rest: Sequence[Any], kwargs: dict[str, Any] | None = None
