@@ -180,7 +180,8 @@ def delayed_weight_gradient_modules(root: nn.Module) -> list[nn.Module]:
     """The outermost modules of ``root`` that keep their own weight gradients back, in the order of ``root.modules()``.
 
     A module with ``need_backward_dw()`` is asked; one without counts if it has ``backward_dw()``. Modules inside one
-    that counts are left out, since it calls theirs.
+    that counts are left out, since it calls theirs. Such a module keeps them back in B too: call its ``backward_dw()``
+    right after that backward.
     """
     if isinstance(root, DelaysWeightGradient) and getattr(root, "need_backward_dw", lambda: True)():
         return [root]

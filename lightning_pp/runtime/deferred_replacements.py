@@ -4,6 +4,9 @@ Why the functions themselves: a ``TorchFunctionMode`` is popped for the whole of
 activation checkpointing re-runs there would not meet it, and on accelerators they re-run in autograd's own threads. A
 name that somebody else has already replaced is left alone, and names bound earlier (``from torch.nn.functional import
 linear``) still mean torch's function; what goes past the table gets its whole gradient in I.
+
+Code that compares a function it was handed with ``F.linear`` while a scope is active compares with the replacement; a
+tensor subclass should look its functions up when it is imported, as they commonly do.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from deferred_parity import (
     split_backward,
 )
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lightning_pp.runtime.deferred import (
     WeightGradientQueue,
@@ -175,6 +176,19 @@ def test_checkpointed_blocks_run_again_exactly_once(use_reentrant: bool) -> None
     assert lengths == [18, 18]
     assert_same_gradients(model, reference)
     assert [block.num_forwards for block in model] == [4, 4, 4]  # F and once more in I, of each microbatch
+
+
+def test_selective_checkpointing_and_offloading() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).double()
+    keep_products = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        x = checkpoint(model, x, use_reentrant=False, context_fn=keep_products)
+        with torch.autograd.graph.save_on_cpu():
+            return model(x)
+
+    assert_parity(model, [torch.randn(2, 3, 8, dtype=torch.float64) for _ in range(2)], step, num_queued=4)
 
 
 class _RunsBackwardOnce(torch.autograd.Function):
