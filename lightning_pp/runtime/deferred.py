@@ -3,12 +3,11 @@
 ::
 
     queue = WeightGradientQueue()
-    with weight_gradients_deferrable():           # around F and I of microbatches whose backward is split
-        output = stage(input)                     # F
+    with weight_gradients_deferrable():  # around F and I of microbatches whose backward is split
+        output = stage(input)  # F
         with collect_weight_gradients(queue):
-            torch.autograd.backward(output, grad_output)  # I: gradients of inputs, biases, norms and embeddings; frees
-            the graph
-    queue.run()                                   # W: everything else, into the parameters' .grad
+            torch.autograd.backward(output, grad_output)  # I: gradients of inputs, biases, norms, embeddings
+    queue.run()  # W: everything else, into the parameters' .grad
 
 Inside :func:`weight_gradients_deferrable` the linear operations with a Parameter as weight (``F.linear``; ``matmul``,
 ``@``, ``mm``, ``bmm`` and ``addmm`` with the weight on the right; ``conv1d`` to ``conv3d`` and their transposes) run as

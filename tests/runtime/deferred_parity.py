@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_pp.runtime.deferred import (
@@ -101,6 +102,38 @@ def assert_parity(
     assert_same_gradients(module, reference)
     if num_queued is not None:
         assert lengths == [0 if index in merged else num_queued for index in range(len(inputs))]
+
+
+def collected(output: Tensor, gradient: Tensor | None = None) -> WeightGradientQueue:
+    """The queue of a backward of ``output``."""
+    queue = WeightGradientQueue()
+    with collect_weight_gradients(queue):
+        output.backward(seed_gradient(output) if gradient is None else gradient)
+    return queue
+
+
+class Block(nn.Module):
+    """A transformer block that counts its forwards."""
+
+    def __init__(self, width: int = 8, num_heads: int = 2, bias: bool = True) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query, self.key, self.value = (nn.Linear(width, width, bias=bias) for _ in range(3))
+        self.output = nn.Linear(width, width, bias=bias)
+        self.up, self.down = nn.Linear(width, 4 * width, bias=bias), nn.Linear(4 * width, width, bias=bias)
+        self.num_forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_forwards += 1
+        normed = self.norm1(x)
+        heads = [
+            project(normed).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
+        ]
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.output(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 def _leaf(input: Tensor) -> Tensor:
