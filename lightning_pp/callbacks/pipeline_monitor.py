@@ -26,11 +26,11 @@ class PipelineMonitor(Callback):
             pp_stage_{s}/forward_ms, backward_input_ms, backward_weight_ms
             pp_stage_{s}/bubble_fraction, p2p_wait_ms, peak_memory_gib
             pp/step_ms, pp/bubble_fraction, and pp/tokens_per_s (pp/samples_per_s without token ids)
-        end: gather the last step's times; log them as a picture; make the report
+        end: gather one step's times; log them as a picture; make the report
 
     In between a batch costs no collective. The numbers are those of the first replica's pipeline; throughput is that
-    of all replicas. A logger that raises is left out from then on, with a warning. Without a
-    ``PipelineParallelStrategy`` the callback does nothing but warn.
+    of all replicas, and losses are means over them. A logger that raises is left out from then on, with a warning.
+    Without a ``PipelineParallelStrategy`` the callback does nothing but warn.
 
     Args:
         every_n_steps: How often to log, in optimizer steps; None for ``Trainer(log_every_n_steps=)``.
@@ -68,7 +68,7 @@ class PipelineMonitor(Callback):
                     f"PipelineMonitor measures nothing, because the strategy is {type(trainer.strategy).__name__}, not "
                     "PipelineParallelStrategy. Use Trainer(strategy='pipeline_parallel'), or remove the callback."
                 )
-        elif pipeline.replica == 0:
+        else:
             self._measurement = FitMeasurement(pipeline)
             if trainer.is_global_zero:
                 self._outputs = LoggerOutputs(trainer.loggers)

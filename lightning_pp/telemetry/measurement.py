@@ -37,10 +37,13 @@ class SplitPipeline(Protocol):
 
 
 class PipelineGroups(Protocol):
-    """The CPU groups of a pipeline; ``pipeline`` is None for a pipeline of one rank."""
+    """CPU groups: a pipeline's ranks, and the ranks at one place of all replicas; None for those of one rank."""
 
     @property
     def pipeline(self) -> dist.ProcessGroup | None: ...
+
+    @property
+    def data_parallel(self) -> dist.ProcessGroup | None: ...
 
     @property
     def num_replicas(self) -> int: ...
@@ -75,13 +78,15 @@ class MeasurablePipeline(Protocol):
 
 
 class FitMeasurement:
-    """Collects the times of training steps; every rank of one pipeline has one.
+    """Collects the times of training steps; every rank has one.
 
-    A fit, on every rank of the pipeline::
+    A fit, on every rank of the first replica's pipeline::
 
         after each batch: keep the step's timer, unread; note wall time, samples, tokens and loss     (no collective)
         collect(): read the timers of the latest steps, sum, one gather to rank 0
         finish(): collect what is left; gather one step's times; rank 0 puts the report together
+
+    The other replicas only keep their losses, which are averaged in ``finish``.
 
     The first batch warms up caches and allocators, and is left out unless there is no other.
 
@@ -95,14 +100,15 @@ class FitMeasurement:
         self._pipeline = pipeline
         self._placement = pipeline.placement
         self._stages = pipeline.placement.stages_of_rank(pipeline.rank)
+        self._is_measured = pipeline.replica == 0
         self._timers: deque[StepTimer] = deque(maxlen=_MOST_STEPS_READ)
         self._throughput = Throughput()
         self._total: Measurements | None = None
         self._last_step = pipeline.last_training_step
         self._pictured: tuple[Schedule, StepTimer] | None = None
         self._num_batches = 0
-        self._first_loss: float | Tensor | None = None
-        self._last_loss: float | Tensor | None = None
+        self._first_loss: Tensor | None = None
+        self._last_loss: Tensor | None = None
 
     # ---------------------------------------------------------------- during the fit
 
@@ -118,14 +124,16 @@ class FitMeasurement:
             return  # nothing was run, as for a batch that the loader gave as None
         self._last_step = step
         self._num_batches += 1
+        if self._num_batches == 1:
+            self._first_loss = loss
+        self._last_loss = loss
+        if not self._is_measured:
+            return
         if self._pictured is None or step[0].num_microbatches >= self._pictured[0].num_microbatches:
             self._pictured = step  # not the short last batch of an epoch
         num_tokens = count_tokens(batch) if self._pipeline.rank == 0 else 0
         num_replicas = self._pipeline.groups.num_replicas
         throughput = self.clock.batch_ended(self._pipeline.last_num_samples * num_replicas, num_tokens * num_replicas)
-        if self._num_batches == 1:
-            self._first_loss = loss
-        self._last_loss = loss
         if self._num_batches == _NUM_WARM_UP_BATCHES + 1:
             self._timers.clear()
             self._throughput = Throughput()
@@ -141,8 +149,10 @@ class FitMeasurement:
         """What was measured since the last call; every rank of the pipeline has to call it.
 
         Returns:
-            On pipeline rank 0 the measurements, elsewhere None.
+            On rank 0 of the first pipeline the measurements, elsewhere None.
         """
+        if not self._is_measured:
+            return None
         own = RankSums.none(len(self._stages))
         for timer in self._timers:
             own += RankSums.of_step(timer.times(), self._stages)
@@ -161,12 +171,15 @@ class FitMeasurement:
     # ---------------------------------------------------------------- at the end
 
     def finish(self) -> PipelineReport | None:
-        """The report, on pipeline rank 0; every rank of the pipeline has to call it.
+        """The report, on rank 0 of the first pipeline; every rank has to call it.
 
         Returns:
             None elsewhere, and where no batch was trained.
         """
         if self._num_batches == 0:
+            return None
+        first_loss, last_loss = self._mean_losses()
+        if not self._is_measured:
             return None
         if self._timers:
             self.collect()
@@ -179,8 +192,8 @@ class FitMeasurement:
                 StageReport(stage=stage, units=info.units, num_parameters=info.num_parameters, **vars(times))
                 for stage, (info, times) in enumerate(zip(self.stages(), total.stage_times(), strict=True))
             ],
-            first_loss=None if self._first_loss is None else float(self._first_loss),
-            last_loss=None if self._last_loss is None else float(self._last_loss),
+            first_loss=first_loss,
+            last_loss=last_loss,
             tokens_per_s=total.throughput.tokens_per_s,
             samples_per_s=total.throughput.samples_per_s,
             step_ms=total.throughput.step_ms,
@@ -214,6 +227,18 @@ class FitMeasurement:
                 for program, row in zip(programs, rows, strict=True)
             ],
         )
+
+    def _mean_losses(self) -> tuple[float | None, float | None]:
+        """The first and the last loss; on pipeline rank 0, where they are reported, means over the replicas."""
+        if self._first_loss is None or self._last_loss is None:
+            return None, None
+        losses = torch.tensor([float(self._first_loss), float(self._last_loss)], dtype=torch.float64, device="cpu")
+        groups = self._pipeline.groups
+        if self._pipeline.rank == 0 and groups.data_parallel is not None:
+            dist.all_reduce(losses, group=groups.data_parallel)
+            losses /= groups.num_replicas
+        first, last = losses.tolist()
+        return first, last
 
     # ---------------------------------------------------------------- messages
 

@@ -68,7 +68,7 @@ class PipelineReport:
 
     Attributes:
         stages: By stage.
-        first_loss: What ``training_step`` returned for the first batch of the fit.
+        first_loss: What ``training_step`` returned for the first batch of the fit, mean over the replicas.
         last_loss: The same for the last.
         tokens_per_s: Over all replicas; None if the batches hold no token ids (:func:`count_tokens`).
         samples_per_s: Over all replicas.
