@@ -35,7 +35,7 @@ def materialize_buffers(module: nn.Module, device: torch.device) -> None:
 def materialize_parameters(module: nn.Module, owned: Collection[str], device: torch.device) -> None:
     """Allocates the parameters in ``owned`` that are on the meta device, and fills them as their modules say.
 
-    A module says it by ``reset_parameters()``, or by the ``_init_weights`` of the Hugging Face model around it.
+    The ``_init_weights`` of the Hugging Face model around a module says it, or else its own ``reset_parameters()``.
 
     Args:
         module: The whole model; parameters that are not owned are gone from it.
@@ -63,13 +63,13 @@ def materialize_parameters(module: nn.Module, owned: Collection[str], device: to
 
 
 def _initializer(root: nn.Module, name: str, child: nn.Module) -> Callable[[nn.Module], Any]:
-    if callable(getattr(child, "reset_parameters", None)):
-        return lambda module: module.reset_parameters()  # type: ignore[operator]
     path = name.split(".") if name else []
     for depth in range(len(path), -1, -1):
         ancestor = root.get_submodule(".".join(path[:depth]))
         if callable(getattr(ancestor, "_init_weights", None)):
             return ancestor._init_weights  # type: ignore[return-value]
+    if callable(getattr(child, "reset_parameters", None)):
+        return lambda module: module.reset_parameters()  # type: ignore[operator]
     raise ConfigurationError(
         f"{name or 'the module'} ({type(child).__name__}) was made on the meta device, and nothing says how to fill "
         "it: it has no reset_parameters(), and no module around it has _init_weights(). Add reset_parameters(), or "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from itertools import compress
 from typing import Any
 
 import lightning.pytorch as pl
@@ -354,7 +355,10 @@ class PipelineEngine:
         owned = {id(parameter) for parameter in self.module.parameters()}
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["params"][:] = [parameter for parameter in group["params"] if id(parameter) in owned]
+                kept = [id(parameter) in owned for parameter in group["params"]]
+                for key in ("params", "param_names"):
+                    if key in group:
+                        group[key][:] = compress(group[key], kept)
             for parameter in [parameter for parameter in optimizer.state if id(parameter) not in owned]:
                 del optimizer.state[parameter]
 
