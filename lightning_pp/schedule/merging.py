@@ -7,8 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lightning_pp.schedule.action import Action, ActionKind
+from lightning_pp.schedule.engine import CostTables
 
 if TYPE_CHECKING:
+    from lightning_pp.schedule.costs import StageCosts
     from lightning_pp.schedule.program import Schedule
 
 
@@ -39,3 +41,28 @@ def _merge(schedule: Schedule, may_merge: Callable[[int, int], bool]) -> Schedul
                 merged.append(action)
         programs.append(tuple(merged))
     return replace(schedule, programs=tuple(programs))
+
+
+def merge_where_nobody_waits(schedule: Schedule, costs: StageCosts) -> Schedule:
+    """Merge wherever, under ``costs``, the stage before gets the input gradient early enough from a B too.
+
+    No action starts later than before.
+    """
+    simulation = schedule.simulate(costs)
+    tables = CostTables.build(schedule.placement, costs)
+    num_stages = schedule.placement.num_stages
+    start = {
+        (cell.action.stage, cell.action.microbatch): cell.start_ms
+        for row in simulation.timeline
+        for cell in row
+        if cell.action.kind in (ActionKind.I, ActionKind.B)
+    }
+
+    def may_merge(rank: int, cell: int) -> bool:
+        action = schedule.programs[rank][cell]
+        if action.stage == 0:
+            return True
+        arrival = simulation.end_ms[rank][cell + 1] + tables.latency[num_stages + action.stage - 1]
+        return arrival <= start[action.stage - 1, action.microbatch]
+
+    return _merge(schedule, may_merge)

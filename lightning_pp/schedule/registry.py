@@ -23,6 +23,7 @@ class ScheduleRequest:
         stages_per_rank: Number of stages on each rank, ``v``.
         costs: Costs per stage; families that do not look at costs ignore them.
         memory_limit: For each rank the most it may hold, in the unit of the costs, or None.
+        exact: Solve to optimality where the family can.
     """
 
     num_ranks: int
@@ -30,6 +31,7 @@ class ScheduleRequest:
     stages_per_rank: int
     costs: StageCosts
     memory_limit: tuple[float, ...] | None
+    exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,10 +54,15 @@ class Family:
     min_stages_per_rank: int = 1
     max_stages_per_rank: int | None = None
 
+    def allows(self, stages_per_rank: int) -> bool:
+        """True when the family can place so many stages on a rank."""
+        most = self.max_stages_per_rank
+        return stages_per_rank >= self.min_stages_per_rank and (most is None or stages_per_rank <= most)
+
     def check_stages_per_rank(self, stages_per_rank: int) -> None:
         """Raise ScheduleError, saying what is allowed, unless the family can place so many stages on a rank."""
         least, most = self.min_stages_per_rank, self.max_stages_per_rank
-        if stages_per_rank >= least and (most is None or stages_per_rank <= most):
+        if self.allows(stages_per_rank):
             return
         allowed = f"{least} or more" if most is None else f"exactly {least}" if least == most else f"{least} to {most}"
         raise ScheduleError(f"stages_per_rank is {stages_per_rank}, but {self.name} allows {allowed} ({self.summary})")
@@ -82,7 +89,7 @@ def schedule_family(name: str) -> Family:
         ScheduleError: There is none; the message lists all.
     """
     if name not in _FAMILIES:
-        raise ScheduleError(f"unknown schedule {name!r}: choose one of {', '.join(_FAMILIES)}")
+        raise ScheduleError(f"unknown schedule {name!r}: choose one of {', '.join(_FAMILIES)}, or a .csv file")
     return _FAMILIES[name]
 
 
@@ -94,11 +101,12 @@ def build_schedule(
     stages_per_rank: int | None = None,
     costs: StageCosts | None = None,
     memory_limit: float | Sequence[float] | None = None,
+    exact: bool = False,
 ) -> Schedule:
-    """Make the schedule ``name``.
+    """Make the schedule ``name``, or read it if the name ends with ``.csv``.
 
     Args:
-        name: One of :func:`available_schedules`.
+        name: One of :func:`available_schedules`, or the path of a CSV file (see :meth:`Schedule.from_csv`).
         num_ranks: Number of ranks of the pipeline.
         num_microbatches: Number of microbatches of a step, at least 1.
         stages_per_rank: Number of stages on each rank; by default what is usual for the family.
@@ -106,27 +114,41 @@ def build_schedule(
             by default 1 ms for F, I and W.
         memory_limit: The most a rank may hold, in the unit of ``costs.held_*``: a number for all ranks or one per
             rank; None for no limit.
+        exact: With ``auto`` and a small pipeline, let an exact solver finish the search (needs OR-tools).
 
     Raises:
-        ScheduleError: The name is unknown, a size cannot work, or the schedule needs more memory than the limit.
+        ScheduleError: The name is unknown, a size cannot work, the file does not fit the sizes, or the schedule needs
+            more memory than the limit.
     """
-    family = schedule_family(name)
     if num_ranks < 1:
         raise ScheduleError(f"num_ranks is {num_ranks}: a pipeline has at least 1 rank")
     if num_microbatches < 1:
         raise ScheduleError(f"num_microbatches is {num_microbatches}: a step has at least 1 microbatch")
-    if stages_per_rank is None:
-        stages_per_rank = family.default_stages_per_rank
-    family.check_stages_per_rank(stages_per_rank)
     costs = costs or UNIT_COSTS
-    costs.per_stage(num_ranks * stages_per_rank)
     limits = limit_of_each_rank(memory_limit, num_ranks)
-    schedule = merge_first_stage(
-        family.build(ScheduleRequest(num_ranks, num_microbatches, stages_per_rank, costs, limits))
-    )
+    if str(name).endswith(".csv"):
+        num_stages = None if stages_per_rank is None else num_ranks * stages_per_rank
+        schedule = Schedule.from_csv(
+            name, num_ranks=num_ranks, num_stages=num_stages, num_microbatches=num_microbatches
+        )
+    else:
+        family = schedule_family(name)
+        stages_per_rank = stages_per_rank if stages_per_rank is not None else _default_stages(family, num_ranks, costs)
+        family.check_stages_per_rank(stages_per_rank)
+        costs.per_stage(num_ranks * stages_per_rank)
+        request = ScheduleRequest(num_ranks, num_microbatches, stages_per_rank, costs, limits, exact)
+        schedule = merge_first_stage(family.build(request))
     if limits is not None:
         _check_limit(schedule, costs, limits)
     return schedule
+
+
+def _default_stages(family: Family, num_ranks: int, costs: StageCosts) -> int:
+    """As many stages a rank as the costs are for, if they say; else what is usual for the family."""
+    num_stages = costs.num_stages
+    if num_stages is not None and num_stages % num_ranks == 0:
+        return num_stages // num_ranks
+    return family.default_stages_per_rank
 
 
 def _check_limit(schedule: Schedule, costs: StageCosts, limits: Sequence[float]) -> None:

@@ -9,8 +9,9 @@ class ChunkProgram:
     """The program of one rank that holds several stages, its *chunks*.
 
     ``write("F0 I1 W1")`` appends the next F of chunk 0, the next I of chunk 1, and the W of the oldest I of chunk 1
-    that still waits for it; ``W`` without a chunk takes the oldest I of all. I and B of a chunk count together. Microbatches
-    from ``num_microbatches`` on are counted but not written, so that a pattern made for many serves for few.
+    that still waits for it; ``W`` without a chunk takes the oldest I of all. I and B of a chunk count together.
+    Microbatches from ``num_microbatches`` on are counted but not written, so that a pattern made for many serves for
+    few.
     """
 
     def __init__(self, stages: tuple[int, ...], num_microbatches: int) -> None:

@@ -1,0 +1,182 @@
+"""Figures of the schedule layer: published bubbles, optimality against an exact solver, search time.
+
+Usage, from the root of the repository:
+
+    python benchmarks/schedules.py published       # hand-made and searched schedules beside the papers' figures
+    python benchmarks/schedules.py optimality 100  # auto against CP-SAT on random small problems (needs ortools)
+    python benchmarks/schedules.py time            # CPU seconds of the search on one core
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+from lightning_pp.schedule import Placement, Schedule, StageCosts, build_schedule
+from lightning_pp.schedule.search.exact import solve_exactly
+from lightning_pp.schedule.search.problem import Problem
+
+PROFILES = Path(__file__).parent.parent / "tests" / "schedule" / "published_profiles.json"
+SEQUENCE_LENGTH = 1024
+
+
+def held_after_input(architecture: dict[str, int]) -> float:
+    """What a layer holds after I, as a part of what it holds after F: 32h of 34h + 5as (arXiv:2401.10241)."""
+    hidden = architecture["hidden"]
+    return 32 * hidden / (34 * hidden + 5 * architecture["heads"] * SEQUENCE_LENGTH)
+
+
+def costs_of(row: dict[str, Any], factor: float = 1.0, held: float = 1.0) -> StageCosts:
+    """The measured costs of one row, per stage."""
+    return StageCosts(
+        forward=factor * row["forward_ms"],
+        backward_input=factor * row["backward_input_ms"],
+        backward_weight=factor * row["backward_weight_ms"],
+        p2p=row["p2p_ms"],
+        held_after_input=held,
+    )
+
+
+def show(label: str, published: float, schedule: Schedule, costs: StageCosts, seconds: float) -> None:
+    """One line: our bubble beside the published one."""
+    simulation = schedule.simulate(costs)
+    bubble = simulation.longest_span_bubble
+    verdict = "at or below" if round(bubble, 4) <= published else "ABOVE"
+    print(
+        f"{label:<34} {bubble:.5f}  published {published:.4f}  {verdict:<11} "
+        f"peak {max(simulation.peak_memory):6.2f}  {seconds:5.1f} s  {schedule.name}",
+        flush=True,
+    )
+
+
+def published(most_microbatches: int) -> None:
+    """Our bubbles beside the published ones, same definition, same memory."""
+    profiles = json.loads(PROFILES.read_text())
+    for row in profiles["one_chunk_per_rank"]:
+        p, m = row["stages"], row["microbatches"]
+        if m > most_microbatches:
+            continue
+        costs = costs_of(row, held=held_after_input(profiles["architectures"][row["model"]]))
+        for key, limit in (("zb_1p", p), ("zb_2p", 2 * p)):
+            begin = time.process_time()
+            schedule = build_schedule("auto", num_ranks=p, num_microbatches=m, costs=costs, memory_limit=limit)
+            seconds = time.process_time() - begin
+            show(f"{key} {row['model']} p={p} m={m}", row["bubble"][key], schedule, costs, seconds)
+    for row in profiles["two_chunks_per_rank"]["rows"]:
+        p, m = row["ranks"], row["microbatches"]
+        if m > most_microbatches:
+            continue
+        requests = [("auto", "zb_v", row["bubble"]["zb_v"], 2 * p)]
+        if (p, m) == (32, 96):
+            requests += [("v_half", "v_half", 0.181, 2 * ((p + 2) // 2)), ("v_min", "v_min", 0.311, 2 * ((p + 4) // 3))]
+        for name, label, bubble, limit in requests:
+            costs = costs_of(row)
+            begin = time.process_time()
+            schedule = build_schedule(
+                name, num_ranks=p, num_microbatches=m, stages_per_rank=2, costs=costs, memory_limit=limit
+            )
+            show(f"{label} p={p} m={m}", bubble, schedule, costs, time.process_time() - begin)
+
+
+def random_problem(draw: random.Random) -> dict[str, Any]:
+    """Uneven costs on up to 4 ranks, up to 8 microbatches, one or two stages a rank, a memory limit that can work."""
+    num_ranks, stages_per_rank = draw.randint(2, 4), draw.choice((1, 1, 2))
+    num_stages = num_ranks * stages_per_rank
+
+    def uneven(low: float, high: float) -> list[float]:
+        return [round(draw.uniform(low, high), 2) for _ in range(num_stages)]
+
+    costs = StageCosts(
+        uneven(5, 20),
+        uneven(5, 20),
+        uneven(3, 15),
+        p2p=round(draw.uniform(0, 3), 2),
+        held_after_input=round(draw.uniform(0.3, 1), 2),
+    )
+    return {
+        "num_ranks": num_ranks,
+        "num_microbatches": draw.randint(3, 8),
+        "stages_per_rank": stages_per_rank,
+        "costs": costs,
+        "memory_limit": float(draw.randint(max(2, num_ranks // 2) * stages_per_rank, 2 * num_ranks * stages_per_rank)),
+    }
+
+
+def gap_to_optimum(request: dict[str, Any], time_limit_s: float) -> tuple[float, bool, Schedule]:
+    """How far auto's makespan is above the best one on its placement, as a fraction; whether that one is proven."""
+    schedule = build_schedule("auto", **request)
+    limits = (request["memory_limit"],) * request["num_ranks"]
+    placements = {schedule.placement, Placement.interleaved(request["num_ranks"], request["stages_per_rank"])}
+    if request["stages_per_rank"] == 2:
+        placements.add(Placement.v_shaped(request["num_ranks"]))
+    best, proven = float("inf"), True
+    for placement in placements:
+        problem = Problem.build(placement, request["num_microbatches"], request["costs"], limits)
+        ours = schedule.placement == placement
+        start = problem.orders_of(schedule) if ours else problem.sequential_orders()
+        result = solve_exactly(problem, start, time_limit_s=time_limit_s)
+        best, proven = min(best, result.makespan), proven and result.optimal
+    return schedule.simulate(request["costs"]).makespan / best - 1, proven, schedule
+
+
+def optimality(num_problems: int, time_limit_s: float) -> None:
+    """``auto`` against CP-SAT."""
+    draw = random.Random(0)
+    gaps = []
+    for index in range(num_problems):
+        request = random_problem(draw)
+        gap, proven, schedule = gap_to_optimum(request, time_limit_s)
+        gaps.append(gap)
+        sizes = f"p={request['num_ranks']} m={request['num_microbatches']} v={request['stages_per_rank']}"
+        print(f"{index:3} {sizes} {100 * gap:6.3f} % {'' if proven else '(not proven)'} {schedule.name}", flush=True)
+    print(f"{len(gaps)} problems: mean {100 * sum(gaps) / len(gaps):.3f} %, worst {100 * max(gaps):.3f} %")
+
+
+def search_time() -> None:
+    """CPU seconds of ``auto`` at the two large sizes, one and two stages a rank."""
+    for num_ranks, num_microbatches in ((32, 256), (64, 512)):
+        for stages_per_rank in (1, 2):
+            costs = StageCosts(10.4, 10.2, 7.7, p2p=0.4)
+            begin = time.process_time()
+            schedule = build_schedule(
+                "auto",
+                num_ranks=num_ranks,
+                num_microbatches=num_microbatches,
+                stages_per_rank=stages_per_rank,
+                costs=costs,
+                memory_limit=2 * num_ranks,
+            )
+            seconds = time.process_time() - begin
+            bubble = schedule.simulate(costs).longest_span_bubble
+            print(
+                f"p={num_ranks} m={num_microbatches} stages_per_rank={stages_per_rank}: {seconds:.1f} s, "
+                f"bubble {bubble:.4f}, {schedule.name}",
+                flush=True,
+            )
+
+
+def main() -> None:
+    """Read the command line and run one of the comparisons."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("published", help="compare with the papers")
+    command.add_argument("--most-microbatches", type=int, default=10**9, help="leave out larger rows")
+    command = commands.add_parser("optimality", help="compare with CP-SAT")
+    command.add_argument("num_problems", type=int, nargs="?", default=100)
+    command.add_argument("--time-limit", type=float, default=60.0, help="seconds of the solver for one problem")
+    commands.add_parser("time", help="measure the search")
+    arguments = parser.parse_args()
+    if arguments.command == "published":
+        published(arguments.most_microbatches)
+    elif arguments.command == "optimality":
+        optimality(arguments.num_problems, arguments.time_limit)
+    else:
+        search_time()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""V-Min and V-Half: a V in a third and in half of the memory of 1F1B (arXiv:2405.15362, appendix).
+
+A microbatch is a building block of six passes of equal length on each rank, repeated every six slots; the offsets of
+F0, F1, I1 and I0 decide how long it is held, W take the slots that are left. The peak is ``(p + 4) // 3`` microbatches
+for V-Min and ``(p + 2) // 2`` for V-Half, a microbatch being both stages of a rank. The order is then fitted to the
+real costs by moving passes of warm-up and cool-down, where the pattern leaves gaps, without holding more.
+"""
+
+from __future__ import annotations
+
+from lightning_pp.schedule.families.chunk_program import ChunkProgram
+from lightning_pp.schedule.placement import Placement
+from lightning_pp.schedule.program import Schedule
+from lightning_pp.schedule.registry import Family, ScheduleRequest, register
+from lightning_pp.schedule.search.justify import justify
+from lightning_pp.schedule.search.problem import Problem
+from lightning_pp.schedule.search.timing import Objective
+
+_PERIOD = 6
+_MAX_ROUNDS_ACTIONS = 400_000
+"""Effort of the fitting: rounds times actions."""
+
+
+def _v_min_offsets(p: int, rank: int) -> dict[str, int]:
+    extra = 2 if p % 3 == 0 else 0
+    return {"F0": rank, "F1": 2 * p - rank - 1, "I1": 2 * p + extra + rank, "I0": 4 * p + extra - rank - 1}
+
+
+def _v_half_offsets(p: int, rank: int) -> dict[str, int]:
+    extra = 3 if p % 2 == 0 else 0
+    return {
+        "F0": 2 * rank,
+        "F1": 3 * p - rank - 2,
+        "I1": 3 * p + extra + 2 * rank - 1,
+        "I0": 6 * p + extra - rank - 2,
+    }
+
+
+def _pattern(name: str, request: ScheduleRequest) -> Schedule:
+    """The building block of every rank, repeated, with each W in the first free slot after its I."""
+    p, m = request.num_ranks, request.num_microbatches
+    offsets_of = _v_min_offsets if name == "v_min" else _v_half_offsets
+    placement = Placement.v_shaped(p)
+    programs = []
+    for rank in range(p):
+        program = ChunkProgram(placement.stages_of_rank(rank), m)
+        passes = {
+            offset + _PERIOD * microbatch: token
+            for token, offset in offsets_of(p, rank).items()
+            for microbatch in range(m)
+        }
+        assert len(passes) == 4 * m, "no two passes of a block share a slot modulo the period"
+        for slot in range(max(passes) + 1):
+            if slot in passes:
+                program.write(passes[slot])
+            elif program.waiting:
+                program.write("W")
+        program.write_waiting()
+        programs.append(tuple(program.actions))
+    return Schedule(name, placement, m, tuple(programs))
+
+
+def build_v(name: str, request: ScheduleRequest) -> Schedule:
+    """The pattern, fitted to the costs in the memory of the pattern."""
+    schedule = _pattern(name, request)
+    peaks = schedule.simulate(request.costs).peak_memory
+    problem = Problem.build(schedule.placement, request.num_microbatches, request.costs, peaks)
+    num_actions = sum(map(len, schedule.programs))
+    max_rounds = max(2, min(12, _MAX_ROUNDS_ACTIONS // num_actions))
+    return problem.schedule_of(justify(problem, problem.orders_of(schedule), Objective(), max_rounds=max_rounds), name)
+
+
+def build_v_min(request: ScheduleRequest) -> Schedule:
+    """The least memory that a V can do with at full rate."""
+    return build_v("v_min", request)
+
+
+def build_v_half(request: ScheduleRequest) -> Schedule:
+    """Half the memory of 1F1B, with less bubble than it."""
+    return build_v("v_half", request)
+
+
+for _name, _build, _summary in (
+    ("v_half", build_v_half, "two stages a rank in a V; half the memory of 1f1b"),
+    ("v_min", build_v_min, "two stages a rank in a V; a third of the memory of 1f1b"),
+):
+    register(Family(_name, _build, _summary, default_stages_per_rank=2, min_stages_per_rank=2, max_stages_per_rank=2))

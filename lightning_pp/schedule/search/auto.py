@@ -1,0 +1,260 @@
+"""``auto``: the best schedule that can be found for given costs and a memory limit.
+
+Best is the shortest longest span, which is the time of a step in a row of overlapping ones, among schedules whose
+makespan is within half a percent of the shortest. Candidates are every hand-made schedule and what the greedy
+construction makes under many policies, on every placement that the number of stages allows. The best are shortened by
+justification and by annealing, in small problems on each placement. All effort is counted in simulated actions, not in
+seconds, so the same request gives the same schedule on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+from lightning_pp.errors import ScheduleError
+from lightning_pp.schedule.memory import exceeds
+from lightning_pp.schedule.merging import merge_where_nobody_waits
+from lightning_pp.schedule.placement import Placement
+from lightning_pp.schedule.program import Schedule
+from lightning_pp.schedule.registry import Family, ScheduleRequest, available_schedules, register, schedule_family
+from lightning_pp.schedule.search.exact import solve_exactly
+from lightning_pp.schedule.search.greedy import Policy, Preference, build_greedy
+from lightning_pp.schedule.search.justify import justify
+from lightning_pp.schedule.search.local import climb
+from lightning_pp.schedule.search.problem import Orders, Problem
+from lightning_pp.schedule.search.timing import Length, Objective, earliest, length_of
+
+_MAKESPAN_TOLERANCE = 0.005
+_SCREENING_ACTIONS = 600_000
+"""Effort of trying policies, on few microbatches."""
+_BUILDING_ACTIONS = 300_000
+"""Effort of building the best of them for all microbatches."""
+_JUSTIFYING_ACTIONS = 300_000
+_CLIMBING_ACTIONS = 2_000_000
+_MAX_CLIMBING_STEPS = 12_000
+_MIN_CLIMBING_STEPS = 100
+_SMALL = 400
+"""Up to so many actions every placement is improved and the climb may go uphill; more have no time for it."""
+_MAX_EXACT_ACTIONS = 600
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """Orders with their length, and where they come from."""
+
+    length: Length
+    problem: Problem
+    orders: Orders
+    origin: str
+
+
+def build_auto(request: ScheduleRequest) -> Schedule:
+    """Search; see the module. The name tells the origin: ``auto (zb_v, improved)``.
+
+    Raises:
+        ScheduleError: The memory limit is too small for any schedule, or ``exact`` is asked for too large a pipeline.
+    """
+    placements = _placements(request)
+    _check_limit(request, placements)
+    problems = [
+        Problem.build(placement, request.num_microbatches, request.costs, request.memory_limit)
+        for placement in placements
+    ]
+    hand_made = list(_hand_made(request))
+    candidates = [*_raw_candidates(problems, hand_made), *_greedy_candidates(request, problems)]
+    candidates += [_measured(problem, problem.sequential_orders(), "sequential") for problem in problems]
+    if _num_actions(problems[0]) <= _SMALL:
+        for problem in problems:
+            candidates += _improve([candidate for candidate in candidates if candidate.problem is problem])
+    else:
+        candidates += _improve(candidates)
+    if request.exact:
+        candidates += [_solve(candidates, problem) for problem in problems]
+    found = [candidate.problem.schedule_of(candidate.orders, f"auto ({candidate.origin})") for candidate in candidates]
+    found += [replace(schedule, name=f"auto ({schedule.name})") for schedule in hand_made]
+    return merge_where_nobody_waits(_best(found, request), request.costs)
+
+
+def _best(schedules: list[Schedule], request: ScheduleRequest) -> Schedule:
+    """The best by the full simulation, with gathers and reductions."""
+    lengths = []
+    for schedule in schedules:
+        simulation = schedule.simulate(request.costs)
+        lengths.append((simulation.makespan, max(simulation.span_ms)))
+    objective = _objective(makespan for makespan, _ in lengths)
+    scores = [objective.score(makespan, span) for makespan, span in lengths]
+    return schedules[scores.index(min(scores))]
+
+
+def _objective(makespans: Iterable[float]) -> Objective:
+    return Objective((1 + _MAKESPAN_TOLERANCE) * min(makespans))
+
+
+def _placements(request: ScheduleRequest) -> list[Placement]:
+    placements = [Placement.interleaved(request.num_ranks, request.stages_per_rank)]
+    if request.stages_per_rank == 2 and request.num_ranks > 1:
+        placements.insert(0, Placement.v_shaped(request.num_ranks))
+    return placements
+
+
+def _check_limit(request: ScheduleRequest, placements: list[Placement]) -> None:
+    """Drop placements that cannot work; a rank must hold one microbatch on all its stages at the same time."""
+    if request.memory_limit is None:
+        return
+    held = request.costs.per_stage(placements[0].num_stages).held_after_forward
+    needs = []
+    for placement in list(placements):
+        need = [sum(held[stage] for stage in placement.stages_of_rank(rank)) for rank in range(placement.num_ranks)]
+        needs.append(max(need))
+        if any(map(exceeds, need, request.memory_limit)):
+            placements.remove(placement)
+    if not placements:
+        raise ScheduleError(
+            f"memory_limit {min(request.memory_limit):g} is too small for any schedule: a rank must hold one "
+            f"microbatch on all its stages ({request.stages_per_rank}) at once; the smallest limit that works is "
+            f"{min(needs):g}"
+        )
+
+
+def _hand_made(request: ScheduleRequest) -> Iterator[Schedule]:
+    """Every schedule of another family that fits the stages and the limit."""
+    for name in available_schedules():
+        family = schedule_family(name)
+        # The interleaved families with one stage a rank are 1f1b and zb_h1 again.
+        repeats = family.default_stages_per_rank > request.stages_per_rank
+        if family.build is build_auto or repeats or not family.allows(request.stages_per_rank):
+            continue
+        schedule = family.build(request)
+        peaks = schedule.simulate(request.costs).peak_memory
+        if request.memory_limit is None or not any(map(exceeds, peaks, request.memory_limit)):
+            yield schedule
+
+
+def _raw_candidates(problems: list[Problem], schedules: list[Schedule]) -> Iterator[_Candidate]:
+    for schedule in schedules:
+        for problem in problems:
+            if problem.placement == schedule.placement:
+                yield _measured(problem, problem.orders_of(schedule), schedule.name)
+
+
+def _measured(problem: Problem, orders: Orders, origin: str) -> _Candidate:
+    starts = earliest(problem, orders)
+    assert starts is not None, "candidates are free of deadlock"
+    return _Candidate(length_of(problem, orders, starts), problem, orders, origin)
+
+
+def _policies(stages_per_rank: int) -> list[Policy]:
+    """The policies to try, the generally better ones first."""
+    alternate_or_input: tuple[Preference, ...] = ("alternate", "input")
+    any_but_input: tuple[Preference, ...] = ("alternate", "forward", "deep")
+    if stages_per_rank == 1:
+        return [
+            Policy(prefer, weight_fit, forward_waits, input_waits, 1.0, in_flight, first_rank_waits)
+            for in_flight, first_rank_waits, input_waits, weight_fit, forward_waits, prefer in product(
+                (None, 1.5), (False, True), (0.0, 0.5), (1.0, 0.0, 0.5), (1.0, 0.5, 0.0), alternate_or_input
+            )
+        ]
+    return [
+        Policy(prefer, weight_fit, forward_waits, input_waits, same_waits, in_flight)
+        for in_flight, input_waits, same_waits, weight_fit, forward_waits, prefer in product(
+            (None, 2.7, 1.5), (0.0, 1.0), (1.0, 0.5), (1.0, 0.5), (1.0, 0.0), any_but_input
+        )
+    ]
+
+
+def _num_actions(problem: Problem) -> int:
+    return 3 * problem.num_stages * problem.num_microbatches
+
+
+def _greedy_candidates(request: ScheduleRequest, problems: list[Problem]) -> Iterator[_Candidate]:
+    """Try policies on a step of few microbatches, which has the same warm-up and cool-down; build the best in full."""
+    policies = _policies(request.stages_per_rank)
+    share = _SCREENING_ACTIONS // len(problems)
+    num_few = max(2 * request.num_ranks + 2, share // (len(policies) * 3 * problems[0].num_stages))
+    screened: list[tuple[Length, int, Policy]] = []
+    for index, problem in enumerate(problems):
+        few = Problem.build(
+            problem.placement, min(request.num_microbatches, num_few), request.costs, request.memory_limit
+        )
+        for policy in policies[: max(4, share // _num_actions(few))]:
+            orders = build_greedy(few, policy)
+            if orders is not None:
+                screened.append((_measured(few, orders, "").length, index, policy))
+    if not screened:
+        return
+    objective = _objective(length.makespan for length, _, _ in screened)
+    screened.sort(key=lambda entry: objective.of(entry[0]))
+    num_built = max(2, min(8, _BUILDING_ACTIONS // _num_actions(problems[0])))
+    for _, index, policy in screened[:num_built]:
+        orders = build_greedy(problems[index], policy)
+        if orders is not None:
+            yield _measured(problems[index], orders, "greedy")
+
+
+def _improve(candidates: list[_Candidate]) -> list[_Candidate]:
+    """Justify the best few, and anneal or climb from the best of those: first for makespan, then for the span."""
+    num_actions = _num_actions(candidates[0].problem)
+    num_steps = min(_MAX_CLIMBING_STEPS, _CLIMBING_ACTIONS // num_actions)
+    num_rounds = max(2, _JUSTIFYING_ACTIONS // num_actions)
+    num_justified = max(1, min(4, num_rounds // 4))
+    improved: list[_Candidate] = []
+    for objective in (Objective(), _objective(candidate.length.makespan for candidate in candidates)):
+        best = sorted(candidates + improved, key=lambda candidate: objective.of(candidate.length))
+        for candidate in best[:num_justified]:
+            orders = justify(
+                candidate.problem,
+                candidate.orders,
+                objective,
+                max_rounds=max(2, min(12, num_rounds // num_justified // 2)),
+                patience=4,
+            )
+            improved.append(_measured(candidate.problem, orders, f"{candidate.origin.split(',')[0]}, improved"))
+        if num_steps < _MIN_CLIMBING_STEPS:
+            continue
+        if objective.longest_makespan:
+            objective = _objective(candidate.length.makespan for candidate in candidates + improved)
+        start = min(improved, key=lambda candidate: objective.of(candidate.length))
+        orders = climb(
+            start.problem,
+            start.orders,
+            objective,
+            num_steps=num_steps,
+            lower_bound=lower_bound(start.problem, objective),
+            downhill=num_actions > _SMALL,
+        )
+        improved.append(_measured(start.problem, orders, start.origin))
+    return improved
+
+
+def lower_bound(problem: Problem, objective: Objective) -> float:
+    """No orders have a lower score: a rank starts when its first input can be there, works, and passes the rest on."""
+    n, m = problem.num_stages, problem.num_microbatches
+    duration, latency = problem.duration, problem.needs_latency
+    head = [0.0] * n
+    for stage in range(1, n):
+        head[stage] = head[stage - 1] + duration[stage - 1] + latency[stage]
+    makespan = span = 0.0
+    for rank in range(problem.placement.num_ranks):
+        stages = problem.placement.stages_of_rank(rank)
+        work = m * sum(duration[kind * n + stage] for stage in stages for kind in (0, 3))
+        makespan = max(makespan, min(head[stage] for stage in stages) + work)
+        span = max(span, work)
+    return objective.score(makespan, span)
+
+
+def _solve(candidates: list[_Candidate], problem: Problem) -> _Candidate:
+    """The exact optimum on one placement, from the best candidate on it."""
+    num_actions = _num_actions(problem)
+    if num_actions > _MAX_EXACT_ACTIONS:
+        raise ScheduleError(
+            f"exact search is for small pipelines: this one has {num_actions} actions (3 * stages * microbatches), "
+            f"at most {_MAX_EXACT_ACTIONS} are practical; use auto without exact"
+        )
+    on_placement = [candidate for candidate in candidates if candidate.problem is problem]
+    best = min(on_placement, key=lambda candidate: candidate.length.makespan)
+    return _measured(problem, solve_exactly(problem, best.orders).orders, "exact")
+
+
+register(Family("auto", build_auto, "searched for the given costs and memory limit; any number of stages a rank"))

@@ -1,0 +1,199 @@
+"""Build orders from nothing by letting every rank decide, as soon as it is free, what to do next.
+
+This is the automatic schedule of arXiv:2401.10241 (appendix) as an event simulation, for any placement and any costs. A
+rank knows what has arrived and what is on its way, keeps to its memory limit, and follows a policy: which of F and I it
+wants next, how long it waits for something better than what is there, and how well a W must fit into a wait. Different
+policies are good for different costs and limits; the caller tries many.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Literal, TypeAlias
+
+from lightning_pp.schedule.search.problem import UNLIMITED, B, F, I, Orders, Problem, W
+
+_EPSILON = 1e-9
+_ClassRows = list[list[tuple[int, int]]]
+"""For each rank, kind and stage of what it may do, the most wanted first."""
+
+
+Preference: TypeAlias = Literal["alternate", "input", "forward", "deep"]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How a rank decides. The fractions are of the duration of the action that would be done instead.
+
+    Attributes:
+        prefer: ``alternate`` wants I after F and F after I; ``input`` always wants I, ``forward`` always F; ``deep``
+            wants whatever is furthest along the model.
+        weight_fit: A W is done in a wait that is at least this fraction of it: 1 never delays what is on its way.
+        forward_waits: F waits for an I that arrives within this fraction.
+        input_waits: I waits for an F that arrives within this fraction.
+        same_waits: An action waits for one of its kind on a deeper stage that arrives within this fraction.
+        in_flight: A stage holds at most so many times what it needs to run at full rate, None for no bound but memory.
+        first_rank_waits: Whether the rank of the first stage waits for I like the others; nobody needs its I.
+    """
+
+    prefer: Preference = "alternate"
+    weight_fit: float = 1.0
+    forward_waits: float = 1.0
+    input_waits: float = 0.0
+    same_waits: float = 1.0
+    in_flight: float | None = None
+    first_rank_waits: bool = True
+
+
+def build_greedy(problem: Problem, policy: Policy) -> Orders | None:
+    """Orders by ``policy``; None if the policy, with its bounds, leads to a deadlock."""
+    return _Construction(problem, policy).run()
+
+
+class _Construction:
+    """The state of one construction. Microbatches are alike, so each stage takes them in their order."""
+
+    def __init__(self, problem: Problem, policy: Policy) -> None:
+        n, m = problem.num_stages, problem.num_microbatches
+        self.problem = problem
+        self.policy = policy
+        self.stages = [problem.placement.stages_of_rank(rank)[::-1] for rank in range(problem.placement.num_ranks)]
+        self.arrivals: list[list[list[float]]] = [[[] for _ in range(n)], [[] for _ in range(n)]]
+        self.arrivals[F][0] = [0.0] * m
+        self.done = [[0] * n, [0] * n, [0] * n]
+        self.reserve = self._reserves()
+        self.cap = self._caps()
+        self.wanted = self._wanted()
+
+    def _reserves(self) -> list[float]:
+        """What must be free for F of each stage: its own, and one microbatch on each deeper stage of the rank.
+
+        With that reserve a rank can always take the next step of the microbatch that is furthest along, so that
+        memory cannot deadlock.
+        """
+        n = self.problem.num_stages
+        forward = self.problem.held_change[:n]
+        reserve = [0.0] * n
+        for stages in self.stages:
+            deeper = 0.0
+            for stage in stages:
+                reserve[stage] = deeper + forward[stage]
+                deeper += forward[stage]
+        return reserve
+
+    def _caps(self) -> list[int]:
+        """For each stage the most microbatches between its F and its I, by Little's law from the policy."""
+        n, m = self.problem.num_stages, self.problem.num_microbatches
+        factor = self.policy.in_flight
+        if factor is None:
+            return [m] * n
+        duration = self.problem.duration
+        cycle = max(sum(duration[row] for stage in stages for row in (stage, B * n + stage)) for stages in self.stages)
+        round_trip, caps = 0.0, [1] * n
+        for stage in range(n - 1, -1, -1):
+            round_trip += duration[stage] + duration[I * n + stage]
+            caps[stage] = max(1, int(factor * round_trip / cycle + 0.5) if cycle else m)
+            round_trip += self.problem.needs_latency[stage] + (self.problem.feeds_latency[I * n + stage])
+        return caps
+
+    def _wanted(self) -> tuple[_ClassRows, _ClassRows]:
+        """What each rank wants, most wanted first, after an F and after an I."""
+        forwards = [[(F, stage) for stage in stages] for stages in self.stages]
+        inputs = [[(I, stage) for stage in stages] for stages in self.stages]
+        input_first = [second + first for first, second in zip(forwards, inputs, strict=True)]
+        forward_first = [first + second for first, second in zip(forwards, inputs, strict=True)]
+        deep = [[(kind, stage) for stage in stages for kind in (I, F)] for stages in self.stages]
+        return {
+            "alternate": (input_first, forward_first),
+            "input": (input_first, input_first),
+            "forward": (forward_first, forward_first),
+            "deep": (deep, deep),
+        }[self.policy.prefer]
+
+    def run(self) -> Orders | None:
+        problem = self.problem
+        n, m, num_ranks = problem.num_stages, problem.num_microbatches, problem.placement.num_ranks
+        rank_of_stage, duration, change = problem.placement.rank_of_stage, problem.duration, problem.held_change
+        feeds, feeds_latency = problem.feeds, problem.feeds_latency
+        arrivals, done = self.arrivals, self.done
+        held, free, last = [0.0] * num_ranks, [0.0] * num_ranks, [I] * num_ranks
+        orders: Orders = [[] for _ in range(num_ranks)]
+        events = [(0.0, rank) for rank in range(num_ranks)]
+        while events:
+            now, rank = heappop(events)
+            if free[rank] > now:
+                continue
+            kind, stage, wake = self._decide(rank, now, held[rank], last[rank])
+            if kind < 0:
+                if wake < UNLIMITED:
+                    heappush(events, (wake, rank))
+                continue
+            row = kind * n + stage
+            if kind == B:
+                done[W][stage] += 1
+            microbatch = done[I if kind == B else kind][stage]
+            done[I if kind == B else kind][stage] = microbatch + 1
+            orders[rank].append(row * m + microbatch)
+            held[rank] += change[row]
+            end = free[rank] = now + duration[row]
+            heappush(events, (end, rank))
+            if kind == W:
+                continue
+            last[rank] = F if kind == F else I
+            fed = feeds[row]
+            if fed >= 0:
+                fed_kind, fed_stage = divmod(fed, n)
+                arrival = end + feeds_latency[row]
+                arrivals[fed_kind][fed_stage].append(arrival)
+                heappush(events, (arrival, rank_of_stage[fed_stage]))
+        complete = all(weights == m for weights in done[W])
+        return orders if complete else None
+
+    def _decide(self, rank: int, now: float, held: float, last: int) -> tuple[int, int, float]:
+        """Kind and stage of the next action; kind -1 to wait, with the time to think again."""
+        problem, policy = self.problem, self.policy
+        n, duration, limit = problem.num_stages, problem.duration, problem.limits[rank] + _EPSILON
+        done = self.done
+        _, done_input, done_weight = done
+        weight = -1
+        for stage in self.stages[rank]:
+            if done_weight[stage] < done_input[stage]:
+                weight = stage
+                break
+        soon_forward = soon_input = UNLIMITED
+        for kind, stage in self.wanted[last][rank]:
+            count, arrived = done[kind][stage], self.arrivals[kind][stage]
+            if count >= len(arrived):
+                continue
+            arrival = arrived[count]
+            if kind == F:
+                if count - done_input[stage] >= self.cap[stage]:
+                    continue
+                if held + self.reserve[stage] > limit:
+                    if weight >= 0 and arrival <= now:
+                        return W, weight, now
+                    continue
+                if arrival > now:
+                    soon_forward = min(soon_forward, arrival)
+                    continue
+                long = duration[stage]
+                patience = policy.forward_waits if policy.first_rank_waits or stage else 0.0
+                if soon_forward - now < policy.same_waits * long or soon_input - now < patience * long:
+                    continue
+                return F, stage, now
+            if arrival > now:
+                soon_input = min(soon_input, arrival)
+                continue
+            row = I * n + stage
+            long = duration[row]
+            if soon_input - now < policy.same_waits * long or soon_forward - now < policy.input_waits * long:
+                continue
+            if held + problem.held_change[row] > limit:
+                # I would hold more than F did: make room, or do the whole backward at once.
+                return (W, weight, now) if weight >= 0 else (B, stage, now)
+            return I, stage, now
+        soon = min(soon_forward, soon_input)
+        if weight >= 0 and soon - now >= policy.weight_fit * duration[W * n + weight] - _EPSILON:
+            return W, weight, now
+        return -1, -1, soon

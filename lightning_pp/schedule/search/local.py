@@ -1,0 +1,151 @@
+"""Improve given orders by moving single critical actions: simulated annealing (Kirkpatrick, Gelatt and Vecchi, 1983).
+
+An action is critical when it cannot start later without making the step longer; only moves of such actions can help.
+A move that makes the step longer is accepted now and then, less often for more, and less and less often; the acceptance
+is warmed up again a few times. The random numbers are seeded, so the result is the same each time.
+"""
+
+from __future__ import annotations
+
+from math import log
+from random import Random
+
+from lightning_pp.schedule.search.problem import Orders, Problem, W
+from lightning_pp.schedule.search.timing import Objective, Times, earliest, latest, length_of
+
+_EPSILON = 1e-9
+_HOT, _COLD = 0.02, 0.0002
+"""First and last temperature, as a part of the score."""
+_NUM_CYCLES = 2
+_MAX_DISTANCE = 12
+_MAX_DRAWS = 200
+
+
+def climb(
+    problem: Problem,
+    orders: Orders,
+    objective: Objective,
+    *,
+    num_steps: int,
+    lower_bound: float = 0.0,
+    downhill: bool = False,
+    seed: int = 0,
+) -> Orders:
+    """The best orders found in ``num_steps`` moves, never worse than ``orders``.
+
+    Args:
+        problem: Costs and limits.
+        orders: Legal orders within the limits.
+        objective: What is best.
+        num_steps: Number of moves to try; each costs a simulation.
+        lower_bound: Stop when the score has come down to this.
+        downhill: Accept nothing worse: for large problems, where there is no time for more.
+        seed: Seed of the moves.
+    """
+    return _Climb(problem, orders, objective, Random(seed)).run(num_steps, lower_bound, 0.0 if downhill else _HOT)
+
+
+class _Climb:
+    def __init__(self, problem: Problem, orders: Orders, objective: Objective, random: Random) -> None:
+        self.problem = problem
+        self.objective = objective
+        self.random = random
+        self.orders = [list(order) for order in orders]
+        starts = earliest(problem, self.orders)
+        assert starts is not None, "orders must be free of deadlock"
+        self.score = self._score(starts)
+        self.critical = self._critical(starts)
+
+    def run(self, num_steps: int, lower_bound: float, hot: float) -> Orders:
+        best, best_score = [list(order) for order in self.orders], self.score
+        cooling = (_COLD / _HOT) ** (1 / max(1, num_steps // _NUM_CYCLES))
+        temperature = hot * best_score
+        for step in range(num_steps):
+            if best_score <= lower_bound + _EPSILON:
+                break
+            if step % max(1, num_steps // _NUM_CYCLES) == 0:
+                temperature = hot * best_score
+            temperature *= cooling
+            move = next(filter(None, (self._propose() for _ in range(_MAX_DRAWS))), None)
+            if move is None:
+                break
+            rank, source, target = move
+            order = self.orders[rank]
+            order.insert(target, order.pop(source))
+            starts = earliest(self.problem, self.orders)
+            score = None if starts is None else self._score(starts)
+            if starts is None or score is None or score > self.score - temperature * log(1.0 - self.random.random()):
+                order.insert(source, order.pop(target))
+                continue
+            self.score = score
+            self.critical = self._critical(starts)
+            if score < best_score - _EPSILON:
+                best, best_score = [list(each) for each in self.orders], score
+        return best
+
+    def _score(self, starts: Times) -> float:
+        return self.objective.of(length_of(self.problem, self.orders, starts))
+
+    def _critical(self, starts: Times) -> list[tuple[int, int]]:
+        """Rank and position of every critical action."""
+        due = length_of(self.problem, self.orders, starts).due()
+        late = latest(self.problem, self.orders, due)
+        return [
+            (rank, position)
+            for rank, (early_times, late_times) in enumerate(zip(starts, late, strict=True))
+            for position, (early_time, late_time) in enumerate(zip(early_times, late_times, strict=True))
+            if late_time - early_time < 1e-6
+        ]
+
+    def _propose(self) -> tuple[int, int, int] | None:
+        """A rank, a position and a new position, legal on the rank itself; None if this draw has none."""
+        rank, position = self.random.choice(self.critical)
+        order = self.orders[rank]
+        distance = 1 + int(self.random.random() ** 2 * _MAX_DISTANCE)
+        if order[position] // self.problem.num_microbatches // self.problem.num_stages == W:
+            distance *= 2
+        target = position - distance if self.random.random() < 0.5 else position + distance
+        target = self._reachable(order, position, max(0, min(len(order) - 1, target)))
+        if target == position or not self._fits(rank, position, target):
+            return None
+        return rank, position, target
+
+    def _reachable(self, order: list[int], position: int, target: int) -> int:
+        """How far the action can go towards ``target`` without passing what it needs or what needs it."""
+        problem, m = self.problem, self.problem.num_microbatches
+        row, microbatch = divmod(order[position], m)
+        backward = target < position
+        others = (
+            (problem.needs[row], problem.needs_own[row]) if backward else (problem.feeds[row], problem.feeds_own[row])
+        )
+        # In published rows, where a B stands for the I that others look for.
+        bounds = {other * m + microbatch for other in others if other >= 0}
+        step = -1 if backward else 1
+        for index in range(position + step, target + step, step):
+            other_row = order[index] // m
+            if order[index] + (problem.publishes[other_row] - other_row) * m in bounds:
+                return index - step
+        return target
+
+    def _fits(self, rank: int, source: int, target: int) -> bool:
+        """True when the rank stays within its limit after the move."""
+        problem, m = self.problem, self.problem.num_microbatches
+        limit = problem.limits[rank] + _EPSILON
+        order, held_change = self.orders[rank], problem.held_change
+        moved = held_change[order[source] // m]
+        if (target < source) == (moved <= 0):
+            return True
+        low, high = min(source, target), max(source, target)
+        held = sum(held_change[code // m] for code in order[:low])
+        if target < source:
+            held += moved
+            if held > limit:
+                return False
+            between = order[low:high]
+        else:
+            between = order[low + 1 : high + 1]
+        for code in between:
+            held += held_change[code // m]
+            if held > limit:
+                return False
+        return True

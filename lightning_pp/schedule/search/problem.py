@@ -1,0 +1,137 @@
+"""What the search looks at: one placement, its costs and its limits, as flat tables of numbers.
+
+An *order* is a program as integers: the action of kind k (F 0, I 1, W 2, B 3), stage s and microbatch j is the code
+``(k * num_stages + s) * m + j``, and ``k * num_stages + s`` is its *row*, as in :mod:`lightning_pp.schedule.engine`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from lightning_pp.schedule.action import Action, ActionKind
+from lightning_pp.schedule.costs import StageCosts
+from lightning_pp.schedule.engine import CostTables, encode
+from lightning_pp.schedule.placement import Placement
+from lightning_pp.schedule.program import Schedule
+
+Orders: TypeAlias = list[list[int]]
+"""For each rank, its actions as codes."""
+
+F, I, W, B = range(4)  # noqa: E741
+_KINDS = (ActionKind.F, ActionKind.I, ActionKind.W, ActionKind.B)
+UNLIMITED = float("inf")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One scheduling problem. All tuples but ``limits`` are indexed by row.
+
+    Attributes:
+        placement: Which rank holds which stages.
+        num_microbatches: Number of microbatches, ``m``.
+        duration: Milliseconds.
+        needs: Row on another stage whose result is waited for, -1 for none.
+        needs_latency: Milliseconds until that result has arrived.
+        needs_own: Row on the same stage that must come before, -1 for none.
+        feeds: Row on another stage that waits for this one's result, -1 for none.
+        feeds_latency: Milliseconds until the result has arrived there.
+        feeds_own: Row on the same stage that must come after, -1 for none.
+        publishes: Row under which the result is known: that of I for I and B, else the row itself.
+        held_change: What the action adds to the memory of its rank.
+        limits: For each rank, the most it may hold.
+    """
+
+    placement: Placement
+    num_microbatches: int
+    duration: tuple[float, ...]
+    needs: tuple[int, ...]
+    needs_latency: tuple[float, ...]
+    needs_own: tuple[int, ...]
+    feeds: tuple[int, ...]
+    feeds_latency: tuple[float, ...]
+    feeds_own: tuple[int, ...]
+    publishes: tuple[int, ...]
+    held_change: tuple[float, ...]
+    limits: tuple[float, ...]
+
+    @property
+    def num_stages(self) -> int:
+        return self.placement.num_stages
+
+    @classmethod
+    def build(
+        cls, placement: Placement, num_microbatches: int, costs: StageCosts, limits: tuple[float, ...] | None
+    ) -> Problem:
+        """The problem of scheduling ``num_microbatches`` on ``placement``."""
+        tables = CostTables.build(placement, costs)
+        resolved = costs.per_stage(placement.num_stages)
+        n = placement.num_stages
+        none = (-1,) * n
+        forward_rows, input_rows, weight_rows = (tuple(range(k * n, (k + 1) * n)) for k in (F, I, W))
+        feeds_forward = (*forward_rows[1:], input_rows[-1])
+        feeds_input = (-1, *input_rows[:-1])
+        latency_forward = (*tables.latency[1:n], 0.0)
+        latency_input = (0.0, *tables.latency[n : 2 * n - 1])
+        held_forward, held_input = resolved.held_after_forward, resolved.held_after_input
+        return cls(
+            placement=placement,
+            num_microbatches=num_microbatches,
+            duration=tables.duration,
+            needs=tables.needs,
+            needs_latency=tables.latency,
+            needs_own=none + forward_rows + input_rows + forward_rows,
+            feeds=feeds_forward + feeds_input + none + feeds_input,
+            feeds_latency=latency_forward + latency_input + (0.0,) * n + latency_input,
+            feeds_own=input_rows + weight_rows + none + none,
+            publishes=tables.publishes,
+            held_change=held_forward
+            + tuple(late - early for early, late in zip(held_forward, held_input, strict=True))
+            + tuple(-late for late in held_input)
+            + tuple(-early for early in held_forward),
+            limits=limits or (UNLIMITED,) * placement.num_ranks,
+        )
+
+    def orders_of(self, schedule: Schedule) -> Orders:
+        """The programs as orders, with every B split into I and W where the memory of I allows it."""
+        n, m = self.num_stages, self.num_microbatches
+        orders = []
+        for program in encode(schedule):
+            order: list[int] = []
+            for code in program:
+                row, microbatch = divmod(code, m)
+                stage = row - B * n
+                if stage >= 0 and self.held_change[I * n + stage] <= 0:
+                    order += ((I * n + stage) * m + microbatch, (W * n + stage) * m + microbatch)
+                else:
+                    order.append(code)
+            orders.append(order)
+        return orders
+
+    def sequential_orders(self) -> Orders:
+        """One microbatch after the other: long, but legal within every limit within which anything is."""
+        n, m = self.num_stages, self.num_microbatches
+        orders: Orders = [[] for _ in range(self.placement.num_ranks)]
+        for microbatch in range(m):
+            for kind, stages in ((F, range(n)), (B, range(n - 1, -1, -1))):
+                for stage in stages:
+                    code = (kind * n + stage) * m + microbatch
+                    if kind == B and self.held_change[I * n + stage] <= 0:
+                        code = (I * n + stage) * m + microbatch
+                        orders[self.placement.rank_of_stage[stage]] += (code, code + (W - I) * n * m)
+                    else:
+                        orders[self.placement.rank_of_stage[stage]].append(code)
+        return orders
+
+    def schedule_of(self, orders: Orders, name: str) -> Schedule:
+        """The orders as a schedule."""
+        n, m = self.num_stages, self.num_microbatches
+        programs = []
+        for order in orders:
+            program = []
+            for code in order:
+                row, microbatch = divmod(code, m)
+                kind, stage = divmod(row, n)
+                program.append(Action(stage, _KINDS[kind], microbatch))
+            programs.append(tuple(program))
+        return Schedule(name, self.placement, m, tuple(programs))

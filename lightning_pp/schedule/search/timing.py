@@ -1,0 +1,127 @@
+"""Earliest and latest times of given orders, and how good they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_pp.schedule.search.problem import Orders, Problem
+
+Times = list[list[float]]
+"""For each rank, the start of each action of its order, milliseconds."""
+
+
+@dataclass(frozen=True)
+class Length:
+    """How long a step takes.
+
+    Attributes:
+        makespan: From the first start to the last end: the time of a step alone.
+        longest_span: The most that a rank takes from its first start to its last end: the time of a step in a row,
+            where a rank that has finished its part starts the next step.
+        first: For each rank, its first start.
+    """
+
+    makespan: float
+    longest_span: float
+    first: tuple[float, ...]
+
+    def due(self) -> list[float]:
+        """For each rank, the latest end that makes neither makespan nor longest span worse."""
+        return [min(self.makespan, first + self.longest_span) for first in self.first]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What the search makes small: the longest span, among schedules whose makespan is about the best.
+
+    Attributes:
+        longest_makespan: Makespans up to this count as good; 0 while the best one is still looked for.
+    """
+
+    longest_makespan: float = 0.0
+
+    def score(self, makespan: float, longest_span: float) -> float:
+        """Smaller is better, milliseconds."""
+        if not self.longest_makespan:
+            return makespan + 0.1 * longest_span
+        return longest_span + 10.0 * max(0.0, makespan - self.longest_makespan)
+
+    def of(self, length: Length) -> float:
+        """The score of ``length``."""
+        return self.score(length.makespan, length.longest_span)
+
+
+def length_of(problem: Problem, orders: Orders, starts: Times) -> Length:
+    """Measure the outcome of :func:`earliest`."""
+    m, duration = problem.num_microbatches, problem.duration
+    ends = [times[-1] + duration[order[-1] // m] for times, order in zip(starts, orders, strict=True)]
+    first = tuple(times[0] for times in starts)
+    return Length(max(ends), max(end - begin for end, begin in zip(ends, first, strict=True)), first)
+
+
+def earliest(problem: Problem, orders: Sequence[Sequence[int]]) -> Times | None:
+    """Start every action as early as its order allows; None if the orders deadlock."""
+    m, duration, needs = problem.num_microbatches, problem.duration, problem.needs
+    latency, publishes = problem.needs_latency, problem.publishes
+    done = [-1.0] * (3 * problem.num_stages * m)
+    waiting: dict[int, int] = {}
+    starts: Times = [[] for _ in orders]
+    clock = [0.0] * len(orders)
+    ready = list(range(len(orders)))[::-1]
+    while ready:
+        rank = ready.pop()
+        now, times, order = clock[rank], starts[rank], orders[rank]
+        for code in order[len(times) :] if times else order:
+            row = code // m
+            microbatch = code - row * m
+            needed = needs[row]
+            if needed >= 0:
+                needed = needed * m + microbatch
+                arrived = done[needed]
+                if arrived < 0.0:
+                    waiting[needed] = rank
+                    break
+                arrived += latency[row]
+                if arrived > now:
+                    now = arrived
+            times.append(now)
+            now += duration[row]
+            published = publishes[row] * m + microbatch
+            done[published] = now
+            if published in waiting:
+                ready.append(waiting.pop(published))
+        clock[rank] = now
+    return None if waiting else starts
+
+
+def latest(problem: Problem, orders: Orders, due: Sequence[float]) -> Times:
+    """Start every action as late as its order and the latest end of each rank allow."""
+    m, duration, feeds = problem.num_microbatches, problem.duration, problem.feeds
+    latency, publishes = problem.feeds_latency, problem.publishes
+    begun: list[float | None] = [None] * (3 * problem.num_stages * m)
+    waiting: dict[int, int] = {}
+    starts: Times = [[] for _ in orders]
+    clock = list(due)
+    ready = list(range(len(orders)))
+    while ready:
+        rank = ready.pop()
+        now, times, order = clock[rank], starts[rank], orders[rank]
+        for index in range(len(order) - 1 - len(times), -1, -1):
+            row, microbatch = divmod(order[index], m)
+            fed = feeds[row]
+            if fed >= 0:
+                fed = fed * m + microbatch
+                begin = begun[fed]
+                if begin is None:
+                    waiting[fed] = rank
+                    break
+                now = min(now, begin - latency[row])
+            now -= duration[row]
+            times.append(now)
+            published = publishes[row] * m + microbatch
+            begun[published] = now
+            if published in waiting:
+                ready.append(waiting.pop(published))
+        clock[rank] = now
+    return [times[::-1] for times in starts]

@@ -1,0 +1,223 @@
+"""What the search promises: legal, within the limit, never worse than by hand, near the optimum, the same each time."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from schedule_strategies import stage_costs
+
+from lightning_pp.errors import ScheduleError
+from lightning_pp.schedule import Placement, Schedule, StageCosts, available_schedules, build_schedule
+from lightning_pp.schedule.merging import merge_where_nobody_waits
+from lightning_pp.schedule.registry import schedule_family
+from lightning_pp.schedule.search.exact import solve_exactly
+from lightning_pp.schedule.search.greedy import Policy, build_greedy
+from lightning_pp.schedule.search.justify import justify
+from lightning_pp.schedule.search.problem import Problem
+from lightning_pp.schedule.search.timing import Objective, earliest, latest, length_of
+
+PROFILES: dict[str, Any] = json.loads((Path(__file__).parent / "published_profiles.json").read_text())
+
+
+def random_request(draw: random.Random, *, most_microbatches: int = 8) -> dict[str, Any]:
+    num_ranks, stages_per_rank = draw.randint(2, 4), draw.choice((1, 1, 2))
+    num_stages = num_ranks * stages_per_rank
+
+    def uneven(low: float, high: float) -> list[float]:
+        return [round(draw.uniform(low, high), 2) for _ in range(num_stages)]
+
+    costs = StageCosts(
+        uneven(5, 20),
+        uneven(5, 20),
+        uneven(3, 15),
+        p2p=round(draw.uniform(0, 3), 2),
+        held_after_input=round(draw.uniform(0.3, 1), 2),
+    )
+    return {
+        "num_ranks": num_ranks,
+        "num_microbatches": draw.randint(3, most_microbatches),
+        "stages_per_rank": stages_per_rank,
+        "costs": costs,
+        "memory_limit": float(draw.randint(max(2, num_ranks // 2) * stages_per_rank, 2 * num_ranks * stages_per_rank)),
+    }
+
+
+def exact_makespan(request: dict[str, Any], schedule: Schedule, time_limit_s: float) -> float:
+    """The shortest makespan on every placement that auto may choose."""
+    placements = [Placement.interleaved(request["num_ranks"], request["stages_per_rank"])]
+    if request["stages_per_rank"] == 2:
+        placements.append(Placement.v_shaped(request["num_ranks"]))
+    best = float("inf")
+    for placement in placements:
+        limits = (request["memory_limit"],) * request["num_ranks"]
+        problem = Problem.build(placement, request["num_microbatches"], request["costs"], limits)
+        start = problem.orders_of(schedule) if schedule.placement == placement else problem.sequential_orders()
+        best = min(best, solve_exactly(problem, start, time_limit_s=time_limit_s).makespan)
+    return best
+
+
+def gaps_to_optimum(num_problems: int, *, most_microbatches: int, time_limit_s: float) -> list[float]:
+    draw = random.Random(0)
+    gaps = []
+    for _ in range(num_problems):
+        request = random_request(draw, most_microbatches=most_microbatches)
+        schedule = build_schedule("auto", **request)
+        schedule.validate(costs=request["costs"], memory_limit=request["memory_limit"])
+        best = exact_makespan(request, schedule, time_limit_s)
+        gaps.append(schedule.simulate(request["costs"]).makespan / best - 1)
+    return gaps
+
+
+def test_auto_is_near_the_optimum_of_a_few_problems() -> None:
+    pytest.importorskip("ortools", reason="the exact solver is an extra")
+    gaps = gaps_to_optimum(4, most_microbatches=4, time_limit_s=3)
+    assert max(gaps) <= 0.02
+    assert sum(gaps) / len(gaps) <= 0.005
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_auto_is_near_the_optimum_of_a_hundred_problems() -> None:
+    pytest.importorskip("ortools", reason="the exact solver is an extra")
+    gaps = gaps_to_optimum(100, most_microbatches=8, time_limit_s=30)
+    assert max(gaps) <= 0.02
+    assert sum(gaps) / len(gaps) <= 0.005
+
+
+def test_exact_auto_proves_what_it_found() -> None:
+    pytest.importorskip("ortools", reason="the exact solver is an extra")
+    request = random_request(random.Random(5), most_microbatches=4)
+    searched, solved = build_schedule("auto", **request), build_schedule("auto", exact=True, **request)
+    solved.validate(costs=request["costs"], memory_limit=request["memory_limit"])
+    # Half a percent of makespan may be given for a shorter span.
+    assert solved.simulate(request["costs"]).makespan <= 1.005 * searched.simulate(request["costs"]).makespan
+    with pytest.raises(ScheduleError, match="exact search is for small pipelines: this one has 1536 actions"):
+        build_schedule("auto", num_ranks=8, num_microbatches=64, exact=True)
+
+
+@settings(max_examples=8)
+@given(data=st.data(), p=st.integers(1, 4), m=st.integers(1, 6), v=st.integers(1, 3))
+def test_auto_is_legal_and_never_worse_than_by_hand(data: st.DataObject, p: int, m: int, v: int) -> None:
+    costs = data.draw(stage_costs(p * v))
+    limit = data.draw(st.sampled_from([None, float(v), 1.5 * v, float(p * v)]))
+    schedule = build_schedule(
+        "auto", num_ranks=p, num_microbatches=m, stages_per_rank=v, costs=costs, memory_limit=limit
+    ).validate(costs=costs, memory_limit=limit)
+    ours = schedule.simulate(costs)
+    for name in available_schedules():
+        family = schedule_family(name)
+        if name == "auto" or not family.allows(v):
+            continue
+        try:
+            other = build_schedule(
+                name, num_ranks=p, num_microbatches=m, stages_per_rank=v, costs=costs, memory_limit=limit
+            )
+        except ScheduleError:
+            continue
+        theirs = other.simulate(costs)
+        assert ours.makespan <= 1.0051 * theirs.makespan
+        assert ours.makespan + max(ours.span_ms) <= 1.0051 * (theirs.makespan + max(theirs.span_ms))
+
+
+def test_auto_is_deterministic() -> None:
+    request = random_request(random.Random(3))
+    assert build_schedule("auto", **request) == build_schedule("auto", **request)
+
+
+def test_too_small_a_limit_names_the_smallest_that_works() -> None:
+    costs = StageCosts(1, 1, 1, held_after_forward=[2, 3, 1, 4], held_after_input=1)
+    with pytest.raises(ScheduleError, match="memory_limit 4 is too small for any schedule.*that works is 6"):
+        build_schedule("auto", num_ranks=2, num_microbatches=4, stages_per_rank=2, costs=costs, memory_limit=4)
+    build_schedule("auto", num_ranks=2, num_microbatches=4, stages_per_rank=2, costs=costs, memory_limit=6)
+
+
+def test_holding_more_after_the_input_gradient_uses_whole_backwards() -> None:
+    costs = StageCosts(1, 1, 1, held_after_forward=1, held_after_input=1.5)
+    for limit in (1, 2, 3):
+        schedule = build_schedule("auto", num_ranks=3, num_microbatches=6, costs=costs, memory_limit=limit)
+        schedule.validate(costs=costs, memory_limit=limit)
+
+
+@pytest.mark.parametrize(
+    ("row", "factor", "key"),
+    [(1, 2, "zb_2p"), (3, 2, "zb_2p"), (3, 1, "zb_1p")],
+)
+def test_published_automatic_schedules(row: int, factor: int, key: str) -> None:
+    profile = PROFILES["one_chunk_per_rank"][row]
+    model = PROFILES["architectures"][profile["model"]]
+    after_forward = 34 * model["hidden"] + 5 * model["heads"] * 1024
+    costs = StageCosts(
+        profile["forward_ms"],
+        profile["backward_input_ms"],
+        profile["backward_weight_ms"],
+        profile["p2p_ms"],
+        held_after_input=32 * model["hidden"] / after_forward,
+    )
+    p, m = profile["stages"], profile["microbatches"]
+    schedule = build_schedule("auto", num_ranks=p, num_microbatches=m, costs=costs, memory_limit=factor * p)
+    assert round(schedule.simulate(costs).longest_span_bubble, 4) <= profile["bubble"][key]
+
+
+@pytest.mark.parametrize(("name", "most", "peak"), [("v_half", 0.181, 17), ("v_min", 0.311, 12)])
+def test_published_bubbles_of_little_memory(name: str, most: float, peak: int) -> None:
+    row = PROFILES["two_chunks_per_rank"]["rows"][6]
+    costs = StageCosts(row["forward_ms"], row["backward_input_ms"], row["backward_weight_ms"], row["p2p_ms"])
+    simulation = build_schedule(name, num_ranks=32, num_microbatches=96, costs=costs).simulate(costs)
+    assert simulation.longest_span_bubble < most
+    assert max(simulation.peak_memory) / 2 <= peak
+
+
+@given(p=st.integers(1, 12), m=st.integers(1, 30))
+@settings(max_examples=30)
+def test_little_memory_is_little_at_every_size(p: int, m: int) -> None:
+    for name, peak in (("v_half", (p + 2) // 2), ("v_min", (p + 4) // 3)):
+        assert max(build_schedule(name, num_ranks=p, num_microbatches=m).simulate().peak_memory) <= 2 * peak
+
+
+@given(data=st.data(), p=st.integers(1, 4), m=st.integers(1, 8), v=st.integers(1, 2))
+@settings(max_examples=40)
+def test_greedy_and_justified_orders_are_legal(data: st.DataObject, p: int, m: int, v: int) -> None:
+    costs = data.draw(stage_costs(p * v))
+    placement = Placement.v_shaped(p) if v == 2 else Placement.interleaved(p)
+    limit = float(data.draw(st.integers(v, 3 * p)) if 3 * p > v else v)
+    problem = Problem.build(placement, m, costs, (limit,) * p)
+    policy = data.draw(
+        st.builds(
+            Policy,
+            prefer=st.sampled_from(["alternate", "input", "forward", "deep"]),
+            weight_fit=st.sampled_from([0.0, 0.5, 1.0]),
+            forward_waits=st.sampled_from([0.0, 1.0]),
+            same_waits=st.sampled_from([0.0, 1.0]),
+        )
+    )
+    orders = build_greedy(problem, policy)
+    assert orders is not None
+    starts = earliest(problem, orders)
+    assert starts is not None
+    before = length_of(problem, orders, starts)
+    late = latest(problem, orders, before.due())
+    assert all(e <= x + 1e-6 for es, xs in zip(starts, late, strict=True) for e, x in zip(es, xs, strict=True))
+    better = justify(problem, orders, Objective())
+    schedule = problem.schedule_of(better, "justified").validate(costs=costs, memory_limit=limit)
+    simulation = schedule.simulate(costs)
+    assert Objective().score(simulation.makespan, max(simulation.span_ms)) <= Objective().of(before) + 1e-6
+    merged = merge_where_nobody_waits(schedule, costs).validate(costs=costs, memory_limit=limit)
+    assert merged.simulate(costs).makespan == pytest.approx(simulation.makespan)
+    assert merged.simulate(costs).span_ms == pytest.approx(simulation.span_ms)
+
+
+def test_csv_path_is_a_schedule(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    build_schedule("zb_v", num_ranks=3, num_microbatches=5).to_csv(path)
+    read = build_schedule(str(path), num_ranks=3, num_microbatches=5, stages_per_rank=2)
+    assert read.placement == Placement.v_shaped(3)
+    with pytest.raises(ScheduleError, match="it has 3 rows .*, the run has 4; it has 5 microbatches, the run has 6"):
+        build_schedule(str(path), num_ranks=4, num_microbatches=6)
+    with pytest.raises(ScheduleError, match="the smallest limit that works for it is 6"):
+        build_schedule(str(path), num_ranks=3, num_microbatches=5, memory_limit=4)
