@@ -342,7 +342,7 @@ def show(console: Console, timings: list[Timing], held: list[Held], reruns: Reru
     for column in (
         "",
         "F",
-        "F, deferrable",
+        "F in scope",
         "full",
         "I",
         "W",
@@ -403,7 +403,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         measure_time(workload, options.device, max(3, round(workload.num_repeats * options.repeats)))
         for workload in chosen
     ]
-    show(Console(width=140), timings, held, reruns)
+    show(Console(width=160), timings, held, reruns)
     if options.json:
         figures = {
             "torch": torch.__version__,
