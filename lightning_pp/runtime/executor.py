@@ -70,7 +70,8 @@ class PipelineExecutor:
         self._units = dict(units)
         self._transport = transport
         self._device = device
-        self._runners: dict[tuple[int, bool], StageRunner] = {}
+        self._runners: dict[int, StageRunner] = {}
+        self._splits: dict[int, tuple[Schedule, frozenset[tuple[int, int | None]]]] = {}
         self._routes: dict[tuple[int, ...], tuple[Schedule, tuple[StepPlan, ...], Route]] = {}
 
     def run(self, schedule: Schedule, inputs: StepInputs) -> tuple[list[Any], StepTimer]:
@@ -115,7 +116,7 @@ class PipelineExecutor:
                         in_flight.pop((stage, microbatch)).queue.run()
                     else:
                         kept = in_flight[stage, microbatch]
-                        gradients = self._backward(schedule, action, inputs, kept, received)
+                        gradients = self._backward(action, inputs, kept, received)
                         transport.send(action, gradients)
                         if action.kind is ActionKind.B:
                             del in_flight[stage, microbatch]
@@ -135,17 +136,17 @@ class PipelineExecutor:
     ) -> tuple[InFlight, Any]:
         stage, microbatch = action.stage, action.microbatch
         assert microbatch is not None
-        return self._runner(stage, schedule.splits_backward).forward(
+        return self._runner(stage).forward(
             inputs.plans[microbatch],
             lambda: inputs.run_step(microbatch, stage),
             received,
             StepRandomness(inputs.seed * 1_009 + microbatch, self._device),
             with_gradients=inputs.loss_of is not None,
+            splits_backward=(stage, microbatch) in self._split_backwards(schedule),
         )
 
     def _backward(
         self,
-        schedule: Schedule,
         action: Action,
         inputs: StepInputs,
         kept: InFlight,
@@ -156,7 +157,7 @@ class PipelineExecutor:
         gradients: dict[Value, list[Tensor]] = {}
         for value, gradient in received:
             gradients.setdefault(value, []).append(gradient)
-        return self._runner(action.stage, schedule.splits_backward).backward(
+        return self._runner(action.stage).backward(
             inputs.plans[microbatch],
             kept,
             gradients,
@@ -164,10 +165,18 @@ class PipelineExecutor:
             split=action.kind is ActionKind.I,
         )
 
-    def _runner(self, stage: int, defers: bool) -> StageRunner:
-        if (stage, defers) not in self._runners:
-            self._runners[stage, defers] = StageRunner(stage, self._units, defers_weight_gradients=defers)
-        return self._runners[stage, defers]
+    def _runner(self, stage: int) -> StageRunner:
+        if stage not in self._runners:
+            self._runners[stage] = StageRunner(stage, self._units)
+        return self._runners[stage]
+
+    def _split_backwards(self, schedule: Schedule) -> frozenset[tuple[int, int | None]]:
+        """The stages and microbatches of this rank whose backward is I and W; the others pay nothing for a split."""
+        if id(schedule) not in self._splits:
+            own = schedule.programs[self._rank]
+            split = frozenset((action.stage, action.microbatch) for action in own if action.kind is ActionKind.I)
+            self._splits[id(schedule)] = (schedule, split)
+        return self._splits[id(schedule)][1]
 
     def _route(self, schedule: Schedule, plans: Sequence[StepPlan]) -> Route:
         key = (id(schedule), *map(id, plans))

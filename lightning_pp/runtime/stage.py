@@ -14,6 +14,7 @@ from lightning_pp.errors import SplitError
 from lightning_pp.runtime.deferred import (
     WeightGradientQueue,
     collect_weight_gradients,
+    delayed_weight_gradient_modules,
     weight_gradients_deferrable,
 )
 from lightning_pp.runtime.randomness import StepRandomness
@@ -66,16 +67,13 @@ class StageRunner:
     Args:
         stage: Number of the stage.
         units: All units of the model, owned or not.
-        defers_weight_gradients: Whether backward is split into I and W.
     """
 
-    def __init__(self, stage: int, units: Mapping[str, nn.Module], *, defers_weight_gradients: bool) -> None:
+    def __init__(self, stage: int, units: Mapping[str, nn.Module]) -> None:
         self.stage = stage
         self._calls = UnitCalls(units)
         self._units = units
-        self._deferrable: Callable[[], AbstractContextManager[None]] = (
-            weight_gradients_deferrable if defers_weight_gradients else nullcontext
-        )
+        self._delayed: dict[str, list[nn.Module]] = {}
 
     def forward(
         self,
@@ -85,6 +83,7 @@ class StageRunner:
         randomness: StepRandomness,
         *,
         with_gradients: bool,
+        splits_backward: bool = False,
     ) -> tuple[InFlight, Any]:
         """Runs the user's step for one microbatch up to this stage's last call (F).
 
@@ -94,6 +93,7 @@ class StageRunner:
             received: Value to tensor, as the plan's ``receives`` lists them.
             randomness: Seeds for glue that draws random numbers.
             with_gradients: Whether a backward follows.
+            splits_backward: Whether that backward is I, with W to follow.
 
         Returns:
             What to keep and send, and what the user's step returned (None except on the last stage).
@@ -106,7 +106,11 @@ class StageRunner:
         if stage_plan.last_call == -1:  # nothing of this stage is called in such a step
             return run.in_flight, None
         output = None
-        with self._calls.handled_by(run.on_call), self._deferrable(), randomness.of_glue(plan.record.glue_is_random):
+        with (
+            self._calls.handled_by(run.on_call),
+            _deferrable(splits_backward),
+            randomness.of_glue(plan.record.glue_is_random),
+        ):
             try:
                 output = step()
             except _StageFinished:
@@ -146,13 +150,18 @@ class StageRunner:
             if output.requires_grad and parts:
                 roots.append(output)
                 root_gradients.append(parts[0] if len(parts) == 1 else torch.stack(list(parts)).sum(0))
+        delayed = self._delayed_modules(plan)
         if roots:
-            with self._deferrable():
+            with _deferrable(split):
                 if split:
                     with collect_weight_gradients(in_flight.queue):
                         torch.autograd.backward(roots, root_gradients)
+                    for module in delayed:
+                        in_flight.queue.defer_module(module)
                 else:
                     torch.autograd.backward(roots, root_gradients)
+                    for module in delayed:
+                        module.backward_dw()  # type: ignore[operator]
         returned = {}
         for edge in plan.stages[self.stage].receives:
             if edge.has_gradient:
@@ -162,6 +171,19 @@ class StageRunner:
         in_flight.outputs.clear()
         in_flight.received.clear()
         return returned
+
+    def _delayed_modules(self, plan: StepPlan) -> list[nn.Module]:
+        """Modules of the stage's units that keep their weight gradients back themselves."""
+        owned = plan.stages[self.stage].owned_calls
+        units = dict.fromkeys(plan.record.calls[index].unit for index in sorted(owned))
+        for unit in units:
+            if unit not in self._delayed:
+                self._delayed[unit] = delayed_weight_gradient_modules(self._units[unit])
+        return [module for unit in units for module in self._delayed[unit]]
+
+
+def _deferrable(splits_backward: bool) -> AbstractContextManager[None]:
+    return weight_gradients_deferrable() if splits_backward else nullcontext()
 
 
 class _StageForward:

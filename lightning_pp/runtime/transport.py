@@ -230,8 +230,9 @@ class Transport:
 
 
 class _Reaper:
-    """Waits for gloo's sends on a thread of its own: their completion shows in ``wait`` only, and until then the tensor
-    must live.
+    """Waits for gloo's sends on a thread of its own.
+
+    Their completion shows in ``wait`` only, and until then the tensor must live.
     """
 
     def __init__(self) -> None:

@@ -113,7 +113,7 @@ def _first_item(loader: Any) -> Any:
     elif isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
         # without workers and without moving the loader's own iterator
         sampler: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
-        indices = next(iter(sampler), None)
+        indices: Any = next(iter(sampler), None)
         empty = indices is None
         if not empty:
             dataset: Any = loader.dataset
@@ -180,9 +180,12 @@ def fingerprint(batch: Any) -> int:
 def check_same_batch(fingerprints: list[int], batch_idx: int) -> None:
     """Raises :class:`BatchError` unless all ranks of a pipeline have the same fingerprint."""
     if len(set(fingerprints)) > 1:
-        odd = [rank for rank, value in enumerate(fingerprints) if value != fingerprints[0]]
         raise BatchError(
-            f"Batch {batch_idx} differs between the stages of one pipeline: pipeline rank(s) {odd} see other data than "
-            "rank 0. Every rank of a pipeline must load the same batch. Seed what the dataset, its transforms and its "
-            "sampler draw (seed_everything(seed, workers=True)), and let nothing in them depend on the rank."
+            f"Batch {batch_idx} differs between the stages of one pipeline: {len(set(fingerprints))} different "
+            "batches on "
+            f"{len(fingerprints)} ranks that were compared. Every rank of a pipeline must load the same batch. "
+            "Seed what "
+            "the dataset, its transforms and its sampler draw (seed_everything(seed, workers=True)), and let "
+            "nothing in "
+            "them depend on the rank."
         )

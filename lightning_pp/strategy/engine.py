@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from itertools import compress
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -37,6 +37,18 @@ from lightning_pp.strategy.outputs import merge_outputs, share_result_of
 from lightning_pp.strategy.plans import signature_of
 from lightning_pp.strategy.schedules import ProgramBook
 from lightning_pp.strategy.sizes import Auto, ParallelSizes, resolve_num_microbatches
+
+_BATCHES_CHECKED_BEFOREHAND = 2
+
+
+class _Sealed:
+    """Something that travels with the outputs and is none of them."""
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+
+_Results = tuple[Any, list[Any], _Sealed]
 
 
 class PipelineEngine:
@@ -145,6 +157,7 @@ class PipelineEngine:
         self.split.placeholders.release(owned)
         materialize_parameters(self.module, owned, self.device)
         self.module.to(self.device)
+        self._parameters = list(self.module.parameters())
         self.gradients = StageGradients(self.split, self.mesh, self.rank)
         ranks = [int(rank) for rank in self.mesh["pipeline"].mesh.tolist()]
         self._executor = PipelineExecutor(
@@ -222,7 +235,10 @@ class PipelineEngine:
         accumulate: int = 1,
     ) -> Any:
         training = loss_of is not None
-        key = (step, signature_of(rest[1:]), self.split.placeholders.trainable_names() if training else None)
+        batch_idx = rest[0] if rest and isinstance(rest[0], int) else 0
+        self._check_first_batches(batch_idx)
+        trainable = tuple(parameter.requires_grad for parameter in self._parameters) if training else None
+        key = (step, signature_of(rest[1:]), trainable)
         plans = [
             self.split.plans.plan(
                 (key, signature_of(microbatch.data)),
@@ -231,7 +247,6 @@ class PipelineEngine:
             )
             for microbatch in microbatches
         ]
-        self._check_batch(rest)
         logs = StepLogs()
         attributes = StepAttributes(self.module, self._kept_by(plans))
         mean_losses, loss_weights = self._mean_losses(step, microbatches, plans, rest, kwargs)
@@ -259,22 +274,19 @@ class PipelineEngine:
             self.last_training_step = (schedule, timer)
             self.last_num_samples = sum(num_samples)
         weights = [microbatch.weight for microbatch in microbatches]
-        calls, total = logs.exchange(weights, sum(num_samples), self.groups)
+
+        def results() -> _Results:
+            calls, total = logs.merge_over_replicas(weights, sum(num_samples), self.groups)
+            output = merge_outputs(outputs, num_samples, weights)
+            changes = attributes.merged(num_samples, weights)
+            return output, changes, _Sealed((calls, total, self._fingerprint))
+
+        output, changes, sealed = cast(_Results, share_result_of(results, self.groups, self.device))
+        calls, total, fingerprint_of_last_stage = sealed.content
+        self._check_batch(fingerprint_of_last_stage, batch_idx)
         replay(self.module, calls, total)
-        output, changes = self._shared_results(outputs, attributes, num_samples, weights)
         attributes.apply(changes)
         return output
-
-    def _shared_results(
-        self, outputs: list[Any], attributes: StepAttributes, num_samples: Sequence[int], weights: Sequence[float]
-    ) -> tuple[Any, list[Any]]:
-        """The batch's output and attribute changes, made on the last stage, on every rank of the pipeline."""
-        shared: tuple[Any, list[Any]] = share_result_of(
-            lambda: (merge_outputs(outputs, num_samples, weights), attributes.merged(num_samples, weights)),
-            self.groups,
-            self.device,
-        )
-        return shared
 
     def _kept_by(self, plans: Sequence[StepPlan]) -> tuple[tuple[str, str], ...]:
         mutated = dict.fromkeys(name for plan in plans for name in plan.record.mutated_attributes)
@@ -284,11 +296,16 @@ class PipelineEngine:
         number = resolve_num_microbatches(self._num_microbatches, self.sizes.pipeline, batch_size_of(batch))
         return split_batch(batch, number)
 
-    def _check_batch(self, rest: list[Any]) -> None:
-        if self._fingerprint is None:
-            return
+    def _check_batch(self, others: int | None, batch_idx: int) -> None:
+        """Raises unless the last stage saw the batch that this rank saw."""
         mine, self._fingerprint = self._fingerprint, None
-        check_same_batch(_gathered_in_pipeline(mine, self.groups), rest[0] if rest else 0)
+        if mine is not None and others is not None:
+            check_same_batch([mine, others], batch_idx)
+
+    def _check_first_batches(self, batch_idx: int) -> None:
+        """Before a run's first batches are cut: later ones are checked by the message that ends a batch anyway."""
+        if self._fingerprint is not None and batch_idx < _BATCHES_CHECKED_BEFOREHAND:
+            check_same_batch(_gathered_in_pipeline(self._fingerprint, self.groups), batch_idx)
 
     def _mean_losses(
         self,
@@ -408,7 +425,8 @@ def _loss_of(output: Any) -> Tensor | None:
     loss = output.get("loss") if hasattr(output, "get") else output
     if not isinstance(loss, Tensor):
         raise ConfigurationError(
-            f"training_step returned {type(output).__name__}{' without a loss' if hasattr(output, 'get') else ''}; in a "
+            f"training_step returned {type(output).__name__}{' without a loss' if hasattr(output, 'get') else ''}; "
+            "in a "
             "pipeline every batch needs a loss: return a tensor, or a dict with the key 'loss'."
         )
     return loss

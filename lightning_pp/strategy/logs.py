@@ -144,11 +144,12 @@ class StepLogs:
         ]
         return merge_calls(parts)
 
-    def exchange(self, weights: Sequence[float], num_samples: int, groups: ControlGroups) -> tuple[list[LogCall], int]:
-        """What the global batch logged, on every rank of every replica. Every rank has to call this once per batch.
+    def merge_over_replicas(
+        self, weights: Sequence[float], num_samples: int, groups: ControlGroups
+    ) -> tuple[list[LogCall], int]:
+        """What the global batch logged: the last stages of all replicas gather their calls and merge them alike.
 
-        The last stages of all replicas gather their calls and merge them, each the same way; then each sends the result
-        down its pipeline, in one small message, also if there is nothing to tell.
+        Every last stage has to call this once per batch, and to share the result with its pipeline.
 
         Args:
             weights: Share of each microbatch in this replica's batch.
@@ -159,25 +160,25 @@ class StepLogs:
             The merged calls, and the number of samples in the global batch.
 
         Raises:
-            Exception: What :meth:`merge` raised on any replica, on every rank.
+            Exception: What :meth:`merge` raised on any replica.
         """
+        mine: list[LogCall] | Exception
+        try:
+            mine = self.merge(weights, num_samples)
+        except Exception as error:
+            mine = error
+        replicas: list[Sequence[LogCall]] = []
+        total = 0
+        for calls, samples in groups.gather((mine, num_samples)):
+            if isinstance(calls, Exception):
+                raise calls
+            replicas.append(calls)
+            total += samples
+        return merge_calls(replicas, by_batch_size=True), total
 
-        def merged() -> tuple[list[LogCall], int]:
-            mine: list[LogCall] | Exception
-            try:
-                mine = self.merge(weights, num_samples)
-            except Exception as error:
-                mine = error
-            replicas: list[Sequence[LogCall]] = []
-            total = 0
-            for calls, samples in groups.gather((mine, num_samples)):
-                if isinstance(calls, Exception):
-                    raise calls
-                replicas.append(calls)
-                total += samples
-            return merge_calls(replicas, by_batch_size=True), total
-
-        return groups.share(merged, "What the step logged")
+    def exchange(self, weights: Sequence[float], num_samples: int, groups: ControlGroups) -> tuple[list[LogCall], int]:
+        """:meth:`merge_over_replicas` on the last stages, shared with every rank; every rank has to call this."""
+        return groups.share(lambda: self.merge_over_replicas(weights, num_samples, groups), "What the step logged")
 
 
 def replay(module: LightningModule, calls: Sequence[LogCall], batch_size: int) -> None:

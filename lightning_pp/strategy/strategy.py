@@ -49,8 +49,9 @@ _log = logging.getLogger(__name__)
 class PipelineParallelStrategy(ParallelStrategy):
     """Trains an unmodified LightningModule as a pipeline, with the loss curve of one device.
 
-    The module is cut into stages by running its step once on fake parameters; every rank then runs the user's own step,
-    with stand-ins for what it does not own. Inside a stage parameters are sharded by FSDP2 over the data-parallel ranks.
+    The module is cut into stages by running its step once on fake parameters; every rank then runs the user's own
+    step, with stand-ins for what it does not own. Inside a stage parameters are sharded by FSDP2 over the
+    data-parallel ranks.
 
     It is not a ``ModelParallelStrategy``, since Lightning refuses double precision to all of those.
 
@@ -295,7 +296,8 @@ class PipelineParallelStrategy(ParallelStrategy):
         }[trainer.state.fn]  # type: ignore[index]
         if "_split_by_pipeline" in vars(module):
             raise ConfigurationError(
-                f"This {type(module).__name__} was split by another PipelineParallelStrategy, and most of its parameters "
+                f"This {type(module).__name__} was split by another PipelineParallelStrategy, and most of its "
+                "parameters "
                 "are on other ranks. Use the trainer that split it, or make a new module and load a checkpoint."
             )
         self._engine = engine
@@ -325,15 +327,19 @@ class PipelineParallelStrategy(ParallelStrategy):
         """
         trainer = self.lightning_module.trainer  # type: ignore[union-attr]
         is_last = not trainer.fit_loop._should_accumulate()
-        return self.engine.train(args, kwargs, accumulate=trainer.accumulate_grad_batches, reduce=is_last)
+        accumulate = trainer.accumulate_grad_batches
+        output: STEP_OUTPUT = self.engine.train(args, kwargs, accumulate=accumulate, reduce=is_last)
+        return output
 
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Runs a validation batch through the pipeline."""
-        return self.engine.evaluate("validation_step", args, kwargs)
+        output: STEP_OUTPUT = self.engine.evaluate("validation_step", args, kwargs)
+        return output
 
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Runs a test batch through the pipeline."""
-        return self.engine.evaluate("test_step", args, kwargs)
+        output: STEP_OUTPUT = self.engine.evaluate("test_step", args, kwargs)
+        return output
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a batch through the pipeline and returns its predictions on every rank."""
@@ -361,8 +367,9 @@ class PipelineParallelStrategy(ParallelStrategy):
                 if self.sizes.data_parallel == 1:
                     return tensor
                 group = self.device_mesh["data_parallel"].get_group()
-            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-        return tensor
+            tensor = _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+        reduced: Tensor = tensor
+        return reduced
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Gathers from the replicas: shape ``(data_parallel_size, *tensor.shape)``."""
@@ -410,7 +417,8 @@ class PipelineParallelStrategy(ParallelStrategy):
         """
         if self._is_interrupted:
             _log.warning(
-                f"No checkpoint is written to {filepath}: this rank failed in the middle of a step, and the other stages "
+                f"No checkpoint is written to {filepath}: this rank failed in the middle of a step, and the other "
+                "stages "
                 "may not be there to write theirs. Resume from the last checkpoint that was saved between steps."
             )
             return
@@ -464,7 +472,8 @@ class PipelineParallelStrategy(ParallelStrategy):
 
 def _summarize_whole_model(trainer: pl.Trainer, engine: PipelineEngine) -> None:
     """Lightning's model summary is about the user's model, not about one stage of it."""
-    for callback in trainer.callbacks:
+    callbacks: list[Any] = getattr(trainer, "callbacks", [])
+    for callback in callbacks:
         if isinstance(callback, ModelSummary) and "_summary" not in vars(callback):
 
             def summary(*args: Any, original: Any = callback._summary) -> Any:
@@ -477,8 +486,10 @@ def _summarize_whole_model(trainer: pl.Trainer, engine: PipelineEngine) -> None:
 def _refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule, precision: Any) -> None:
     if trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
         raise ConfigurationError(
-            f"{type(module).__name__} sets automatic_optimization=False. A pipeline interleaves the forward and backward of "
-            "many microbatches, so it must run them itself: remove manual_backward and optimizer.step from training_step "
+            f"{type(module).__name__} sets automatic_optimization=False. A pipeline interleaves the forward and "
+            "backward of "
+            "many microbatches, so it must run them itself: remove manual_backward and optimizer.step from "
+            "training_step "
             "and return the loss."
         )
     if isinstance(precision, MixedPrecision) and precision.scaler is not None:
@@ -506,7 +517,8 @@ def _set_up_one_optimizer(strategy: PipelineParallelStrategy, trainer: pl.Traine
         )
     if isinstance(strategy.optimizers[0], LBFGS):
         raise ConfigurationError(
-            "LBFGS evaluates the step several times and needs all parameters at once, and a stage has its own only; use a "
+            "LBFGS evaluates the step several times and needs all parameters at once, and a stage has its own "
+            "only; use a "
             "first-order optimizer (AdamW, SGD, ...)."
         )
 
