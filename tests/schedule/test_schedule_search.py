@@ -173,6 +173,17 @@ def test_published_bubbles_of_little_memory(name: str, most: float, peak: int) -
     assert max(simulation.peak_memory) / 2 <= peak
 
 
+@pytest.mark.parametrize("row", [0, 1, 3, 4], ids=["p16-m48", "p16-m64", "p24-m72", "p24-m96"])
+def test_published_bubbles_of_zb_v(row: int) -> None:
+    profile = PROFILES["two_chunks_per_rank"]["rows"][row]
+    costs = StageCosts(
+        profile["forward_ms"], profile["backward_input_ms"], profile["backward_weight_ms"], profile["p2p_ms"]
+    )
+    p, m = profile["ranks"], profile["microbatches"]
+    schedule = build_schedule("zb_v", num_ranks=p, num_microbatches=m, costs=costs, memory_limit=2 * p)
+    assert round(schedule.validate().simulate(costs).longest_span_bubble, 4) <= profile["bubble"]["zb_v"]
+
+
 @given(p=st.integers(1, 12), m=st.integers(1, 30))
 @settings(max_examples=30)
 def test_little_memory_is_little_at_every_size(p: int, m: int) -> None:

@@ -6,10 +6,16 @@ r, stage r is chunk 0 and stage 2p - 1 - r is chunk 1; F0 is the forward of chun
 
 from __future__ import annotations
 
+from itertools import product
+
+from lightning_pp.schedule.families.choice import best_of
 from lightning_pp.schedule.families.chunk_program import ChunkProgram
+from lightning_pp.schedule.families.zb_v_greedy import FillRule, build_by_rounds
 from lightning_pp.schedule.placement import Placement
 from lightning_pp.schedule.program import Schedule
 from lightning_pp.schedule.registry import Family, ScheduleRequest, register
+from lightning_pp.schedule.search.problem import Problem
+from lightning_pp.schedule.search.timing import earliest, length_of
 
 
 def build_zb_v_by_hand(request: ScheduleRequest) -> Schedule:
@@ -33,10 +39,28 @@ def build_zb_v_by_hand(request: ScheduleRequest) -> Schedule:
     return Schedule("zb_v", placement, m, tuple(programs))
 
 
+def build_zb_v(request: ScheduleRequest) -> Schedule:
+    """The better, under the costs, of the pattern and what the rounds make in the same memory (or in the limit)."""
+    by_hand = build_zb_v_by_hand(request)
+    limits = request.memory_limit or by_hand.simulate(request.costs).peak_memory
+    problem = Problem.build(by_hand.placement, request.num_microbatches, request.costs, limits)
+    best, best_score = None, float("inf")
+    for forwards, backwards in product((True, False), repeat=2):
+        orders = build_by_rounds(problem, FillRule(forwards, backwards))
+        starts = earliest(problem, orders) if orders is not None else None
+        if orders is None or starts is None:
+            continue
+        length = length_of(problem, orders, starts)
+        if length.makespan + length.longest_span < best_score:
+            best, best_score = orders, length.makespan + length.longest_span
+    by_rounds = [] if best is None else [problem.schedule_of(best, "zb_v")]
+    return best_of((by_hand, *by_rounds), request)
+
+
 register(
     Family(
         "zb_v",
-        build_zb_v_by_hand,
+        build_zb_v,
         "two stages a rank in a V; nearly no bubble in the memory of 1f1b",
         default_stages_per_rank=2,
         min_stages_per_rank=2,
