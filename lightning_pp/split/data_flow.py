@@ -2,80 +2,26 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import traceback
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from types import FrameType
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import arg_tree_leaves, tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
+from lightning_pp.split.made_up_data import MadeUpData
 from lightning_pp.split.placeholders import is_fake
 from lightning_pp.split.record import Reads, UnitCall, Value
+from lightning_pp.split.source_lines import user_line
+from lightning_pp.split.sources import NOTHING, Inside, Source, set_sources, sources_of, storage_of
+from lightning_pp.split.stand_in_mode import NeedsDataError, StandInMode
 
-_SOURCES = "_pp_sources"
-_TORCH_FOLDER = os.path.dirname(torch.__file__)
-_OWN_FOLDER = os.path.dirname(os.path.dirname(__file__))
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """Source of a value: the parameter of that name."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class Inside:
-    """Source of a value: made within that unit call."""
-
-    call: int
-
-
-Source = Value | Parameter | Inside
-NOTHING: frozenset[Source] = frozenset()
-
-
-def sources_of(tensor: Tensor) -> frozenset[Source]:
-    """Where the value of ``tensor`` comes from; empty if it depends on the batch alone."""
-    return getattr(tensor, _SOURCES, NOTHING)
-
-
-def set_sources(tensor: Tensor, sources: Iterable[Source]) -> None:
-    """Marks where the value of ``tensor`` comes from."""
-    setattr(tensor, _SOURCES, frozenset(sources))
-
-
-def storage_of(tensor: Tensor) -> int | None:
-    """A number that tensors over the same memory share."""
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):
-        return None  # sparse and other layouts have no storage
-
-
-def user_line() -> str:
-    """``file:line in function`` of the innermost caller that belongs neither to torch nor to this package."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        filename = frame.f_code.co_filename
-        if not filename.startswith((_TORCH_FOLDER, _OWN_FOLDER, "<")) and "/contextlib.py" not in filename:
-            return f"{filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back
-    return "an unknown line"
-
-
-def innermost_user_line(error: BaseException) -> str:
-    """``file:line in function`` of the innermost frame of ``error`` that is neither torch's nor this package's."""
-    frames = traceback.extract_tb(error.__traceback__)
-    outside = [frame for frame in frames if not frame.filename.startswith((_TORCH_FOLDER, _OWN_FOLDER, "<"))]
-    return f"{outside[-1].filename}:{outside[-1].lineno} in {outside[-1].name}" if outside else "an unknown line"
+_ITEM = torch.ops.aten._local_scalar_dense.default
+_LIFT_FRESH = torch.ops.aten.lift_fresh.default
 
 
 @dataclass
@@ -87,35 +33,52 @@ class ValueRead:
     num_calls_before: int
 
 
-@dataclass
 class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Carries the sources of values from inputs to outputs of every operation.
 
     Real tensors stay real unless something fake was written into them (``out[:, 0] = cls``): from then on they read as
-    fake, since what they hold is not what one device would hold.
+    fake, since what they hold is not what one device would hold. Where data are made up, results are real and marked
+    with their sources as fakes are. Memory that the step did not make (the batch) is as before after :meth:`restore`.
+
+    Args:
+        fake_mode: The mode of all fakes.
+        own_memory: Storages that the step may edit, such as copies of buffers.
 
     Attributes:
         reads: What the current stretch of code (a call and the glue before it, or the tail) needs.
         call: The unit call that is running, None in glue.
-        dummy: What ``.item()`` on a fake gives: 1 or 0 in the dtype's own type.
+        num_calls: Unit calls so far.
+        own_parameters: Names of the parameters of the running unit.
+        call_reads_data: Whether the running call has looked at a value of a fake.
+        value_reads: Where glue did.
+        edited: Unit outputs that code after the unit writes into.
+        glue_is_random: Whether glue draws random numbers.
     """
 
-    fake_mode: Any
-    dummy: int = 0
-    reads: Reads = field(default_factory=Reads)
-    call: UnitCall | None = None
-    num_calls: int = 0
-    own_parameters: frozenset[str] = frozenset()
-    value_reads: list[ValueRead] = field(default_factory=list)
-    edited: set[Value] = field(default_factory=set)
-    glue_is_random: bool = False
-    _output_storages: dict[int, Value] = field(default_factory=dict)
-    _overwritten_storages: dict[int, frozenset[Source]] = field(default_factory=dict)
-    # a storage is known by its address, so it must not be freed and given out again meanwhile
-    _kept_alive: list[Tensor] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
+    def __init__(self, fake_mode: StandInMode, own_memory: Iterable[int | None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.reads = Reads()
+        self.call: UnitCall | None = None
+        self.num_calls = 0
+        self.own_parameters: frozenset[str] = frozenset()
+        self.call_reads_data = False
+        self.value_reads: list[ValueRead] = []
+        self.edited: set[Value] = set()
+        self.glue_is_random = False
+        self._fake_mode = fake_mode
+        self._made_up: MadeUpData | None = None
+        self._output_storages: dict[int, Value] = {}
+        # a storage is known by its address, so it must not be freed and given out again meanwhile
+        self._kept_alive: list[Tensor] = []
+        self._written: dict[int, frozenset[Source]] = {}
+        self._written_with_fakes: set[int] = set()
+        self._own_memory = set(own_memory)
+        self._contents_before: list[tuple[Tensor, Tensor]] = []
+
+    @property
+    def edits_batch(self) -> bool:
+        """Whether the step wrote into memory that it did not make."""
+        return bool(self._contents_before)
 
     def mark_output(self, tensor: Tensor, value: Value) -> None:
         """Makes ``tensor`` the source ``value``."""
@@ -128,45 +91,99 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def need(self, tensors: Iterable[Tensor]) -> None:
         """Records that ``tensors`` are needed by the current stretch of code."""
         for tensor in tensors:
-            self._note(self._all_sources(tensor))
+            self._note(self.sources_of(tensor))
+
+    def is_missing(self, tensor: Tensor) -> bool:
+        """Whether the value of ``tensor`` depends on weights, so that a stage may not have it."""
+        return is_fake(tensor) or bool(self.sources_of(tensor))
+
+    def sources_of(self, tensor: Tensor) -> frozenset[Source]:
+        """Where the value of ``tensor`` comes from, with what was written into its memory."""
+        found = sources_of(tensor)
+        if self._written:
+            storage = storage_of(tensor)
+            if storage is not None and storage in self._written:
+                found = found | self._written[storage]
+        return found
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """Records that Python looks at the content of ``tensor``, and gives it something to see."""
+        sources = self.sources_of(tensor)
+        self._note(sources)
+        if self.call is None:
+            self.value_reads.append(ValueRead(user_line(), sources, self.num_calls))
+        else:
+            self.call_reads_data = True
+        if not self._reads_as_fake(tensor):
+            return tensor
+        with _disable_current_modes():
+            if self._made_up is not None:
+                return self._made_up.real(self._faked(tensor))  # type: ignore[no-any-return]
+            return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+    @contextmanager
+    def made_up_data(self, data: MadeUpData) -> Iterator[None]:
+        """Within, operations on fakes run on made-up data and give real tensors."""
+        before, self._made_up = self._made_up, data
+        try:
+            yield
+        finally:
+            self._made_up = before
+
+    def restore(self) -> None:
+        """Puts back what the step overwrote in memory that it did not make."""
+        while self._contents_before:
+            place, content = self._contents_before.pop()
+            place.copy_(content)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs one operation."""
         kwargs = kwargs or {}
         inputs = [leaf for leaf in arg_tree_leaves(*args, **kwargs) if isinstance(leaf, Tensor)]
         sources: frozenset[Source] = NOTHING
         any_fake = False
         for tensor in inputs:
             any_fake = any_fake or is_fake(tensor)
-            found = self._all_sources(tensor)
+            found = self.sources_of(tensor)
             if found:
                 sources = sources | found if sources else found
         if self.call is None and torch.Tag.nondeterministic_seeded in func.tags:
             self.glue_is_random = True
+        is_mutable = func._schema.is_mutable
+        if is_mutable:
+            self._keep_contents(func, args, kwargs)
         if not any_fake and not sources:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            self._note_memory(func, inputs, result)
+            return result
         self._note(sources)
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return self._read_value(args[0], sources)
+        if func is _ITEM:
+            return self.read(args[0]).item()
         given = (args, kwargs)
-        if self._overwritten_storages:
-            args, kwargs = self._overwritten_as_fakes(args, kwargs)
-        result = func(*args, **kwargs)
+        result = self._run(func, args, kwargs, sources)
         self._count_flops(func, args, kwargs, result)
         produced: frozenset[Source] = frozenset({Inside(self.call.index)}) if self.call is not None else sources
         for tensor in tree_leaves(result):
-            if is_fake(tensor):
+            if isinstance(tensor, Tensor):
                 set_sources(tensor, produced)
-        if func._schema.is_mutable:
+        self._note_memory(func, inputs, result)
+        if is_mutable:
             self._note_writes(func, *given, produced)
         return result
 
-    def _all_sources(self, tensor: Tensor) -> frozenset[Source]:
-        found = sources_of(tensor)
-        if self._overwritten_storages:
-            storage = storage_of(tensor)
-            if storage is not None and storage in self._overwritten_storages:
-                found = found | self._overwritten_storages[storage]
-        return found
+    def _run(self, func: Any, args: Any, kwargs: Any, sources: frozenset[Source]) -> Any:
+        if self._written_with_fakes:
+            args, kwargs = tree_map(self._faked, (args, kwargs))
+        if self._made_up is not None:
+            args, kwargs = tree_map(self._made_up.real, (args, kwargs))
+        try:
+            return func(*args, **kwargs)
+        except NeedsDataError as error:
+            if self.call is not None:
+                raise
+            self.value_reads.append(ValueRead(error.line, sources, self.num_calls))
+        with self._fake_mode.making_up():
+            return func(*args, **kwargs)
 
     def _note(self, sources: Iterable[Source]) -> None:
         current = self.call.index if self.call is not None else None
@@ -179,15 +196,6 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             elif source.name not in self.own_parameters:
                 self.reads.parameters.add(source.name)
 
-    def _read_value(self, tensor: Tensor, sources: frozenset[Source]) -> bool | int | float | complex:
-        if self.call is None:
-            self.value_reads.append(ValueRead(user_line(), sources, self.num_calls))
-        if tensor.dtype is torch.bool:
-            return bool(self.dummy)
-        if tensor.dtype.is_complex:
-            return complex(self.dummy)
-        return float(self.dummy) if tensor.dtype.is_floating_point else self.dummy
-
     def _count_flops(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         formula = flop_registry.get(func._overloadpacket)
         if formula is None:
@@ -198,33 +206,51 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             self.reads.flops += flops
 
-    def _note_writes(self, func: Any, args: Any, kwargs: Any, produced: frozenset[Source]) -> None:
-        for position, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
+    def _note_memory(self, func: Any, inputs: list[Tensor], result: Any) -> None:
+        """What an operation returns that is no view of what it was given lies in memory of the step's own."""
+        made = {storage_of(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
+        self._own_memory |= made if func is _LIFT_FRESH else made - {storage_of(tensor) for tensor in inputs}
+
+    def _keep_contents(self, func: Any, args: Any, kwargs: Any) -> None:
+        for tensor in _written_by(func, args, kwargs):
+            storage = storage_of(tensor)
+            if storage is None or is_fake(tensor) or tensor.is_meta or storage in self._own_memory:
                 continue
-            written = args[position] if position < len(args) else kwargs.get(argument.name)
-            for tensor in tree_leaves(written):
-                if not isinstance(tensor, Tensor):
-                    continue
-                storage = storage_of(tensor)
-                if storage is None:
-                    continue
-                if storage in self._output_storages:
-                    self.edited.add(self._output_storages[storage])
-                # other views of this memory must know what was written into it
-                before = self._overwritten_storages.get(storage, NOTHING)
-                self._overwritten_storages[storage] = before | sources_of(tensor) | produced
-                self._kept_alive.append(tensor)
+            place = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+            self._contents_before.append((place, place.clone()))
+            self._own_memory.add(storage)
 
-    def _overwritten_as_fakes(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        def convert(leaf: Any) -> Any:
-            if isinstance(leaf, Tensor) and not is_fake(leaf):
-                storage = storage_of(leaf)
-                if storage is not None and storage in self._overwritten_storages:
-                    fake = self.fake_mode.from_tensor(leaf.detach())
-                    set_sources(fake, self._overwritten_storages[storage])
-                    return fake
+    def _note_writes(self, func: Any, args: Any, kwargs: Any, produced: frozenset[Source]) -> None:
+        for tensor in _written_by(func, args, kwargs):
+            storage = storage_of(tensor)
+            if storage is None:
+                continue
+            if storage in self._output_storages:
+                self.edited.add(self._output_storages[storage])
+            # other views of this memory must know what was written into it
+            self._written[storage] = self._written.get(storage, NOTHING) | sources_of(tensor) | produced
+            if not is_fake(tensor) and self._made_up is None:
+                self._written_with_fakes.add(storage)
+            self._kept_alive.append(tensor)
+
+    def _reads_as_fake(self, leaf: Any) -> bool:
+        return is_fake(leaf) or (isinstance(leaf, Tensor) and storage_of(leaf) in self._written_with_fakes)
+
+    def _faked(self, leaf: Any) -> Any:
+        """``leaf``, or a fake for a real tensor that something fake was written into."""
+        if is_fake(leaf) or not self._reads_as_fake(leaf):
             return leaf
+        fake = self._fake_mode.from_tensor(leaf.detach())
+        set_sources(fake, self.sources_of(leaf))
+        return fake
 
-        converted: tuple[Any, Any] = tree_map(convert, (args, kwargs))
-        return converted
+
+def _written_by(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """The tensors among the arguments that ``func`` writes into."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        written = args[position] if position < len(args) else kwargs.get(argument.name)
+        for tensor in tree_leaves(written):
+            if isinstance(tensor, Tensor):
+                yield tensor

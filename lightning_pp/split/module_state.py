@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -54,7 +56,7 @@ def preserved_state(module: nn.Module) -> Iterator[Changes]:
             for key, value in child.__dict__.items():
                 if key.startswith("_") and key not in before:
                     continue
-                if key in _SKIPPED or key == "_buffers":
+                if key in _SKIPPED or key == "_buffers" or _is_replaced_method(child, key, value):
                     continue
                 rebound = key not in before or value is not at_start.get(key)
                 edited = key in contents and not _same_content(value, contents[key][1])
@@ -71,6 +73,31 @@ def preserved_state(module: nn.Module) -> Iterator[Changes]:
             for key in [key for key in child.__dict__ if key not in before and key not in _SKIPPED]:
                 del child.__dict__[key]
             child.__dict__.update({key: value for key, value in before.items() if key not in _SKIPPED})
+
+
+def _is_replaced_method(module: nn.Module, key: str, value: Any) -> bool:
+    """Whether ``value`` stands in for a method of the class, as ``log`` does in a dry run."""
+    return callable(value) and callable(getattr(type(module), key, None))
+
+
+@contextmanager
+def preserved_random_state(device: torch.device) -> Iterator[None]:
+    """Within, random numbers may be drawn; afterwards the generators of torch, Python and NumPy are as before.
+
+    Args:
+        device: The device whose generator is preserved besides the host's.
+    """
+    devices = [device] if device.type == "cuda" else []
+    python_state = random.getstate()
+    numpy: Any = sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python_state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
 
 
 def _same_content(value: Any, content: Any) -> bool:

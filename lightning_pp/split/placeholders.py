@@ -7,14 +7,16 @@ not among the module's parameters, so ``named_parameters()`` and ``state_dict()`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_pp.split.record import TensorSpec
+from lightning_pp.split.stand_in_mode import StandInMode
 
 
 def is_fake(value: object) -> bool:
@@ -41,7 +43,7 @@ class Placeholders:
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self.module = module
         self.device = device
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = StandInMode()
         # every name that a parameter has, in registration order, tied names included
         self.names: dict[str, nn.Parameter] = dict(module.named_parameters(remove_duplicate=False))
         self.canonical_names: dict[str, str] = {}
@@ -67,26 +69,24 @@ class Placeholders:
             self._fakes[canonical] = nn.Parameter(empty, requires_grad=real.requires_grad)
         return self._fakes[canonical]
 
-    def trainable_names(self) -> frozenset[str]:
-        """Canonical names of the owned parameters that require a gradient; a plan depends on it."""
-        return frozenset(name for name, parameter in self.module.named_parameters() if parameter.requires_grad)
-
     def fakes(self) -> list[nn.Parameter]:
         """All placeholders made so far."""
         return list(self._fakes.values())
 
     def release(self, owned: Collection[str]) -> None:
         """Drops every parameter whose canonical name is not in ``owned`` and leaves its placeholder behind."""
+        fakes: dict[nn.Parameter, nn.Parameter] = {}
         for name in self.names:
             if self.canonical_names[name] in owned:
                 continue
             parent, attribute = self._locate(name)
-            fake = self.parameter(name)
+            fake = fakes[self.names[name]] = self.parameter(name)
             if parent._parameters.pop(attribute, None) is not None:
                 parent.__dict__[attribute] = fake
             self.released.add(name)
             # a fake is as good as the original for its shape, dtype and identity, and holds no memory
             self.names[name] = fake
+        _replace_aliases(self.module, fakes)
 
     def restore_names(self) -> None:
         """Undoes :meth:`release` as far as names go: placeholders become (fake) parameters again."""
@@ -131,6 +131,8 @@ class Placeholders:
         A parameter that FSDP keeps sharded is replaced too; the original object returns afterwards.
         """
         saved: list[tuple[nn.Module, str, nn.Parameter | None]] = []
+        fakes: dict[nn.Parameter, nn.Parameter] = {}
+        replaced: list[tuple[Any, Any, nn.Parameter]] = []
         self.restore_names()
         try:
             for name in self.names:
@@ -138,18 +140,22 @@ class Placeholders:
                 saved.append((parent, attribute, parent._parameters.get(attribute)))
                 fake = self.parameter(name)
                 current = parent._parameters.get(attribute)
-                if current is not None and fake.requires_grad != current.requires_grad:
-                    fake.requires_grad_(current.requires_grad)
+                if current is not None:
+                    fakes[current] = fake
+                    if fake.requires_grad != current.requires_grad:
+                        fake.requires_grad_(current.requires_grad)
                 parent._parameters[attribute] = fake
                 tag(fake, self.canonical_names[name])
+            replaced = _replace_aliases(self.module, fakes)
             yield
         finally:
-            for parent, attribute, parameter in saved:
-                parent._parameters[attribute] = parameter
+            for container, key, parameter in replaced:
+                container[key] = parameter
+            for parent, attribute, original in saved:
+                parent._parameters[attribute] = original
             for name in self.released:
                 parent, attribute = self._locate(name)
-                fake = parent._parameters.pop(attribute)  # type: ignore[assignment]
-                parent.__dict__[attribute] = fake
+                parent.__dict__[attribute] = parent._parameters.pop(attribute, None)
 
     def _locate(self, name: str) -> tuple[nn.Module, str]:
         prefix, _, attribute = name.rpartition(".")
@@ -164,3 +170,35 @@ class Placeholders:
                 for attribute in [*order, *(key for key in current if key not in order)]:
                     if attribute in current:
                         parameters[attribute] = current[attribute]
+
+
+def _replace_aliases(
+    module: nn.Module, replacements: Mapping[nn.Parameter, nn.Parameter]
+) -> list[tuple[Any, Any, nn.Parameter]]:
+    """Replaces parameters that modules hold besides their own: in attributes, and in lists and dicts among those.
+
+    Recurrent layers of torch hold theirs in such a list.
+
+    Returns:
+        Container, key and the parameter that was there, for each.
+    """
+    replaced: list[tuple[Any, Any, nn.Parameter]] = []
+
+    def visit(container: Any, items: Any) -> None:
+        for key, value in items:
+            if isinstance(value, nn.Parameter) and value in replacements:
+                replaced.append((container, key, value))
+
+    for child in module.modules():
+        attributes = child.__dict__
+        visit(attributes, attributes.items())
+        for key, value in attributes.items():
+            if key == "_parameters":
+                continue
+            if type(value) is list:
+                visit(value, enumerate(value))
+            elif type(value) is dict:
+                visit(value, value.items())
+    for container, key, parameter in replaced:
+        container[key] = replacements[parameter]
+    return replaced

@@ -95,6 +95,8 @@ class StepRecord:
         mutated_attributes: ``(module name, attribute)`` that the step set or whose content it changed.
         num_mean_losses: Calls, outside units, of functions that take the mean of a loss.
         step_edits_module: Whether anything on the module changes before the last of them.
+        edits_batch: Whether the step writes into memory that it was given, so that whoever runs it more than once
+            must give it a copy each time.
     """
 
     calls: list[UnitCall] = field(default_factory=list)
@@ -105,6 +107,7 @@ class StepRecord:
     mutated_attributes: tuple[tuple[str, str], ...] = ()
     num_mean_losses: int = 0
     step_edits_module: bool = False
+    edits_batch: bool = False
 
     def first_calls(self) -> dict[str, int]:
         """Unit name to the index of its first call, in call order."""

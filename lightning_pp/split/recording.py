@@ -1,0 +1,248 @@
+"""One dry run in progress: the handler of unit calls that fills a :class:`StepRecord`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lightning_pp.errors import SplitError
+from lightning_pp.split.data_flow import DataFlow
+from lightning_pp.split.gradient_flow import gradient_sources
+from lightning_pp.split.made_up_data import AsFake, MadeUpData
+from lightning_pp.split.placeholders import Placeholders, is_fake
+from lightning_pp.split.python_reads import PythonReads
+from lightning_pp.split.record import OutputLeaf, Reads, StepRecord, TensorSpec, UnitCall, Value, spec_of
+from lightning_pp.split.source_lines import innermost_user_line
+from lightning_pp.split.sources import set_sources, storage_of
+from lightning_pp.split.stand_in_mode import NOT_FAKEABLE, NeedsDataError
+from lightning_pp.split.tree import map_leaves, tensors_of
+
+
+class DryRun:
+    """One recording in progress; :func:`lightning_pp.split.dry_run` is the entry point.
+
+    A sink (``self.log``, a metric) passes what it is given to :meth:`need_at_end`, since the last stage will need it.
+
+    Args:
+        units: Names and modules of the units.
+        placeholders: Makes the fakes.
+        num_calls: The number of unit calls after which data are made up; None for never.
+        reads: Lines that read a value in an earlier attempt.
+    """
+
+    def __init__(
+        self,
+        units: Mapping[str, nn.Module],
+        placeholders: Placeholders,
+        num_calls: int | None = None,
+        reads: Sequence[str] = (),
+    ) -> None:
+        self.record = StepRecord()
+        self._placeholders = placeholders
+        self._num_calls = num_calls
+        self._earlier_reads = list(reads)
+        self._flow = DataFlow(placeholders.mode, ())
+        self._end_data = ExitStack()
+        self._own_parameters = {
+            name: frozenset(
+                placeholders.canonical_names[key] for key in placeholders.names if key.startswith(name + ".")
+            )
+            for name in units
+        }
+        self._marker_nodes: dict[Value, Any] = {}
+        self._end = Reads()
+        self._units_that_need_data: set[type[nn.Module]] = set()
+        self._classes = {name: type(unit) for name, unit in units.items()}
+
+    @contextmanager
+    def recording(self, module: nn.Module) -> Iterator[None]:
+        """Around the user's step: watches every operation."""
+        buffers = {storage_of(buffer) for buffer in module.buffers()}
+        held = {
+            storage_of(value)
+            for child in module.modules()
+            for value in child.__dict__.values()
+            if isinstance(value, Tensor)
+        }
+        self._flow = DataFlow(self._placeholders.mode, buffers | held)
+        with PythonReads(self._flow.is_missing, self._flow.read), self._flow, self._end_data:
+            if self._num_calls == 0:
+                self._make_up_the_end()
+            yield
+        self._flow.restore()
+
+    def lines_of_value_reads(self) -> list[str]:
+        """Where code outside units has looked at a weight-dependent value, in this attempt or the one before."""
+        return list(dict.fromkeys([*self._earlier_reads, *(read.line for read in self._flow.value_reads)]))
+
+    def need_at_end(self, value: Any) -> None:
+        """Records that the tensors in ``value`` are needed where the step ends."""
+        current, self._flow.reads = self._flow.reads, self._end
+        try:
+            self._flow.need(tensors_of(value))
+        finally:
+            self._flow.reads = current
+
+    def on_call(self, unit: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs one unit on fakes and records it."""
+        flow = self._flow
+        call = UnitCall(index=len(self.record.calls), unit=unit, reads=flow.reads)
+        if call.index == self._num_calls:
+            self._refuse_reads(self.lines_of_value_reads(), unit)
+        self.record.calls.append(call)
+        flow.num_calls = len(self.record.calls)
+        flow.call, flow.own_parameters = call, self._own_parameters[unit]
+        try:
+            result = self._run(call, lambda: original(*args, **kwargs))
+            flow.need(tensors_of(result))  # what it passes on as it was given
+        finally:
+            flow.call, flow.own_parameters = None, frozenset()
+        flow.reads = Reads()
+        with _disable_current_modes():
+            marked = map_leaves(lambda leaf: self._mark(call, leaf), result)
+            call.output = map_leaves(lambda _: None, result)
+        if len(self.record.calls) == self._num_calls:
+            self._make_up_the_end()
+        return marked
+
+    def finish(self, result: Any, with_gradients: bool) -> None:
+        """Completes the record with what the end of the step needs."""
+        record, flow = self.record, self._flow
+        record.tail = flow.reads
+        flow.need(tensors_of(result))
+        record.glue_is_random = flow.glue_is_random
+        record.edits_batch = flow.edits_batch
+        for value in flow.edited:
+            record.leaf(value).edited_in_place = True
+        num_calls = len(record.calls)
+        for read in flow.value_reads:
+            if read.num_calls_before < num_calls:
+                self._refuse_reads([read.line], record.calls[read.num_calls_before].unit, read.sources)
+            record.value_reads_in_tail.append(read.line)
+        if with_gradients:
+            loss = result.get("loss") if isinstance(result, Mapping) else result
+            roots: dict[Value | None, Any] = dict(self._marker_nodes.items())
+            if isinstance(loss, Tensor) and loss.requires_grad:
+                roots[None] = loss.grad_fn
+            record.gradient_sources = gradient_sources(roots, self._marker_nodes)
+
+    def finish_opaque(self, line: str) -> StepRecord:
+        """Completes the record of a step whose end cannot run without its data.
+
+        What the end touched so far is needed there; nothing after that can be seen.
+        """
+        self.record.tail = self._flow.reads
+        self.merge_end()
+        self.record.glue_is_random = self._flow.glue_is_random
+        self.record.edits_batch = self._flow.edits_batch
+        self.record.value_reads_in_tail.append(line)
+        return self.record
+
+    def merge_end(self) -> None:
+        """Adds what sinks were given to what the end needs."""
+        tail, end = self.record.tail, self._end
+        tail.values |= end.values
+        tail.parameters |= end.parameters
+        tail.escapes.update(end.escapes)
+
+    def _run(self, call: UnitCall, run_unit: Callable[[], Any]) -> Any:
+        """What the unit returns for fakes, or for made-up data if it looks at data."""
+        flow = self._flow
+        kind = self._classes[call.unit]
+        failure: Exception | None = None
+        result: Any = None
+        if kind not in self._units_that_need_data:
+            flow.call_reads_data = False
+            try:
+                with self._saved_bytes_counted(call):
+                    result = run_unit()
+            except SplitError as error:
+                if not isinstance(error, NeedsDataError):
+                    raise
+                failure = error
+            except Exception as error:
+                failure = error
+            if failure is None and not flow.call_reads_data:
+                return result
+        specs: set[tuple[TensorSpec, ...]] = set()
+        made_up = None
+        for seed in (1, 0):
+            call.flops = call.saved_bytes = 0
+            try:
+                with flow.made_up_data(MadeUpData(seed)), self._saved_bytes_counted(call):
+                    made_up = run_unit()
+            except Exception as error:
+                if failure is None and kind not in self._units_that_need_data:
+                    return result  # it could do without data
+                raise self._no_run(call, failure or error, error) from error
+            specs.add(tuple(spec_of(tensor) for tensor in tensors_of(made_up)))
+        if len(specs) > 1:
+            shapes = " and ".join(str([spec.shape for spec in found]) for found in specs)
+            raise SplitError(
+                f"The outputs of the unit {call.unit!r} have shapes that depend on weights ({shapes} for the same "
+                "shapes of its inputs), so no other stage can know them. Pad them inside the unit, or name a larger "
+                "module with units= that keeps them inside."
+            )
+        self._units_that_need_data.add(kind)
+        return made_up
+
+    @staticmethod
+    def _no_run(call: UnitCall, failure: Exception, error: Exception) -> Exception:
+        if not isinstance(failure, (NeedsDataError, *NOT_FAKEABLE)) and type(failure) is type(error):
+            return failure  # the user's own
+        return SplitError(
+            f"The unit {call.unit!r} cannot be run without its data ({failure}), and on made-up data it raises "
+            f"{type(error).__name__} at {innermost_user_line(error)}: {error}. Name smaller modules with units=, so "
+            "that this code is outside of units, or make it accept any data of the right shapes."
+        )
+
+    def _mark(self, call: UnitCall, leaf: Any) -> Any:
+        """Gives one leaf of what a unit returned an identity that can be followed."""
+        value = Value(call.index, len(call.leaves))
+        if not isinstance(leaf, Tensor):
+            call.leaves.append(OutputLeaf(None, leaf))
+            return leaf
+        # a clone has a node of its own in the autograd graph, and memory of its own
+        with AsFake(self._placeholders.mode):
+            marker = leaf.clone()
+        self._flow.mark_output(marker, value)
+        stand_in = marker.detach()
+        set_sources(stand_in, {value})
+        call.leaves.append(OutputLeaf(spec_of(marker), stand_in, requires_grad=marker.requires_grad))
+        if marker.requires_grad:
+            self._marker_nodes[value] = marker.grad_fn
+        return marker
+
+    def _make_up_the_end(self) -> None:
+        self._end_data.enter_context(self._flow.made_up_data(MadeUpData()))
+
+    def _refuse_reads(self, lines: Sequence[str], following: str, sources: Any = ()) -> None:
+        made_by = sorted({self.record.calls[source.call].unit for source in sources if isinstance(source, Value)})
+        raise SplitError(
+            f"{', '.join(lines[:3]) or 'The step'} reads a value that depends on weights"
+            f"{f' ({chr(44).join(made_by)})' if made_by else ''}, and the unit {following!r} is called after it: the "
+            "stages that do not hold the value cannot know which way the step goes. Move the read after the last unit "
+            "(self.log needs no .item()), into a unit, or make the branch depend on the batch only."
+        )
+
+    def _saved_bytes_counted(self, call: UnitCall) -> AbstractContextManager[Any]:
+        """Adds up what autograd keeps of a unit call between forward and backward, each memory once, parameters not."""
+        if not torch.is_grad_enabled():
+            return ExitStack()
+        seen = {storage_of(fake) for fake in self._placeholders.fakes()}
+        kept: list[Tensor] = []  # a memory that is freed would be counted as the next at its address
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = storage_of(tensor)
+            if storage is not None and storage not in seen:
+                seen.add(storage)
+                kept.append(tensor if is_fake(tensor) else tensor.detach())
+                call.saved_bytes += tensor.untyped_storage().nbytes()
+            return tensor
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)

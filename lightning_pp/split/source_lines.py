@@ -1,0 +1,32 @@
+"""Which line of the user's code is responsible."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from types import FrameType
+
+import torch
+
+_TORCH_FOLDER = os.path.dirname(torch.__file__)
+_OWN_FOLDER = os.path.dirname(os.path.dirname(__file__))
+_SKIPPED = (_TORCH_FOLDER + os.sep, _OWN_FOLDER + os.sep, "<")
+
+
+def user_line() -> str:
+    """``file:line in function`` of the innermost caller that belongs neither to torch nor to this package."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if not filename.startswith(_SKIPPED) and not filename.endswith("/contextlib.py"):
+            return f"{filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "an unknown line"
+
+
+def innermost_user_line(error: BaseException) -> str:
+    """``file:line in function`` of the innermost frame of ``error`` that is neither torch's nor this package's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    outside = [frame for frame in frames if not frame.filename.startswith(_SKIPPED)]
+    return f"{outside[-1].filename}:{outside[-1].lineno} in {outside[-1].name}" if outside else "an unknown line"

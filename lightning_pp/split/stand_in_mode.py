@@ -1,0 +1,134 @@
+"""What operations on values of another stage give: fakes of the right shapes, or an error that names the line.
+
+Torch's :class:`FakeTensorMode` refuses every operation whose output shape may depend on data. Here it is refused only
+if it depends on the data that is missing: ``logits[labels != -100]`` with real labels has a known shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_pp.errors import SplitError
+from lightning_pp.split.source_lines import user_line
+
+NOT_FAKEABLE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+
+class NeedsDataError(SplitError):
+    """An operation outside any unit needs the data of a tensor that has none here.
+
+    Attributes:
+        line: The user's line.
+    """
+
+    def __init__(self, operation: str, line: str) -> None:
+        super().__init__(
+            f"{line} needs the data of another stage ({operation}): what it gives, or its shape, depends on weights. "
+            "Move it into a unit or after the last unit call, or make it depend on the batch only."
+        )
+        self.line = line
+
+
+class StandInMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """A fake mode that finds out the shapes that follow from real inputs, such as masks, by trying.
+
+    It is never entered by hand: with ``allow_non_fake_inputs`` an operation touches it only if an argument is fake.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._depth = 0
+        self._makes_up = False
+
+    @contextmanager
+    def making_up(self) -> Iterator[None]:
+        """Within, what needs missing data gets made-up data instead of an error."""
+        before, self._makes_up = self._makes_up, True
+        try:
+            yield
+        finally:
+            self._makes_up = before
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
+        """Runs one operation on fakes."""
+        kwargs = kwargs or {}
+        if self._depth:  # a decomposition of what is being tried further up
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        self._depth += 1
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        except NOT_FAKEABLE as error:
+            failure = error
+        finally:
+            self._depth -= 1
+        return self._tried_out(func, args, kwargs, failure)
+
+    def _tried_out(self, func: Any, args: Any, kwargs: Any, failure: Exception) -> Any:
+        """Runs ``func`` on several contents of the fakes; if the shapes agree they do not depend on them."""
+        layouts, result = set(), None
+        try:
+            for fill in (torch.zeros, torch.ones, MadeUp()):
+                given = tree_map(lambda leaf, fill=fill: _filled(leaf, fill), (args, kwargs))
+                result = func(*given[0], **given[1])
+                layouts.add(tuple(_layout(leaf) for leaf in tree_leaves(result)))
+        except Exception:
+            raise NeedsDataError(str(func), user_line()) from failure
+        if (len(layouts) > 1 or not all(isinstance(leaf, Tensor) for leaf in tree_leaves(result))) and (
+            not self._makes_up
+        ):
+            raise NeedsDataError(str(func), user_line()) from failure
+        if func._schema.is_mutable:
+            return args[0]
+        return tree_map(self._faked, result)
+
+    def _faked(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        with self:
+            return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+
+
+class MadeUp:
+    """Arbitrary data that most operations accept: floats in (0, 1), so that logarithms exist, integers of 0 and 1.
+
+    Args:
+        seed: Seed of generators of its own; the global ones are left alone.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self._seed = seed
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def __call__(self, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor of the given shape and dtype on ``device``."""
+        generator = self._generators.get(device)
+        if generator is None:
+            generator = self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+        if dtype.is_floating_point or dtype.is_complex:
+            return torch.rand(tuple(shape), generator=generator, device=device).to(dtype)
+        return torch.randint(0, 2, tuple(shape), generator=generator, device=device).to(dtype)
+
+
+def _filled(leaf: Any, fill: Callable[..., Tensor]) -> Any:
+    if not isinstance(leaf, FakeTensor):
+        return leaf
+    return fill(tuple(leaf.shape), dtype=leaf.dtype, device=leaf.fake_device)
+
+
+def _layout(leaf: Any) -> Any:
+    return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf)
