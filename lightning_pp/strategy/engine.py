@@ -199,7 +199,7 @@ class PipelineEngine:
 
     def train(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, accumulate: int, reduce: bool) -> Any:
         """Forward and backward of one batch; returns what the user's step would have returned for it."""
-        batch, *rest = _without_iterator(args, "training_step")
+        batch, *rest = args
         microbatches = self._cut(batch, for_training=True)
         schedule = self._programs.training(len(microbatches))
         if self._failed:
@@ -212,7 +212,7 @@ class PipelineEngine:
 
     def evaluate(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forward of one batch; returns what the user's step would have returned for it."""
-        batch, *rest = _without_iterator(args, step)
+        batch, *rest = args
         microbatches = self._cut(batch, for_training=False)
         schedule = self._programs.evaluation(len(microbatches))
         output = self._run(step, microbatches, rest, kwargs, schedule, None)
@@ -361,7 +361,10 @@ class PipelineEngine:
                 stack.enter_context(self._precision.forward_context())
                 stack.enter_context(_logging_to(self.module, dry.need_at_end))
                 stack.enter_context(metrics_suspended(self.module, metric_returns))
-                return getattr(self.module, step)(microbatch.data, *rest, **(kwargs or {}))
+                output = getattr(self.module, step)(microbatch.data, *rest, **(kwargs or {}))
+            if step == "training_step":
+                _check_loss(_loss_of(output), self.module)  # here every rank sees it, in the step only the last stage
+            return output
 
         return run
 
@@ -412,15 +415,6 @@ def _first_arguments(module: pl.LightningModule, step: str) -> list[Any]:
     return [0] if takes_index else []
 
 
-def _without_iterator(args: tuple[Any, ...], step: str) -> tuple[Any, ...]:
-    if args and hasattr(args[0], "__next__"):
-        raise ConfigurationError(
-            f"{step} takes dataloader_iter; a pipeline has to see the batch to cut it into microbatches. Take "
-            "(batch, batch_idx) instead."
-        )
-    return args
-
-
 def _loss_of(output: Any) -> Tensor | None:
     loss = output.get("loss") if hasattr(output, "get") else output
     if not isinstance(loss, Tensor):
@@ -430,6 +424,20 @@ def _loss_of(output: Any) -> Tensor | None:
             "pipeline every batch needs a loss: return a tensor, or a dict with the key 'loss'."
         )
     return loss
+
+
+def _check_loss(loss: Tensor | None, module: pl.LightningModule) -> None:
+    if loss is None or loss.numel() != 1:
+        shape = None if loss is None else tuple(loss.shape)
+        raise ConfigurationError(
+            f"training_step of {type(module).__name__} returned a loss of shape {shape}; it must be one number, so take "
+            "its mean."
+        )
+    if not loss.requires_grad:
+        raise ConfigurationError(
+            f"The loss that training_step of {type(module).__name__} returned does not depend on any parameter that "
+            "requires a gradient; check for .detach(), .item(), torch.no_grad(), or for parameters that are all frozen."
+        )
 
 
 def _gathered_in_pipeline(item: Any, groups: ControlGroups) -> list[Any]:

@@ -28,6 +28,7 @@ from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core import rank_zero
 from torch import Tensor
@@ -484,6 +485,12 @@ def _summarize_whole_model(trainer: pl.Trainer, engine: PipelineEngine) -> None:
 
 
 def _refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule, precision: Any) -> None:
+    for step in ("training_step", "validation_step", "test_step", "predict_step"):
+        if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
+            raise ConfigurationError(
+                f"{step} of {type(module).__name__} takes dataloader_iter; a pipeline has to see the batch to cut it "
+                "into microbatches. Take (batch, batch_idx) instead."
+            )
     if trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
         raise ConfigurationError(
             f"{type(module).__name__} sets automatic_optimization=False. A pipeline interleaves the forward and "
@@ -510,12 +517,7 @@ def _set_up_one_optimizer(strategy: PipelineParallelStrategy, trainer: pl.Traine
             f"configure_optimizers of {type(strategy.lightning_module).__name__} returned several optimizers, and a "
             "pipeline steps exactly one. Give one optimizer several parameter groups instead."
         ) from None
-    if not strategy.optimizers:
-        raise ConfigurationError(
-            f"configure_optimizers of {type(strategy.lightning_module).__name__} returned no optimizer, and a pipeline "
-            "steps exactly one; to measure without training use Trainer.validate."
-        )
-    if isinstance(strategy.optimizers[0], LBFGS):
+    if any(isinstance(optimizer, LBFGS) for optimizer in strategy.optimizers):
         raise ConfigurationError(
             "LBFGS evaluates the step several times and needs all parameters at once, and a stage has its own "
             "only; use a "

@@ -1,0 +1,121 @@
+"""The batch that the strategy learns from, and the proof that stages see the same ones."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pipelined_fit import Blocks, loader, trainer
+from pool import WorkerPool
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lightning_pp.errors import BatchError
+from lightning_pp.strategy.data import check_same_batch, fingerprint
+
+
+def test_fingerprints_of_equal_batches_are_equal() -> None:
+    batch = {"x": torch.arange(1000.0).reshape(10, 100), "y": ["a", "b"], "n": 3}
+    same = {"x": torch.arange(1000.0).reshape(10, 100), "y": ["a", "b"], "n": 3}
+    assert fingerprint(batch) == fingerprint(same)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"x": torch.arange(1000.0).reshape(100, 10)},
+        {"x": torch.arange(1.0, 1001.0).reshape(10, 100)},
+        {"x": torch.arange(1000.0).reshape(10, 100).flip(0)},
+        {"x": torch.arange(1000.0).reshape(10, 100).double()},
+    ],
+)
+def test_fingerprints_of_other_batches_differ(other: dict[str, torch.Tensor]) -> None:
+    assert fingerprint({"x": torch.arange(1000.0).reshape(10, 100)}) != fingerprint(other)
+
+
+def test_other_batches_are_refused() -> None:
+    check_same_batch([5, 5, 5], 0)
+    with pytest.raises(BatchError, match="Batch 7 differs.*2 different batches on 3 ranks"):
+        check_same_batch([5, 6, 5], 7)
+
+
+class Counting(Dataset[Any]):
+    """Says which samples were asked for, and draws from every generator as augmentations do."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.asked.append(index)
+        noise = torch.rand(8) + random.random() + float(np.random.rand())
+        return noise, noise.sum()
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield from loader().dataset
+
+
+class CountsLoaders(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_loaders = 0
+        self.seen: list[float] = []
+
+    def train_dataloader(self) -> Any:
+        self.num_loaders += 1
+        return self.make_loader()
+
+    def make_loader(self) -> Any:
+        return DataLoader(Counting(), batch_size=4, shuffle=True)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append(float(batch[0].sum()))
+
+
+class StreamsOnce(CountsLoaders):
+    def make_loader(self) -> Any:
+        return iter(list(DataLoader(Stream(), batch_size=4)))  # can be read once only
+
+
+def batches_seen(module: type[CountsLoaders], pipelined: bool) -> tuple[list[float], int]:
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    instance = module()
+    torch.manual_seed(4)
+    run = trainer() if pipelined else trainer(1, "auto")
+    run.fit(instance)
+    return instance.seen, instance.num_loaders
+
+
+@pytest.mark.parametrize("module", [CountsLoaders, StreamsOnce])
+def test_looking_at_a_batch_changes_nothing(pool: WorkerPool, module: type[CountsLoaders]) -> None:
+    [(expected, num_loaders)] = pool.run(batches_seen, module, False, world_size=1)
+    for seen, its_num_loaders in pool.run(batches_seen, module, True, world_size=2):
+        assert seen == expected
+        assert its_num_loaders == num_loaders == 1
+
+
+def worker_noise() -> list[float]:
+    class Seeded(CountsLoaders):
+        def make_loader(self) -> Any:
+            return DataLoader(Counting(), batch_size=4, num_workers=1)
+
+    import lightning.pytorch as pl
+
+    pl.seed_everything(5, workers=True)
+    module = Seeded()
+    trainer().fit(module)
+    return module.seen
+
+
+def test_loader_workers_of_one_pipeline_draw_the_same(pool: WorkerPool) -> None:
+    first, second = pool.run(worker_noise, world_size=2)
+    assert first == second and len(first) == 2

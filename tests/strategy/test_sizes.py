@@ -1,0 +1,59 @@
+"""Sizes of the mesh and numbers of microbatches."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_pp.errors import ConfigurationError
+from lightning_pp.strategy.sizes import ParallelSizes, resolve_num_microbatches
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "data", "world", "expected"),
+    [
+        ("auto", "auto", 4, (4, 1)),
+        (2, "auto", 8, (2, 4)),
+        ("auto", 2, 8, (4, 2)),
+        (3, 2, 6, (3, 2)),
+        (1, 1, 1, (1, 1)),
+    ],
+)
+def test_sizes_fill_the_world(pipeline: object, data: object, world: int, expected: tuple[int, int]) -> None:
+    sizes = ParallelSizes.resolve(pipeline, data, world)  # type: ignore[arg-type]
+    assert (sizes.pipeline, sizes.data_parallel) == expected
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "data", "world", "numbers"),
+    [
+        (2, 3, 8, "2 x data_parallel_size=3 = 6.*8 devices"),
+        (3, "auto", 8, "3.*8 devices"),
+        ("auto", 5, 8, "5.*8 devices"),
+    ],
+)
+def test_sizes_that_do_not_fit_say_the_numbers(pipeline: object, data: object, world: int, numbers: str) -> None:
+    with pytest.raises(ConfigurationError, match=numbers):
+        ParallelSizes.resolve(pipeline, data, world)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, True, "two"])
+def test_size_must_be_a_positive_integer(size: object) -> None:
+    with pytest.raises(ConfigurationError, match="pipeline_parallel_size"):
+        ParallelSizes.resolve(size, "auto", 4)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "samples", "expected"),
+    [(4, 64, 16), (4, 24, 12), (2, 10, 5), (2, 7, 7), (4, 13, 13), (4, 34, 16), (4, 3, 3), (1, 64, 1), (2, None, 8)],
+)
+def test_auto_microbatches_divide_the_batch_where_they_can(ranks: int, samples: int | None, expected: int) -> None:
+    number = resolve_num_microbatches("auto", ranks, samples)
+    assert number == expected
+    if samples is not None and samples % number == 0 and ranks > 1 and samples >= 2 * ranks:
+        assert 2 * ranks <= number <= 4 * ranks
+
+
+def test_given_number_of_microbatches_is_kept() -> None:
+    assert resolve_num_microbatches(7, 4, 64) == 7
+    with pytest.raises(ConfigurationError, match="num_microbatches=0"):
+        resolve_num_microbatches(0, 4, 64)
