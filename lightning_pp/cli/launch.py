@@ -84,6 +84,22 @@ def _num_visible_devices() -> int:
     return max(1, torch.cuda.device_count())
 
 
+def share_cores(num_processes: int) -> None:
+    """Give each of a machine's processes its share of the cores, unless ``OMP_NUM_THREADS`` says otherwise.
+
+    Lightning does so for rank 0 only: its children would each use every core, and waiting threads that spin would take
+    the cores from those that work.
+    """
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    import torch
+
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    num_threads = max(1, num_cores // num_processes)
+    torch.set_num_threads(num_threads)
+    os.environ["OMP_NUM_THREADS"] = str(num_threads)  # which the children inherit
+
+
 def torchrun_command(num_processes: int, arguments: Sequence[str]) -> str:
     """The same run, started by torchrun."""
     return f"torchrun --nproc-per-node {num_processes} -m lightning_pp {shlex.join(arguments)}".rstrip()

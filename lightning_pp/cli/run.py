@@ -14,6 +14,7 @@ from hydra.utils import instantiate
 from lightning.pytorch.loggers import Logger, WandbLogger
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_pp.cli.launch import share_cores
 from lightning_pp.cli.problems import user_errors
 from lightning_pp.cli.report import RunSummary, print_summary
 from lightning_pp.conf import Mode
@@ -43,6 +44,7 @@ class Run:
         model = instantiate(config.model, _convert_="all")
         logger = instantiate(config.logger, _convert_="all") if config.logger is not None else False
         trainer = instantiate(config.trainer, strategy=strategy, logger=logger, callbacks=callbacks, _convert_="all")
+        share_cores(trainer.num_devices)
         return cls(config, trainer, model, data)
 
     def execute(self) -> None:

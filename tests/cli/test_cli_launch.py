@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from lightning_pp.cli import launch
@@ -59,6 +61,21 @@ def test_global_rank(variables: dict[str, str], rank: int, monkeypatch: pytest.M
 )
 def test_number_of_processes(devices: Any, num_nodes: int, expected: int) -> None:
     assert launch.num_processes_wanted(OmegaConf.create({"devices": devices, "num_nodes": num_nodes})) == expected
+
+
+def test_cores_are_shared_unless_the_user_has_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    launch.share_cores(2)
+    assert os.environ["OMP_NUM_THREADS"] == "3"
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+    num_threads = torch.get_num_threads()
+    try:
+        launch.share_cores(4)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(num_threads)
+    assert os.environ["OMP_NUM_THREADS"] == "2"
 
 
 def test_torchrun_command_quotes_what_the_shell_would_eat() -> None:
