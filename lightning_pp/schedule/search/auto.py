@@ -27,14 +27,16 @@ from lightning_pp.schedule.search.problem import Orders, Problem
 from lightning_pp.schedule.search.timing import Length, Objective, earliest, length_of
 
 _MAKESPAN_TOLERANCE = 0.005
-_SCREENING_ACTIONS = 600_000
+_SCREENING_ACTIONS = 700_000
 """Effort of trying policies, on few microbatches."""
 _BUILDING_ACTIONS = 300_000
 """Effort of building the best of them for all microbatches."""
 _JUSTIFYING_ACTIONS = 300_000
-_CLIMBING_ACTIONS = 2_000_000
-_MAX_CLIMBING_STEPS = 12_000
+_CLIMBING_ACTIONS = 1_200_000
+_MAX_CLIMBING_STEPS = 6_000
 _MIN_CLIMBING_STEPS = 100
+_TEMPERATURES = (0.02, 0.05, 0.1)
+"""Of the climbs of a small problem; the hotter ones leave the start behind."""
 _SMALL = 400
 """Up to so many actions every placement is improved and the climb may go uphill; more have no time for it."""
 _MAX_EXACT_ACTIONS = 600
@@ -172,7 +174,9 @@ def _greedy_candidates(request: ScheduleRequest, problems: list[Problem]) -> Ite
     """Try policies on a step of few microbatches, which has the same warm-up and cool-down; build the best in full."""
     policies = _policies(request.stages_per_rank)
     share = _SCREENING_ACTIONS // len(problems)
-    num_few = max(2 * request.num_ranks + 2, share // (len(policies) * 3 * problems[0].num_stages))
+    # Fewer would not reach the steady part when a rank holds 2p; hand-made schedules are the better ones on a V anyway.
+    least = (3 if len(problems) == 1 else 2) * request.num_ranks
+    num_few = max(least, share // (len(policies) * 3 * problems[0].num_stages))
     screened: list[tuple[Length, int, Policy]] = []
     for index, problem in enumerate(problems):
         few = Problem.build(
@@ -215,16 +219,19 @@ def _improve(candidates: list[_Candidate]) -> list[_Candidate]:
             continue
         if objective.longest_makespan:
             objective = _objective(candidate.length.makespan for candidate in candidates + improved)
-        start = min(improved, key=lambda candidate: objective.of(candidate.length))
-        orders = climb(
-            start.problem,
-            start.orders,
-            objective,
-            num_steps=num_steps,
-            lower_bound=lower_bound(start.problem, objective),
-            downhill=num_actions > _SMALL,
-        )
-        improved.append(_measured(start.problem, orders, start.origin))
+        temperatures = _TEMPERATURES[: 1 if objective.longest_makespan else None]
+        for seed, temperature in enumerate(temperatures if num_actions <= _SMALL else (0.0,)):
+            start = min(improved, key=lambda candidate: objective.of(candidate.length))
+            orders = climb(
+                start.problem,
+                start.orders,
+                objective,
+                num_steps=num_steps,
+                lower_bound=lower_bound(start.problem, objective),
+                temperature=temperature,
+                seed=seed,
+            )
+            improved.append(_measured(start.problem, orders, start.origin))
     return improved
 
 

@@ -14,8 +14,8 @@ from lightning_pp.schedule.search.problem import Orders, Problem, W
 from lightning_pp.schedule.search.timing import Objective, Times, earliest, latest, length_of
 
 _EPSILON = 1e-9
-_HOT, _COLD = 0.02, 0.0002
-"""First and last temperature, as a part of the score."""
+_COOLING = 0.01
+"""The last temperature, as a part of the first."""
 _NUM_CYCLES = 2
 _MAX_DISTANCE = 12
 _MAX_DRAWS = 200
@@ -28,7 +28,7 @@ def climb(
     *,
     num_steps: int,
     lower_bound: float = 0.0,
-    downhill: bool = False,
+    temperature: float = 0.0,
     seed: int = 0,
 ) -> Orders:
     """The best orders found in ``num_steps`` moves, never worse than ``orders``.
@@ -39,10 +39,10 @@ def climb(
         objective: What is best.
         num_steps: Number of moves to try; each costs a simulation.
         lower_bound: Stop when the score has come down to this.
-        downhill: Accept nothing worse: for large problems, where there is no time for more.
+        temperature: How much worse a move may be at first, as a part of the score; 0 accepts nothing worse.
         seed: Seed of the moves.
     """
-    return _Climb(problem, orders, objective, Random(seed)).run(num_steps, lower_bound, 0.0 if downhill else _HOT)
+    return _Climb(problem, orders, objective, Random(seed)).run(num_steps, lower_bound, temperature)
 
 
 class _Climb:
@@ -58,7 +58,7 @@ class _Climb:
 
     def run(self, num_steps: int, lower_bound: float, hot: float) -> Orders:
         best, best_score = [list(order) for order in self.orders], self.score
-        cooling = (_COLD / _HOT) ** (1 / max(1, num_steps // _NUM_CYCLES))
+        cooling = _COOLING ** (1 / max(1, num_steps // _NUM_CYCLES))
         temperature = hot * best_score
         for step in range(num_steps):
             if best_score <= lower_bound + _EPSILON:
