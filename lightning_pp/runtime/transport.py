@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -120,8 +121,14 @@ class Transport:
         self._num_posted: dict[int, int] = {}
         self._posted: dict[int, tuple[Any, Tensor]] = {}
         self._handed_over: dict[int, Tensor] = {}
-        self._reaper = _Reaper() if self._matches_by_tag else None
+        self._reaper = self._new_reaper() if self._matches_by_tag else None
         self._sending: deque[tuple[Any, Tensor]] = deque()
+        self._abandoned: list[tuple[Any, Tensor]] = []
+
+    def _new_reaper(self) -> _Reaper:
+        reaper = _Reaper()
+        weakref.finalize(self, reaper.close)  # its thread ends with the transport
+        return reaper
 
     def _channel_groups(self, timeout: timedelta | None) -> dict[tuple[int, int], dist.ProcessGroup]:
         """A group per direction and pair: on a shared one NCCL would run sends and receives one after the other."""
@@ -204,8 +211,15 @@ class Transport:
         self._route = None
 
     def abandon(self) -> None:
-        """Forgets a step that failed. Its messages carry the step's number, so a later step cannot mistake them."""
+        """Forgets a step that failed. Its messages carry the step's number, so a later step cannot mistake them.
+
+        What is still under way keeps its memory: the other side may complete it yet, or never.
+        """
         self._route = None
+        self._abandoned += [*self._posted.values(), *self._sending]
+        if self._reaper is not None:
+            self._reaper.close()
+            self._reaper = self._new_reaper()
         self._waiting.clear()
         self._posted.clear()
         self._handed_over.clear()
@@ -236,7 +250,7 @@ class _Reaper:
     """
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[Any, Tensor] | threading.Event] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Any, Tensor] | threading.Event | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         threading.Thread(target=self._run, name="pipeline-sends", daemon=True).start()
 
@@ -251,6 +265,10 @@ class _Reaper:
         done.wait()
         self.check()
 
+    def close(self) -> None:
+        """Ends the thread once all that is watched is done."""
+        self._queue.put(None)
+
     def check(self) -> None:
         """Raises what a send raised."""
         if self._error is not None:
@@ -260,6 +278,8 @@ class _Reaper:
     def _run(self) -> None:
         while True:
             item = self._queue.get()
+            if item is None:
+                return
             if isinstance(item, threading.Event):
                 item.set()
                 continue

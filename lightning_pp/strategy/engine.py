@@ -430,7 +430,8 @@ def _check_loss(loss: Tensor | None, module: pl.LightningModule) -> None:
     if loss is None or loss.numel() != 1:
         shape = None if loss is None else tuple(loss.shape)
         raise ConfigurationError(
-            f"training_step of {type(module).__name__} returned a loss of shape {shape}; it must be one number, so take "
+            f"training_step of {type(module).__name__} returned a loss of shape {shape}; it must be one number, so "
+            "take "
             "its mean."
         )
     if not loss.requires_grad:
