@@ -1,0 +1,135 @@
+"""A pipelined training gives the losses and the weights of a plain one on one device, in float64 to 1e-9.
+
+The default run covers every model with every dimension at least once; ``--nightly`` runs the cross product. Two models
+compute their loss in float32 themselves, whatever their weights are: transformers' causal language models upcast logits
+``.float()``. There a loss can only be as exact as float32; each has a twin with a float64 loss that is held to 1e-9.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+from parity_models import MODELS
+from parity_run import Layout, Settings, differences, distance_moved, reference, run_pipeline, tensor_difference
+from pool import WorkerPool
+
+from lightning_pp.schedule import available_schedules
+
+TOLERANCE = 1e-9
+FLOAT32_TOLERANCE = 1e-6
+FLOAT32_LOSSES = ("gpt2", "llama")
+MAIN_SCHEDULES = ("gpipe", "1f1b", "zb_h1")
+
+# 22 samples in batches of 8 and 10 in batches of 4: the last batch is smaller, in training and in validation
+PLAIN: dict[str, Any] = {}
+ACCUMULATED = {"accumulate": 2, "clip_val": 0.05, "clip_algorithm": "norm"}
+CLIPPED_BY_VALUE = {"clip_val": 1e-3, "clip_algorithm": "value", "optimizer": "adamw", "scheduler": True}
+GROUPS_AND_FROZEN = {"two_groups": True, "scheduler": True, "frozen": True, "accumulate": 2}
+FEWER_SAMPLES = {"num_samples": 10, "batch_size": 4, "num_val_samples": 6, "two_groups": True}
+VARIANTS = {
+    "plain": PLAIN,
+    "accumulated": ACCUMULATED,
+    "clipped_by_value": CLIPPED_BY_VALUE,
+    "groups_and_frozen": GROUPS_AND_FROZEN,
+    "fewer_samples": FEWER_SAMPLES,
+}
+
+# the same for every model: pipeline sizes, schedules, accumulation, clipping, sharding
+_EACH_MODEL = [
+    ("plain", Layout("gpipe", 2, 1, 3)),
+    ("plain", Layout("zb_h1", 3, 1, 5)),
+    ("accumulated", Layout("1f1b", 3, 1, 4)),
+    ("accumulated", Layout("zb_h1", 2, 1, 3)),
+    ("accumulated", Layout("zb_h1", 2, 2, 3)),
+]
+_SOME_MODELS = [
+    ("gpt2_float64_loss", "clipped_by_value", Layout("1f1b", 2, 2, 2)),
+    ("demo_transformer", "clipped_by_value", Layout("zb_h1", 2, 1, 3)),
+    ("residual_mlp", "clipped_by_value", Layout("gpipe", 3, 1, 2)),
+    ("root_parameters", "clipped_by_value", Layout("1f1b", 2, 1, 3)),
+    ("gpt2_float64_loss", "groups_and_frozen", Layout("zb_h1", 3, 1, 3)),
+    ("t5", "groups_and_frozen", Layout("1f1b", 2, 1, 4)),
+    ("vit", "groups_and_frozen", Layout("gpipe", 2, 2, 2)),
+    ("root_parameters", "groups_and_frozen", Layout("zb_h1", 3, 1, 3)),
+    ("residual_mlp", "fewer_samples", Layout("1f1b", 3, 1, 6)),
+    ("llama_float64_loss", "fewer_samples", Layout("zb_h1", 2, 1, 8)),
+    ("unet", "fewer_samples", Layout("gpipe", 2, 2, 4)),
+    ("residual_mlp", "accumulated", Layout("zb_h1", 1, 1, 3)),
+    ("gpt2_float64_loss", "accumulated", Layout("1f1b", 1, 2, 2)),
+    ("t5", "plain", Layout("gpipe", 1, 1, 1)),
+    ("llama", "plain", Layout("interleaved_1f1b", 2, 1, 4)),
+    ("t5", "accumulated", Layout("zb_v", 2, 1, 4)),
+    ("root_parameters", "accumulated", Layout("zb_v", 2, 2, 3)),
+    ("vit", "accumulated", Layout("interleaved_1f1b", 2, 2, 2)),
+]
+COVERING = [
+    (model, *case)
+    for model, case in product(MODELS, _EACH_MODEL)
+    if model not in FLOAT32_LOSSES or case in (_EACH_MODEL[1], _EACH_MODEL[4])
+] + _SOME_MODELS
+
+_LAYOUTS = [Layout("", 2, 1, 3), Layout("", 3, 1, 4), Layout("", 2, 2, 3), Layout("", 1, 2, 2), Layout("", 4, 1, 8)]
+CROSS_PRODUCT = [
+    (model, variant, replace(layout, schedule=schedule))
+    for model, variant, schedule, layout in product(MODELS, VARIANTS, MAIN_SCHEDULES, _LAYOUTS)
+] + [
+    (model, variant, layout)
+    for model, variant, layout in product(
+        MODELS,
+        ("plain", "accumulated", "groups_and_frozen"),
+        (Layout("interleaved_1f1b", 2, 1, 4), Layout("interleaved_1f1b", 2, 2, 3), Layout("zb_v", 2, 1, 4)),
+    )
+]
+
+
+def _id(case: tuple[str, str, Layout]) -> str:
+    return "-".join(str(part) for part in case)
+
+
+def check(pool: WorkerPool, settings: Settings, layout: Layout, record: Callable[[str, object], None]) -> None:
+    """Trains both ways and compares."""
+    expected = reference(settings)
+    assert distance_moved(settings, expected) > 1e-4, "too little training to tell gradients apart"
+    found = differences(run_pipeline(pool, settings, layout), expected)
+    record("differences", found)
+    of_losses = FLOAT32_TOLERANCE if settings.model in FLOAT32_LOSSES else TOLERANCE
+    assert max(found.loss, found.val_loss, found.epoch_loss) < of_losses, found
+    of_weights = TOLERANCE if settings.model not in FLOAT32_LOSSES or settings.optimizer == "sgd" else 1e-5
+    assert found.weight < of_weights, found
+
+
+@pytest.mark.parametrize("case", COVERING, ids=_id)
+def test_pipeline_equals_one_device(
+    pool: WorkerPool, case: tuple[str, str, Layout], record_property: Callable[[str, object], None]
+) -> None:
+    model, variant, layout = case
+    check(pool, Settings(model, **VARIANTS[variant]), layout, record_property)
+
+
+@pytest.mark.parametrize("schedule", available_schedules())
+def test_every_schedule(pool: WorkerPool, schedule: str, record_property: Callable[[str, object], None]) -> None:
+    settings = Settings("gpt2_float64_loss", num_samples=18, batch_size=12, **ACCUMULATED)
+    check(pool, settings, Layout(schedule, 2, 1, 6), record_property)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", [case for case in CROSS_PRODUCT if case not in COVERING], ids=_id)
+def test_cross_product(
+    pool: WorkerPool, case: tuple[str, str, Layout], record_property: Callable[[str, object], None]
+) -> None:
+    model, variant, layout = case
+    check(pool, Settings(model, **VARIANTS[variant]), layout, record_property)
+
+
+@pytest.mark.parametrize("variant", ["accumulated", "clipped_by_value"])
+@pytest.mark.parametrize("model", MODELS)
+def test_clipping_of_these_settings_changes_the_training(model: str, variant: str) -> None:
+    """Else the comparisons above would say nothing about clipping."""
+    clipped = Settings(model, **VARIANTS[variant])
+    weights = reference(clipped).weights
+    unclipped = reference(replace(clipped, clip_val=None, clip_algorithm=None)).weights
+    assert max(tensor_difference(weights[name], unclipped[name]) for name in weights) > 1e-4

@@ -1,0 +1,234 @@
+"""A training that was stopped and started again continues as if it had not been: any layout, either kind of checkpoint.
+
+Lightning itself resumes in the middle of an epoch only with a loader that can (``state_dict``), so most tests use one;
+with an ordinary loader a pipeline does what plain Lightning does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from parity_run import (
+    QUIET,
+    Layout,
+    Outcome,
+    ParityData,
+    Recorder,
+    Settings,
+    differences,
+    list_difference,
+    make_module,
+    merged,
+    reference,
+    whole_weights,
+)
+from pool import WorkerPool
+from torch.utils.data import DataLoader
+
+TOLERANCE = 1e-9
+# 3 batches an epoch, the last one smaller; the optimizer, the scheduler and the groups all have state
+SETTINGS = Settings("gpt2_float64_loss", optimizer="adamw", two_groups=True, scheduler=True)
+SPLIT_CONVOLUTIONS = Settings("unet", clip_val=0.05, clip_algorithm="norm", scheduler=True)
+MIDDLE_OF_SECOND_EPOCH = 4
+TWO_STAGES = Layout("zb_h1", 2, 1, 3)
+TWO_BY_TWO = Layout("1f1b", 2, 2, 2)
+THREE_STAGES = Layout("gpipe", 3, 1, 3)
+TWO_REPLICAS = Layout("1f1b", 1, 2, 2)
+ONE_DEVICE = None
+
+
+class ResumableLoader(DataLoader[Any]):
+    """Starts where it stood when its state was taken."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._position = 0
+        self._start = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        start, self._start = self._start, 0
+        for index, batch in enumerate(super().__iter__()):
+            if index >= start:
+                self._position = index + 1
+                yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self._position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._start = state["position"]
+
+
+class ResumableData(ParityData):
+    def train_dataloader(self) -> DataLoader[Any]:
+        loader = super().train_dataloader()
+        return ResumableLoader(loader.dataset, batch_size=loader.batch_size, sampler=loader.sampler)
+
+
+def part_of_training(
+    layout: Layout | None,
+    settings: Settings,
+    *,
+    start_from: Path | None = None,
+    stop_after: int = -1,
+    save_to: Path | None = None,
+    single_file: bool = False,
+    data: type[ParityData] = ResumableData,
+) -> Outcome:
+    """Trains from a checkpoint or the start, to a step or the end; on one device, or in a worker as a pipeline.
+
+    A checkpoint at a step is written there, by a callback, since for Lightning an epoch is over once ``fit`` has ended.
+    """
+    recorder = Recorder()
+    callbacks: list[L.Callback] = [recorder]
+    if save_to is not None and stop_after > 0:
+        callbacks.append(ModelCheckpoint(save_to.parent, save_to.stem, every_n_train_steps=stop_after))
+    where: dict[str, Any] = {"devices": 1}
+    if layout is not None:
+        strategy = layout.strategy(save_distributed_checkpoint=not single_file)
+        where = {"devices": layout.world_size, "strategy": strategy}
+    trainer = L.Trainer(
+        **{**QUIET, "enable_checkpointing": len(callbacks) > 1},
+        **where,
+        max_epochs=settings.max_epochs,
+        max_steps=stop_after,
+        accumulate_grad_batches=settings.accumulate,
+        gradient_clip_val=settings.clip_val,
+        gradient_clip_algorithm=settings.clip_algorithm,
+        precision="64-true",
+        use_distributed_sampler=False,
+        callbacks=callbacks,
+    )
+    # plain Lightning restores before it converts the module, so a float32 module would round what it is given
+    module = make_module(settings).double()
+    if start_from is not None:
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.zero_()  # what the checkpoint does not restore is seen
+    trainer.fit(module, data(settings), ckpt_path=start_from)
+    if save_to is not None and stop_after < 0:
+        trainer.save_checkpoint(save_to)
+    recorder.outcome.weights = whole_weights(module)
+    return recorder.outcome
+
+
+def train_part(pool: WorkerPool, layout: Layout | None, settings: Settings, **kwargs: Any) -> Outcome:
+    """:func:`part_of_training` in this process or in the workers."""
+    if layout is None:
+        return part_of_training(None, settings, **kwargs)
+    outcomes = pool.run(part_of_training, layout, settings, world_size=layout.world_size, timeout=120, **kwargs)
+    return merged(outcomes, layout)
+
+
+def joined(*parts: Outcome) -> Outcome:
+    """The parts of a training as one."""
+    return Outcome(
+        losses=[loss for part in parts for loss in part.losses],
+        learning_rates=[rates for part in parts for rates in part.learning_rates],
+        val_losses=[loss for part in parts for loss in part.val_losses],
+        epoch_losses=parts[-1].epoch_losses,
+        weights=parts[-1].weights,
+    )
+
+
+def assert_continues(parts: Outcome, whole: Outcome) -> None:
+    """The parts make up the uninterrupted training, on one device."""
+    # the mean over an epoch that was interrupted has a part of its batches only, in plain Lightning too
+    parts.epoch_losses, whole.epoch_losses = [1.0], [1.0]
+    found = differences(parts, whole)
+    assert max(found.loss, found.val_loss, found.weight) < TOLERANCE, found
+
+
+def uninterrupted(settings: Settings) -> Outcome:
+    return joined(reference(settings))
+
+
+@pytest.mark.parametrize("single_file", [False, True], ids=["sharded", "single_file"])
+@pytest.mark.parametrize(
+    ("settings", "layout"),
+    [(SETTINGS, TWO_STAGES), (SETTINGS, TWO_BY_TWO), (SPLIT_CONVOLUTIONS, THREE_STAGES)],
+    ids=["gpt2-2x1", "gpt2-2x2", "unet-3x1"],
+)
+def test_stop_and_resume(
+    pool: WorkerPool, tmp_path: Path, settings: Settings, layout: Layout, single_file: bool
+) -> None:
+    path = tmp_path / "stopped.ckpt"
+    kind = {"single_file": single_file}
+    first = train_part(pool, layout, settings, stop_after=MIDDLE_OF_SECOND_EPOCH, save_to=path, **kind)
+    assert path.is_file() == single_file and len(first.losses) == MIDDLE_OF_SECOND_EPOCH
+    second = train_part(pool, layout, settings, start_from=path, **kind)
+    assert len(second.losses) == 2
+    assert_continues(joined(first, second), uninterrupted(settings))
+
+
+def test_resume_within_an_accumulating_run(pool: WorkerPool, tmp_path: Path) -> None:
+    settings = Settings(
+        "root_parameters", accumulate=2, clip_val=0.05, clip_algorithm="norm", num_samples=30, frozen=True
+    )
+    first = train_part(pool, TWO_BY_TWO, settings, stop_after=3, save_to=tmp_path / "stopped.ckpt")
+    second = train_part(pool, TWO_BY_TWO, settings, start_from=tmp_path / "stopped.ckpt")
+    assert (len(first.losses), len(second.losses)) == (6, 2)
+    assert_continues(joined(first, second), uninterrupted(settings))
+
+
+CHAINS: dict[str, list[tuple[Layout | None, bool]]] = {
+    "sharded-2x1-1x2-3x1": [(TWO_STAGES, False), (TWO_REPLICAS, False), (THREE_STAGES, False)],
+    "pipeline-one_device-pipeline": [(TWO_STAGES, True), (ONE_DEVICE, True), (TWO_BY_TWO, True)],
+    "one_device-pipeline-one_device": [(ONE_DEVICE, True), (TWO_BY_TWO, True), (ONE_DEVICE, True)],
+    "single_file-then-sharded": [(THREE_STAGES, True), (TWO_BY_TWO, False), (TWO_STAGES, False)],
+}
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_layout_changes_at_every_stop(pool: WorkerPool, tmp_path: Path, chain: str) -> None:
+    """Stops after 2 and after 4 of 6 steps: in the middle of the first epoch and of the second."""
+    parts, path = [], None
+    for (layout, single_file), stop_after in zip(CHAINS[chain], (2, 4, -1), strict=True):
+        target = tmp_path / f"{stop_after}.ckpt"
+        kind = {} if layout is None else {"single_file": single_file}
+        parts.append(train_part(pool, layout, SETTINGS, start_from=path, stop_after=stop_after, save_to=target, **kind))
+        path = target
+    assert [len(part.losses) for part in parts] == [2, 2, 2]
+    assert_continues(joined(*parts), uninterrupted(SETTINGS))
+
+
+def test_without_a_resumable_loader_as_plain_lightning(pool: WorkerPool, tmp_path: Path) -> None:
+    settings = Settings("residual_mlp", scheduler=True)
+    parts: dict[str, list[Outcome]] = {}
+    for name, layout in (("one_device", ONE_DEVICE), ("pipeline", TWO_STAGES)):
+        path = tmp_path / f"{name}.ckpt"
+        stopped = train_part(pool, layout, settings, stop_after=2, save_to=path, data=ParityData)
+        resumed = train_part(pool, layout, settings, start_from=path, data=ParityData)
+        parts[name] = [stopped, resumed]
+    assert list_difference(parts["pipeline"][1].losses, parts["one_device"][1].losses) < TOLERANCE
+    assert_continues(joined(*parts["pipeline"]), joined(*parts["one_device"]))
+
+
+def evaluated_from(layout: Layout | None, settings: Settings, path: Path) -> list[float]:
+    """Validation loss of the weights in a checkpoint, by a trainer that has not trained."""
+    where: dict[str, Any] = {"devices": 1}
+    if layout is not None:
+        where = {"devices": layout.world_size, "strategy": layout.strategy()}
+    trainer = L.Trainer(**QUIET, **where, precision="64-true", use_distributed_sampler=False)
+    (metrics,) = trainer.validate(make_module(settings).double(), ParityData(settings), ckpt_path=path, verbose=False)
+    return list(metrics.values())
+
+
+@pytest.mark.parametrize("single_file", [False, True], ids=["sharded", "single_file"])
+def test_validate_from_a_checkpoint(pool: WorkerPool, tmp_path: Path, single_file: bool) -> None:
+    path = tmp_path / "trained.ckpt"
+    trained = train_part(pool, TWO_BY_TWO, SETTINGS, save_to=path, single_file=single_file)
+    readers: list[Layout | None] = [THREE_STAGES, TWO_REPLICAS, *([ONE_DEVICE] if single_file else [])]
+    for layout in readers:
+        if layout is None:
+            results = [evaluated_from(None, SETTINGS, path)]
+        else:
+            results = pool.run(evaluated_from, layout, SETTINGS, path, world_size=layout.world_size)
+        for found in results:
+            assert list_difference(found, trained.val_losses[-1:]) < TOLERANCE

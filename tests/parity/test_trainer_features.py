@@ -1,0 +1,596 @@
+"""What a Trainer does around the steps is the same for a pipeline, on every rank, as for one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+import torch.nn.functional as F
+from feature_parts import (
+    NUM_CLASSES,
+    Classifier,
+    Data,
+    assert_equal_trees,
+    check_on_every_rank,
+    make,
+    make_trainer,
+    plain,
+)
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from parity_run import Layout, whole_weights
+from pool import WorkerPool
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+
+TWO_STAGES = Layout("1f1b", 2, 1, 3)
+THREE_STAGES = Layout("zb_h1", 3, 1, 4)
+TWO_BY_TWO = Layout("zb_h1", 2, 2, 2)
+
+
+def trained_part(module: L.LightningModule, layout: Layout | None) -> dict[str, float]:
+    """A number for each parameter, whole on every rank: ranks tell each other theirs."""
+    sums = {name: float(value.double().square().sum()) for name, value in whole_weights(module).items()}
+    if layout is not None and layout.world_size > 1:
+        parts: list[Any] = [None] * layout.world_size
+        torch.distributed.all_gather_object(parts, sums)
+        sums = {name: value for part in parts for name, value in part.items()}
+    return sums
+
+
+class Notes(L.Callback):
+    """Copies of the trainer's three kinds of metrics after every training batch, training epoch and validation."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[str, Any]] = []
+
+    def note(self, trainer: L.Trainer, when: str) -> None:
+        self.taken.append(
+            (
+                when,
+                {
+                    "callback": plain(dict(trainer.callback_metrics)),
+                    "logged": plain(dict(trainer.logged_metrics)),
+                    "progress_bar": plain(dict(trainer.progress_bar_metrics)),
+                    "step": trainer.global_step,
+                },
+            )
+        )
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.note(trainer, "train batch")
+
+    def on_validation_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.note(trainer, "sanity check" if trainer.sanity_checking else "validation")
+
+    def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.note(trainer, "train epoch")
+
+    def on_test_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.note(trainer, "test")
+
+
+# ---------------------------------------------------------------- callbacks that monitor
+
+
+class Overfitting(Classifier):
+    """The validation loss soon rises, and the learning rate depends on it."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
+
+
+def monitored(layout: Layout | None, folder: Path) -> Any:
+    folder = folder / ("one_device" if layout is None else str(layout))
+    checkpoint = ModelCheckpoint(folder, "{epoch}-{val_loss:.6f}", monitor="val_loss", save_top_k=2, save_last=True)
+    stopping = EarlyStopping("val_loss", patience=2)
+    trainer = make_trainer(layout, max_epochs=20, enable_checkpointing=True, callbacks=[checkpoint, stopping])
+    module = make(Overfitting, lr=0.8)
+    trainer.fit(module, Data())
+    return {
+        "best": Path(checkpoint.best_model_path).name,
+        "best score": plain(checkpoint.best_model_score),
+        "kept": sorted(Path(path).name for path in checkpoint.best_k_models),
+        "on_disk": sorted(path.name for path in folder.iterdir()),
+        "stopped epoch": stopping.stopped_epoch,
+        "epochs": trainer.current_epoch,
+        "steps": trainer.global_step,
+        "lr": trainer.optimizers[0].param_groups[0]["lr"],
+        "weights": trained_part(module, layout),
+    }
+
+
+@pytest.mark.parametrize("layout", [THREE_STAGES, TWO_BY_TWO], ids=str)
+def test_callbacks_that_monitor_agree(pool: WorkerPool, tmp_path: Path, layout: Layout) -> None:
+    expected = check_on_every_rank(pool, monitored, layout, tmp_path)
+    assert 0 < expected["stopped epoch"] < 19 and expected["lr"] < 0.8, "the run must exercise both callbacks"
+
+
+# ---------------------------------------------------------------- self.log
+
+
+class LogsEverything(Classifier):
+    """Every form of ``self.log``."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self(batch[0])
+        loss = F.cross_entropy(logits, batch[1])
+        self.log("plain", loss)
+        self.log("bar", loss, prog_bar=True, logger=False)
+        self.log("step", loss, on_step=True, on_epoch=False)
+        self.log("epoch", loss, on_step=False, on_epoch=True)
+        self.log("both", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("largest", logits.max(), on_step=False, on_epoch=True, reduce_fx="max")
+        self.log("least", logits.detach().min(), on_step=True, on_epoch=True, reduce_fx=torch.min)
+        self.log("count", float(len(logits)), on_step=False, on_epoch=True, reduce_fx="sum")
+        self.log("sized", loss.detach(), on_step=False, on_epoch=True, batch_size=len(batch[1]))
+        self.log_dict({"a": logits.square().mean(), "b": logits.sigmoid().mean()}, on_step=True, on_epoch=True)
+        self.log("index", float(batch_idx), on_step=True)
+        self.log("constant", torch.tensor(3))
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("from_hook", float(self.current_epoch) + 0.5)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        logits = self(batch[0])
+        loss = F.cross_entropy(logits, batch[1])
+        self.log("val", loss, sync_dist=True)
+        self.log("val_bar", loss, prog_bar=True, sync_dist=True, add_dataloader_idx=True)
+        self.log(f"own_name_{dataloader_idx}", loss, add_dataloader_idx=False, sync_dist=True)
+        self.log("val_both", logits.square().mean(), on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_hook", 2.0, sync_dist=True)
+
+
+class TwoValidationLoaders(Data):
+    def val_dataloader(self) -> Any:
+        return [self.loader(10, 4, 5), self.loader(6, 3, 6)]
+
+
+def logging_forms(layout: Layout | None, accumulate: int) -> Any:
+    notes = Notes()
+    trainer = make_trainer(
+        layout, callbacks=[notes], log_every_n_steps=1, accumulate_grad_batches=accumulate, num_sanity_val_steps=1
+    )
+    trainer.fit(make(LogsEverything), TwoValidationLoaders())
+    return notes.taken
+
+
+@pytest.mark.parametrize(("layout", "accumulate"), [(TWO_STAGES, 1), (THREE_STAGES, 2)], ids=str)
+def test_every_form_of_log(pool: WorkerPool, layout: Layout, accumulate: int) -> None:
+    expected = check_on_every_rank(pool, logging_forms, layout, accumulate)
+    final = dict(expected)["train epoch"]["callback"]
+    assert {
+        "both_epoch",
+        "both_step",
+        "largest",
+        "least_epoch",
+        "from_hook",
+        "val/dataloader_idx_1",
+        "own_name_0",
+    } <= final.keys()
+
+
+class LogsSynced(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        self.log("train", loss, on_step=True, on_epoch=True, sync_dist=True, prog_bar=True)
+        return loss
+
+
+def synced_logging(layout: Layout | None) -> Any:
+    notes = Notes()
+    make_trainer(layout, callbacks=[notes], log_every_n_steps=1).fit(make(LogsSynced), Data())
+    return notes.taken
+
+
+def test_synced_logs_are_those_of_the_whole_batch(pool: WorkerPool) -> None:
+    check_on_every_rank(pool, synced_logging, TWO_BY_TWO)
+
+
+# ---------------------------------------------------------------- torchmetrics
+
+
+class WithMetrics(Classifier):
+    """Metrics logged as objects, one by one and as a collection."""
+
+    def __init__(self, lr: float = 0.3) -> None:
+        super().__init__(lr)
+        self.train_accuracy = MulticlassAccuracy(NUM_CLASSES, average="micro")
+        self.val_accuracy = MulticlassAccuracy(NUM_CLASSES)
+        self.val_metrics = MetricCollection(
+            {"f1": MulticlassF1Score(NUM_CLASSES), "recall": MulticlassAccuracy(NUM_CLASSES)}, prefix="val_"
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self(batch[0])
+        self.train_accuracy(logits, batch[1])
+        self.log("train_accuracy", self.train_accuracy, on_step=False, on_epoch=True, prog_bar=True)
+        return F.cross_entropy(logits, batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        logits = self(batch[0])
+        self.val_accuracy.update(logits, batch[1])
+        self.log("val_accuracy", self.val_accuracy)
+        self.val_metrics.update(logits, batch[1])
+        self.log_dict(self.val_metrics)
+
+
+class ComputesInHook(WithMetrics):
+    """The other way that torchmetrics documents: compute and reset by hand at the epoch's end."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.val_metrics.update(self(batch[0]), batch[1])
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_dict(self.val_metrics.compute())
+        self.val_metrics.reset()
+
+
+def metrics(layout: Layout | None, by_hand: bool) -> Any:
+    notes = Notes()
+    module = make(ComputesInHook if by_hand else WithMetrics)
+    make_trainer(layout, callbacks=[notes]).fit(module, Data())
+    return notes.taken
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["as_object", "by_hand"])
+@pytest.mark.parametrize("layout", [TWO_STAGES, TWO_BY_TWO], ids=str)
+def test_torchmetrics(pool: WorkerPool, layout: Layout, by_hand: bool) -> None:
+    expected = check_on_every_rank(pool, metrics, layout, by_hand)
+    final = dict(expected)["train epoch"]["callback"]
+    assert 0 < final["train_accuracy"] < 1 and 0 < final["val_f1"] < 1
+
+
+# ---------------------------------------------------------------- what steps return and keep
+
+
+class ReturnsExtras(Classifier):
+    """Training returns a dict with more than the loss, validation a tensor, and hooks read them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self(batch[0])
+        loss = F.cross_entropy(logits, batch[1])
+        return {"loss": loss, "logits": logits, "right": (logits.argmax(-1) == batch[1]), "index": batch_idx}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0]).softmax(-1)
+
+
+class ReadsOutputs(L.Callback):
+    def __init__(self) -> None:
+        self.outputs: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.outputs.append({key: plain(value) for key, value in outputs.items()})
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.outputs.append(outputs)
+
+
+def extras(layout: Layout | None) -> Any:
+    reader = ReadsOutputs()
+    make_trainer(layout, callbacks=[reader], max_epochs=1).fit(make(ReturnsExtras), Data())
+    return reader.outputs
+
+
+def test_extras_beside_the_loss(pool: WorkerPool) -> None:
+    expected = check_on_every_rank(pool, extras, THREE_STAGES)
+    assert expected[0]["logits"].shape == (8, NUM_CLASSES)
+
+
+class KeepsOutputs(Classifier):
+    """The recipe of Lightning's documentation for epoch-end hooks: steps append, the hook reads and clears."""
+
+    def __init__(self, lr: float = 0.3) -> None:
+        super().__init__(lr)
+        self.training_step_outputs: list[Tensor] = []
+        self.validation_step_outputs: list[Any] = []
+        self.num_batches_seen = 0
+        self.epochs: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        self.training_step_outputs.append(loss.detach())
+        self.num_batches_seen += 1
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        mean = torch.stack(self.training_step_outputs).mean()
+        self.epochs.append({"train": mean, "count": len(self.training_step_outputs), "seen": self.num_batches_seen})
+        self.training_step_outputs.clear()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        logits = self(batch[0])
+        self.validation_step_outputs.append({"logits": logits, "target": batch[1]})
+
+    def on_validation_epoch_end(self) -> None:
+        logits = torch.cat([output["logits"] for output in self.validation_step_outputs])
+        target = torch.cat([output["target"] for output in self.validation_step_outputs])
+        self.log("val_from_all", F.cross_entropy(logits, target))
+        self.epochs.append({"logits": logits, "target": target})
+        self.validation_step_outputs.clear()
+
+
+def kept_outputs(layout: Layout | None) -> Any:
+    module, notes = make(KeepsOutputs), Notes()
+    make_trainer(layout, callbacks=[notes]).fit(module, Data())
+    return {"epochs": module.epochs, "notes": notes.taken}
+
+
+@pytest.mark.parametrize("layout", [TWO_STAGES, THREE_STAGES], ids=str)
+def test_what_steps_append_to_the_module(pool: WorkerPool, layout: Layout) -> None:
+    expected = check_on_every_rank(pool, kept_outputs, layout)
+    assert expected["epochs"][0]["logits"].shape == (10, NUM_CLASSES)
+
+
+# ---------------------------------------------------------------- validate, test, predict
+
+
+def predictions(layout: Layout | None) -> Any:
+    return make_trainer(layout).predict(make(), Data())
+
+
+@pytest.mark.parametrize("layout", [TWO_STAGES, Layout("zb_v", 2, 1, 3), THREE_STAGES], ids=str)
+def test_predictions_on_every_rank_of_the_pipeline(pool: WorkerPool, layout: Layout) -> None:
+    expected = check_on_every_rank(pool, predictions, layout)
+    assert [len(batch["label"]) for batch in expected] == [4, 4, 2]
+
+
+def test_replicas_predict_their_own_samples(pool: WorkerPool) -> None:
+    expected = predictions(None)
+    results = pool.run(predictions, TWO_BY_TWO, world_size=4, timeout=120)
+    for rank, found in enumerate(results):
+        mine = [{key: value[rank % 2 :: 2] for key, value in batch.items()} for batch in expected]
+        assert_equal_trees(found, mine, path=f"rank {rank}")
+
+
+def evaluated_alone(layout: Layout | None, verb: str) -> Any:
+    trainer = make_trainer(layout)
+    return [plain(metrics) for metrics in getattr(trainer, verb)(make(), Data(), verbose=False)]
+
+
+@pytest.mark.parametrize("layout", [THREE_STAGES, TWO_BY_TWO], ids=str)
+@pytest.mark.parametrize("verb", ["validate", "test"])
+def test_evaluation_without_training(pool: WorkerPool, verb: str, layout: Layout) -> None:
+    check_on_every_rank(pool, evaluated_alone, layout, verb)
+
+
+def one_after_the_other(layout: Layout | None) -> Any:
+    trainer, module, data = make_trainer(layout), make(), Data()
+    results: dict[str, Any] = {"before": plain(trainer.validate(module, data, verbose=False))}
+    trainer.fit(module, data)
+    results["steps"] = trainer.global_step
+    results["validate"] = plain(trainer.validate(module, data, verbose=False))
+    results["test"] = plain(trainer.test(module, data, verbose=False))
+    results["predict"] = trainer.predict(module, data)
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(module, data)
+    results["more steps"] = trainer.global_step
+    results["weights"] = trained_part(module, layout)
+    return results
+
+
+@pytest.mark.parametrize("layout", [TWO_STAGES, THREE_STAGES], ids=str)
+def test_one_trainer_for_everything(pool: WorkerPool, layout: Layout) -> None:
+    expected = check_on_every_rank(pool, one_after_the_other, layout)
+    assert (expected["steps"], expected["more steps"]) == (6, 9)
+
+
+def new_trainer_for_a_split_module(layout: Layout) -> None:
+    module, data = make(), Data()
+    make_trainer(layout).fit(module, data)
+    make_trainer(layout).test(module, data)
+
+
+def test_a_split_module_is_refused_by_another_trainer(pool: WorkerPool) -> None:
+    report = pool.run(new_trainer_for_a_split_module, TWO_STAGES, expect_failure=True)
+    for failure in report.failures:
+        assert failure is not None and failure.type == "ConfigurationError"
+        assert "split by another PipelineParallelStrategy" in failure.message
+
+
+# ---------------------------------------------------------------- flags that choose batches
+
+FLAGS: dict[str, dict[str, Any]] = {
+    "fast_dev_run": {"fast_dev_run": True},
+    "fast_dev_run_of_2": {"fast_dev_run": 2},
+    "overfit_batches": {"overfit_batches": 2, "max_epochs": 3},
+    "limits": {"limit_train_batches": 2, "limit_val_batches": 1},
+    "limit_as_share": {"limit_train_batches": 0.7, "limit_val_batches": 0.5},
+    "no_validation": {"limit_val_batches": 0},
+    "sanity_check": {"num_sanity_val_steps": 2},
+    "whole_sanity_check": {"num_sanity_val_steps": -1},
+    "val_check_interval": {"val_check_interval": 1},
+    "validation_every_2_epochs": {"check_val_every_n_epoch": 2, "max_epochs": 4},
+    "max_steps": {"max_steps": 4, "max_epochs": -1},
+    "loaders_made_again": {"reload_dataloaders_every_n_epochs": 1},
+}
+
+
+def flagged(layout: Layout | None, flags: dict[str, Any]) -> Any:
+    notes, module = Notes(), make()
+    trainer = make_trainer(layout, callbacks=[notes], log_every_n_steps=1, **flags)
+    trainer.fit(module, Data())
+    return {
+        "notes": notes.taken,
+        "epochs": trainer.current_epoch,
+        "steps": trainer.global_step,
+        "weights": trained_part(module, layout),
+    }
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_flags_that_choose_batches(pool: WorkerPool, flags: str) -> None:
+    expected = check_on_every_rank(pool, flagged, TWO_STAGES, FLAGS[flags])
+    assert expected["notes"]
+
+
+# ---------------------------------------------------------------- precision
+
+
+class SwitchableLoss(Classifier):
+    """Inputs come in the module's dtype only if the precision plugin sees to it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self(batch[0].float() if self.layers[0].weight.dtype == torch.float32 else batch[0])
+        loss = F.cross_entropy(logits, batch[1])
+        self.log("train_loss", loss)
+        return {"loss": loss, "dtype": str(logits.dtype), "weights": str(self.layers[6].weight.dtype)}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        logits = self(batch[0].float() if self.layers[0].weight.dtype == torch.float32 else batch[0])
+        self.log("val_loss", F.cross_entropy(logits, batch[1]).double(), sync_dist=True)
+
+
+def with_precision(layout: Layout | None, precision: str) -> Any:
+    reader, notes = ReadsOutputs(), Notes()
+    trainer = make_trainer(layout, precision=precision, callbacks=[notes], max_epochs=3)
+    reader.on_validation_batch_end = lambda *_: None  # type: ignore[method-assign,assignment]
+    trainer.callbacks.append(reader)
+    trainer.fit(make(SwitchableLoss, lr=0.1), Data())
+    return {
+        "outputs": reader.outputs,
+        "validation": [note["callback"] for when, note in notes.taken if when == "validation"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("precision", "tolerance"),
+    [("32-true", 2e-6), ("bf16-true", 3e-2), ("bf16-mixed", 1e-2)],
+    ids=lambda value: str(value),
+)
+@pytest.mark.parametrize("layout", [TWO_STAGES, THREE_STAGES], ids=str)
+def test_precisions(pool: WorkerPool, layout: Layout, precision: str, tolerance: float) -> None:
+    expected = check_on_every_rank(pool, with_precision, layout, precision, tolerance=tolerance)
+    dtypes = {"32-true": "torch.float32", "bf16-true": "torch.bfloat16", "bf16-mixed": "torch.bfloat16"}
+    assert expected["outputs"][0]["dtype"] == dtypes[precision]
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("bf16-true", 3e-2), ("bf16-mixed", 1e-2)])
+def test_precisions_with_shards(pool: WorkerPool, precision: str, tolerance: float) -> None:
+    """Outputs are of a replica's batch there, and the validation loss of all."""
+    expected = with_precision(None, precision)["validation"]
+    for found in pool.run(with_precision, TWO_BY_TWO, precision, world_size=4, timeout=120):
+        for mine, theirs in zip(found["validation"], expected, strict=True):
+            assert_equal_trees(mine["val_loss"], theirs["val_loss"], tolerance=tolerance)
+
+
+# ---------------------------------------------------------------- where the data comes from
+
+
+def single_loader(layout: Layout | None) -> Any:
+    """Loaders given to ``fit`` itself, and no data module."""
+    data = Data()
+    trainer, module, notes = make_trainer(layout), make(), Notes()
+    data.trainer = trainer
+    trainer.callbacks.append(notes)
+    loaders: list[DataLoader[Any]] = [data.train_dataloader(), data.val_dataloader()]
+    trainer.fit(module, *loaders)
+    return {"notes": notes.taken, "weights": trained_part(module, layout)}
+
+
+def test_loaders_given_to_fit(pool: WorkerPool) -> None:
+    check_on_every_rank(pool, single_loader, TWO_STAGES)
+
+
+class Shuffled(Data):
+    """An ordinary shuffling loader; samples are augmented at random."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        ordered = super().train_dataloader()
+
+        def augmented(samples: list[Any]) -> list[Tensor]:
+            x, y = torch.utils.data.default_collate(samples)
+            return [x + 0.1 * torch.randn_like(x), y]
+
+        return DataLoader(ordered.dataset, batch_size=self.train_batch, shuffle=True, collate_fn=augmented)
+
+
+def shuffled(layout: Layout | None) -> Any:
+    module, notes = make(), Notes()
+    L.seed_everything(5, verbose=False)
+    trainer = make_trainer(layout, callbacks=[notes], use_distributed_sampler=True, num_sanity_val_steps=1)
+    trainer.fit(module, Shuffled())
+    return {"notes": notes.taken, "weights": trained_part(module, layout)}
+
+
+@pytest.mark.parametrize("layout", [TWO_STAGES, THREE_STAGES], ids=str)
+def test_one_replica_shuffles_as_one_device(pool: WorkerPool, layout: Layout) -> None:
+    check_on_every_rank(pool, shuffled, layout)
+
+
+class OneBatch(Data):
+    """Loaders without a sampler of their own; all samples of an epoch are in one batch of all replicas."""
+
+    def loader(self, num_samples: int, batch_size: int, seed: int) -> DataLoader[Any]:
+        ordered = super().loader(8, 8, seed)
+        return DataLoader(ordered.dataset, batch_size=ordered.batch_size, shuffle=seed == 1)
+
+
+def sampled_by_lightning(layout: Layout | None) -> Any:
+    module, notes = make(), Notes()
+    make_trainer(layout, callbacks=[notes], use_distributed_sampler=True).fit(module, OneBatch())
+    return {
+        "validation": [note["callback"]["val_loss"] for when, note in notes.taken if when == "validation"],
+        "weights": trained_part(module, layout),
+    }
+
+
+def test_lightnings_sampler_divides_by_replica(pool: WorkerPool) -> None:
+    check_on_every_rank(pool, sampled_by_lightning, TWO_BY_TWO)
+
+
+class Stream(IterableDataset[Any]):
+    """Batches without a known number."""
+
+    def __iter__(self) -> Iterator[Any]:
+        generator = torch.Generator().manual_seed(9)
+        for size in (8, 5, 2, 8):
+            x = torch.randn(size, 6, generator=generator, dtype=torch.float64)
+            yield x, torch.randint(0, NUM_CLASSES, (size,), generator=generator)
+
+
+def streamed(layout: Layout | None) -> Any:
+    module, notes = make(), Notes()
+    trainer = make_trainer(layout, callbacks=[notes])
+    trainer.fit(module, DataLoader(Stream(), batch_size=None), DataLoader(Stream(), batch_size=None))
+    return {"notes": notes.taken, "weights": trained_part(module, layout)}
+
+
+def test_a_stream_of_batches(pool: WorkerPool) -> None:
+    expected = check_on_every_rank(pool, streamed, TWO_STAGES)
+    assert expected["notes"][-1][1]["step"] == 8
+
+
+class BuiltLate(Classifier):
+    """Makes its layers in ``configure_model``."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "late"):
+            torch.manual_seed(13)
+            self.late = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, NUM_CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.late(x)
+
+
+def built_late(layout: Layout | None) -> Any:
+    module, notes = make(BuiltLate), Notes()
+    del module.layers
+    make_trainer(layout, callbacks=[notes]).fit(module, Data())
+    return {"notes": notes.taken, "weights": trained_part(module, layout)}
+
+
+def test_layers_made_in_configure_model(pool: WorkerPool) -> None:
+    check_on_every_rank(pool, built_late, TWO_STAGES)
