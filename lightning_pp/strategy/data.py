@@ -49,7 +49,7 @@ def first_batch(trainer: pl.Trainer) -> Any:
     """
     with generators_untouched():
         loop = _loop_of(trainer)
-        loader = _kept_loader(trainer, loop._data_source)
+        loader = _kept_loader(loop._data_source)
         batch = _first_of(loader, is_training=trainer.state.fn == TrainerFn.FITTING)
         module = trainer.lightning_module
         batch = trainer.precision_plugin.convert_input(batch)
@@ -66,13 +66,16 @@ def _loop_of(trainer: pl.Trainer) -> Any:
     }[trainer.state.fn]  # type: ignore[index]
 
 
-def _kept_loader(trainer: pl.Trainer, source: _DataLoaderSource) -> Any:
-    loader = _request_dataloader(source)
-    if getattr(trainer, "reload_dataloaders_every_n_epochs", 0) == 0 and not isinstance(
-        source.instance, (DataLoader, CombinedLoader)
-    ):
-        loader = _repeatable(loader)
-        source.instance, source.name = loader, ""
+def _kept_loader(source: _DataLoaderSource) -> Any:
+    """Makes the loader, and has the loop get this one when it asks for the first time."""
+    vars(source).pop("dataloader", None)  # left by a run that never asked
+    loader = _repeatable(_request_dataloader(source))
+
+    def once() -> Any:
+        vars(source).pop("dataloader", None)
+        return loader
+
+    vars(source)["dataloader"] = once
     return loader
 
 

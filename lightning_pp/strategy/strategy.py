@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -441,6 +441,12 @@ class PipelineParallelStrategy(ParallelStrategy):
         path = Path(self.broadcast(checkpoint_path))
         assert self.lightning_module is not None
         return self._pipeline_state.load(path, strict=self.lightning_module.strict_loading, weights_only=weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Nothing: :meth:`load_checkpoint` has put the weights in place."""
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing: as the weights."""
 
     @property
     def _is_interrupted(self) -> bool:
