@@ -35,7 +35,7 @@ _JUSTIFYING_ACTIONS = 300_000
 _CLIMBING_ACTIONS = 1_200_000
 _MAX_CLIMBING_STEPS = 6_000
 _MIN_CLIMBING_STEPS = 100
-_TEMPERATURES = (0.02, 0.05, 0.1)
+_TEMPERATURES = (0.03, 0.06, 0.1, 0.03, 0.02)
 """Of the climbs of a small problem; the hotter ones leave the start behind."""
 _SMALL = 400
 """Up to so many actions every placement is improved and the climb may go uphill; more have no time for it."""

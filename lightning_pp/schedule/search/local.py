@@ -14,7 +14,7 @@ from lightning_pp.schedule.search.problem import Orders, Problem, W
 from lightning_pp.schedule.search.timing import Objective, Times, earliest, latest, length_of
 
 _EPSILON = 1e-9
-_COOLING = 0.01
+_COOLING = 0.1
 """The last temperature, as a part of the first."""
 _NUM_CYCLES = 2
 _MAX_DISTANCE = 12
