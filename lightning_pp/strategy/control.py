@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -89,12 +90,44 @@ class ControlGroups:
             return [item]
         return [pickle.loads(payload) for payload in _all_gather(pickle.dumps(item), self.data_parallel)]
 
+    def gather_in_pipeline(self, item: T) -> list[T]:
+        """Returns the ``item`` of every rank of the pipeline, in order; every one of them has to call it."""
+        if self.pipeline is None or self.pipeline_size == 1:
+            return [item]
+        return [pickle.loads(payload) for payload in _all_gather(pickle.dumps(item), self.pipeline)]
+
     def broadcast_tensor(self, tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
         """Overwrites ``tensor`` with the last stage's; any dtype, contiguous, on a device that ``group`` supports."""
         group = group or self.pipeline
         if group is not None and self.pipeline_size > 1 and tensor.numel() > 0:
             # As bytes, because backends differ in the dtypes they know.
             dist.broadcast(tensor.view(-1).view(torch.uint8), group=group, group_src=self.last_stage_rank)
+
+
+def make_control_groups(
+    num_pipeline_ranks: int, num_replicas: int, last_stage_rank: int, timeout: timedelta | None
+) -> ControlGroups:
+    """Makes the groups of this rank, global rank = pipeline rank x replicas + replica; every rank has to call it.
+
+    Args:
+        num_pipeline_ranks: Ranks along the pipeline.
+        num_replicas: Replicas of the pipeline.
+        last_stage_rank: Pipeline rank that holds the last stage.
+        timeout: How long a message may take.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+
+    def group_among(candidates: list[list[int]]) -> dist.ProcessGroup | None:
+        mine = None
+        for members in candidates:
+            group = dist.new_group(members, backend="gloo", timeout=timeout) if len(members) > 1 else None
+            mine = group if rank in members else mine
+        return mine
+
+    ranks = [[place * num_replicas + replica for place in range(num_pipeline_ranks)] for replica in range(num_replicas)]
+    return ControlGroups(
+        group_among(ranks), group_among([list(row) for row in zip(*ranks, strict=True)]), last_stage_rank
+    )
 
 
 def _pickled(outcome: tuple[bool, Any], what: str) -> bytes:

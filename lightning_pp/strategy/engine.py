@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from itertools import compress
 from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_pp.errors import ConfigurationError
 from lightning_pp.runtime.executor import PipelineExecutor, StepInputs
 from lightning_pp.runtime.timing import StepTimer
 from lightning_pp.runtime.transport import Transport
@@ -28,13 +26,15 @@ from lightning_pp.split.microbatch import Microbatch, batch_size_of, split_batch
 from lightning_pp.split.plan import StepPlan
 from lightning_pp.strategy.assembly import SplitModel, split_model
 from lightning_pp.strategy.attributes import StepAttributes, kept_by_step
-from lightning_pp.strategy.control import ControlGroups
+from lightning_pp.strategy.control import make_control_groups
 from lightning_pp.strategy.data import check_same_batch, fingerprint
+from lightning_pp.strategy.dry_steps import first_arguments, logging_to
 from lightning_pp.strategy.gradients import StageGradients
 from lightning_pp.strategy.logs import StepLogs, replay
 from lightning_pp.strategy.metrics import PipelineMetrics, metrics_suspended
 from lightning_pp.strategy.outputs import merge_outputs, share_result_of
 from lightning_pp.strategy.plans import signature_of
+from lightning_pp.strategy.refusals import check_loss, loss_of
 from lightning_pp.strategy.schedules import ProgramBook
 from lightning_pp.strategy.sizes import Auto, ParallelSizes, resolve_num_microbatches
 
@@ -104,7 +104,7 @@ class PipelineEngine:
         self._num_microbatches = num_microbatches
         self._timeout = timeout
         self._programs = ProgramBook(schedule_name, placement)
-        self.groups = _control_groups(sizes, placement, timeout)
+        self.groups = make_control_groups(sizes.pipeline, sizes.data_parallel, placement.rank_of_stage[-1], timeout)
         self.metrics = PipelineMetrics(module, self.groups)
         self._seed = 0
         self._num_batches_run = 0
@@ -144,7 +144,7 @@ class PipelineEngine:
                 self.module,
                 device=self.device,
                 placement=self.placement,
-                step=self._recorded_step(step, microbatch, _first_arguments(self.module, step)),
+                step=self._recorded_step(step, microbatch, first_arguments(self.module, step)),
                 with_gradients=training,
                 patterns=patterns,
                 split_points=split_points,
@@ -171,9 +171,7 @@ class PipelineEngine:
 
         import numpy as np
 
-        states = _gathered_in_pipeline((torch.get_rng_state(), random.getstate(), np.random.get_state()), self.groups)[
-            0
-        ]
+        states = self.groups.gather_in_pipeline((torch.get_rng_state(), random.getstate(), np.random.get_state()))[0]
         torch.set_rng_state(states[0])
         random.setstate(states[1])
         np.random.set_state(states[2])
@@ -206,7 +204,7 @@ class PipelineEngine:
             self.gradients.abandon()
             self._failed = False
         self.gradients.begin()
-        output = self._run("training_step", microbatches, rest, kwargs, schedule, _loss_of, accumulate)
+        output = self._run("training_step", microbatches, rest, kwargs, schedule, loss_of, accumulate)
         self.gradients.end(reduce=reduce)
         return output
 
@@ -231,10 +229,10 @@ class PipelineEngine:
         rest: list[Any],
         kwargs: dict[str, Any],
         schedule: Schedule,
-        loss_of: Callable[[Any], Tensor | None] | None,
+        find_loss: Callable[[Any], Tensor] | None,
         accumulate: int = 1,
     ) -> Any:
-        training = loss_of is not None
+        training = find_loss is not None
         batch_idx = rest[0] if rest and isinstance(rest[0], int) else 0
         self._check_first_batches(batch_idx)
         trainable = tuple(parameter.requires_grad for parameter in self._parameters) if training else None
@@ -267,7 +265,7 @@ class PipelineEngine:
         seed = (self._seed * 1_000_003 + self._num_batches_run) * 8_191 + self.replica
         outputs, timer = self._executor.run(
             schedule,
-            StepInputs(plans, run_step, loss_of, [w / accumulate for w in loss_weights], seed % (1 << 50)),
+            StepInputs(plans, run_step, find_loss, [w / accumulate for w in loss_weights], seed % (1 << 50)),
         )
         num_samples = [microbatch.num_samples for microbatch in microbatches]
         if training:
@@ -305,7 +303,7 @@ class PipelineEngine:
     def _check_first_batches(self, batch_idx: int) -> None:
         """Before a run's first batches are cut: later ones are checked by the message that ends a batch anyway."""
         if self._fingerprint is not None and batch_idx < _BATCHES_CHECKED_BEFOREHAND:
-            check_same_batch(_gathered_in_pipeline(self._fingerprint, self.groups), batch_idx)
+            check_same_batch(self.groups.gather_in_pipeline(self._fingerprint), batch_idx)
 
     def _mean_losses(
         self,
@@ -359,11 +357,11 @@ class PipelineEngine:
                 if hasattr(self, "gradients"):
                     stack.enter_context(self.gradients.dry())
                 stack.enter_context(self._precision.forward_context())
-                stack.enter_context(_logging_to(self.module, dry.need_at_end))
+                stack.enter_context(logging_to(self.module, dry.need_at_end))
                 stack.enter_context(metrics_suspended(self.module, metric_returns))
                 output = getattr(self.module, step)(microbatch.data, *rest, **(kwargs or {}))
             if step == "training_step":
-                _check_loss(_loss_of(output), self.module)  # here every rank sees it, in the step only the last stage
+                check_loss(loss_of(output), self.module)  # here every rank sees it, in the step only the last stage
             return output
 
         return run
@@ -385,83 +383,3 @@ class PipelineEngine:
     def install_clipping(self, precision: Precision) -> None:
         """Makes the trainer clip by the norm over all stages and shards."""
         self.gradients.install_clipping(precision)
-
-
-@contextmanager
-def _logging_to(module: pl.LightningModule, sink: Callable[[Any], None]) -> Iterator[None]:
-    """Within, ``module.log`` only tells ``sink`` what it is given; no loop needs to be running."""
-
-    def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        sink(value)
-
-    def log_dict(dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        sink(dict(dictionary))
-
-    replaced = {"log": log, "log_dict": log_dict}
-    module.__dict__.update(replaced)
-    try:
-        yield
-    finally:
-        for name in replaced:
-            module.__dict__.pop(name, None)
-
-
-def _first_arguments(module: pl.LightningModule, step: str) -> list[Any]:
-    """What follows the batch in the step's first call."""
-    import inspect
-
-    parameters = inspect.signature(getattr(module, step)).parameters
-    takes_index = "batch_idx" in parameters or len(parameters) > 1
-    return [0] if takes_index else []
-
-
-def _loss_of(output: Any) -> Tensor | None:
-    loss = output.get("loss") if hasattr(output, "get") else output
-    if not isinstance(loss, Tensor):
-        raise ConfigurationError(
-            f"training_step returned {type(output).__name__}{' without a loss' if hasattr(output, 'get') else ''}; "
-            "in a "
-            "pipeline every batch needs a loss: return a tensor, or a dict with the key 'loss'."
-        )
-    return loss
-
-
-def _check_loss(loss: Tensor | None, module: pl.LightningModule) -> None:
-    if loss is None or loss.numel() != 1:
-        shape = None if loss is None else tuple(loss.shape)
-        raise ConfigurationError(
-            f"training_step of {type(module).__name__} returned a loss of shape {shape}; it must be one number, so "
-            "take "
-            "its mean."
-        )
-    if not loss.requires_grad:
-        raise ConfigurationError(
-            f"The loss that training_step of {type(module).__name__} returned does not depend on any parameter that "
-            "requires a gradient; check for .detach(), .item(), torch.no_grad(), or for parameters that are all frozen."
-        )
-
-
-def _gathered_in_pipeline(item: Any, groups: ControlGroups) -> list[Any]:
-    """Every pipeline rank's ``item``."""
-    if groups.pipeline is None:
-        return [item]
-    items: list[Any] = [None] * groups.pipeline_size
-    dist.all_gather_object(items, item, group=groups.pipeline)
-    return items
-
-
-def _control_groups(sizes: ParallelSizes, placement: Placement, timeout: timedelta | None) -> ControlGroups:
-    """CPU groups: a pipeline's ranks, and the ranks at one place of all pipelines."""
-    pipeline = data_parallel = None
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    if sizes.pipeline > 1:
-        for replica in range(sizes.data_parallel):
-            members = [replica + sizes.data_parallel * place for place in range(sizes.pipeline)]
-            group = dist.new_group(members, backend="gloo", timeout=timeout)
-            pipeline = group if rank in members else pipeline
-    if sizes.data_parallel > 1:
-        for place in range(sizes.pipeline):
-            members = [place * sizes.data_parallel + replica for replica in range(sizes.data_parallel)]
-            group = dist.new_group(members, backend="gloo", timeout=timeout)
-            data_parallel = group if rank in members else data_parallel
-    return ControlGroups(pipeline, data_parallel, placement.rank_of_stage[-1])

@@ -3,43 +3,29 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
-from lightning.fabric.utilities.distributed import (
-    _distributed_is_initialized,
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-    _sync_ddp_if_available,
-)
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import ParallelStrategy, Strategy
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from lightning.pytorch.strategies.strategy import TBroadcast
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from lightning_utilities.core import rank_zero
-from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.strategy.data import first_batch, seed_workers_by
 from lightning_pp.strategy.engine import PipelineEngine
 from lightning_pp.strategy.loop import PipelineOptimization
+from lightning_pp.strategy.mesh_strategy import MeshStrategy
+from lightning_pp.strategy.refusals import refuse_unsupported, set_up_one_optimizer
 from lightning_pp.strategy.schedules import check_schedule_name, placement_for
 from lightning_pp.strategy.sizes import Auto, ParallelSizes
 from lightning_pp.strategy.state import PipelineState
@@ -47,7 +33,7 @@ from lightning_pp.strategy.state import PipelineState
 _log = logging.getLogger(__name__)
 
 
-class PipelineParallelStrategy(ParallelStrategy):
+class PipelineParallelStrategy(MeshStrategy):
     """Trains an unmodified LightningModule as a pipeline, with the loss curve of one device.
 
     The module is cut into stages by running its step once on fake parameters; every rank then runs the user's own
@@ -87,7 +73,7 @@ class PipelineParallelStrategy(ParallelStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
-        super().__init__()
+        super().__init__(pipeline_parallel_size, data_parallel_size, process_group_backend, timeout)
         # only what needs no devices is checked here; sizes are, once the number of devices is known
         ParallelSizes.resolve(
             pipeline_parallel_size, "auto", 1 if pipeline_parallel_size == "auto" else pipeline_parallel_size
@@ -97,39 +83,21 @@ class PipelineParallelStrategy(ParallelStrategy):
             raise ConfigurationError(
                 f"num_microbatches={num_microbatches!r} must be an integer of at least 1, or 'auto'."
             )
-        self.num_nodes = 1  # set by the trainer
-        self._pipeline_parallel_size = pipeline_parallel_size
-        self._data_parallel_size = data_parallel_size
         self._save_distributed_checkpoint = save_distributed_checkpoint
-        self._process_group_backend = process_group_backend
-        self._timeout = timeout
-        self._device_mesh: DeviceMesh | None = None
         self.num_microbatches: int | Auto = num_microbatches
         self.schedule_name = schedule
         self.stages_per_rank = stages_per_rank
         self._unit_patterns = [units] if isinstance(units, str) else units
         self._split_points = split_points
-        self._sizes: ParallelSizes | None = None
         self._engine: PipelineEngine | None = None
         self._state: PipelineState | None = None
 
-    # ---------------------------------------------------------------- processes
-
     @property
-    def root_device(self) -> torch.device:
-        """The device of this rank."""
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        """Processes on this node."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def is_distributed(self) -> bool:
-        """Lightning asks strategies that it does not know."""
-        return True
+    def engine(self) -> PipelineEngine:
+        """What runs the pipeline on this rank; there from ``setup`` on."""
+        if self._engine is None:
+            raise RuntimeError("The pipeline is built in Strategy.setup, before training starts; it is not there yet.")
+        return self._engine
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -141,98 +109,6 @@ class PipelineParallelStrategy(ParallelStrategy):
         """The strategy loads optimizer states itself, by parameter name."""
         return False
 
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        _ = self.sizes  # a wrong product is told before any process is launched
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-
-    def set_world_ranks(self) -> None:
-        """Tells the cluster environment and Lightning's rank-zero helpers this process's rank."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        # one function object, which Lightning exports under several names
-        vars(rank_zero.rank_zero_only)["rank"] = self.global_rank
-
-    def setup_environment(self) -> None:
-        """Joins the process group and makes the device mesh."""
-        super().setup_environment()
-        reset_seed()
-        self.set_world_ranks()
-        assert self.cluster_environment is not None and self.lightning_module is not None
-        backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
-        device_id = self.root_device if self.root_device.type != "cpu" else None
-        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
-        self._sizes = ParallelSizes.resolve(self._pipeline_parallel_size, self._data_parallel_size, self.world_size)
-        if self._device_mesh is None:
-            self._device_mesh = init_device_mesh(
-                self.root_device.type,
-                (self.sizes.pipeline, self.sizes.data_parallel),
-                mesh_dim_names=("pipeline", "data_parallel"),
-            )
-        self.lightning_module._device_mesh = self._device_mesh
-
-    def barrier(self, name: str | None = None) -> None:
-        """Waits for all ranks; after an exception it does not, since the others may never come."""
-        if _distributed_is_initialized() and not self._is_interrupted:
-            on_gpu = dist.get_backend() == "nccl"
-            dist.barrier(device_ids=[self.root_device.index] if on_gpu else None)
-
-    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        """Rank ``src``'s object on every rank."""
-        if not _distributed_is_initialized():
-            return obj
-        objects = [obj]
-        dist.broadcast_object_list(objects, src)
-        return objects[0]
-
-    @contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Parameters made within are on the meta device with ``empty_init``, and get memory where they are owned."""
-        with torch.device("meta") if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
-            yield
-
-    # ---------------------------------------------------------------- sizes and groups
-
-    @property
-    def sizes(self) -> ParallelSizes:
-        """Sizes of the mesh axes."""
-        if self._sizes is None:
-            self._sizes = ParallelSizes.resolve(
-                self._pipeline_parallel_size, self._data_parallel_size, self.num_nodes * self.num_processes
-            )
-        return self._sizes
-
-    @property
-    def device_mesh(self) -> DeviceMesh:
-        """Axes ``pipeline`` and ``data_parallel``."""
-        if self._device_mesh is None:
-            raise RuntimeError("The device mesh is made when the processes have been launched; it is not there yet.")
-        return self._device_mesh
-
-    @property
-    def engine(self) -> PipelineEngine:
-        """What runs the pipeline on this rank; there from ``setup`` on."""
-        if self._engine is None:
-            raise RuntimeError("The pipeline is built in Strategy.setup, before training starts; it is not there yet.")
-        return self._engine
-
-    @property
-    def pipeline_rank(self) -> int:
-        """This rank's place along the pipeline."""
-        return self.global_rank // self.sizes.data_parallel
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """This rank's replica."""
-        return self.global_rank % self.sizes.data_parallel
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Samplers go by replica: all stages of one see the same samples."""
-        return {"num_replicas": self.sizes.data_parallel, "rank": self.data_parallel_rank}
-
     # ---------------------------------------------------------------- building the pipeline
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -243,7 +119,7 @@ class PipelineParallelStrategy(ParallelStrategy):
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         module = self.lightning_module
-        _refuse_unsupported(trainer, module, self.precision_plugin)
+        refuse_unsupported(trainer, module, self.precision_plugin)
         for loop in (
             trainer.validate_loop,
             trainer.test_loop,
@@ -264,7 +140,7 @@ class PipelineParallelStrategy(ParallelStrategy):
             # optimizers are made as on one device, over all names; what is not owned goes afterwards
             if is_fitting:
                 self._reset_optimizers_and_schedulers()
-                _set_up_one_optimizer(self, trainer)
+                set_up_one_optimizer(self, trainer)
             optimizers = self.optimizers if is_fitting else []
             self._state = PipelineState.of(engine.split, self.device_mesh, optimizers)
         if is_fitting:
@@ -357,43 +233,6 @@ class PipelineParallelStrategy(ParallelStrategy):
         seed_workers_by(dataloader, self.data_parallel_rank)
         return super().process_dataloader(dataloader)
 
-    # ---------------------------------------------------------------- collectives that Lightning asks for
-
-    def reduce(
-        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
-    ) -> Tensor:
-        """Reduces over the replicas; within a pipeline all ranks hold the same values already."""
-        if isinstance(tensor, Tensor):
-            if group is None:
-                if self.sizes.data_parallel == 1:
-                    return tensor
-                group = self.device_mesh["data_parallel"].get_group()
-            tensor = _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-        reduced: Tensor = tensor
-        return reduced
-
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Gathers from the replicas: shape ``(data_parallel_size, *tensor.shape)``."""
-        if group is None and _distributed_is_initialized():
-            if self.sizes.data_parallel == 1:
-                return tensor.unsqueeze(0) if self.world_size > 1 else tensor
-            group = self.device_mesh["data_parallel"].get_group()
-        return super().all_gather(tensor, group=group, sync_grads=sync_grads)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Over all ranks: any of them may have been told to stop."""
-        if self.world_size == 1:
-            return decision
-        votes = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(votes)
-        return int(votes) == self.world_size if all else int(votes) > 0
-
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Nothing to block: gradients are reduced when the last batch of an accumulation is done."""
-        with nullcontext():
-            yield
-
     # ---------------------------------------------------------------- checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -449,11 +288,6 @@ class PipelineParallelStrategy(ParallelStrategy):
         """Nothing: as the weights."""
 
     @property
-    def _is_interrupted(self) -> bool:
-        module = self.lightning_module
-        return module is not None and module._trainer is not None and module.trainer.interrupted
-
-    @property
     def _pipeline_state(self) -> PipelineState:
         if self._state is None:
             raise RuntimeError("Checkpoints can be written and read from Strategy.setup on.")
@@ -488,47 +322,6 @@ def _summarize_whole_model(trainer: pl.Trainer, engine: PipelineEngine) -> None:
                     return original(*args)
 
             vars(callback)["_summary"] = summary
-
-
-def _refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule, precision: Any) -> None:
-    for step in ("training_step", "validation_step", "test_step", "predict_step"):
-        if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
-            raise ConfigurationError(
-                f"{step} of {type(module).__name__} takes dataloader_iter; a pipeline has to see the batch to cut it "
-                "into microbatches. Take (batch, batch_idx) instead."
-            )
-    if trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
-        raise ConfigurationError(
-            f"{type(module).__name__} sets automatic_optimization=False. A pipeline interleaves the forward and "
-            "backward of "
-            "many microbatches, so it must run them itself: remove manual_backward and optimizer.step from "
-            "training_step "
-            "and return the loss."
-        )
-    if isinstance(precision, MixedPrecision) and precision.scaler is not None:
-        raise ConfigurationError(
-            f"precision={precision.precision!r} scales the loss, and the scale would have to agree on all stages; use "
-            "'bf16-mixed', which needs no scale, or '32-true'."
-        )
-
-
-def _set_up_one_optimizer(strategy: PipelineParallelStrategy, trainer: pl.Trainer) -> None:
-    try:
-        strategy.setup_optimizers(trainer)
-    except RuntimeError as error:
-        if "multiple optimizers" not in str(error):
-            raise
-        # Lightning's own advice, manual optimization, is none for a pipeline
-        raise ConfigurationError(
-            f"configure_optimizers of {type(strategy.lightning_module).__name__} returned several optimizers, and a "
-            "pipeline steps exactly one. Give one optimizer several parameter groups instead."
-        ) from None
-    if any(isinstance(optimizer, LBFGS) for optimizer in strategy.optimizers):
-        raise ConfigurationError(
-            "LBFGS evaluates the step several times and needs all parameters at once, and a stage has its own "
-            "only; use a "
-            "first-order optimizer (AdamW, SGD, ...)."
-        )
 
 
 __all__ = ["PipelineParallelStrategy"]

@@ -1,0 +1,200 @@
+"""The processes of a strategy and what they tell each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import (
+    _distributed_is_initialized,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.strategy import TBroadcast
+from lightning_utilities.core import rank_zero
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_pp.strategy.sizes import Auto, ParallelSizes
+
+
+class MeshStrategy(ParallelStrategy):
+    """A strategy whose processes form a mesh of ``pipeline`` x ``data_parallel``.
+
+    Lightning's collectives go over the replicas: within a pipeline all ranks hold the same logged values already.
+
+    Args:
+        pipeline_parallel_size: Ranks along the pipeline, or ``"auto"``.
+        data_parallel_size: Replicas, or ``"auto"``.
+        process_group_backend: ``"nccl"``, ``"gloo"``, ...; by default what suits the device.
+        timeout: How long a collective may wait.
+    """
+
+    def __init__(
+        self,
+        pipeline_parallel_size: int | Auto,
+        data_parallel_size: int | Auto,
+        process_group_backend: str | None,
+        timeout: timedelta | None,
+    ) -> None:
+        super().__init__()
+        self.num_nodes = 1  # set by the trainer
+        self._pipeline_parallel_size = pipeline_parallel_size
+        self._data_parallel_size = data_parallel_size
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout
+        self._sizes: ParallelSizes | None = None
+        self._device_mesh: DeviceMesh | None = None
+
+    # ---------------------------------------------------------------- processes
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this rank."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning asks strategies that it does not know."""
+        return True
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        _ = self.sizes  # a wrong product is told before any process is launched
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def set_world_ranks(self) -> None:
+        """Tells the cluster environment and Lightning's rank-zero helpers this process's rank."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        # one function object, which Lightning exports under several names
+        vars(rank_zero.rank_zero_only)["rank"] = self.global_rank
+
+    def setup_environment(self) -> None:
+        """Joins the process group and makes the device mesh."""
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        assert self.cluster_environment is not None and self.lightning_module is not None
+        backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
+        device_id = self.root_device if self.root_device.type != "cpu" else None
+        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
+        self._sizes = ParallelSizes.resolve(self._pipeline_parallel_size, self._data_parallel_size, self.world_size)
+        if self._device_mesh is None:
+            self._device_mesh = init_device_mesh(
+                self.root_device.type,
+                (self.sizes.pipeline, self.sizes.data_parallel),
+                mesh_dim_names=("pipeline", "data_parallel"),
+            )
+        self.lightning_module._device_mesh = self._device_mesh
+
+    def barrier(self, name: str | None = None) -> None:
+        """Waits for all ranks; after an exception it does not, since the others may never come."""
+        if _distributed_is_initialized() and not self._is_interrupted:
+            on_gpu = dist.get_backend() == "nccl"
+            dist.barrier(device_ids=[self.root_device.index] if on_gpu else None)
+
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        """Rank ``src``'s object on every rank."""
+        if not _distributed_is_initialized():
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Parameters made within are on the meta device with ``empty_init``, and get memory where they are owned."""
+        with torch.device("meta") if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
+            yield
+
+    # ---------------------------------------------------------------- sizes and groups
+
+    @property
+    def sizes(self) -> ParallelSizes:
+        """Sizes of the mesh axes."""
+        if self._sizes is None:
+            self._sizes = ParallelSizes.resolve(
+                self._pipeline_parallel_size, self._data_parallel_size, self.num_nodes * self.num_processes
+            )
+        return self._sizes
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """Axes ``pipeline`` and ``data_parallel``."""
+        if self._device_mesh is None:
+            raise RuntimeError("The device mesh is made when the processes have been launched; it is not there yet.")
+        return self._device_mesh
+
+    @property
+    def pipeline_rank(self) -> int:
+        """This rank's place along the pipeline."""
+        return self.global_rank // self.sizes.data_parallel
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This rank's replica."""
+        return self.global_rank % self.sizes.data_parallel
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Samplers go by replica: all stages of one see the same samples."""
+        return {"num_replicas": self.sizes.data_parallel, "rank": self.data_parallel_rank}
+
+    # ---------------------------------------------------------------- collectives that Lightning asks for
+
+    def reduce(
+        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
+    ) -> Tensor:
+        """Reduces over the replicas; within a pipeline all ranks hold the same values already."""
+        if isinstance(tensor, Tensor):
+            if group is None:
+                if self.sizes.data_parallel == 1:
+                    return tensor
+                group = self.device_mesh["data_parallel"].get_group()
+            tensor = _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+        reduced: Tensor = tensor
+        return reduced
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Gathers from the replicas: shape ``(data_parallel_size, *tensor.shape)``."""
+        if group is None and _distributed_is_initialized():
+            if self.sizes.data_parallel == 1:
+                return tensor.unsqueeze(0) if self.world_size > 1 else tensor
+            group = self.device_mesh["data_parallel"].get_group()
+        return super().all_gather(tensor, group=group, sync_grads=sync_grads)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Over all ranks: any of them may have been told to stop."""
+        if self.world_size == 1:
+            return decision
+        votes = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(votes)
+        return int(votes) == self.world_size if all else int(votes) > 0
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Nothing to block: gradients are reduced when the last batch of an accumulation is done."""
+        with nullcontext():
+            yield
+
+    @property
+    def _is_interrupted(self) -> bool:
+        module = self.lightning_module
+        return module is not None and module._trainer is not None and module.trainer.interrupted

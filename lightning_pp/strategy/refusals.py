@@ -1,0 +1,80 @@
+"""What a pipeline cannot do, told before it starts: the culprit, and what to do instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+from torch.optim import LBFGS
+
+from lightning_pp.errors import ConfigurationError
+
+
+def refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule, precision: Any) -> None:
+    """Raises :class:`ConfigurationError` for steps, optimization and precision that a pipeline cannot run."""
+    for step in ("training_step", "validation_step", "test_step", "predict_step"):
+        if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
+            raise ConfigurationError(
+                f"{step} of {type(module).__name__} takes dataloader_iter; a pipeline has to see the batch to cut it "
+                "into microbatches. Take (batch, batch_idx) instead."
+            )
+    if trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
+        raise ConfigurationError(
+            f"{type(module).__name__} sets automatic_optimization=False. A pipeline interleaves the forward and "
+            "backward of many microbatches, so it must run them itself: remove manual_backward and optimizer.step from "
+            "training_step and return the loss."
+        )
+    if isinstance(precision, MixedPrecision) and precision.scaler is not None:
+        raise ConfigurationError(
+            f"precision={precision.precision!r} scales the loss, and the scale would have to agree on all stages; use "
+            "'bf16-mixed', which needs no scale, or '32-true'."
+        )
+
+
+def set_up_one_optimizer(strategy: Strategy, trainer: pl.Trainer) -> None:
+    """Calls ``configure_optimizers``; raises :class:`ConfigurationError` unless it gives one first-order optimizer."""
+    try:
+        strategy.setup_optimizers(trainer)
+    except RuntimeError as error:
+        if "multiple optimizers" not in str(error):
+            raise
+        # Lightning's own advice, manual optimization, is none for a pipeline
+        raise ConfigurationError(
+            f"configure_optimizers of {type(strategy.lightning_module).__name__} returned several optimizers, and a "
+            "pipeline steps exactly one. Give one optimizer several parameter groups instead."
+        ) from None
+    if any(isinstance(optimizer, LBFGS) for optimizer in strategy.optimizers):
+        raise ConfigurationError(
+            "LBFGS evaluates the step several times and needs all parameters at once, and a stage has its own "
+            "only; use a first-order optimizer (AdamW, SGD, ...)."
+        )
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss in what ``training_step`` returned; raises :class:`ConfigurationError` if there is none."""
+    loss = output.get("loss") if hasattr(output, "get") else output
+    if not isinstance(loss, Tensor):
+        raise ConfigurationError(
+            f"training_step returned {type(output).__name__}{' without a loss' if hasattr(output, 'get') else ''}; "
+            "in a pipeline every batch needs a loss: return a tensor, or a dict with the key 'loss'."
+        )
+    return loss
+
+
+def check_loss(loss: Tensor, module: pl.LightningModule) -> None:
+    """Raises :class:`ConfigurationError` unless ``loss`` is one number that depends on trainable parameters."""
+    if loss.numel() != 1:
+        raise ConfigurationError(
+            f"training_step of {type(module).__name__} returned a loss of shape {tuple(loss.shape)}; it must be one "
+            "number, so take its mean."
+        )
+    if not loss.requires_grad:
+        raise ConfigurationError(
+            f"The loss that training_step of {type(module).__name__} returned does not depend on any parameter that "
+            "requires a gradient; check for .detach(), .item(), torch.no_grad(), or for parameters that are all frozen."
+        )
