@@ -153,6 +153,7 @@ def test_sizes_and_cuts_that_do_not_fit(pool: WorkerPool, options: dict[str, Any
     ("options", "pattern"),
     [
         ({"schedule": "zb_h7"}, r"zb_h7.*1f1b.*zb_h1"),
+        ({"schedule": "auto"}, r"'auto'.*choose one of.*zb_h1"),
         ({"num_microbatches": 0}, r"num_microbatches=0"),
         ({"pipeline_parallel_size": 0}, r"pipeline_parallel_size=0"),
         ({"schedule": "1f1b", "stages_per_rank": 2}, r"stages_per_rank is 2.*1f1b"),
