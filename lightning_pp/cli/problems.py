@@ -34,6 +34,8 @@ def user_errors(*also: type[Exception]) -> Iterator[None]:
     """
     try:
         yield
+    except UserError:
+        raise
     except InstantiationException as error:
         cause = error.__cause__
         if _full_errors_wanted() or cause is None:

@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_pp.cli.launch import share_cores
-from lightning_pp.cli.problems import user_errors
+from lightning_pp.cli.problems import UserError, user_errors
 from lightning_pp.cli.report import RunSummary, print_summary
 from lightning_pp.conf import Mode
 
@@ -35,7 +35,9 @@ class Run:
 
         Raises:
             InstantiationException: Something the config names cannot be built; its cause says why.
+            UserError: ``ckpt_path`` names nothing.
         """
+        _check_checkpoint_path(config.ckpt_path)
         _let_hydra_print()
         L.seed_everything(config.seed, workers=True, verbose=False)
         data = instantiate(config.data, _convert_="all")
@@ -77,6 +79,13 @@ class Run:
             tracking={_tracker_name(logger): path for logger in self.trainer.loggers if (path := _log_folder(logger))},
             output_folder=Path(HydraConfig.get().runtime.output_dir),
         )
+
+
+def _check_checkpoint_path(path: str | None) -> None:
+    """Say that a checkpoint is missing before any process is launched; words and addresses are Lightning's to resolve."""
+    if path is None or path in ("best", "last", "hpc") or ":" in path or Path(path).exists():
+        return
+    raise UserError(f"ckpt_path={path} does not exist (looked from {Path.cwd()})")
 
 
 def _let_hydra_print() -> None:

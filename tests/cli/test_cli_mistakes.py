@@ -40,6 +40,13 @@ def test_every_unreadable_data_file_is_named_before_anything_is_launched(tmp_pat
     assert "MEMBER" not in finished.output  # Lightning's line about a launched process
 
 
+def test_missing_checkpoint_is_named_before_anything_is_launched(tmp_path: Path) -> None:
+    finished = run_command(["mode=test", "ckpt_path=nope.ckpt"], tmp_path)
+    assert finished.code == 1
+    assert "ckpt_path=nope.ckpt does not exist" in finished.output
+    assert "Traceback" not in finished.output
+
+
 def test_bad_option_of_strategy_or_model_is_one_message(tmp_path: Path) -> None:
     finished = run_command(["strategy.schedule=zb_h9"], tmp_path)
     assert finished.code == 1
