@@ -82,7 +82,7 @@ class Run:
 
 
 def _check_checkpoint_path(path: str | None) -> None:
-    """Say that a checkpoint is missing before any process is launched; words and addresses are Lightning's to resolve."""
+    """Say that a checkpoint is missing before anything is launched; words and addresses are Lightning's to resolve."""
     if path is None or path in ("best", "last", "hpc") or ":" in path or Path(path).exists():
         return
     raise UserError(f"ckpt_path={path} does not exist (looked from {Path.cwd()})")
