@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,9 +16,18 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_pp.split.made_up_data import MadeUpData
 from lightning_pp.split.placeholders import is_fake
-from lightning_pp.split.record import Reads, UnitCall, Value
+from lightning_pp.split.record import GradientHook, Reads, UnitCall, Value
 from lightning_pp.split.source_lines import user_line
-from lightning_pp.split.sources import NOTHING, Inside, Source, set_sources, sources_of, storage_of
+from lightning_pp.split.sources import (
+    NOTHING,
+    Inside,
+    Source,
+    made_after,
+    set_made_after,
+    set_sources,
+    sources_of,
+    storage_of,
+)
 from lightning_pp.split.stand_in_mode import NeedsDataError, StandInMode
 
 _ITEM = torch.ops.aten._local_scalar_dense.default
@@ -43,6 +53,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         fake_mode: The mode of all fakes.
         own_memory: Storages that the step may edit, such as copies of buffers.
+        parameters: Sources of real parameters, by storage: what holds them out of reach has not been given fakes.
 
     Attributes:
         reads: What the current stretch of code (a call and the glue before it, or the tail) needs.
@@ -53,9 +64,15 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         value_reads: Where glue did.
         edited: Unit outputs that code after the unit writes into.
         glue_is_random: Whether glue draws random numbers.
+        gradient_hooks: Hooks that glue put on weight-dependent tensors.
     """
 
-    def __init__(self, fake_mode: StandInMode, own_memory: Iterable[int | None]) -> None:
+    def __init__(
+        self,
+        fake_mode: StandInMode,
+        own_memory: Iterable[int | None] = (),
+        parameters: Mapping[int, frozenset[Source]] = MappingProxyType({}),
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.reads = Reads()
         self.call: UnitCall | None = None
@@ -65,13 +82,16 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.value_reads: list[ValueRead] = []
         self.edited: set[Value] = set()
         self.glue_is_random = False
+        self.gradient_hooks: list[GradientHook] = []
         self._fake_mode = fake_mode
         self._made_up: MadeUpData | None = None
         self._output_storages: dict[int, Value] = {}
         # a storage is known by its address, so it must not be freed and given out again meanwhile
         self._kept_alive: list[Tensor] = []
-        self._written: dict[int, frozenset[Source]] = {}
-        self._written_with_fakes: set[int] = set()
+        self._written: dict[int, frozenset[Source]] = dict(parameters)
+        self._written_with_fakes: set[int] = set(parameters)
+        # with the storage itself, which must not be freed and its address given out again
+        self._sources_of_fakes: dict[int, tuple[frozenset[Source], Any]] = {}
         self._own_memory = set(own_memory)
         self._contents_before: list[tuple[Tensor, Tensor]] = []
 
@@ -83,6 +103,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def mark_output(self, tensor: Tensor, value: Value) -> None:
         """Makes ``tensor`` the source ``value``."""
         set_sources(tensor, {value})
+        set_made_after(tensor, value.call)
         storage = storage_of(tensor)
         if storage is not None:
             self._output_storages[storage] = value
@@ -100,11 +121,12 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def sources_of(self, tensor: Tensor) -> frozenset[Source]:
         """Where the value of ``tensor`` comes from, with what was written into its memory."""
         found = sources_of(tensor)
-        if self._written:
-            storage = storage_of(tensor)
-            if storage is not None and storage in self._written:
-                found = found | self._written[storage]
-        return found
+        storage = storage_of(tensor)
+        if storage is None:
+            return found
+        if not found and is_fake(tensor):  # ``.data`` and tensors saved for backward lose their mark
+            found = self._sources_of_fakes.get(storage, (NOTHING,))[0]
+        return found | self._written[storage] if storage in self._written else found
 
     def read(self, tensor: Tensor) -> Tensor:
         """Records that Python looks at the content of ``tensor``, and gives it something to see."""
@@ -120,6 +142,11 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self._made_up is not None:
                 return self._made_up.real(self._faked(tensor))  # type: ignore[no-any-return]
             return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+    def note_gradient_hook(self, tensor: Tensor) -> None:
+        """Records that glue puts a hook on the gradient of ``tensor``."""
+        if self.call is None:
+            self.gradient_hooks.append(GradientHook(user_line(), made_after(tensor)))
 
     @contextmanager
     def made_up_data(self, data: MadeUpData) -> Iterator[None]:
@@ -164,12 +191,21 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._count_flops(func, args, kwargs, result)
         produced: frozenset[Source] = frozenset({Inside(self.call.index)}) if self.call is not None else sources
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                set_sources(tensor, produced)
+            # from fakes comes something real only if it does not depend on them
+            if isinstance(tensor, Tensor) and (is_fake(tensor) or is_mutable or self._made_up is not None):
+                self._mark(tensor, produced)
         self._note_memory(func, inputs, result)
         if is_mutable:
             self._note_writes(func, *given, produced)
         return result
+
+    def _mark(self, tensor: Tensor, sources: frozenset[Source]) -> None:
+        set_sources(tensor, sources)
+        set_made_after(tensor, self.num_calls)
+        if is_fake(tensor):
+            storage = storage_of(tensor)
+            if storage is not None:
+                self._sources_of_fakes[storage] = (sources, tensor.untyped_storage())
 
     def _run(self, func: Any, args: Any, kwargs: Any, sources: frozenset[Source]) -> Any:
         if self._written_with_fakes:

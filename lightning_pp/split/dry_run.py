@@ -6,9 +6,10 @@ Source of the idea: none of the existing pipelines does this; tracing by fake te
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -103,6 +104,7 @@ def _attempt(
         stack.enter_context(placeholders.all_fake(lambda fake, name: set_sources(fake, {Parameter(name)})))
         stack.enter_context(torch.set_grad_enabled(with_gradients))
         stack.enter_context(_uncompiled())
+        stack.enter_context(_quiet())
 
         def on_mean_loss(_: Any, loss: Callable[..., torch.Tensor]) -> torch.Tensor:
             record.num_mean_losses += 1
@@ -117,11 +119,23 @@ def _attempt(
             result = step(run)
         run.finish(result, with_gradients)
         changed = changes()
-        for _, _, value in changed:
-            run.need_at_end(value)
+        for name, attribute, value in changed:
+            if not any(name == unit or name.startswith(unit + ".") for unit in units):  # those stay on their stage
+                run.need_at_end(value, f"the attribute {attribute!r} of {name or type(module).__name__}")
         run.merge_end()
         record.mutated_attributes = tuple((name, attribute) for name, attribute, _ in changed)
     return record
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Within, torch does not report attempts on fakes that fail; what comes of them is reported here."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _uncompiled() -> Any:

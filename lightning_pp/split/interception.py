@@ -7,7 +7,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from lightning_pp.errors import SplitError
+from lightning_pp.split.checkpointed_regions import RAN, Calls, CheckpointedRegions
+from lightning_pp.split.record import PassedOn
+from lightning_pp.split.tree import leaves_of, map_leaves
 
 
 class CallHandler(Protocol):
@@ -30,43 +36,91 @@ class UnitCalls:
     """Routes every call of the given units through a handler while one is in charge.
 
     ``Module.__call__`` looks up ``_compiled_call_impl`` on the instance before anything else; setting it there takes in
-    the whole call, hooks included (a hook of an un-owned unit must not run a second time on a received output), and
-    leaves the class alone. A unit whose ``forward`` is called directly is caught as well. Both are undone on exit, so
-    between steps a unit is as the user made it, and checkpointed blocks re-run in backward untouched.
+    the whole call and leaves the class alone. A unit whose ``forward`` is called directly is caught as well. Both are
+    undone on exit, so between steps a unit is as the user made it.
+
+    The user's forward hooks of a unit are code between units: they run on every stage, on what the handler gives, so
+    that a hook that collects outputs collects those of other stages' units too. All other hooks belong to the call.
+
+    A handler that does not run the unit may have :class:`~lightning_pp.split.record.PassedOn` in what it gives.
     """
 
     def __init__(self, units: Mapping[str, nn.Module]) -> None:
         self._units = dict(units)
         self._running_original = False
+        self._num_ran = 0
+        self._regions = CheckpointedRegions(self._replaying)
 
     @contextmanager
     def handled_by(self, handler: CallHandler) -> Iterator[None]:
         """Routes unit calls through ``handler`` within the context."""
+        with _plain_attention(), self._regions.remembered(), self._routed_to(handler):
+            yield
+
+    @contextmanager
+    def _routed_to(self, handler: CallHandler) -> Iterator[None]:
         saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
         for name, unit in self._units.items():
             attributes = unit.__dict__
             saved.append((attributes, {key: attributes[key] for key in _PATCHED if key in attributes}))
             call = attributes.get("_compiled_call_impl") or unit._call_impl
-            attributes["_compiled_call_impl"] = partial(self._route, handler, name, call)
+            attributes["_compiled_call_impl"] = partial(self._route_call, handler, name, unit, call)
             attributes["forward"] = partial(self._route, handler, name, unit.forward)
-        self._running_original = False
+        running, self._running_original = self._running_original, False
         try:
             yield
         finally:
-            self._running_original = False
+            self._running_original = running
             for attributes, original in saved:
                 for key in _PATCHED:
                     attributes.pop(key, None)
                 attributes.update(original)
 
+    def _route_call(
+        self,
+        handler: CallHandler,
+        name: str,
+        unit: nn.Module,
+        call: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if self._running_original:
+            return call(*args, **kwargs)
+        before, after = _users_of(unit._forward_pre_hooks), _users_of(unit._forward_hooks)
+        if not before and not after:
+            return self._route(handler, name, call, *args, **kwargs)
+        for key, hook in before.items():
+            args, kwargs = _replaced_inputs(hook, unit, args, kwargs, key in unit._forward_pre_hooks_with_kwargs)
+
+        def call_without(*args: Any, **kwargs: Any) -> Any:
+            with _without(unit._forward_pre_hooks, before), _without(unit._forward_hooks, after):
+                return call(*args, **kwargs)
+
+        output = self._route(handler, name, call_without, *args, **kwargs)
+        for key, hook in after.items():
+            given = (unit, args, kwargs) if key in unit._forward_hooks_with_kwargs else (unit, args)
+            replacement = hook(*given, output)
+            output = output if replacement is None else replacement
+        return output
+
     def _route(self, handler: CallHandler, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._running_original:
             return original(*args, **kwargs)
-        return handler(name, partial(self._run, original), args, kwargs)
+        num_ran = self._num_ran
+        given: Any = RAN
+        try:
+            output = handler(name, partial(self._run, original), args, kwargs)
+            if self._num_ran == num_ran:
+                given = output = _with_passed_on(output, args, kwargs)
+        finally:
+            self._regions.note(given)
+        return output
 
     def _run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         global _num_running
         self._running_original = True
+        self._num_ran += 1
         _num_running += 1
         try:
             return original(*args, **kwargs)
@@ -74,5 +128,77 @@ class UnitCalls:
             self._running_original = False
             _num_running -= 1
 
+    @contextmanager
+    def _replaying(self, calls: Calls) -> Iterator[None]:
+        remaining = list(reversed(calls))
+
+        def replay(unit: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not remaining:
+                raise SplitError(
+                    f"A checkpointed function called the unit {unit!r} when it was run again in backward, which it had "
+                    "not called in forward. It must do the same both times."
+                )
+            given = remaining.pop()
+            return original(*args, **kwargs) if given is RAN else given
+
+        with self.handled_by(replay):
+            yield
+
+
+def _with_passed_on(output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What stands in for a unit's output, with what it would have passed on taken from its arguments."""
+    if isinstance(output, Tensor) or not any(isinstance(leaf, PassedOn) for leaf in leaves_of(output)):
+        return output
+    given = leaves_of((args, kwargs))
+    return map_leaves(lambda leaf: given[leaf.position] if isinstance(leaf, PassedOn) else leaf, output)
+
 
 _PATCHED = ("_compiled_call_impl", "forward")
+
+
+def _users_of(hooks: Mapping[int, Any]) -> dict[int, Any]:
+    """Hooks that are neither torch's nor this package's (sharding, weight norms), which go with the call."""
+    return {key: hook for key, hook in hooks.items() if not _module_of(hook).startswith(("torch.", "lightning_pp."))}
+
+
+def _module_of(hook: Any) -> str:
+    while isinstance(hook, partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", ""))
+
+
+def _replaced_inputs(
+    hook: Any, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], with_kwargs: bool
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if with_kwargs:
+        replaced = hook(unit, args, kwargs)
+        return (args, kwargs) if replaced is None else replaced
+    replacement = hook(unit, args)
+    if replacement is None:
+        return args, kwargs
+    return replacement if isinstance(replacement, tuple) else (replacement,), kwargs
+
+
+@contextmanager
+def _without(hooks: dict[int, Any], removed: Mapping[int, Any]) -> Iterator[None]:
+    """Within, the hooks in ``removed`` are not called; the order is kept."""
+    before = dict(hooks)
+    for key in removed:
+        del hooks[key]
+    try:
+        yield
+    finally:
+        added = {key: hook for key, hook in hooks.items() if key not in before}
+        hooks.clear()
+        hooks.update({**before, **added})
+
+
+@contextmanager
+def _plain_attention() -> Iterator[None]:
+    """Within, torch's transformer layers do not switch to fused kernels in evaluation, which know no fakes."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)

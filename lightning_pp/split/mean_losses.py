@@ -13,7 +13,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ from lightning_pp.split.interception import UnitCalls, running_unit
 from lightning_pp.split.module_state import preserved_state
 from lightning_pp.split.placeholders import is_fake
 from lightning_pp.split.plan import StepPlan
+from lightning_pp.split.python_reads import PythonReads
+from lightning_pp.split.stand_in_mode import MadeUp
 from lightning_pp.split.tree import replace_leaves
 
 Denominator = Tensor | float | None
@@ -87,7 +89,12 @@ class MeanLosses:
 
         host_state = torch.get_rng_state()
         try:
-            with UnitCalls(units).handled_by(stand_in), intercepted_mean_losses(note), torch.no_grad():
+            with (
+                _values_made_up(plan),
+                UnitCalls(units).handled_by(stand_in),
+                intercepted_mean_losses(note),
+                torch.no_grad(),
+            ):
                 if plan.record.step_edits_module:
                     with preserved_state(module):
                         step()
@@ -95,6 +102,8 @@ class MeanLosses:
                     step()
         except _Counted:
             pass
+        except Exception:  # what it made of made-up values says nothing; the real step will tell
+            counted.clear()
         finally:
             torch.set_rng_state(host_state)
         self._counts[microbatch] = counted
@@ -143,6 +152,16 @@ class MeanLosses:
                     known = [count for count in counts if count is not None]
                     self._totals.append(sum(known) if len(known) == len(counts) else None)
         return self._totals
+
+
+@contextmanager
+def _values_made_up(plan: StepPlan) -> Iterator[None]:
+    """Within, code may read values of stand-ins (``.item()``, ``.numpy()``) and sees something."""
+    mode = next((leaf.stand_in.fake_mode for call in plan.record.calls for leaf in call.leaves if leaf.spec), None)
+    fill = MadeUp()
+    read = PythonReads(is_fake, lambda fake: fill(fake.shape, dtype=fake.dtype, device=fake.device))
+    with read, nullcontext() if mode is None else mode.making_up():
+        yield
 
 
 @contextmanager

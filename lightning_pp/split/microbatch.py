@@ -80,6 +80,11 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Microbatch]:
     return microbatches
 
 
+def copy_of(data: Any) -> Any:
+    """``data`` with memory of its own for every tensor, for steps that write into their batch."""
+    return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, data)
+
+
 def _slice(tree: Any, num_samples: int, start: int, stop: int) -> Any:
     if _is_plain_list(tree):
         return tree[start:stop] if len(tree) == num_samples else tree

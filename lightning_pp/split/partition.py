@@ -138,7 +138,8 @@ def _why_inseparable(record: StepRecord, units: Sequence[str]) -> str:
             if record.calls[made_by].unit in members:
                 return (
                     f"a tensor made inside {record.calls[made_by].unit!r} leaves it by another way than its outputs (a "
-                    f"hook, an attribute or a list) and is used by {consumer!r} at {line}; return it from the unit"
+                    "hook, an attribute, a list, an edit in place or torch.autograd.grad) and is used by "
+                    f"{consumer!r} at {line}; return it from the unit"
                 )
     repeated = sorted({call.unit for call in record.calls if call.index != record.first_calls()[call.unit]} & members)
     return f"{', '.join(repeated)} is called again after units that its later call depends on"

@@ -78,6 +78,7 @@ def build_plan(record: StepRecord, stage_of_unit: Mapping[str, int], num_stages:
     stage_of_call = [stage_of_unit[call.unit] for call in record.calls]
     last_stage = num_stages - 1
     _check_flow(record, stage_of_call, last_stage)
+    _check_gradient_hooks(record, stage_of_call, last_stage)
     # a code stretch runs for real on the stage of the call that it leads to; the tail on the last stage
     needed: set[tuple[Value, int]] = set()
     for call in record.calls:
@@ -132,6 +133,19 @@ def _gradient_returns(record: StepRecord, stage_of_call: list[int], last_stage: 
     return returns
 
 
+def _check_gradient_hooks(record: StepRecord, stage_of_call: list[int], last_stage: int) -> None:
+    """Only the last stage has the whole gradient of a tensor that glue made, and only of one that no other makes."""
+    for hook in record.gradient_hooks:
+        for call in record.calls[hook.made_after :]:
+            stage = stage_of_call[call.index]
+            if stage != last_stage:
+                raise SplitError(
+                    f"{hook.line} puts a hook on the gradient of a tensor that more than one stage works with: stages "
+                    f"{stage} (which runs {call.unit!r}) to {last_stage}. No stage has all of its gradient. Put the "
+                    "hook on a tensor inside a unit, on a parameter or on the loss, or cut before this tensor is made."
+                )
+
+
 def _check_flow(record: StepRecord, stage_of_call: list[int], last_stage: int) -> None:
     for reads, consumer, stage in [
         *((call.reads, f"the unit {call.unit!r}", stage_of_call[call.index]) for call in record.calls),
@@ -151,6 +165,7 @@ def _check_flow(record: StepRecord, stage_of_call: list[int], last_stage: int) -
             if source != stage:
                 raise SplitError(
                     f"A tensor made inside the unit {unit!r} (stage {source}) leaves it by another way than its "
-                    f"outputs (a hook, an attribute or a list) and is used by {consumer} (stage {stage}) at {line}. "
-                    "Return it from the unit, or keep the two on one stage with split_points."
+                    f"outputs (a hook, an attribute, a list, an edit in place or torch.autograd.grad) and is used by "
+                    f"{consumer} (stage {stage}) at {line}. Return it from the unit, or keep the two on one stage with "
+                    "split_points."
                 )

@@ -10,8 +10,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_any, tree_map
 
-from lightning_pp.split.sources import set_sources, sources_of
-
 _READS = frozenset(
     {
         Tensor.numpy,
@@ -22,7 +20,7 @@ _READS = frozenset(
     }
 )
 _MAKES_OF_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
-_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_GRADIENT_HOOKS = frozenset({Tensor.register_hook, Tensor.retain_grad})
 
 
 class PythonReads(TorchFunctionMode):
@@ -31,25 +29,36 @@ class PythonReads(TorchFunctionMode):
     Args:
         is_missing: Whether a tensor's data are missing.
         read: Gives a real tensor of the same shape to look at.
+        on_gradient_hook: Told of a tensor that gets a hook on its gradient.
     """
 
-    def __init__(self, is_missing: Callable[[Tensor], bool], read: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self,
+        is_missing: Callable[[Tensor], bool],
+        read: Callable[[Tensor], Tensor],
+        on_gradient_hook: Callable[[Tensor], None] = lambda _: None,
+    ) -> None:
         super().__init__()
         self._is_missing = is_missing
         self._read = read
+        self._on_gradient_hook = on_gradient_hook
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one function of torch."""
         kwargs = kwargs or {}
-        if func in _READS and self._lacks(args[0]):
+        if func in _READS and self._lacks(args[0]) and not _only_names_it(func, args):
             return func(self._read(args[0]).detach(), *args[1:], **kwargs)
         if func in _MAKES_OF_DATA and isinstance(args[0], (list, tuple)) and tree_any(self._lacks, args[0]):
             data = tree_map(lambda leaf: self._read(leaf).tolist() if self._lacks(leaf) else leaf, args[0])
             return func(data, *args[1:], **kwargs)
-        result = func(*args, **kwargs)
-        if func == _DATA:  # the one view that does not pass the dispatcher
-            set_sources(result, sources_of(args[0]))
-        return result
+        if func in _GRADIENT_HOOKS and self._lacks(args[0]):
+            self._on_gradient_hook(args[0])
+        return func(*args, **kwargs)
 
     def _lacks(self, leaf: Any) -> bool:
         return isinstance(leaf, Tensor) and self._is_missing(leaf)
+
+
+def _only_names_it(func: Any, args: Any) -> bool:
+    """``f"{tensor}"`` may as well show that it is fake; ``f"{tensor:.3f}"`` needs a number."""
+    return func is Tensor.__format__ and not args[1]

@@ -33,13 +33,20 @@ class TensorSpec:
         return count * self.dtype.itemsize
 
 
+class PassedOn:  # no dataclass, for those are containers
+    """Stands in for what a unit returned as it was given: leaf number ``position`` of its arguments."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+
 @dataclass
 class OutputLeaf:
     """One leaf of what a unit call returned.
 
     Attributes:
-        spec: Shape and dtype of a tensor; None for anything else.
-        stand_in: A detached fake of that tensor, or the constant itself.
+        spec: Shape and dtype of a tensor that the unit made; None for anything else.
+        stand_in: A detached fake of that tensor, a :class:`PassedOn`, or the constant itself.
         requires_grad: Whether autograd tracks it.
         edited_in_place: Whether code after the call writes into it.
     """
@@ -70,7 +77,17 @@ class Reads:
 
 @dataclass
 class UnitCall:
-    """One call of a unit in the order of the step."""
+    """One call of a unit in the order of the step.
+
+    Attributes:
+        index: Its place in that order.
+        unit: Name of the unit.
+        reads: What it needs, with the code before it.
+        output: The containers of what it returned; None where that is a tensor.
+        leaves: What is in them.
+        flops: Floating point operations of its forward.
+        saved_bytes: What autograd keeps of it between forward and backward.
+    """
 
     index: int
     unit: str
@@ -79,6 +96,19 @@ class UnitCall:
     leaves: list[OutputLeaf] = field(default_factory=list)
     flops: int = 0
     saved_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class GradientHook:
+    """A hook that glue put on a weight-dependent tensor.
+
+    Attributes:
+        line: The user's line.
+        made_after: Unit calls before the tensor was made; the call itself for a unit's output.
+    """
+
+    line: str
+    made_after: int
 
 
 @dataclass
@@ -95,6 +125,7 @@ class StepRecord:
         mutated_attributes: ``(module name, attribute)`` that the step set or whose content it changed.
         num_mean_losses: Calls, outside units, of functions that take the mean of a loss.
         step_edits_module: Whether anything on the module changes before the last of them.
+        gradient_hooks: Hooks that the code outside units put on tensors (``register_hook``, ``retain_grad``).
         edits_batch: Whether the step writes into memory that it was given, so that whoever runs it more than once
             must give it a copy each time.
     """
@@ -107,6 +138,7 @@ class StepRecord:
     mutated_attributes: tuple[tuple[str, str], ...] = ()
     num_mean_losses: int = 0
     step_edits_module: bool = False
+    gradient_hooks: list[GradientHook] = field(default_factory=list)
     edits_batch: bool = False
 
     def first_calls(self) -> dict[str, int]:

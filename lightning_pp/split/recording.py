@@ -14,13 +14,13 @@ from lightning_pp.errors import SplitError
 from lightning_pp.split.data_flow import DataFlow
 from lightning_pp.split.gradient_flow import gradient_sources
 from lightning_pp.split.made_up_data import AsFake, MadeUpData
-from lightning_pp.split.placeholders import Placeholders, is_fake
+from lightning_pp.split.placeholders import Placeholders, has_data, is_fake
 from lightning_pp.split.python_reads import PythonReads
-from lightning_pp.split.record import OutputLeaf, Reads, StepRecord, TensorSpec, UnitCall, Value, spec_of
+from lightning_pp.split.record import OutputLeaf, PassedOn, Reads, StepRecord, TensorSpec, UnitCall, Value, spec_of
 from lightning_pp.split.source_lines import innermost_user_line
-from lightning_pp.split.sources import set_sources, storage_of
+from lightning_pp.split.sources import NOTHING, Parameter, Source, set_sources, storage_of
 from lightning_pp.split.stand_in_mode import NOT_FAKEABLE, NeedsDataError
-from lightning_pp.split.tree import map_leaves, tensors_of
+from lightning_pp.split.tree import leaves_of, map_leaves, tensors_of
 
 
 class DryRun:
@@ -46,7 +46,14 @@ class DryRun:
         self._placeholders = placeholders
         self._num_calls = num_calls
         self._earlier_reads = list(reads)
-        self._flow = DataFlow(placeholders.mode, ())
+        # seen now, before fakes take their places
+        self._real_parameters: dict[int, frozenset[Source]] = {}
+        for name, parameter in placeholders.module.named_parameters():
+            storage = storage_of(parameter)
+            if storage is not None and has_data(parameter):
+                source = Parameter(placeholders.canonical_names[name])
+                self._real_parameters[storage] = self._real_parameters.get(storage, NOTHING) | {source}
+        self._flow = DataFlow(placeholders.mode)
         self._end_data = ExitStack()
         self._own_parameters = {
             name: frozenset(
@@ -69,24 +76,33 @@ class DryRun:
             for value in child.__dict__.values()
             if isinstance(value, Tensor)
         }
-        self._flow = DataFlow(self._placeholders.mode, buffers | held)
-        with PythonReads(self._flow.is_missing, self._flow.read), self._flow, self._end_data:
+        flow = self._flow = DataFlow(self._placeholders.mode, buffers | held, self._real_parameters)
+        with PythonReads(flow.is_missing, flow.read, flow.note_gradient_hook), flow, self._end_data:
             if self._num_calls == 0:
                 self._make_up_the_end()
             yield
-        self._flow.restore()
+        flow.restore()
 
     def lines_of_value_reads(self) -> list[str]:
         """Where code outside units has looked at a weight-dependent value, in this attempt or the one before."""
         return list(dict.fromkeys([*self._earlier_reads, *(read.line for read in self._flow.value_reads)]))
 
-    def need_at_end(self, value: Any) -> None:
-        """Records that the tensors in ``value`` are needed where the step ends."""
-        current, self._flow.reads = self._flow.reads, self._end
+    def need_at_end(self, value: Any, place: str | None = None) -> None:
+        """Records that the tensors in ``value`` are needed where the step ends.
+
+        Args:
+            value: Anything that holds tensors.
+            place: Where they are kept, if it is not the running line that needs them.
+        """
+        current, self._flow.reads = self._flow.reads, Reads()
         try:
             self._flow.need(tensors_of(value))
+            found = self._flow.reads
         finally:
             self._flow.reads = current
+        if place is not None:
+            found.escapes = dict.fromkeys(found.escapes, place)
+        _add(found, self._end)
 
     def on_call(self, unit: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one unit on fakes and records it."""
@@ -97,15 +113,17 @@ class DryRun:
         self.record.calls.append(call)
         flow.num_calls = len(self.record.calls)
         flow.call, flow.own_parameters = call, self._own_parameters[unit]
+        passed_on = _Arguments(args, kwargs)
         try:
             result = self._run(call, lambda: original(*args, **kwargs))
-            flow.need(tensors_of(result))  # what it passes on as it was given
+            flow.need(leaf for leaf in tensors_of(result) if passed_on.position_of(leaf) is None)
         finally:
             flow.call, flow.own_parameters = None, frozenset()
         flow.reads = Reads()
         with _disable_current_modes():
-            marked = map_leaves(lambda leaf: self._mark(call, leaf), result)
-            call.output = map_leaves(lambda _: None, result)
+            marked = map_leaves(lambda leaf: self._mark(call, leaf, passed_on), result)
+            # not None in the place of leaves: some containers leave such entries out
+            call.output = None if isinstance(result, Tensor) else map_leaves(lambda _: 0, result)
         if len(self.record.calls) == self._num_calls:
             self._make_up_the_end()
         return marked
@@ -117,6 +135,7 @@ class DryRun:
         flow.need(tensors_of(result))
         record.glue_is_random = flow.glue_is_random
         record.edits_batch = flow.edits_batch
+        record.gradient_hooks = flow.gradient_hooks
         for value in flow.edited:
             record.leaf(value).edited_in_place = True
         num_calls = len(record.calls)
@@ -145,10 +164,7 @@ class DryRun:
 
     def merge_end(self) -> None:
         """Adds what sinks were given to what the end needs."""
-        tail, end = self.record.tail, self._end
-        tail.values |= end.values
-        tail.parameters |= end.parameters
-        tail.escapes.update(end.escapes)
+        _add(self._end, self.record.tail)
 
     def _run(self, call: UnitCall, run_unit: Callable[[], Any]) -> Any:
         """What the unit returns for fakes, or for made-up data if it looks at data."""
@@ -201,11 +217,15 @@ class DryRun:
             "that this code is outside of units, or make it accept any data of the right shapes."
         )
 
-    def _mark(self, call: UnitCall, leaf: Any) -> Any:
+    def _mark(self, call: UnitCall, leaf: Any, passed_on: _Arguments) -> Any:
         """Gives one leaf of what a unit returned an identity that can be followed."""
         value = Value(call.index, len(call.leaves))
         if not isinstance(leaf, Tensor):
             call.leaves.append(OutputLeaf(None, leaf))
+            return leaf
+        position = passed_on.position_of(leaf)
+        if position is not None:
+            call.leaves.append(OutputLeaf(None, PassedOn(position)))
             return leaf
         # a clone has a node of its own in the autograd graph, and memory of its own
         with AsFake(self._placeholders.mode):
@@ -246,3 +266,24 @@ class DryRun:
             return tensor
 
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+
+class _Arguments:
+    """What a unit was given, to recognise what it returns unchanged."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves = leaves_of((args, kwargs))
+        self._tensors = [(place, leaf, leaf._version) for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+    def position_of(self, tensor: Tensor) -> int | None:
+        """The place of ``tensor`` among the leaves of the arguments, if it is one of them and was not written into."""
+        for place, leaf, version in self._tensors:
+            if leaf is tensor and leaf._version == version:
+                return place
+        return None
+
+
+def _add(found: Reads, to: Reads) -> None:
+    to.values |= found.values
+    to.parameters |= found.parameters
+    to.escapes = {**found.escapes, **to.escapes}

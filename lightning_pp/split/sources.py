@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_pp.split.record import Value
 
 _SOURCES = "_pp_sources"
+_MADE_AFTER = "_pp_made_after"
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,16 @@ def sources_of(tensor: Tensor) -> frozenset[Source]:
 def set_sources(tensor: Tensor, sources: Iterable[Source]) -> None:
     """Marks where the value of ``tensor`` comes from."""
     setattr(tensor, _SOURCES, frozenset(sources))
+
+
+def made_after(tensor: Tensor) -> int:
+    """The number of unit calls before the operation that made ``tensor``; 0 if it is not known."""
+    return int(getattr(tensor, _MADE_AFTER, 0))
+
+
+def set_made_after(tensor: Tensor, num_calls: int) -> None:
+    """Marks when ``tensor`` was made."""
+    setattr(tensor, _MADE_AFTER, num_calls)
 
 
 def storage_of(tensor: Tensor) -> int | None:

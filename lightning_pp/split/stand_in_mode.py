@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_pp.errors import SplitError
 from lightning_pp.split.source_lines import user_line
@@ -80,21 +80,28 @@ class StandInMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def _tried_out(self, func: Any, args: Any, kwargs: Any, failure: Exception) -> Any:
         """Runs ``func`` on several contents of the fakes; if the shapes agree they do not depend on them."""
-        layouts, result = set(), None
+        attempts = []
         try:
             for fill in (torch.zeros, torch.ones, MadeUp()):
                 given = tree_map(lambda leaf, fill=fill: _filled(leaf, fill), (args, kwargs))
-                result = func(*given[0], **given[1])
-                layouts.add(tuple(_layout(leaf) for leaf in tree_leaves(result)))
+                attempts.append(tree_flatten(func(*given[0], **given[1])))
         except Exception:
             raise NeedsDataError(str(func), user_line()) from failure
-        if (len(layouts) > 1 or not all(isinstance(leaf, Tensor) for leaf in tree_leaves(result))) and (
-            not self._makes_up
-        ):
+        leaves, containers = attempts[-1]
+        alternatives = list(zip(*(attempt for attempt, _ in attempts), strict=False))
+        known = len({len(attempt) for attempt, _ in attempts}) == 1 and all(map(_share_a_layout, alternatives))
+        if not (known or self._makes_up):
             raise NeedsDataError(str(func), user_line()) from failure
         if func._schema.is_mutable:
             return args[0]
-        return tree_map(self._faked, result)
+        if known:
+            leaves = [
+                leaf if _are_equal(others) else self._faked(leaf)
+                for leaf, others in zip(leaves, alternatives, strict=True)
+            ]
+        else:
+            leaves = [self._faked(leaf) for leaf in leaves]
+        return tree_unflatten(leaves, containers)
 
     def _faked(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -130,5 +137,12 @@ def _filled(leaf: Any, fill: Callable[..., Tensor]) -> Any:
     return fill(tuple(leaf.shape), dtype=leaf.dtype, device=leaf.fake_device)
 
 
-def _layout(leaf: Any) -> Any:
-    return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf)
+def _share_a_layout(leaves: Sequence[Any]) -> bool:
+    if not all(isinstance(leaf, Tensor) for leaf in leaves):
+        return False  # a number is read for its value
+    return len({(tuple(leaf.shape), leaf.dtype) for leaf in leaves}) == 1
+
+
+def _are_equal(leaves: Sequence[Tensor]) -> bool:
+    """Whether an output is the same whatever the fakes hold, as the batch sizes of a packed sequence are."""
+    return not leaves[0].is_floating_point() and all(torch.equal(leaf, leaves[0]) for leaf in leaves[1:])

@@ -1,8 +1,8 @@
 """Walks over the nested containers that batches and module outputs are made of.
 
 Containers are what :mod:`torch.utils._pytree` knows (tuples, lists, dicts, named tuples, Hugging Face's
-``ModelOutput``) and besides any mapping (Hugging Face's ``BatchEncoding``) and any dataclass instance. Everything else
-is a leaf.
+``ModelOutput``) and besides any mapping (Hugging Face's ``BatchEncoding``), any dataclass instance and packed
+sequences. Everything else is a leaf.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree
 
 
@@ -28,6 +29,8 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     def visit(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return function(leaf)
+        if isinstance(leaf, PackedSequence):  # its constructor insists on tensors
+            return PackedSequence._make(map_leaves(function, part) for part in leaf)
         if isinstance(leaf, UserDict):
             clone = copy.copy(leaf)
             clone.data = {key: map_leaves(function, value) for key, value in leaf.data.items()}
@@ -43,7 +46,11 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
             return instance
         return function(leaf)
 
-    return _pytree.tree_map(visit, tree)
+    return _pytree.tree_map(visit, tree, is_leaf=_is_packed)
+
+
+def _is_packed(tree: Any) -> bool:
+    return isinstance(tree, PackedSequence)
 
 
 def leaves_of(tree: Any) -> list[Any]:
