@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import (
@@ -24,6 +27,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_pp.strategy.sizes import Auto, ParallelSizes
+
+_log = logging.getLogger(__name__)
 
 
 class MeshStrategy(ParallelStrategy):
@@ -93,6 +98,9 @@ class MeshStrategy(ParallelStrategy):
         self.set_world_ranks()
         assert self.cluster_environment is not None and self.lightning_module is not None
         backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
+        if self.root_device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+            # by default every process would take all cores, and the pipeline would run many times slower
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.num_processes))
         device_id = self.root_device if self.root_device.type != "cpu" else None
         _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
         self._sizes = ParallelSizes.resolve(self._pipeline_parallel_size, self._data_parallel_size, self.world_size)
@@ -198,3 +206,18 @@ class MeshStrategy(ParallelStrategy):
     def _is_interrupted(self) -> bool:
         module = self.lightning_module
         return module is not None and module._trainer is not None and module.trainer.interrupted
+
+    def end_together_on_sigterm(self, trainer: pl.Trainer) -> None:
+        """Has a SIGTERM end the job between two batches, on all ranks at once.
+
+        Lightning's handler starts a collective wherever the signal finds it, also in the middle of a step, in which the
+        other ranks wait for this one. Rank 0's flag is enough: the training loop asks for it before every batch.
+        """
+        connector = trainer._signal_connector
+
+        def note(signum: int, _: Any) -> None:
+            _log.info(f"[rank: {self.global_rank}] Received signal {signum}; the run ends before the next batch.")
+            if self.is_global_zero:
+                connector.received_sigterm = True
+
+        vars(connector)["_sigterm_notifier_fn"] = note

@@ -120,6 +120,7 @@ class PipelineParallelStrategy(MeshStrategy):
         self.accelerator.setup(trainer)
         module = self.lightning_module
         refuse_unsupported(trainer, module, self.precision_plugin)
+        self.end_together_on_sigterm(trainer)
         for loop in (
             trainer.validate_loop,
             trainer.test_loop,
