@@ -113,7 +113,7 @@ class PipelineExecutor:
                             in_flight[stage, microbatch] = kept
                         del kept, output, departing
                     elif action.kind is ActionKind.W:
-                        in_flight.pop((stage, microbatch)).queue.run()
+                        in_flight.pop((stage, microbatch)).run_weight_gradients()
                     else:
                         kept = in_flight[stage, microbatch]
                         gradients = self._backward(action, inputs, kept, received)

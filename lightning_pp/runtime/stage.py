@@ -38,12 +38,19 @@ class InFlight:
         outputs: Values made here that another stage needs.
         loss: The loss, on the last stage of a training step.
         queue: Weight gradients that I has left for W.
+        ran_backward: Whether I had anything to do; a stage that is frozen, with all before it, has not.
     """
 
     received: dict[Value, Tensor] = field(default_factory=dict)
     outputs: dict[Value, Tensor] = field(default_factory=dict)
     loss: Tensor | None = None
     queue: WeightGradientQueue = field(default_factory=WeightGradientQueue)
+    ran_backward: bool = False
+
+    def run_weight_gradients(self) -> None:
+        """W: computes what I has queued."""
+        if self.ran_backward:
+            self.queue.run()
 
 
 class _AsNonLeaf(torch.autograd.Function):
@@ -152,6 +159,7 @@ class StageRunner:
                 root_gradients.append(parts[0] if len(parts) == 1 else torch.stack(list(parts)).sum(0))
         delayed = self._delayed_modules(plan)
         if roots:
+            in_flight.ran_backward = True
             with _deferrable(split):
                 if split:
                     with collect_weight_gradients(in_flight.queue):

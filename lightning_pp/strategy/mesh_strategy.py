@@ -22,6 +22,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.strategy import TBroadcast
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core import rank_zero
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -208,16 +209,23 @@ class MeshStrategy(ParallelStrategy):
         return module is not None and module._trainer is not None and module.trainer.interrupted
 
     def end_together_on_sigterm(self, trainer: pl.Trainer) -> None:
-        """Has a SIGTERM end the job between two batches, on all ranks at once.
+        """Has a SIGTERM to any rank end the training between two batches, on all ranks at once.
 
         Lightning's handler starts a collective wherever the signal finds it, also in the middle of a step, in which the
-        other ranks wait for this one. Rank 0's flag is enough: the training loop asks for it before every batch.
+        other ranks wait for this one. Here the handler only notes the signal, and the collective that Lightning has
+        before every batch anyway asks all ranks whether one came.
         """
-        connector = trainer._signal_connector
+        received = False
 
         def note(signum: int, _: Any) -> None:
+            nonlocal received
             _log.info(f"[rank: {self.global_rank}] Received signal {signum}; the run ends before the next batch.")
-            if self.is_global_zero:
-                connector.received_sigterm = True
+            received = True
 
-        vars(connector)["_sigterm_notifier_fn"] = note
+        def ask_all_ranks() -> None:
+            if self.reduce_boolean_decision(received, all=False):
+                trainer._signal_connector.received_sigterm = True
+                raise SIGTERMException
+
+        trainer._signal_connector.__dict__["_sigterm_notifier_fn"] = note
+        trainer.fit_loop.epoch_loop.__dict__["_broadcast_sigterm_tensor"] = ask_all_ranks
