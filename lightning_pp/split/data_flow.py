@@ -56,7 +56,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         parameters: Sources of real parameters, by storage: what holds them out of reach has not been given fakes.
 
     Attributes:
-        reads: What the current stretch of code (a call and the glue before it, or the tail) needs.
+        reads: What the current call (or the end of the step) needs, by way of whatever glue.
         call: The unit call that is running, None in glue.
         num_calls: Unit calls so far.
         own_parameters: Names of the parameters of the running unit.
@@ -84,6 +84,8 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.glue_is_random = False
         self.gradient_hooks: list[GradientHook] = []
         self._fake_mode = fake_mode
+        # where glue first touched what was made inside a call
+        self._lines: dict[int, str] = {}
         self._made_up: MadeUpData | None = None
         self._output_storages: dict[int, Value] = {}
         # a storage is known by its address, so it must not be freed and given out again meanwhile
@@ -183,7 +185,10 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = func(*args, **kwargs)
             self._note_memory(func, inputs, result)
             return result
-        self._note(sources)
+        if self.call is not None:
+            self._note(sources)
+        else:
+            self._remember_lines(sources)
         if func is _ITEM:
             return self.read(args[0]).item()
         given = (args, kwargs)
@@ -221,6 +226,12 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with self._fake_mode.making_up():
             return func(*args, **kwargs)
 
+    def _remember_lines(self, sources: Iterable[Source]) -> None:
+        """Glue reads nothing by itself: what its results depend on is needed where they are."""
+        for source in sources:
+            if isinstance(source, Inside) and source.call not in self._lines:
+                self._lines[source.call] = user_line()
+
     def _note(self, sources: Iterable[Source]) -> None:
         current = self.call.index if self.call is not None else None
         for source in sources:
@@ -228,7 +239,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.reads.values.add(source)
             elif isinstance(source, Inside):
                 if source.call != current and source.call not in self.reads.escapes:
-                    self.reads.escapes[source.call] = user_line()
+                    self.reads.escapes[source.call] = self._lines.get(source.call) or user_line()
             elif source.name not in self.own_parameters:
                 self.reads.parameters.add(source.name)
 

@@ -79,7 +79,7 @@ def build_plan(record: StepRecord, stage_of_unit: Mapping[str, int], num_stages:
     last_stage = num_stages - 1
     _check_flow(record, stage_of_call, last_stage)
     _check_gradient_hooks(record, stage_of_call, last_stage)
-    # a code stretch runs for real on the stage of the call that it leads to; the tail on the last stage
+    # code between calls runs for real on the stages of the calls that need what it gives; the tail on the last stage
     needed: set[tuple[Value, int]] = set()
     for call in record.calls:
         needed |= {(value, stage_of_call[call.index]) for value in call.reads.values}

@@ -59,14 +59,14 @@ class OutputLeaf:
 
 @dataclass
 class Reads:
-    """What the code between two unit calls, and the second of them, needs from elsewhere.
+    """What a unit call, or the end of the step, needs from elsewhere, by way of whatever code lies between.
 
     Attributes:
         values: Outputs of earlier calls.
         parameters: Names of parameters used outside the unit that holds them.
         escapes: Calls that made a tensor which is used here but was not among their outputs (it left through an
             attribute, a hook or a list), with the line that uses it.
-        flops: Floating point operations of the code between the calls.
+        flops: Floating point operations of the code since the call before.
     """
 
     values: set[Value] = field(default_factory=set)

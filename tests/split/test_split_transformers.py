@@ -1,0 +1,108 @@
+"""Models of transformers, cut into stages that run in turn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers_zoo as zoo
+from one_process import OneProcessPipeline, compare, compare_evaluation
+from torch import Tensor, nn
+
+from lightning_pp.errors import SplitError
+
+CASES = [(name, 3) for name in zoo.ARCHITECTURES] + [(name, n) for name in ("gpt2", "llama", "t5") for n in (2, 4)]
+
+
+@pytest.mark.parametrize(("name", "num_stages"), CASES)
+def test_training_equals_the_whole_model(name: str, num_stages: int) -> None:
+    compare(zoo.ARCHITECTURES[name][0], zoo.batches_of(name), num_stages, splits_backward=num_stages == 3)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "clip", "mixtral"])
+def test_evaluation_equals_the_whole_model(name: str) -> None:
+    compare_evaluation(zoo.ARCHITECTURES[name][0], zoo.batches_of(name)[0], 3)
+
+
+def test_masks_are_made_on_every_stage_and_not_sent() -> None:
+    pipeline, _ = compare(zoo.llama, zoo.batches_of("llama"), 3)
+    plan = pipeline.plans(zoo.batches_of("llama")[0])[0]
+    assert [edge.spec.shape for edge in plan.edges] == [(3, 7, 16), (3, 7, 16)]
+
+
+def test_position_bias_goes_straight_to_the_stages_that_use_it() -> None:
+    """T5's layers hand the bias of their first on; it is sent from there, and only once to each stage."""
+    pipeline, _ = compare(zoo.t5, zoo.batches_of("t5"), 4)
+    plan = pipeline.plans(zoo.batches_of("t5")[0])[0]
+    calls = plan.record.calls
+    biases = [edge for edge in plan.edges if edge.spec.shape[1:] == (2, 7, 7)]
+    assert {calls[edge.value.call].unit for edge in biases} == {"model.encoder.block.0"}
+    assert len({(edge.value, edge.target) for edge in biases}) == len(biases)
+
+
+class HiddenStates(zoo.WithLoss):
+    """A loss on every hidden state; transformers collects them by hooks on the layers."""
+
+    def training_step(self, batch: Any) -> Tensor:
+        output = self.model(**batch, output_hidden_states=True)
+        assert len(output.hidden_states) == 5
+        return output.loss + sum(state.pow(2).mean() for state in output.hidden_states)
+
+
+def test_hidden_states_collected_by_hooks_on_units_arrive() -> None:
+    compare(lambda: HiddenStates(zoo.llama().model), zoo.batches_of("llama"), 3)
+
+
+class Attentions(zoo.WithLoss):
+    def training_step(self, batch: Any) -> Tensor:
+        output = self.model(**batch, output_attentions=True)
+        return output.loss + sum(weights.pow(2).mean() for weights in output.attentions)
+
+
+def eager_attentions() -> nn.Module:
+    model = zoo.llama().model
+    model.set_attn_implementation("eager")
+    return Attentions(model)
+
+
+def test_router_logits_collected_inside_units_are_refused_by_name() -> None:
+    """The auxiliary loss of a mixture of experts reads what hooks inside the layers have collected."""
+    architecture = lambda: zoo.mixtral(output_router_logits=True)  # noqa: E731
+    batches = zoo.batches_of("mixtral")
+    with pytest.raises(SplitError) as error:
+        compare(architecture, batches, 3)
+    message = str(error.value)
+    assert "model.model.layers." in message
+    assert "modeling_mixtral.py" in message
+    assert "hook" in message
+
+
+def test_attention_weights_collected_inside_units_are_refused_by_name() -> None:
+    with pytest.raises(SplitError, match=r"made inside 'model.model.layers.\d'.*test_split_transformers.py"):
+        compare(eager_attentions, zoo.batches_of("llama"), 3)
+
+
+def test_what_is_collected_inside_units_may_be_used_on_their_stage() -> None:
+    """Only the embedding is on another stage, so nothing is missing."""
+    batches = zoo.batches_of("llama")
+    compare(eager_attentions, batches, 2, split_points=["model.model.layers.0"])
+
+
+def test_mixture_with_a_fused_product_of_experts() -> None:
+    """The default implementation groups tokens by expert; its product has no float64, so only shapes are compared."""
+
+    class Single(zoo.WithLoss):
+        def double(self) -> Single:
+            return self
+
+    def architecture() -> nn.Module:
+        model = zoo.mixtral().model
+        model.set_experts_implementation("grouped_mm")
+        return Single(model)
+
+    batch = zoo.text_batch(2)
+    pipeline = OneProcessPipeline(architecture, batch, 2)
+    plan = pipeline.plans(batch)[0]
+    assert [edge.spec.shape for edge in plan.edges] == [(2, 7, 16)]
+    assert plan.edges[0].spec.dtype == torch.float32
