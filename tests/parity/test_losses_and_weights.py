@@ -55,6 +55,7 @@ _SOME_MODELS = [
     ("t5", "groups_and_frozen", Layout("1f1b", 2, 1, 4)),
     ("vit", "groups_and_frozen", Layout("gpipe", 2, 2, 2)),
     ("root_parameters", "groups_and_frozen", Layout("zb_h1", 3, 1, 3)),
+    ("residual_mlp", "groups_and_frozen", Layout("zb_h1", 4, 1, 4)),  # a stage in the middle has nothing to train
     ("residual_mlp", "fewer_samples", Layout("1f1b", 3, 1, 6)),
     ("llama_float64_loss", "fewer_samples", Layout("zb_h1", 2, 1, 8)),
     ("unet", "fewer_samples", Layout("gpipe", 2, 2, 4)),
@@ -110,7 +111,7 @@ def test_pipeline_equals_one_device(
     check(pool, Settings(model, **VARIANTS[variant]), layout, record_property)
 
 
-@pytest.mark.parametrize("schedule", available_schedules())
+@pytest.mark.parametrize("schedule", [name for name in available_schedules() if name != "auto"])
 def test_every_schedule(pool: WorkerPool, schedule: str, record_property: Callable[[str, object], None]) -> None:
     settings = Settings("gpt2_float64_loss", num_samples=18, batch_size=12, **ACCUMULATED)
     check(pool, settings, Layout(schedule, 2, 1, 6), record_property)
