@@ -73,6 +73,9 @@ class _Worker:
         with contextlib.suppress(ProcessLookupError, OSError):
             assert self.process.pid is not None
             os.kill(self.process.pid, signal.SIGUSR1)
+            deadline = time.monotonic() + 5.0  # a loaded machine takes its time
+            while not self.stack_file.stat().st_size and time.monotonic() < deadline:
+                time.sleep(0.1)
             time.sleep(0.3)
         return self.stack_file.read_text() if self.stack_file.exists() else ""
 

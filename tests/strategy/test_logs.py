@@ -5,11 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.trainer.connectors.logger_connector import result
@@ -181,13 +183,15 @@ class LogsValidationLoss(Regression):
 def stop_early(last_stage_rank: int, folder: str) -> tuple[int, str, float]:
     groups = grid(1, last_stage_rank)
     stopping = EarlyStopping("val_loss", patience=2)
-    checkpoint = ModelCheckpoint(folder, "{epoch}-{val_loss:.4f}", monitor="val_loss", save_top_k=2)
+    # a folder for each rank: these are processes with a checkpoint each, and would make way for each other's files
+    own_folder = f"{folder}/{dist.get_rank()}"
+    checkpoint = ModelCheckpoint(own_folder, "{epoch}-{val_loss:.4f}", monitor="val_loss", save_top_k=2)
     run = trainer(
         OnePipelineStrategy(3, groups), callbacks=[stopping, checkpoint], enable_checkpointing=True, max_epochs=9
     )
     torch.manual_seed(1)
     run.fit(LogsValidationLoss(lr=0.0), loader(5), loader(7))
-    return run.current_epoch, checkpoint.best_model_path, float(stopping.best_score)
+    return run.current_epoch, Path(checkpoint.best_model_path).name, float(stopping.best_score)
 
 
 def test_early_stopping_and_checkpoints_agree_on_every_rank(pool: WorkerPool, tmp_path: Any) -> None:
