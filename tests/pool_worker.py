@@ -68,6 +68,9 @@ def worker_main(connection: Connection, stack_file: str) -> None:
         folder = os.getcwd()
         connection.send_bytes(b"ready")
         while True:
+            # Lightning's signal handling puts Python's default handler in the place of this one
+            faulthandler.unregister(signal.SIGUSR1)
+            faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
             try:
                 task: Task = pickle.loads(connection.recv_bytes())
                 payload = connection.recv_bytes()
