@@ -65,6 +65,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         edited: Unit outputs that code after the unit writes into.
         glue_is_random: Whether glue draws random numbers.
         gradient_hooks: Hooks that glue put on weight-dependent tensors.
+        edits_batch: Whether the step wrote into memory that it did not make.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.edited: set[Value] = set()
         self.glue_is_random = False
         self.gradient_hooks: list[GradientHook] = []
+        self.edits_batch = False
         self._fake_mode = fake_mode
         # where glue first touched what was made inside a call
         self._lines: dict[int, str] = {}
@@ -94,13 +96,10 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._written_with_fakes: set[int] = set(parameters)
         # with the storage itself, which must not be freed and its address given out again
         self._sources_of_fakes: dict[int, tuple[frozenset[Source], Any]] = {}
+        # for the fake of a real tensor, the real memory that it stands for
+        self._real_memory: dict[int, int] = {}
         self._own_memory = set(own_memory)
         self._contents_before: list[tuple[Tensor, Tensor]] = []
-
-    @property
-    def edits_batch(self) -> bool:
-        """Whether the step wrote into memory that it did not make."""
-        return bool(self._contents_before)
 
     def mark_output(self, tensor: Tensor, value: Value) -> None:
         """Makes ``tensor`` the source ``value``."""
@@ -123,7 +122,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def sources_of(self, tensor: Tensor) -> frozenset[Source]:
         """Where the value of ``tensor`` comes from, with what was written into its memory."""
         found = sources_of(tensor)
-        storage = storage_of(tensor)
+        storage = self._memory_of(tensor)
         if storage is None:
             return found
         if not found and is_fake(tensor):  # ``.data`` and tensors saved for backward lose their mark
@@ -265,11 +264,12 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             place = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
             self._contents_before.append((place, place.clone()))
+            self.edits_batch = True
             self._own_memory.add(storage)
 
     def _note_writes(self, func: Any, args: Any, kwargs: Any, produced: frozenset[Source]) -> None:
         for tensor in _written_by(func, args, kwargs):
-            storage = storage_of(tensor)
+            storage = self._memory_of(tensor)
             if storage is None:
                 continue
             if storage in self._output_storages:
@@ -280,6 +280,10 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._written_with_fakes.add(storage)
             self._kept_alive.append(tensor)
 
+    def _memory_of(self, tensor: Tensor) -> int | None:
+        storage = storage_of(tensor)
+        return storage if storage is None else self._real_memory.get(storage, storage)
+
     def _reads_as_fake(self, leaf: Any) -> bool:
         return is_fake(leaf) or (isinstance(leaf, Tensor) and storage_of(leaf) in self._written_with_fakes)
 
@@ -289,6 +293,10 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return leaf
         fake = self._fake_mode.from_tensor(leaf.detach())
         set_sources(fake, self.sources_of(leaf))
+        real_memory, memory = storage_of(leaf), storage_of(fake)
+        if real_memory is not None and memory is not None:
+            self._real_memory[memory] = real_memory
+            self._kept_alive += (leaf, fake)
         return fake
 
 

@@ -100,8 +100,8 @@ def _attempt(
     record = run.record
     with ExitStack() as stack:
         stack.enter_context(preserved_random_state(placeholders.device))
-        changes = stack.enter_context(preserved_state(module))
         stack.enter_context(placeholders.all_fake(lambda fake, name: set_sources(fake, {Parameter(name)})))
+        changes = stack.enter_context(preserved_state(module))
         stack.enter_context(torch.set_grad_enabled(with_gradients))
         stack.enter_context(_uncompiled())
         stack.enter_context(_quiet())

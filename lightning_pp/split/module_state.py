@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ def preserved_state(module: nn.Module) -> Iterator[Changes]:
         or a list, dict or set whose content changed.
     """
     saved = []
+    generators = _generators_of(module)
     for name, child in module.named_modules():
         attributes = child.__dict__
         contents = {}
@@ -67,6 +69,8 @@ def preserved_state(module: nn.Module) -> Iterator[Changes]:
     try:
         yield changes
     finally:
+        for restore in generators:
+            restore()
         for _, child, before, contents, _ in saved:
             for value, content in contents.values():
                 _restore_content(value, content)
@@ -78,6 +82,20 @@ def preserved_state(module: nn.Module) -> Iterator[Changes]:
 def _is_replaced_method(module: nn.Module, key: str, value: Any) -> bool:
     """Whether ``value`` stands in for a method of the class, as ``log`` does in a dry run."""
     return callable(value) and callable(getattr(type(module), key, None))
+
+
+def _generators_of(module: nn.Module) -> list[Callable[[], None]]:
+    """What puts back the state of random generators that the modules hold."""
+    restore: list[Callable[[], None]] = []
+    for child in module.modules():
+        for value in child.__dict__.values():
+            if isinstance(value, torch.Generator):
+                restore.append(partial(value.set_state, value.get_state()))  # type: ignore[arg-type]
+            elif isinstance(value, random.Random):
+                restore.append(partial(value.setstate, value.getstate()))
+            elif type(value).__module__.startswith("numpy.random") and hasattr(value, "bit_generator"):
+                restore.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
+    return restore
 
 
 @contextmanager

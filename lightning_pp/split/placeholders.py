@@ -7,6 +7,7 @@ not among the module's parameters, so ``named_parameters()`` and ``state_dict()`
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -132,7 +133,7 @@ class Placeholders:
         """
         saved: list[tuple[nn.Module, str, nn.Parameter | None]] = []
         fakes: dict[nn.Parameter, nn.Parameter] = {}
-        replaced: list[tuple[Any, Any, nn.Parameter]] = []
+        replaced: list[tuple[Any, Any, Any]] = []
         self.restore_names()
         try:
             for name in self.names:
@@ -149,9 +150,10 @@ class Placeholders:
             replaced = _replace_aliases(self.module, fakes)
             yield
         finally:
-            for container, key, parameter in replaced:
-                container[key] = parameter
-            for parent, attribute, original in saved:
+            for container, key, held in replaced:
+                container[key] = held
+            # a module of several names was saved several times, first as it was
+            for parent, attribute, original in reversed(saved):
                 parent._parameters[attribute] = original
             for name in self.released:
                 parent, attribute = self._locate(name)
@@ -174,20 +176,25 @@ class Placeholders:
 
 def _replace_aliases(
     module: nn.Module, replacements: Mapping[nn.Parameter, nn.Parameter]
-) -> list[tuple[Any, Any, nn.Parameter]]:
+) -> list[tuple[Any, Any, Any]]:
     """Replaces parameters that modules hold besides their own: in attributes, and in lists and dicts among those.
 
-    Recurrent layers of torch hold theirs in such a list.
+    Recurrent layers of torch hold theirs in such a list, and weak references to them in another.
 
     Returns:
-        Container, key and the parameter that was there, for each.
+        Container, key and what was there, for each.
     """
-    replaced: list[tuple[Any, Any, nn.Parameter]] = []
+    replaced: list[tuple[Any, Any, Any]] = []
+    new: list[Any] = []
 
     def visit(container: Any, items: Any) -> None:
         for key, value in items:
-            if isinstance(value, nn.Parameter) and value in replacements:
+            is_reference = isinstance(value, weakref.ref)
+            parameter = value() if is_reference else value
+            if isinstance(parameter, nn.Parameter) and parameter in replacements:
+                replacement = replacements[parameter]
                 replaced.append((container, key, value))
+                new.append(weakref.ref(replacement) if is_reference else replacement)
 
     for child in module.modules():
         attributes = child.__dict__
@@ -199,6 +206,6 @@ def _replace_aliases(
                 visit(value, enumerate(value))
             elif type(value) is dict:
                 visit(value, value.items())
-    for container, key, parameter in replaced:
-        container[key] = replacements[parameter]
+    for (container, key, _), value in zip(replaced, new, strict=True):
+        container[key] = value
     return replaced

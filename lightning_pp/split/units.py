@@ -55,7 +55,9 @@ def owns_parameters(module: nn.Module) -> bool:
 def _match_patterns(module: nn.Module, patterns: Sequence[str]) -> set[nn.Module]:
     if isinstance(patterns, str):
         patterns = [patterns]
-    candidates = {name: child for name, child in module.named_modules() if name and owns_parameters(child)}
+    # a module may have several names, and any of them will do
+    named = module.named_modules(remove_duplicate=False)
+    candidates = {name: child for name, child in named if name and owns_parameters(child)}
     chosen: set[nn.Module] = set()
     names: list[str] = []
     for pattern in patterns:
