@@ -15,6 +15,8 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch.utils._pytree import tree_any
 
+from lightning_pp.split.placeholders import is_fake
+
 # Private; torch 2.15 has the second name. Both take the function first.
 _GENERATORS = ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl")
 
@@ -75,9 +77,14 @@ class CheckpointedRegions:
         return wrapped
 
 
+def _may_need_gradient(leaf: Any) -> bool:
+    # what stands in for another stage's value is detached, whether or not that value is
+    return isinstance(leaf, torch.Tensor) and (leaf.requires_grad or is_fake(leaf))
+
+
 def _not_reentrant(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
     """Takes the place of reentrant checkpointing, with what it does to inputs that need no gradient."""
-    if not tree_any(lambda leaf: isinstance(leaf, torch.Tensor) and leaf.requires_grad, args):
+    if not tree_any(_may_need_gradient, args):
         with torch.no_grad():
             return function(*args)
     return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
