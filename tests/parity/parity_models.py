@@ -322,14 +322,10 @@ def _gpt2_samples(count: int, generator: torch.Generator) -> list[Any]:
 
 
 def _llama_samples(count: int, generator: torch.Generator) -> list[Any]:
-    """Rows of 3 to 10 tokens, padded.
-
-    Neighbours are equally long: two replicas take one each, so the mean over all tokens is the mean of the replicas'
-    means, which is what data parallelism computes.
-    """
+    """Rows of 3 to 10 tokens, padded: every microbatch and every replica has another number of tokens."""
     samples = []
     for index, row in enumerate(_tokens(count, generator, 10)):
-        length = 3 + (5 * (index // 2)) % 8
+        length = 3 + (5 * index) % 8
         mask = (torch.arange(10) < length).long()
         labels = torch.where(mask.bool(), row, IGNORED)
         samples.append({"input_ids": row * mask, "attention_mask": mask, "labels": labels})
@@ -337,12 +333,12 @@ def _llama_samples(count: int, generator: torch.Generator) -> list[Any]:
 
 
 def _t5_samples(count: int, generator: torch.Generator) -> list[Any]:
-    """Sources and targets of other lengths each, neighbours' targets equally long as in :func:`_llama_samples`."""
+    """Padded sources and targets, each pair of other lengths."""
     sources, targets = _tokens(count, generator, 8), _tokens(count, generator, 6)
     samples = []
     for index, (source, target) in enumerate(zip(sources, targets, strict=True)):
         mask = (torch.arange(8) < 3 + (3 * index) % 6).long()
-        labels = torch.where(torch.arange(6) < 2 + (3 * (index // 2)) % 5, target, IGNORED)
+        labels = torch.where(torch.arange(6) < 2 + (3 * index) % 5, target, IGNORED)
         samples.append({"input_ids": source * mask, "attention_mask": mask, "labels": labels})
     return samples
 

@@ -2,7 +2,8 @@
 
 The default run covers every model with every dimension at least once; ``--nightly`` runs the cross product. Two models
 compute their loss in float32 themselves, whatever their weights are: transformers' causal language models upcast logits
-``.float()``. There a loss can only be as exact as float32; each has a twin with a float64 loss that is held to 1e-9.
+``.float()``. There losses, and gradients a little, can only be as exact as float32; each has a twin with a float64 loss
+that is held to 1e-9.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from pool import WorkerPool
 from lightning_pp.schedule import available_schedules
 
 TOLERANCE = 1e-9
-FLOAT32_TOLERANCE = 1e-6
+FLOAT32_LOSS_TOLERANCE = 1e-6
+FLOAT32_WEIGHT_TOLERANCE = 1e-7
 FLOAT32_LOSSES = ("gpt2", "llama")
 MAIN_SCHEDULES = ("gpipe", "1f1b", "zb_h1")
 
@@ -77,6 +79,8 @@ _LAYOUTS = [Layout("", 2, 1, 3), Layout("", 3, 1, 4), Layout("", 2, 2, 3), Layou
 CROSS_PRODUCT = [
     (model, variant, replace(layout, schedule=schedule))
     for model, variant, schedule, layout in product(MODELS, VARIANTS, MAIN_SCHEDULES, _LAYOUTS)
+    # Adam divides by the gradient's size, so rounding is all that is left of float32 gradients that should be zero
+    if not (model in FLOAT32_LOSSES and VARIANTS[variant].get("optimizer") == "adamw")
 ] + [
     (model, variant, layout)
     for model, variant, layout in product(
@@ -97,10 +101,9 @@ def check(pool: WorkerPool, settings: Settings, layout: Layout, record: Callable
     assert distance_moved(settings, expected) > 1e-4, "too little training to tell gradients apart"
     found = differences(run_pipeline(pool, settings, layout), expected)
     record("differences", found)
-    of_losses = FLOAT32_TOLERANCE if settings.model in FLOAT32_LOSSES else TOLERANCE
-    assert max(found.loss, found.val_loss, found.epoch_loss) < of_losses, found
-    of_weights = TOLERANCE if settings.model not in FLOAT32_LOSSES or settings.optimizer == "sgd" else 1e-5
-    assert found.weight < of_weights, found
+    is_float32 = settings.model in FLOAT32_LOSSES
+    assert max(found.loss, found.val_loss, found.epoch_loss) < (FLOAT32_LOSS_TOLERANCE if is_float32 else TOLERANCE)
+    assert found.weight < (FLOAT32_WEIGHT_TOLERANCE if is_float32 else TOLERANCE), found.worst_weight
 
 
 @pytest.mark.parametrize("case", COVERING, ids=_id)
