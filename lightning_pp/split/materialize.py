@@ -1,41 +1,45 @@
-"""Giving memory and values to parameters that were made on the meta device."""
+"""Giving memory and values to parameters and buffers that were made on the meta device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import inspect
+import zlib
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_pp.errors import ConfigurationError
+
+_Initializer = Callable[[nn.Module], Any]
 
 
 def materialize_buffers(module: nn.Module, device: torch.device) -> None:
     """Moves every buffer to ``device``, since the step computes with them everywhere; meta ones are made anew.
 
     Raises:
-        ConfigurationError: A module with meta buffers has no way to fill them.
+        ConfigurationError: Nothing fills a buffer.
     """
+    fresh: dict[str, Tensor] = {}
     for name, child in module.named_modules():
-        on_meta = False
         for key, buffer in child._buffers.items():
             if buffer is None:
                 continue
             if buffer.is_meta:
-                on_meta = True
-                child._buffers[key] = torch.empty_like(buffer, device=device)
+                child._buffers[key] = fresh[_join(name, key)] = _unfilled(buffer, device)
             elif buffer.device != device:
                 child._buffers[key] = buffer.to(device)
-        if on_meta:
-            with _only_buffers(child):
-                _initializer(module, name, child)(child)
+    _fill(module, fresh)
 
 
 def materialize_parameters(module: nn.Module, owned: Collection[str], device: torch.device) -> None:
     """Allocates the parameters in ``owned`` that are on the meta device, and fills them as their modules say.
 
-    The ``_init_weights`` of the Hugging Face model around a module says it, or else its own ``reset_parameters()``.
+    The ``_init_weights`` of the Hugging Face model around a module says it, or else its own ``reset_parameters()``;
+    what is around is asked after what is inside, as when a model is made. What a module draws depends on the seed and
+    its name, not on the stage that it is on.
 
     Args:
         module: The whole model; parameters that are not owned are gone from it.
@@ -43,53 +47,142 @@ def materialize_parameters(module: nn.Module, owned: Collection[str], device: to
         device: Where to put them.
 
     Raises:
-        ConfigurationError: A module with meta parameters has neither.
+        ConfigurationError: Nothing fills a parameter.
     """
     replaced: dict[nn.Parameter, nn.Parameter] = {}
+    fresh: dict[str, Tensor] = {}
     for name, child in module.named_modules():
-        meta = {key: p for key, p in child._parameters.items() if p is not None and p.is_meta}
-        fresh = False
-        for key, parameter in meta.items():
-            if f"{name}.{key}" not in owned and key not in owned and parameter not in replaced:
+        for key, parameter in child._parameters.items():
+            if parameter is None or not parameter.is_meta:
                 continue
             if parameter not in replaced:
-                fresh = True
-                empty = torch.empty_like(parameter, device=device)
-                replaced[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                if _join(name, key) not in owned:
+                    continue
+                new = nn.Parameter(_unfilled(parameter, device), requires_grad=parameter.requires_grad)
+                replaced[parameter] = fresh[_join(name, key)] = new
             child._parameters[key] = replaced[parameter]
-        if fresh:
-            with torch.no_grad():
-                _initializer(module, name, child)(child)
+    _fill(module, fresh)
 
 
-def _initializer(root: nn.Module, name: str, child: nn.Module) -> Callable[[nn.Module], Any]:
-    path = name.split(".") if name else []
-    for depth in range(len(path), -1, -1):
-        ancestor = root.get_submodule(".".join(path[:depth]))
-        if callable(getattr(ancestor, "_init_weights", None)):
-            return ancestor._init_weights  # type: ignore[return-value]
-    if callable(getattr(child, "reset_parameters", None)):
-        return lambda module: module.reset_parameters()  # type: ignore[operator]
+def _fill(root: nn.Module, fresh: dict[str, Tensor]) -> None:
+    """Runs the initialisers of all modules with something fresh in them, and nothing else is changed.
+
+    Raises:
+        ConfigurationError: Something fresh has been left as it was.
+    """
+    if not fresh:
+        return
+    seed = torch.initial_seed()
+    tensors = set(fresh.values())
+    versions = {name: tensor._version for name, tensor in fresh.items()}
+
+    def visit(name: str, module: nn.Module, around: _Initializer | None) -> bool:
+        own = getattr(module, "_init_weights", None)
+        around = own if callable(own) and _takes_a_module(own) else around
+        direct = [held for _, held in _held_by(module) if held in tensors]
+        inside = [visit(_join(name, key), child, around) for key, child in module.named_children()]
+        if not direct and not any(inside):
+            return False
+        for initializer in _initializers_of(module, around):
+            torch.manual_seed((seed + zlib.crc32(name.encode())) % (1 << 63))
+            initializer(module)
+            if not any(map(_is_unfilled, direct)):
+                break
+        return True
+
+    with torch.no_grad(), torch.random.fork_rng(devices=_cuda_devices(tensors)), _only_changing(root, tensors):
+        visit("", root, None)
+        for name, tensor in fresh.items():
+            current = _current(root, name)
+            if current is tensor and _is_unfilled(tensor, changed=tensor._version != versions[name]):
+                _refuse(root, name)
+
+
+def _initializers_of(module: nn.Module, around: _Initializer | None) -> list[_Initializer]:
+    """What may fill ``module``, the likeliest first."""
+    found: list[_Initializer] = [] if around is None else [around]
+    for name in ("reset_parameters", "_reset_parameters", "_init_weights"):
+        method = getattr(module, name, None)
+        if callable(method) and not _takes_a_module(method):
+            found.append(lambda _, method=method: method())  # type: ignore[misc]
+    return found
+
+
+def _takes_a_module(method: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(method).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    return any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+
+
+@contextmanager
+def _only_changing(root: nn.Module, fresh: Collection[Tensor]) -> Iterator[None]:
+    """Within, initialisers reach copies of everything that is not fresh: without memory for parameters."""
+    saved = [
+        (module, key, tensor)
+        for module in root.modules()
+        for key, tensor in _held_by(module)
+        if tensor not in fresh and not tensor.is_meta
+    ]
+    for module, key, tensor in saved:
+        if key in module._parameters:
+            copy = torch.empty_like(tensor, device="meta")
+            module._parameters[key] = nn.Parameter(copy, requires_grad=tensor.requires_grad)
+        else:
+            module._buffers[key] = tensor.clone()
+    try:
+        yield
+    finally:
+        for module, key, tensor in saved:
+            if isinstance(tensor, nn.Parameter):
+                module._parameters[key] = tensor
+            else:
+                module._buffers[key] = tensor
+
+
+def _held_by(module: nn.Module) -> list[tuple[str, Tensor]]:
+    held: list[tuple[str, Tensor | None]] = [*module._parameters.items(), *module._buffers.items()]
+    return [(key, tensor) for key, tensor in held if tensor is not None]
+
+
+def _unfilled(like: Tensor, device: torch.device) -> Tensor:
+    """Memory whose content shows whether anybody has written into it."""
+    new = torch.empty_like(like, device=device)
+    if like.is_floating_point() or like.is_complex():
+        return new.fill_(torch.nan)
+    return new.fill_(0 if like.dtype is torch.bool else torch.iinfo(like.dtype).min)
+
+
+def _is_unfilled(tensor: Tensor, changed: bool = True) -> bool:
+    if tensor.numel() == 0:
+        return False
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(torch.isnan(tensor).any())
+    if tensor.dtype is torch.bool:
+        return not changed and not bool(tensor.any())
+    return bool((tensor == torch.iinfo(tensor.dtype).min).any())
+
+
+def _refuse(root: nn.Module, name: str) -> None:
+    module_name, _, key = name.rpartition(".")
+    owner = type(root.get_submodule(module_name)).__name__
     raise ConfigurationError(
-        f"{name or 'the module'} ({type(child).__name__}) was made on the meta device, and nothing says how to fill "
-        "it: it has no reset_parameters(), and no module around it has _init_weights(). Add reset_parameters(), or "
-        "make the model without empty_init / torch.device('meta')."
+        f"{key!r} of {module_name or 'the module'} ({owner}) was made on the meta device, and nothing fills it: "
+        f"{owner} has no reset_parameters() that does, nor has a module around it an _init_weights(). Add "
+        "reset_parameters(), or make the model without empty_init / torch.device('meta')."
     )
 
 
-class _only_buffers:  # noqa: N801 - a context manager
-    """Within, initialisation does not reach the (meta) parameters of a module."""
+def _current(root: nn.Module, name: str) -> Tensor | None:
+    module_name, _, key = name.rpartition(".")
+    module = root.get_submodule(module_name)
+    return module._parameters.get(key, module._buffers.get(key))
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._parameters = module._parameters
 
-    def __enter__(self) -> None:
-        self._module._parameters = {
-            key: None if p is None else nn.Parameter(torch.empty(0), requires_grad=False)
-            for key, p in self._parameters.items()
-            if p is not None and not p.is_meta
-        }
+def _join(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key
 
-    def __exit__(self, *exc_info: object) -> None:
-        self._module._parameters = self._parameters
+
+def _cuda_devices(tensors: Collection[Tensor]) -> list[torch.device]:
+    return list({tensor.device for tensor in tensors if tensor.is_cuda})
