@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_pp.errors import BatchError, ConfigurationError
-from lightning_pp.split.tree import leaves_of, map_leaves
+from lightning_pp.split.tree import children_of, leaves_of, map_children, map_leaves
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,18 @@ class Microbatch:
 def batch_size_of(batch: Any) -> int | None:
     """Number of samples in ``batch``: the length along dimension 0 that most of its tensors share.
 
-    Among equally frequent lengths the one met first counts. A batch without tensors of at least one dimension counts
-    the elements of its first flat list of plain values (a list of strings, say). ``None`` where neither is found.
+    Among equally frequent lengths the one met first counts. A list with an entry per sample (detection targets: dicts
+    of the same keys, beside a list of as many images, or with tensors of different lengths) says it at once. A batch
+    without tensors of at least one dimension counts the elements of its first flat list of plain values (a list of
+    strings, say). ``None`` where nothing is found.
     """
-    lengths = Counter(leaf.shape[0] for leaf in leaves_of(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0)
+    num_listed = _num_listed_samples(batch)
+    if num_listed is not None:
+        return num_listed
+    lengths = Counter(leaf.size(0) for leaf in leaves_of(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0)
     if lengths:
         return lengths.most_common(1)[0][0]
-    return next((len(values) for values in _plain_lists(batch)), None)
+    return next((len(values) for values in _lists(batch, _is_plain_list)), None)
 
 
 def split_batch(batch: Any, num_microbatches: int) -> list[Microbatch]:
@@ -46,8 +52,9 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Microbatch]:
 
     Every tensor whose dimension 0 has the batch's length is cut, wherever it stands in the batch's tree; so is a list
     of that length that holds only plain values. All else (scalars, masks of another shape, class weights) goes whole to
-    every microbatch. Where the length is not divisible, the first slices have one sample more; where it is smaller
-    than ``num_microbatches``, there are as many microbatches as samples.
+    every microbatch. In a batch with a list that has an entry per sample, the lists of that length are cut, and the
+    tensors in them stay whole. Where the length is not divisible, the first slices have one sample more; where it is
+    smaller than ``num_microbatches``, there are as many microbatches as samples.
 
     Raises:
         BatchError: The batch is empty, or holds data that has no dimension 0 to cut (packed, nested or sparse).
@@ -70,11 +77,12 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Microbatch]:
     if num_slices == 1:
         return [Microbatch(batch, num_samples, 1.0)]
     _refuse_uncuttable(batch, num_slices)
+    has_sample_list = _num_listed_samples(batch) is not None
     smaller, larger = divmod(num_samples, num_slices)
     microbatches, start = [], 0
     for index in range(num_slices):
         stop = start + smaller + (index < larger)
-        data = _slice(batch, num_samples, start, stop)
+        data = _slice(batch, num_samples, start, stop, has_sample_list)
         microbatches.append(Microbatch(data, stop - start, (stop - start) / num_samples))
         start = stop
     return microbatches
@@ -85,16 +93,12 @@ def copy_of(data: Any) -> Any:
     return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, data)
 
 
-def _slice(tree: Any, num_samples: int, start: int, stop: int) -> Any:
-    if _is_plain_list(tree):
-        return tree[start:stop] if len(tree) == num_samples else tree
+def _slice(tree: Any, num_samples: int, start: int, stop: int, has_sample_list: bool) -> Any:
     if isinstance(tree, Tensor):
         return tree[start:stop] if tree.dim() > 0 and tree.shape[0] == num_samples else tree
-    if type(tree) in (list, tuple):
-        return type(tree)(_slice(child, num_samples, start, stop) for child in tree)
-    if type(tree) is dict:
-        return {key: _slice(child, num_samples, start, stop) for key, child in tree.items()}
-    return map_leaves(lambda leaf: _slice(leaf, num_samples, start, stop) if isinstance(leaf, Tensor) else leaf, tree)
+    if _is_plain_list(tree) or (has_sample_list and _is_list_of_samples(tree)):
+        return tree[start:stop] if len(tree) == num_samples else tree
+    return map_children(lambda child: _slice(child, num_samples, start, stop, has_sample_list), tree)
 
 
 def _is_plain_list(tree: Any) -> bool:
@@ -105,26 +109,52 @@ def _is_plain_list(tree: Any) -> bool:
     )
 
 
-def _plain_lists(tree: Any) -> list[Any]:
-    if _is_plain_list(tree):
+def _num_listed_samples(batch: Any) -> int | None:
+    """The length of a list that has an entry per sample, if there is one.
+
+    Two views of a batch are a list of dicts as well; but then the tensors in it have the batch's length in common.
+    """
+    dicts = _lists(batch, _is_list_of_dicts)
+    tensor_lists = {len(tensors) for tensors in _lists(batch, _is_list_of_tensors)}
+    for samples in dicts:
+        lengths = [[leaf.size(0) for leaf in leaves_of(s) if isinstance(leaf, Tensor) and leaf.dim()] for s in samples]
+        if len(samples) in tensor_lists or any(length != lengths[0] for length in lengths):
+            return len(samples)
+    return None
+
+
+def _is_list_of_samples(tree: Any) -> bool:
+    """What has an entry per sample beside a list that is known to."""
+    return _is_list_of_dicts(tree) or _is_list_of_tensors(tree)
+
+
+def _is_list_of_dicts(tree: Any) -> bool:
+    return (
+        type(tree) in (list, tuple)
+        and len(tree) > 0
+        and all(isinstance(sample, dict) and sample.keys() == tree[0].keys() for sample in tree)
+    )
+
+
+def _is_list_of_tensors(tree: Any) -> bool:
+    return type(tree) in (list, tuple) and len(tree) > 0 and all(isinstance(sample, Tensor) for sample in tree)
+
+
+def _lists(tree: Any, is_list: Callable[[Any], bool]) -> list[Any]:
+    if is_list(tree):
         return [tree]
-    if type(tree) in (list, tuple):
-        return [found for child in tree for found in _plain_lists(child)]
-    if isinstance(tree, dict):
-        return [found for child in tree.values() for found in _plain_lists(child)]
-    return []
+    return [found for child in children_of(tree) for found in _lists(child, is_list)]
 
 
 def _refuse_uncuttable(tree: Any, num_slices: int) -> None:
-    if isinstance(tree, PackedSequence) or (
-        type(tree) in (list, tuple) and any(isinstance(child, PackedSequence) for child in tree)
-    ):
+    if isinstance(tree, PackedSequence):
         raise BatchError(
             f"A PackedSequence cannot be cut into {num_slices} microbatches; pad instead, or set num_microbatches=1."
         )
-    for leaf in leaves_of(tree):
-        if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.layout is not torch.strided):
-            raise BatchError(
-                f"A tensor of layout {leaf.layout}{' (nested)' if leaf.is_nested else ''} cannot be cut into "
-                f"{num_slices} microbatches; use a dense tensor, or set num_microbatches=1."
-            )
+    if isinstance(tree, Tensor) and (tree.is_nested or tree.layout is not torch.strided):
+        raise BatchError(
+            f"A tensor of layout {tree.layout}{' (nested)' if tree.is_nested else ''} cannot be cut into "
+            f"{num_slices} microbatches; use a dense tensor, or set num_microbatches=1."
+        )
+    for child in children_of(tree):
+        _refuse_uncuttable(child, num_slices)

@@ -27,26 +27,56 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
         return function(tree)
 
     def visit(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return function(leaf)
-        if isinstance(leaf, PackedSequence):  # its constructor insists on tensors
-            return PackedSequence._make(map_leaves(function, part) for part in leaf)
-        if isinstance(leaf, UserDict):
-            clone = copy.copy(leaf)
-            clone.data = {key: map_leaves(function, value) for key, value in leaf.data.items()}
-            return clone
-        if isinstance(leaf, Mapping):
-            return type(leaf)({key: map_leaves(function, value) for key, value in leaf.items()})  # type: ignore[call-arg]
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            instance: Any = copy.copy(leaf)
-            for field in dataclasses.fields(leaf):
-                if hasattr(leaf, field.name):
-                    # a frozen dataclass refuses setattr
-                    object.__setattr__(instance, field.name, map_leaves(function, getattr(leaf, field.name)))
-            return instance
-        return function(leaf)
+        rebuilt = _map_other_children(lambda child: map_leaves(function, child), leaf)
+        return function(leaf) if rebuilt is _NO_CONTAINER else rebuilt
 
     return _pytree.tree_map(visit, tree, is_leaf=_is_packed)
+
+
+def map_children(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Returns ``tree`` with what is directly in it replaced by ``function(child)``; a leaf as it is."""
+    rebuilt = _map_other_children(function, tree)
+    if rebuilt is not _NO_CONTAINER:
+        return rebuilt
+    is_container = not isinstance(tree, Tensor) and not _pytree.tree_is_leaf(tree)
+    return _pytree.tree_map(function, tree, is_leaf=lambda node: node is not tree) if is_container else tree
+
+
+def children_of(tree: Any) -> list[Any]:
+    """What is directly in ``tree``; nothing for a leaf."""
+    found: list[Any] = []
+    map_children(found.append, tree)
+    return found
+
+
+_NO_CONTAINER = object()
+
+
+def _map_other_children(function: Callable[[Any], Any], tree: Any) -> Any:
+    """:func:`map_children` for the containers that torch does not know."""
+    if isinstance(tree, Tensor):
+        return _NO_CONTAINER
+    if isinstance(tree, PackedSequence):  # its constructor insists on tensors
+        return PackedSequence._make(map(function, tree))
+    if isinstance(tree, UserDict):
+        clone = copy.copy(tree)
+        clone.data = {key: function(value) for key, value in tree.data.items()}
+        return clone
+    if not _pytree.tree_is_leaf(tree):
+        return _NO_CONTAINER
+    if isinstance(tree, Mapping):
+        return type(tree)({key: function(value) for key, value in tree.items()})  # type: ignore[call-arg]
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        instance: Any = object.__new__(type(tree))
+        instance_attributes = getattr(instance, "__dict__", None)
+        if instance_attributes is not None:  # none with slots
+            instance_attributes.update(vars(tree))
+        for field in dataclasses.fields(tree):
+            if hasattr(tree, field.name):
+                # a frozen dataclass refuses setattr
+                object.__setattr__(instance, field.name, function(getattr(tree, field.name)))
+        return instance
+    return _NO_CONTAINER
 
 
 def _is_packed(tree: Any) -> bool:

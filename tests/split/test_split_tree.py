@@ -1,0 +1,108 @@
+"""Walks over nested containers."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import BatchEncoding
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from lightning_pp.split.tree import children_of, leaves_of, map_children, map_leaves, replace_leaves, tensors_of
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+@dataclass
+class Open:
+    value: Any
+    rest: Any = None
+
+
+@dataclass(frozen=True)
+class Frozen:
+    value: Any
+    rest: Any = None
+
+
+@dataclass(frozen=True)
+class Slotted:
+    __slots__ = ("rest", "value")
+    value: Any
+    rest: Any
+
+
+def one() -> Tensor:
+    return torch.ones(2)
+
+
+CONTAINERS = {
+    "list": [one(), 2],
+    "tuple": (one(), 2),
+    "nested": [(one(), {"a": 2}), []],
+    "dict": {"b": one(), "a": 2},
+    "ordered": OrderedDict(b=one(), a=2),
+    "namedtuple": Pair(one(), 2),
+    "dataclass": Open(one(), 2),
+    "frozen": Frozen(one(), Open(2)),
+    "slotted": Slotted(one(), 2),
+    "proxy": MappingProxyType({"b": one(), "a": 2}),
+    "encoding": BatchEncoding({"b": one(), "a": 2}),
+    "model_output": BaseModelOutputWithPast(last_hidden_state=one(), past_key_values=2),
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_leaves_are_replaced_and_containers_rebuilt(name: str) -> None:
+    tree = CONTAINERS[name]
+    before = leaves_of(tree)
+    doubled = map_leaves(lambda leaf: leaf if leaf is None else leaf * 2, tree)
+    assert type(doubled) is type(tree)
+    assert doubled is not tree
+    leaves = leaves_of(doubled)
+    assert len(leaves) == len(before)
+    for leaf, old in zip(leaves, before, strict=True):
+        assert leaf is old is None or torch.equal(torch.as_tensor(leaf), torch.as_tensor(old * 2))
+    assert all(mine is theirs for mine, theirs in zip(leaves_of(tree), before, strict=True))  # not edited
+    again = leaves_of(replace_leaves(tree, range(len(before))))
+    assert again == list(range(len(before)))
+    assert [id(tensor) for tensor in tensors_of(tree)] == [id(leaf) for leaf in before if isinstance(leaf, Tensor)]
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_children_are_one_level(name: str) -> None:
+    tree = CONTAINERS[name]
+    children = children_of(tree)
+    assert len(children) == 2
+    mapped = map_children(lambda child: [child], tree)
+    assert type(mapped) is type(tree)
+    assert [child[0] is old for child, old in zip(children_of(mapped), children, strict=True)] == [True, True]
+
+
+@pytest.mark.parametrize("leaf", [one(), 3, "text", None, object(), Open, torch.float32])
+def test_leaves(leaf: Any) -> None:
+    assert len(leaves_of(leaf)) == 1
+    assert leaves_of(leaf)[0] is leaf
+    assert children_of(leaf) == []
+    assert map_children(lambda child: 1 / 0, leaf) is leaf
+
+
+def test_packed_sequences_are_containers() -> None:
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    assert len(tensors_of(packed)) == 2
+    rebuilt = map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, packed)
+    assert isinstance(rebuilt, nn.utils.rnn.PackedSequence)
+    assert torch.equal(rebuilt.data, packed.data) and rebuilt.sorted_indices is None
+    assert leaves_of(replace_leaves({"packed": packed}, "abcd")) == ["a", "b", "c", "d"]
+
+
+def test_a_field_that_is_not_set_is_left_out() -> None:
+    partial = Open.__new__(Open)
+    partial.value = one()
+    assert len(leaves_of(partial)) == 2  # the default of the other is the class's
+    assert torch.equal(map_leaves(lambda leaf: leaf, partial).value, one())
