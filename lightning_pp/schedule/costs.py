@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TypeAlias
+from os import PathLike
+from typing import Any, TypeAlias
 
 from lightning_pp.errors import ScheduleError
+from lightning_pp.schedule.costs_file import MICROBATCHES, CostsFile, read_costs_file
 
 PerStage: TypeAlias = float | Sequence[float]
 """A number for all stages, or one number per stage."""
@@ -85,6 +87,40 @@ class StageCosts:
                     "give one number, or one per stage"
                 )
         return ResolvedCosts(**resolved)
+
+    def to_json(
+        self,
+        path: str | PathLike[str],
+        *,
+        held_unit: str = MICROBATCHES,
+        measured_on: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write the costs to a JSON file, with their units; see :mod:`lightning_pp.schedule.costs_file`.
+
+        Args:
+            path: The file.
+            held_unit: Unit of ``held_after_forward`` and ``held_after_input``; ``"GiB"`` for measured bytes.
+            measured_on: What they were measured on, as JSON has it: device, sizes, versions.
+        """
+        costs = {
+            field.name: list(value) if isinstance(value := getattr(self, field.name), tuple) else float(value)
+            for field in fields(self)
+        }
+        CostsFile(costs, held_unit, measured_on or {}).write(path)
+
+    @classmethod
+    def from_json(cls, path: str | PathLike[str]) -> StageCosts:
+        """Read what :meth:`to_json` wrote; the unit of memory is in ``costs_file.read_costs_file(path).held_unit``.
+
+        Raises:
+            ScheduleError: The file cannot be read, is malformed, or has costs for different numbers of stages.
+        """
+        try:
+            costs = cls(**read_costs_file(path).costs)
+            _ = costs.num_stages
+        except ScheduleError as error:
+            raise ScheduleError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
+        return costs
 
 
 @dataclass(frozen=True)
