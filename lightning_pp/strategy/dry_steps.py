@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
+
+from lightning_pp.split.dry_run import DryRun
+from lightning_pp.strategy.metrics import metrics_suspended
+from lightning_pp.strategy.refusals import check_loss, loss_of
 
 
 @contextmanager
@@ -34,3 +41,47 @@ def first_arguments(module: pl.LightningModule, step: str) -> list[Any]:
     parameters = inspect.signature(getattr(module, step)).parameters
     takes_index = "batch_idx" in parameters or len(parameters) > 1
     return [0] if takes_index else []
+
+
+def recorded_step(
+    module: pl.LightningModule,
+    step: str,
+    batch: Any,
+    rest: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    precision: Precision,
+    device: torch.device,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Callable[[DryRun], Any]:
+    """The user's step on one microbatch, for :func:`lightning_pp.split.dry_run`.
+
+    What it logs and gives to metrics is recorded as needed at the end; nothing is logged and no metric updated.
+
+    Args:
+        module: The user's module.
+        step: Name of its step.
+        batch: The microbatch.
+        rest: What follows the batch in the step's call.
+        kwargs: Keyword arguments of the call.
+        precision: Its forward context is entered around the step.
+        device: Where the step computes.
+        around: Makes a context to enter around the step.
+    """
+
+    def run(dry: DryRun) -> Any:
+        def metric_returns(metric: Any, args: tuple[Any, ...]) -> Tensor:
+            dry.need_at_end(args)
+            return torch.zeros((), device=device)
+
+        with ExitStack() as stack:
+            stack.enter_context(around())
+            stack.enter_context(precision.forward_context())
+            stack.enter_context(logging_to(module, dry.need_at_end))
+            stack.enter_context(metrics_suspended(module, metric_returns))
+            output = getattr(module, step)(batch, *rest, **(kwargs or {}))
+        if step == "training_step":
+            check_loss(loss_of(output), module)  # here every rank sees it, in the step only the last stage
+        return output
+
+    return run

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from itertools import compress
 from typing import Any, cast
@@ -28,13 +28,13 @@ from lightning_pp.strategy.assembly import SplitModel, split_model
 from lightning_pp.strategy.attributes import StepAttributes, kept_by_step
 from lightning_pp.strategy.control import make_control_groups
 from lightning_pp.strategy.data import check_same_batch, fingerprint
-from lightning_pp.strategy.dry_steps import first_arguments, logging_to
+from lightning_pp.strategy.dry_steps import first_arguments, recorded_step
 from lightning_pp.strategy.gradients import StageGradients
 from lightning_pp.strategy.logs import StepLogs, replay
-from lightning_pp.strategy.metrics import PipelineMetrics, metrics_suspended
+from lightning_pp.strategy.metrics import PipelineMetrics
 from lightning_pp.strategy.outputs import merge_outputs, share_result_of
 from lightning_pp.strategy.plans import signature_of
-from lightning_pp.strategy.refusals import check_loss, loss_of
+from lightning_pp.strategy.refusals import loss_of
 from lightning_pp.strategy.schedules import ProgramBook
 from lightning_pp.strategy.sizes import Auto, ParallelSizes, resolve_num_microbatches
 
@@ -348,23 +348,16 @@ class PipelineEngine:
     def _recorded_step(
         self, step: str, microbatch: Microbatch, rest: Sequence[Any], kwargs: dict[str, Any] | None = None
     ) -> Callable[[DryRun], Any]:
-        def run(dry: DryRun) -> Any:
-            def metric_returns(metric: Any, args: tuple[Any, ...]) -> Tensor:
-                dry.need_at_end(args)
-                return torch.zeros((), device=self.device)
-
-            with ExitStack() as stack:
-                if hasattr(self, "gradients"):
-                    stack.enter_context(self.gradients.dry())
-                stack.enter_context(self._precision.forward_context())
-                stack.enter_context(logging_to(self.module, dry.need_at_end))
-                stack.enter_context(metrics_suspended(self.module, metric_returns))
-                output = getattr(self.module, step)(microbatch.data, *rest, **(kwargs or {}))
-            if step == "training_step":
-                check_loss(loss_of(output), self.module)  # here every rank sees it, in the step only the last stage
-            return output
-
-        return run
+        return recorded_step(
+            self.module,
+            step,
+            microbatch.data,
+            rest,
+            kwargs,
+            precision=self._precision,
+            device=self.device,
+            around=self.gradients.dry if hasattr(self, "gradients") else nullcontext,
+        )
 
     # ---------------------------------------------------------------- optimizers
 
