@@ -31,6 +31,7 @@ from lightning_pp.split.sources import (
 from lightning_pp.split.stand_in_mode import NeedsDataError, StandInMode
 
 _ITEM = torch.ops.aten._local_scalar_dense.default
+_TO_COPY = torch.ops.aten._to_copy.default
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
 
 
@@ -54,6 +55,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         fake_mode: The mode of all fakes.
         own_memory: Storages that the step may edit, such as copies of buffers.
         parameters: Sources of real parameters, by storage: what holds them out of reach has not been given fakes.
+        weights: Storages of the fakes of parameters.
 
     Attributes:
         reads: What the current call (or the end of the step) needs, by way of whatever glue.
@@ -73,6 +75,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         fake_mode: StandInMode,
         own_memory: Iterable[int | None] = (),
         parameters: Mapping[int, frozenset[Source]] = MappingProxyType({}),
+        weights: Iterable[int | None] = (),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.reads = Reads()
@@ -99,6 +102,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # for the fake of a real tensor, the real memory that it stands for
         self._real_memory: dict[int, int] = {}
         self._own_memory = set(own_memory)
+        self._weights = set(weights) - {None}
         self._contents_before: list[tuple[Tensor, Tensor]] = []
 
     def mark_output(self, tensor: Tensor, value: Value) -> None:
@@ -192,7 +196,8 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self.read(args[0]).item()
         given = (args, kwargs)
         result = self._run(func, args, kwargs, sources)
-        self._count_flops(func, args, kwargs, result)
+        self._note_cast(func, args, result)
+        self._count_flops(func, args, kwargs, result, inputs)
         produced: frozenset[Source] = frozenset({Inside(self.call.index)}) if self.call is not None else sources
         for tensor in tree_leaves(result):
             # from fakes comes something real only if it does not depend on them
@@ -242,15 +247,21 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             elif source.name not in self.own_parameters:
                 self.reads.parameters.add(source.name)
 
-    def _count_flops(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def _count_flops(self, func: Any, args: Any, kwargs: Any, result: Any, inputs: Iterable[Tensor]) -> None:
         formula = flop_registry.get(func._overloadpacket)
         if formula is None:
             return
         flops = int(formula(*args, **kwargs, out_val=result))
-        if self.call is not None:
-            self.call.flops += flops
-        else:
-            self.reads.flops += flops
+        part = self.reads if self.call is None else self.call
+        part.flops += flops
+        if any(storage_of(tensor) in self._weights for tensor in inputs):
+            part.weight_flops += flops
+
+    def _note_cast(self, func: Any, args: Any, result: Any) -> None:
+        """Autocast computes with copies of weights in another dtype."""
+        if func is _TO_COPY and storage_of(args[0]) in self._weights:
+            self._weights.add(storage_of(result))
+            self._kept_alive.append(result)
 
     def _note_memory(self, func: Any, inputs: list[Tensor], result: Any) -> None:
         """What an operation returns that is no view of what it was given lies in memory of the step's own."""

@@ -1,4 +1,4 @@
-"""Assigning units to stages: consecutive runs of units in call order, the slowest as fast as possible."""
+"""Assigning units to stages: consecutive runs of units in call order, the slowest rank as fast as possible."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_pp.errors import ConfigurationError, SplitError
+from lightning_pp.schedule import Placement
+from lightning_pp.split.balance import CutProblem, balanced_starts, smallest_limit
 from lightning_pp.split.record import StepRecord
+from lightning_pp.split.unit_costs import UnitCost, estimate_unit_costs, weighted
 
-# A parameter costs about this many floating point operations a step besides its use: the optimizer reads and writes
-# it, its gradient and its state. It matters where parameters come without FLOPs (embeddings).
-FLOPS_PER_PARAMETER = 30.0
+_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -21,46 +22,74 @@ class Partition:
     Attributes:
         num_stages: Number of stages.
         stage_of_unit: Unit name to stage.
-        unit_costs: Unit name to its cost, in FLOPs of forward and backward; what the balance was made with.
+        unit_costs: Name of each called unit to its cost; what the balance was made with.
     """
 
     num_stages: int
     stage_of_unit: Mapping[str, int]
-    unit_costs: Mapping[str, float]
+    unit_costs: Mapping[str, UnitCost]
 
     def units_of_stage(self, stage: int) -> list[str]:
         """The units of ``stage`` in call order."""
         return [unit for unit, its_stage in self.stage_of_unit.items() if its_stage == stage]
 
 
+@dataclass(frozen=True)
+class UnitMemory:
+    """What units hold, and what ranks may.
+
+    Attributes:
+        fixed_bytes: Unit name to what it holds all the time: parameters, gradients, optimizer state.
+        held_bytes: Unit name to what one microbatch holds there between forward and backward.
+        num_held: For each stage, the most microbatches that it holds at a time.
+        limit_bytes: For each rank, the most that it may hold.
+    """
+
+    fixed_bytes: Mapping[str, float]
+    held_bytes: Mapping[str, float]
+    num_held: Sequence[float]
+    limit_bytes: Sequence[float]
+
+
 def partition_units(
     record: StepRecord,
     *,
-    num_stages: int,
+    placement: Placement,
     num_parameters: Mapping[str, int],
     split_points: Sequence[str] | None = None,
+    costs: Mapping[str, UnitCost] | None = None,
+    unit_weights: Mapping[str, float] | None = None,
+    rank_speeds: Sequence[float] | None = None,
+    memory: UnitMemory | None = None,
 ) -> Partition:
-    """Cuts the units, in the order of their first calls, into ``num_stages`` consecutive runs.
+    """Cuts the units, in the order of their first calls, into consecutive runs, one for each stage of ``placement``.
 
-    The cost of a unit is three times its forward FLOPs (backward costs twice the forward), with the code before it,
-    plus :data:`FLOPS_PER_PARAMETER` for each parameter. The largest stage cost is minimised exactly, by dynamic
-    programming over cuts. A unit that is called again after others, and others that its second call depends on, fall
-    on one stage, since values flow from earlier stages to later ones only; the same holds for values that leave a unit
-    by another way than its outputs.
+    The time of the slowest rank is minimised (:func:`~lightning_pp.split.balance.balanced_starts`), within the memory
+    limits; of cuts that are hardly different in time, those with the fewest bytes crossing are taken. A unit that is
+    called again after others, and others that its second call depends on, fall on one stage, since values flow from
+    earlier stages to later ones only; the same holds for values that leave a unit by another way than its outputs.
 
     Args:
         record: A dry run of the training step (or of whatever step is to run).
-        num_stages: Number of stages.
+        placement: Which rank holds which stages.
         num_parameters: Every unit's number of parameters; units that the step does not call are put on the stage of
             the unit named before them.
         split_points: Names of the units that start stages 1, 2, ...; overrides the balance.
+        costs: Cost of every called unit; by default FLOPs (:func:`~lightning_pp.split.unit_costs.estimate_unit_costs`).
+        unit_weights: Name or shell pattern of units to a factor for their cost.
+        rank_speeds: For each rank how fast it is, compared with the others; by default all alike.
+        memory: What units hold and ranks may hold; None for no limit.
 
     Raises:
-        ConfigurationError: There are fewer units than stages, or ``split_points`` does not fit.
+        ConfigurationError: There are fewer units than stages, nothing fits the memory limit, or ``split_points``,
+            ``unit_weights`` or ``rank_speeds`` do not fit.
         SplitError: The order of calls leaves fewer places to cut than needed.
     """
+    num_stages = placement.num_stages
     order = list(record.first_calls())
-    costs = _unit_costs(record, order, num_parameters)
+    unit_costs = dict(costs) if costs is not None else estimate_unit_costs(record, num_parameters)
+    unit_costs = weighted(unit_costs, unit_weights or {})
+    speeds = _checked_speeds(rank_speeds, placement.num_ranks)
     if num_stages > len(order):
         raise ConfigurationError(
             f"{num_stages} stages need at least {num_stages} units, and the step calls {len(order)}: "
@@ -78,9 +107,21 @@ def partition_units(
                 f"{len(groups) - 1}: {', '.join(tied[:6])}{', ...' if len(tied) > 6 else ''} must share a stage, "
                 f"because {_why_inseparable(record, tied)}."
             )
-        starts = _balanced_starts([sum(costs[unit] for unit in group) for group in groups], num_stages)
         firsts = [order.index(group[0]) for group in groups]
-        starts = [firsts[index] for index in starts]
+        problem = CutProblem(
+            placement,
+            [sum(unit_costs[unit].total for unit in group) for group in groups],
+            speeds,
+            [sum(memory.fixed_bytes[unit] for unit in group) if memory else 0.0 for group in groups],
+            [sum(memory.held_bytes[unit] for unit in group) if memory else 0.0 for group in groups],
+            memory.num_held if memory else [0.0] * num_stages,
+            memory.limit_bytes if memory else None,
+            _bytes_crossing(record, order, firsts),
+        )
+        found = balanced_starts(problem)
+        if found is None:
+            raise _does_not_fit(problem, groups)
+        starts = [firsts[index] for index in found]
     stage_of_unit: dict[str, int] = {}
     for index, unit in enumerate(order):
         stage_of_unit[unit] = sum(index >= start for start in starts[1:])
@@ -90,16 +131,53 @@ def partition_units(
             previous = stage_of_unit[unit]
         else:
             stage_of_unit[unit] = previous
-            costs[unit] = FLOPS_PER_PARAMETER * num_parameters[unit]
-    return Partition(num_stages, stage_of_unit, costs)
+    return Partition(num_stages, stage_of_unit, unit_costs)
 
 
-def _unit_costs(record: StepRecord, order: Sequence[str], num_parameters: Mapping[str, int]) -> dict[str, float]:
-    costs = {unit: FLOPS_PER_PARAMETER * num_parameters[unit] for unit in order}
+def _checked_speeds(speeds: Sequence[float] | None, num_ranks: int) -> list[float]:
+    if speeds is None:
+        return [1.0] * num_ranks
+    if len(speeds) != num_ranks or not all(0 < speed < float("inf") for speed in speeds):
+        raise ConfigurationError(
+            f"rank_speeds={list(speeds)} must be a positive number for each of the {num_ranks} ranks of the pipeline."
+        )
+    return [float(speed) for speed in speeds]
+
+
+def _bytes_crossing(record: StepRecord, order: Sequence[str], firsts: Sequence[int]) -> list[float]:
+    """Bytes of the values that are made before each of the positions ``firsts`` and read from there on."""
+    position = {unit: index for index, unit in enumerate(order)}
+    last_read: dict[tuple[int, int], int] = {}
+    for reads, place in [
+        *((call.reads, position[call.unit]) for call in record.calls),
+        (record.tail, len(order) - 1),
+    ]:
+        for value in reads.values:
+            key = (value.call, value.leaf)
+            last_read[key] = max(place, last_read.get(key, 0))
+    crossing = [0.0] * len(firsts)
     for call in record.calls:
-        costs[call.unit] += 3.0 * (call.flops + call.reads.flops)
-    costs[order[-1]] += 3.0 * record.tail.flops
-    return costs
+        for number, leaf in enumerate(call.leaves):
+            last = last_read.get((call.index, number))
+            if last is None or leaf.spec is None:
+                continue
+            for index, first in enumerate(firsts):
+                if position[call.unit] < first <= last:
+                    crossing[index] += leaf.spec.num_bytes * (2 if leaf.requires_grad else 1)
+    return crossing
+
+
+def _does_not_fit(problem: CutProblem, groups: Sequence[Sequence[str]]) -> ConfigurationError:
+    assert problem.limits is not None
+    least = smallest_limit(problem)
+    largest = max(range(len(groups)), key=lambda index: problem.fixed_bytes[index])
+    return ConfigurationError(
+        f"No cut of the model into {problem.placement.num_stages} stages fits the memory limit of "
+        f"{min(problem.limits) / _GIB:.3f} GiB a rank: at least {least / _GIB:.3f} GiB are needed. The largest unit, "
+        f"{groups[largest][0]!r}, holds {problem.fixed_bytes[largest] / _GIB:.3f} GiB of parameters, gradients and "
+        "optimizer state. Use more pipeline ranks, shard over more data-parallel ranks, checkpoint activations, or "
+        "raise the limit."
+    )
 
 
 def _inseparable_groups(record: StepRecord, order: Sequence[str]) -> list[list[str]]:
@@ -143,29 +221,6 @@ def _why_inseparable(record: StepRecord, units: Sequence[str]) -> str:
                 )
     repeated = sorted({call.unit for call in record.calls if call.index != record.first_calls()[call.unit]} & members)
     return f"{', '.join(repeated)} is called again after units that its later call depends on"
-
-
-def _balanced_starts(costs: Sequence[float], num_stages: int) -> list[int]:
-    """Start index of every stage such that the largest sum is least; among equals the later stages are lighter."""
-    count = len(costs)
-    prefix = [0.0]
-    for cost in costs:
-        prefix.append(prefix[-1] + cost)
-    # best[s][i]: least largest cost when units i.. make s stages
-    best = [[float("inf")] * (count + 1) for _ in range(num_stages + 1)]
-    choice = [[0] * (count + 1) for _ in range(num_stages + 1)]
-    best[0][count] = 0.0
-    for stages in range(1, num_stages + 1):
-        for start in range(count - stages, -1, -1):
-            for stop in range(start + 1, count - stages + 2):
-                largest = max(prefix[stop] - prefix[start], best[stages - 1][stop])
-                if largest < best[stages][start]:
-                    best[stages][start], choice[stages][start] = largest, stop
-    starts, start = [], 0
-    for stages in range(num_stages, 0, -1):
-        starts.append(start)
-        start = choice[stages][start]
-    return starts
 
 
 def _starts_from_split_points(

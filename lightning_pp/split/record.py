@@ -67,12 +67,14 @@ class Reads:
         escapes: Calls that made a tensor which is used here but was not among their outputs (it left through an
             attribute, a hook or a list), with the line that uses it.
         flops: Floating point operations of the code since the call before.
+        weight_flops: Those of them that have a parameter as an operand.
     """
 
     values: set[Value] = field(default_factory=set)
     parameters: set[str] = field(default_factory=set)
     escapes: dict[int, str] = field(default_factory=dict)
     flops: int = 0
+    weight_flops: int = 0
 
 
 @dataclass
@@ -86,6 +88,7 @@ class UnitCall:
         output: The containers of what it returned; None where that is a tensor.
         leaves: What is in them.
         flops: Floating point operations of its forward.
+        weight_flops: Those of them that have a parameter as an operand.
         saved_bytes: What autograd keeps of it between forward and backward.
     """
 
@@ -95,6 +98,7 @@ class UnitCall:
     output: Any = None
     leaves: list[OutputLeaf] = field(default_factory=list)
     flops: int = 0
+    weight_flops: int = 0
     saved_bytes: int = 0
 
 

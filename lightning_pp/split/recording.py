@@ -76,7 +76,8 @@ class DryRun:
             for value in child.__dict__.values()
             if isinstance(value, Tensor)
         }
-        flow = self._flow = DataFlow(self._placeholders.mode, buffers | held, self._real_parameters)
+        weights = {storage_of(fake) for fake in self._placeholders.fakes()}
+        flow = self._flow = DataFlow(self._placeholders.mode, buffers | held, self._real_parameters, weights)
         with PythonReads(flow.is_missing, flow.read, flow.note_gradient_hook), flow, self._end_data:
             if self._num_calls == 0:
                 self._make_up_the_end()
@@ -188,7 +189,7 @@ class DryRun:
         specs: set[tuple[TensorSpec, ...]] = set()
         made_up = None
         for seed in (1, 0):
-            call.flops = call.saved_bytes = 0
+            call.flops = call.weight_flops = call.saved_bytes = 0
             try:
                 with flow.made_up_data(MadeUpData(seed)), self._saved_bytes_counted(call):
                     made_up = run_unit()

@@ -99,9 +99,7 @@ def split_model(
     units, plans, record = _recorded(module, units, placeholders, step, with_gradients, patterns, placement.num_stages)
     num_parameters = {name: sum(p.numel() for p in unit.parameters()) for name, unit in units.items()}
     partition: Partition = agree(
-        partition_units(
-            record, num_stages=placement.num_stages, num_parameters=num_parameters, split_points=split_points
-        )
+        partition_units(record, placement=placement, num_parameters=num_parameters, split_points=split_points)
     )
     build_plan(
         record, partition.stage_of_unit, placement.num_stages
