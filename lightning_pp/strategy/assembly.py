@@ -93,10 +93,69 @@ def split_model(
     Raises:
         ConfigurationError, SplitError: As :func:`partition_units` and :func:`dry_run` say.
     """
+    recording = record_model(
+        module,
+        device=device,
+        step=step,
+        with_gradients=with_gradients,
+        patterns=patterns,
+        num_stages=placement.num_stages,
+    )
+    return assign_stages(recording, placement=placement, split_points=split_points, agree=agree)
+
+
+@dataclass(frozen=True)
+class RecordedModel:
+    """A model with its units, and its step as a dry run saw it.
+
+    Attributes:
+        module: The whole model.
+        units: Name to module.
+        placeholders: Stand-ins for parameters.
+        record: The dry run.
+    """
+
+    module: nn.Module
+    units: Mapping[str, nn.Module]
+    placeholders: Placeholders
+    record: StepRecord
+
+
+def record_model(
+    module: nn.Module,
+    *,
+    device: torch.device,
+    step: Callable[[DryRun], Any],
+    with_gradients: bool,
+    patterns: Sequence[str] | None,
+    num_stages: int,
+) -> RecordedModel:
+    """Finds the units of ``module``, at least ``num_stages`` of them if there are so many, and records ``step``.
+
+    The arguments are those of :func:`split_model`.
+    """
     materialize_buffers(module, device)
     placeholders = Placeholders(module, device)
-    units = discover_units(module, patterns)
-    units, plans, record = _recorded(module, units, placeholders, step, with_gradients, patterns, placement.num_stages)
+    units, record = _recorded(
+        module, discover_units(module, patterns), placeholders, step, with_gradients, patterns, num_stages
+    )
+    return RecordedModel(module, units, placeholders, record)
+
+
+def assign_stages(
+    recording: RecordedModel,
+    *,
+    placement: Placement,
+    split_points: Sequence[str] | None,
+    agree: Callable[[Any], Any],
+) -> SplitModel:
+    """Assigns the units to stages and the parameters to owners; the arguments are those of :func:`split_model`."""
+    module, units, placeholders, record = (
+        recording.module,
+        recording.units,
+        recording.placeholders,
+        recording.record,
+    )
     num_parameters = {name: sum(p.numel() for p in unit.parameters()) for name, unit in units.items()}
     partition: Partition = agree(
         partition_units(record, placement=placement, num_parameters=num_parameters, split_points=split_points)
@@ -104,6 +163,7 @@ def split_model(
     build_plan(
         record, partition.stage_of_unit, placement.num_stages
     )  # raises what cannot be cut before anything changes
+    plans = PlanBook(module, units, placeholders)
     plans.set_partition(partition.stage_of_unit, placement.num_stages)
     direct = direct_parameters(record, partition.stage_of_unit, placement.num_stages)
     owners = _owners(placeholders, units, record, partition, direct)
@@ -129,18 +189,17 @@ def _recorded(
     with_gradients: bool,
     patterns: Sequence[str] | None,
     num_stages: int,
-) -> tuple[dict[str, nn.Module], PlanBook, StepRecord]:
+) -> tuple[dict[str, nn.Module], StepRecord]:
     """Records the step; goes a level down where units are not called as such, or are too few."""
     for _ in range(_MOST_REFINEMENTS):
-        plans = PlanBook(module, units, placeholders)
-        record = plans.record(step, with_gradients=with_gradients)
+        record = PlanBook(module, units, placeholders).record(step, with_gradients=with_gradients)
         if patterns is not None:
             break
         finer = _finer_units(module, units, placeholders, record, num_stages)
         if finer is None:
             break
         units = finer
-    return units, plans, record
+    return units, record
 
 
 def _finer_units(
