@@ -15,6 +15,7 @@ from lightning_pp.schedule.placement import Placement
 from lightning_pp.schedule.program import Schedule
 from lightning_pp.schedule.registry import available_schedules, build_schedule
 from lightning_pp.schedule.search import auto as _auto  # noqa: F401 - importing registers it
+from lightning_pp.schedule.sharding import ShardedProgram, Sharding, insert_sharding
 from lightning_pp.schedule.simulation import Simulation, TimedAction
 
 __all__ = [
@@ -22,10 +23,13 @@ __all__ = [
     "ActionKind",
     "Placement",
     "Schedule",
+    "ShardedProgram",
+    "Sharding",
     "Simulation",
     "StageCosts",
     "TimedAction",
     "available_schedules",
     "build_forward_only",
     "build_schedule",
+    "insert_sharding",
 ]

@@ -49,8 +49,10 @@ class Schedule:
         """Check that the schedule can be run, and return it.
 
         Every stage and microbatch has its F once and, unless the schedule is forward-only, either B or I and W, on
-        the rank that holds the stage; what an action needs comes before it; the ranks do not wait for each other in
-        a circle, given receives that block and sends that do not; no rank holds more than the limit.
+        the rank that holds the stage; what an action needs comes before it; where a rank's program says when to gather,
+        a stage is gathered when it is used; gradients are reduced after the last of them, and once; the ranks do not
+        wait for each other in a circle, given receives that block and sends that do not; no rank holds more than the
+        limit.
 
         Args:
             costs: Gives ``held_after_forward`` and ``held_after_input``; by default every microbatch holds 1 until W.

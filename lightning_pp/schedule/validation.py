@@ -67,6 +67,7 @@ class _Checker:
             cell_of = self._check_cells(rank)
             self._check_complete(rank, cell_of)
             self._check_order(rank, cell_of)
+            self._check_sharding(rank)
         self._check_deadlock()
         limits = limit_of_each_rank(memory_limit, self.schedule.placement.num_ranks)
         if limits is not None:
@@ -153,6 +154,31 @@ class _Checker:
                         rank,
                         cell,
                     )
+
+    def _check_sharding(self, rank: int) -> None:
+        """Gathered when used, where the program says when to gather; reduced once, and last."""
+        program = self.schedule.programs[rank]
+        gathers = any(action.kind is ActionKind.UNSHARD for action in program)
+        gathered: set[int] = set()
+        reduced: dict[int, int] = {}
+        for cell, action in enumerate(program):
+            if action.kind is ActionKind.UNSHARD:
+                gathered.add(action.stage)
+            elif action.kind is ActionKind.RESHARD:
+                gathered.discard(action.stage)
+            elif action.kind is ActionKind.REDUCE:
+                if action.stage in reduced:
+                    self._fail(f"{action} is doubled: it stands in cell {reduced[action.stage]} already", rank, cell)
+                reduced[action.stage] = cell
+            elif action.kind is not _F and action.stage in reduced:
+                self._fail(
+                    f"{action} comes after the gradients of stage {action.stage} were reduced in cell "
+                    f"{reduced[action.stage]}",
+                    rank,
+                    cell,
+                )
+            elif action.kind is not _W and gathers and action.stage not in gathered:
+                self._fail(f"{action} uses stage {action.stage}, which is not gathered: UNSHARD it before", rank, cell)
 
     def _check_deadlock(self) -> None:
         """Run it; what is left shows who waits for whom."""

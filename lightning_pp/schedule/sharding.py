@@ -1,0 +1,293 @@
+"""UNSHARD, RESHARD and REDUCE in any program: which of them a rank does, and when.
+
+====================  ==================================================================================================
+mode                  what is inserted
+====================  ==================================================================================================
+``replicate``         REDUCE right after the last W or B of a stage
+``shard_grad_op``     UNSHARD of every stage at the start, in the order of first use; RESHARD after its last F, I or B
+``full_shard``        UNSHARD ahead of each window of uses and RESHARD after it, so that what is gathered at any time
+                      stays within a budget (:mod:`lightning_pp.schedule.gathering`)
+====================  ==================================================================================================
+
+The sharding modes reduce as ``replicate`` does. W uses no gathered parameters, so no window reaches to it.
+
+Where whole stages do not fit the budget, or would be gathered much too often, a rank gathers unit by unit inside F, I
+and B instead (:attr:`ShardedProgram.unit_plan`): first to last in F, last to first in I and B. Its UNSHARD and RESHARD
+then only mark the windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal, get_args
+
+from lightning_pp.errors import ConfigurationError
+from lightning_pp.schedule.action import Action, ActionKind
+from lightning_pp.schedule.gathering import MOST_EXTRA_GATHERS, GatherPlan, fewest_gathers, plan_gathers
+from lightning_pp.schedule.program import Schedule
+
+ShardingMode = Literal["replicate", "shard_grad_op", "full_shard"]
+SHARDING_MODES: tuple[ShardingMode, ...] = get_args(ShardingMode)
+
+_USES = (ActionKind.F, ActionKind.I, ActionKind.B)
+_ENDS_GRADIENTS = (ActionKind.W, ActionKind.B)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What is sharded, how large it is, and how much of it may be gathered.
+
+    Attributes:
+        mode: See the module.
+        stages: For each stage, the units in the order of their calls; a unit called twice stands there twice. Units
+            that can only be gathered together go by one name.
+        num_bytes: What each of these names takes when gathered.
+        budget: With ``full_shard``, the most bytes that a rank may have gathered at any time; None chooses, see
+            :meth:`budget_of`.
+    """
+
+    mode: ShardingMode
+    stages: tuple[tuple[str, ...], ...]
+    num_bytes: Mapping[str, int]
+    budget: int | None = None
+
+    def stage_bytes(self, stage: int) -> int:
+        """What the stage takes when gathered."""
+        return sum(self.num_bytes[unit] for unit in set(self.stages[stage]))
+
+    def budget_of(self, stages: Sequence[int]) -> int:
+        """The budget of a rank that holds ``stages``.
+
+        By default two stages (the one in use, and the next), but no more than half of what the rank holds, and no less
+        than two units.
+        """
+        if self.budget is not None:
+            return self.budget
+        units = {unit for stage in stages for unit in self.stages[stage]}
+        two_units = sum(sorted((self.num_bytes[unit] for unit in units), reverse=True)[:2])
+        two_stages = sum(sorted(map(self.stage_bytes, stages), reverse=True)[:2])
+        half = -(-sum(self.num_bytes[unit] for unit in units) // 2)
+        return max(two_units, min(two_stages, half))
+
+    def check(self) -> None:
+        """Raises :class:`ConfigurationError` if a unit does not fit the budget."""
+        if self.budget is None or self.mode != "full_shard" or not self.num_bytes:
+            return
+        unit, largest = max(self.num_bytes.items(), key=lambda item: item[1])
+        if largest > self.budget:
+            raise ConfigurationError(
+                f"unshard_budget={self.budget} bytes is less than the unit {unit} takes when gathered ({largest} "
+                f"bytes): give at least {largest}, better twice as much, so that the next unit is gathered while one "
+                "is in use; or cut the unit into smaller ones with units=..."
+            )
+
+
+@dataclass(frozen=True)
+class ActionUses:
+    """Where one action stands in the uses of a :class:`UnitPlan`.
+
+    Attributes:
+        first: Its first use, or that of the next action that has one.
+        end: One past its last use.
+        following: The first use after the action; no more than the steps up to it may be done when the action ends.
+    """
+
+    first: int
+    end: int
+    following: int
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """Gathers and frees of one rank that gathers unit by unit.
+
+    Attributes:
+        gathers: Over all uses of units in the program.
+        uses_of: For each F, I, W, B and REDUCE of the program, its uses.
+    """
+
+    gathers: GatherPlan[str]
+    uses_of: Mapping[Action, ActionUses]
+
+
+@dataclass(frozen=True)
+class ShardedProgram:
+    """A schedule with its sharding actions.
+
+    Attributes:
+        schedule: The schedule.
+        sharding: What it was made for.
+        unit_plans: For each rank that gathers unit by unit, how; None for those that gather whole stages.
+    """
+
+    schedule: Schedule
+    sharding: Sharding
+    unit_plans: tuple[UnitPlan | None, ...]
+
+    def num_gathers(self, rank: int) -> int:
+        """How many units the rank gathers in a step."""
+        plan = self.unit_plans[rank]
+        if plan is not None:
+            return plan.gathers.num_gathers
+        return sum(
+            len(set(self.sharding.stages[action.stage]))
+            for action in self.schedule.programs[rank]
+            if action.kind is ActionKind.UNSHARD
+        )
+
+    @cached_property
+    def reduced_right_after(self) -> frozenset[Action]:
+        """The last W of each stage, where its REDUCE follows at once."""
+        return frozenset(
+            action
+            for program in self.schedule.programs
+            for action, following in pairwise(program)
+            if following == Action(action.stage, ActionKind.REDUCE) and action.kind is ActionKind.W
+        )
+
+    def limited_to(self, num_microbatches: int) -> ShardedProgram:
+        """The same gathers, frees and reductions around fewer microbatches, for a replica that has fewer."""
+        schedule = self.schedule
+        if num_microbatches == schedule.num_microbatches:
+            return self
+        programs = tuple(
+            tuple(action for action in program if action.microbatch is None or action.microbatch < num_microbatches)
+            for program in schedule.programs
+        )
+        return replace(self, schedule=replace(schedule, programs=programs, num_microbatches=num_microbatches))
+
+
+def insert_sharding(schedule: Schedule, sharding: Sharding, *, reduces: bool = True) -> ShardedProgram:
+    """Puts the sharding actions of ``sharding`` into ``schedule``, in the place of any that it has.
+
+    Args:
+        schedule: Legal programs.
+        sharding: For as many stages as the schedule has.
+        reduces: False for a batch that only accumulates: nothing is reduced, and what ``shard_grad_op`` has gathered
+            stays for the next batch.
+
+    Raises:
+        ConfigurationError: A unit does not fit the budget.
+    """
+    sharding.check()
+    programs: list[tuple[Action, ...]] = []
+    unit_plans: list[UnitPlan | None] = []
+    for rank, program in enumerate(schedule.programs):
+        compute = [action for action in program if action.kind.is_compute]
+        with_windows, unit_plan = _windows(
+            compute, sharding, schedule.placement.stages_of_rank(rank), keeps=not reduces
+        )
+        programs.append(tuple(_with_reductions(with_windows) if reduces else with_windows))
+        unit_plans.append(None if unit_plan is None else _placed(unit_plan, programs[-1], sharding))
+    return ShardedProgram(replace(schedule, programs=tuple(programs)), sharding, tuple(unit_plans))
+
+
+def unit_uses(program: Sequence[Action], sharding: Sharding) -> Iterator[tuple[Action, tuple[str, ...]]]:
+    """The actions that use gathered parameters, each with its units in the order of use."""
+    for action in program:
+        if action.kind in _USES:
+            units = sharding.stages[action.stage]
+            yield action, units if action.kind is ActionKind.F else units[::-1]
+
+
+def fewest_unit_gathers(program: Sequence[Action], sharding: Sharding, budget: int) -> int:
+    """How many gathers of units a rank's program needs at least within ``budget`` bytes.
+
+    See :func:`~lightning_pp.schedule.gathering.fewest_gathers`.
+    """
+    uses = [unit for _, units in unit_uses(program, sharding) for unit in units]
+    return fewest_gathers(uses, sharding.num_bytes, budget)
+
+
+def _windows(
+    compute: Sequence[Action], sharding: Sharding, stages: Sequence[int], *, keeps: bool
+) -> tuple[list[Action], GatherPlan[str] | None]:
+    """One rank's program with UNSHARD and RESHARD, and a plan for its units if it gathers them one by one."""
+    if sharding.mode == "replicate":
+        return list(compute), None
+    used = list(dict.fromkeys(action.stage for action in compute if action.kind in _USES))
+    stage_bytes = {stage: sharding.stage_bytes(stage) for stage in used}
+    if sharding.mode == "shard_grad_op":
+        plan = plan_gathers(_stage_uses(compute), stage_bytes, sum(stage_bytes.values()))
+        return _with_windows(compute, plan, keeps=keeps), None
+    budget = sharding.budget_of(stages)
+    uses = [unit for _, units in unit_uses(compute, sharding) for unit in units]
+    if all(size <= budget for size in stage_bytes.values()):
+        plan = plan_gathers(_stage_uses(compute), stage_bytes, budget)
+        num_gathers = sum(len(set(sharding.stages[stage])) for step in plan.steps for stage in step.gathers)
+        if num_gathers <= MOST_EXTRA_GATHERS * fewest_gathers(uses, sharding.num_bytes, budget):
+            return _with_windows(compute, plan, keeps=False), None
+    one_by_one = plan_gathers(_stage_uses(compute), stage_bytes, max(stage_bytes.values(), default=0))
+    return _with_windows(compute, one_by_one, keeps=False), plan_gathers(uses, sharding.num_bytes, budget)
+
+
+def _stage_uses(compute: Sequence[Action]) -> list[int]:
+    return [action.stage for action in compute if action.kind in _USES]
+
+
+def _with_windows(compute: Sequence[Action], plan: GatherPlan[int], *, keeps: bool) -> list[Action]:
+    """Puts the steps of ``plan`` into a program: each right after the last action of the use before it."""
+    found: list[Action] = []
+    num_uses = 0
+
+    def put(step: int) -> None:
+        if not keeps:
+            found.extend(Action(stage, ActionKind.RESHARD) for stage in plan.steps[step].frees)
+        found.extend(Action(stage, ActionKind.UNSHARD) for stage in plan.steps[step].gathers)
+
+    put(0)
+    last_action = {}
+    for cell, action in enumerate(compute):
+        if action.kind in _USES:
+            if num_uses == 0 or plan.uses[num_uses - 1] != action.stage:
+                num_uses += 1
+            last_action[num_uses] = cell
+    step_after = {cell: use for use, cell in last_action.items()}
+    for cell, action in enumerate(compute):
+        found.append(action)
+        if cell in step_after:
+            put(step_after[cell])
+    return found
+
+
+def _with_reductions(program: Sequence[Action]) -> list[Action]:
+    """Puts REDUCE right after the last W or B of each stage, but after gathers, which somebody waits for."""
+    last = {action.stage: cell for cell, action in enumerate(program) if action.kind in _ENDS_GRADIENTS}
+    found: list[Action] = []
+    due: list[Action] = []
+    for cell, action in enumerate(program):
+        if action.kind.is_compute:
+            found += due
+            due.clear()
+        found.append(action)
+        if last.get(action.stage) == cell:
+            due.append(Action(action.stage, ActionKind.REDUCE))
+    return found + due
+
+
+def _placed(plan: GatherPlan[str], program: Sequence[Action], sharding: Sharding) -> UnitPlan:
+    """Finds the uses of each action in the plan, where a unit that follows itself is one use, over actions too."""
+    units_of = dict(unit_uses(program, sharding))
+    placed = [action for action in program if action.kind not in (ActionKind.UNSHARD, ActionKind.RESHARD)]
+    spans: list[tuple[int, int] | None] = []
+    num_uses = 0
+    for action in placed:
+        units = units_of.get(action, ())
+        first = num_uses
+        for index, unit in enumerate(units):
+            if num_uses and plan.uses[num_uses - 1] == unit:
+                first -= index == 0
+            else:
+                num_uses += 1
+        spans.append((first, num_uses) if units else None)
+    assert num_uses == len(plan.uses)
+    uses_of: dict[Action, ActionUses] = {}
+    following = len(plan.uses)
+    for action, span in zip(reversed(placed), reversed(spans), strict=True):
+        first, end = span or (following, following)
+        uses_of[action] = ActionUses(first, end, following)
+        following = first
+    return UnitPlan(plan, uses_of)

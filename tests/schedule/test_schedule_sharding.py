@@ -1,0 +1,193 @@
+"""Sharding actions in every schedule: legal, within the budget, in torch's notation, and timed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+
+from lightning_pp.errors import ConfigurationError, ScheduleError
+from lightning_pp.schedule import (
+    Action,
+    ActionKind,
+    Schedule,
+    ShardedProgram,
+    Sharding,
+    StageCosts,
+    available_schedules,
+    build_forward_only,
+    build_schedule,
+    insert_sharding,
+)
+from lightning_pp.schedule.gathering import MOST_EXTRA_GATHERS
+from lightning_pp.schedule.sharding import SHARDING_MODES, ShardingMode, fewest_unit_gathers
+
+FAMILIES = [name for name in available_schedules() if name != "auto"]
+SHARDING_KINDS = (ActionKind.UNSHARD, ActionKind.RESHARD, ActionKind.REDUCE)
+USES = (ActionKind.F, ActionKind.I, ActionKind.B)
+
+
+def sharding_of(num_stages: int, units: int, mode: ShardingMode, budget: int | None, size: int = 4) -> Sharding:
+    stages = tuple(tuple(f"{stage}.{unit}" for unit in range(units)) for stage in range(num_stages))
+    return Sharding(mode, stages, {name: size for names in stages for name in names}, budget)
+
+
+def held_by_whole_stages(program: ShardedProgram, rank: int) -> Iterator[tuple[Action, set[int]]]:
+    gathered: set[int] = set()
+    for action in program.schedule.programs[rank]:
+        if action.kind is ActionKind.UNSHARD:
+            assert action.stage not in gathered
+            gathered.add(action.stage)
+        elif action.kind is ActionKind.RESHARD:
+            gathered.remove(action.stage)
+        yield action, set(gathered)
+    assert not gathered
+
+
+@given(
+    st.sampled_from(FAMILIES),
+    st.integers(1, 4),
+    st.integers(1, 9),
+    st.integers(1, 3),
+    st.sampled_from(SHARDING_MODES),
+    st.one_of(st.none(), st.integers(4, 40)),
+)
+def test_any_program(name: str, num_ranks: int, m: int, units: int, mode: ShardingMode, budget: int | None) -> None:
+    """Same computation in the same order; gathered when used, within the budget; few gathers; one REDUCE, at once."""
+    plain = build_schedule(name, num_ranks=num_ranks, num_microbatches=m)
+    sharding = sharding_of(plain.placement.num_stages, units, mode, budget if mode == "full_shard" else None)
+    program = insert_sharding(plain, sharding)
+    program.schedule.validate()
+    for rank, actions in enumerate(program.schedule.programs):
+        assert tuple(action for action in actions if action.kind.is_compute) == plain.programs[rank]
+        stages = plain.placement.stages_of_rank(rank)
+        assert sorted(action.stage for action in actions if action.kind is ActionKind.REDUCE) == sorted(stages)
+        ends = [action for action in actions if action.kind.is_compute or action.kind is ActionKind.REDUCE]
+        for previous, action in pairwise(ends):
+            if action.kind is ActionKind.REDUCE:
+                assert previous.stage == action.stage and previous.kind in (ActionKind.W, ActionKind.B)
+        if mode == "replicate":
+            assert not any(action.kind in SHARDING_KINDS[:2] for action in actions)
+            continue
+        limit = sharding.budget_of(stages) if mode == "full_shard" else 4 * units * len(stages)
+        held = list(held_by_whole_stages(program, rank))
+        plan = program.unit_plans[rank]
+        if plan is None:
+            assert max(len(gathered) for _, gathered in held) * units * 4 <= limit
+        else:
+            assert max(plan.gathers.held_bytes(sharding.num_bytes)) <= limit
+        assert all(action.stage in gathered for action, gathered in held if action.kind in USES)
+        fewest = fewest_unit_gathers(actions, sharding, limit)
+        assert fewest <= program.num_gathers(rank) <= MOST_EXTRA_GATHERS**2 * fewest
+        if mode == "shard_grad_op":
+            assert program.num_gathers(rank) == units * len(stages)
+
+
+@given(st.sampled_from(FAMILIES), st.integers(1, 3), st.integers(1, 4), st.integers(4, 20))
+def test_gathers_of_units_follow_the_actions(name: str, num_ranks: int, m: int, budget: int) -> None:
+    """Whenever an action runs, its units have come by, in its order: F first to last, I and B last to first."""
+    plain = build_schedule(name, num_ranks=num_ranks, num_microbatches=m)
+    sharding = sharding_of(plain.placement.num_stages, 3, "full_shard", budget)
+    program = insert_sharding(plain, sharding)
+    for rank, plan in enumerate(program.unit_plans):
+        if plan is None:
+            continue
+        previous = 0
+        for action in plain.programs[rank]:
+            uses = plan.uses_of[action]
+            assert previous <= uses.first + 1 and uses.first <= uses.end
+            units = sharding.stages[action.stage]
+            if action.kind in USES:
+                expected = units if action.kind is ActionKind.F else units[::-1]
+                assert plan.gathers.uses[uses.first : uses.end] == expected
+            previous = uses.end
+
+
+def test_fewer_microbatches_make_the_same_gathers() -> None:
+    schedule = build_schedule("zb_v", num_ranks=2, num_microbatches=6)
+    program = insert_sharding(schedule, sharding_of(4, 2, "full_shard", 12))
+    short = program.limited_to(4)
+    assert short.schedule.num_microbatches == 4
+    short.schedule.validate()
+    for long_row, short_row in zip(program.schedule.programs, short.schedule.programs, strict=True):
+        assert [a for a in long_row if a.kind in SHARDING_KINDS] == [a for a in short_row if a.kind in SHARDING_KINDS]
+
+
+def test_batches_that_accumulate_keep_and_do_not_reduce() -> None:
+    schedule = build_schedule("interleaved_1f1b", num_ranks=2, num_microbatches=4)
+    for mode in SHARDING_MODES:
+        program = insert_sharding(schedule, sharding_of(4, 2, mode, None), reduces=False)
+        kinds = {action.kind for row in program.schedule.programs for action in row}
+        assert ActionKind.REDUCE not in kinds
+        assert (ActionKind.RESHARD in kinds) == (mode == "full_shard")
+    evaluation = build_forward_only(schedule.placement, 4)
+    insert_sharding(evaluation, sharding_of(4, 2, "full_shard", None), reduces=False).schedule.validate()
+
+
+def test_torch_reads_our_sharding_actions(tmp_path: Path) -> None:
+    for name in FAMILIES:
+        plain = build_schedule(name, num_ranks=2, num_microbatches=4)
+        sharding = sharding_of(plain.placement.num_stages, 2, "full_shard", 16)
+        schedule = insert_sharding(plain, sharding).schedule
+        path = tmp_path / f"{name}.csv"
+        schedule.to_csv(path)
+        stage = SimpleNamespace(
+            num_stages=schedule.placement.num_stages, group_size=2, group_rank=0, stage_index_to_group_rank=None
+        )
+        runtime = _PipelineScheduleRuntime([stage], 4)
+        runtime._load_csv(str(path), format="compute_comms")
+        for rank, program in enumerate(schedule.programs):
+            assert list(map(str, runtime.pipeline_order_with_comms[rank])) == list(map(str, program))
+        read = Schedule.from_csv(path)
+        assert read.programs == schedule.programs
+        assert insert_sharding(read, sharding).schedule.programs == schedule.programs
+
+
+# --------------------------------------------------------------------------- time
+
+
+def test_gathers_hide_behind_computation_and_reductions_too() -> None:
+    """One rank, two stages in turn, worked out by hand: gathers of 2 ms behind computation of 3 ms."""
+    costs = StageCosts(forward=3.0, backward_input=3.0, backward_weight=3.0, gather=2.0, reduce=2.0)
+    schedule = build_schedule("gpipe", num_ranks=1, num_microbatches=1, stages_per_rank=2)
+    program = insert_sharding(schedule, sharding_of(2, 1, "full_shard", 8)).schedule
+    simulation = program.simulate(costs)
+    row = "0UNSHARD,1UNSHARD,0F0,1F0,1B0,1RESHARD,1REDUCE_GRAD,0B0,0RESHARD,0REDUCE_GRAD"
+    assert ",".join(map(str, program.programs[0])) == row
+    # gather 0, then 18 ms of work, then the reduction of stage 0
+    assert math.isclose(simulation.makespan, 2.0 + 18.0 + 2.0)
+    tight = insert_sharding(schedule, sharding_of(2, 1, "full_shard", 4)).schedule.simulate(costs)
+    # nothing can be gathered ahead: three gathers are waited for
+    assert math.isclose(tight.makespan, 3 * 2.0 + 18.0 + 2.0)
+
+
+# --------------------------------------------------------------------------- refused
+
+
+def test_budget_below_a_unit_names_it() -> None:
+    schedule = build_schedule("1f1b", num_ranks=2, num_microbatches=2)
+    sharding = Sharding("full_shard", (("embed", "block"), ("head",)), {"embed": 10, "block": 12, "head": 6}, 11)
+    with pytest.raises(ConfigurationError, match=r"unshard_budget=11 bytes .* unit block .*12 bytes"):
+        insert_sharding(schedule, sharding)
+
+
+@pytest.mark.parametrize(
+    ("row", "error"),
+    [
+        ("0UNSHARD,0F0,0RESHARD,0B0", "0B0 uses stage 0, which is not gathered"),
+        ("0F0,0B0,0REDUCE_GRAD,0REDUCE_GRAD", "0REDUCE_GRAD is doubled"),
+        ("0F0,0I0,0REDUCE_GRAD,0W0", "0W0 comes after the gradients of stage 0 were reduced in cell 2"),
+    ],
+)
+def test_programs_that_cannot_work(tmp_path: Path, row: str, error: str) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text(row + "\n")
+    with pytest.raises(ScheduleError, match=error):
+        Schedule.from_csv(path)
