@@ -88,6 +88,9 @@ class PipelineStrategyConf:
     stages_per_rank: int | None = None
     units: list[str] | None = None
     split_points: list[str] | None = None
+    sharding: str = "shard_grad_op"
+    unshard_budget: int | None = None
+    data_parallel_replicate_size: int = 1
     save_distributed_checkpoint: bool = True
     process_group_backend: str | None = None
     timeout: TimeoutConf = field(default_factory=TimeoutConf)

@@ -8,7 +8,7 @@ nothing of the graph.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
@@ -75,12 +75,23 @@ class WeightGradientQueue:
             self._modules.append(module)
         self._is_owing = True
 
-    def run(self) -> None:
+    def parameters(self) -> set[Parameter]:
+        """The parameters whose gradients :meth:`run` will add to."""
+        found = {_parameter_of(weight) for _, weight, _, _, _ in self._entries}
+        for module in self._modules:
+            if isinstance(module, nn.Module):
+                found.update(module.parameters())
+        return found
+
+    def run(self, on_complete: Callable[[Parameter], None] | None = None) -> None:
         """W: computes every queued weight gradient, adds it to its parameter's ``.grad``, and frees what was held.
 
         From the second microbatch on, a product is added in place (``addmm_``), without a temporary of the weight's
         size, where the gradient has the dtype of the computation. Convolutions always make one, for no kernel adds in
         place.
+
+        Args:
+            on_complete: Called with each of :meth:`parameters` when its last queued gradient has been added.
 
         Raises:
             RuntimeError: There is nothing to run: the I was not collected, or W has run already; or I is still running.
@@ -96,9 +107,15 @@ class WeightGradientQueue:
             )
         entries, modules = self._entries, self._modules
         self.clear()
-        _add_all(entries)
+        if on_complete is None:
+            _add_all(entries)
+        else:
+            _add_all_and_tell(entries, modules, on_complete)
         for module in modules:
             module.backward_dw()
+            if on_complete is not None and isinstance(module, nn.Module):
+                for parameter in module.parameters():
+                    on_complete(parameter)
 
     def clear(self) -> None:
         """Drops what is queued without computing it, for a microbatch whose step has failed."""
@@ -198,6 +215,33 @@ def _add_all(entries: list[Entry]) -> None:
         while entries:
             add_gradient, weight, left, right, extra = entries.pop()
             add_gradient(weight, left, right, extra)
+
+
+def _add_all_and_tell(
+    entries: list[Entry], modules: Iterable[DelaysWeightGradient], on_complete: Callable[[Parameter], None]
+) -> None:
+    """As :func:`_add_all`, in parts that end where a parameter's last gradient has been added."""
+    last: dict[Parameter, int] = {_parameter_of(entry[1]): index for index, entry in enumerate(entries)}
+    for module in modules:
+        if isinstance(module, nn.Module):
+            for parameter in module.parameters():
+                last.pop(parameter, None)
+    part: list[Entry] = []
+    complete_after = {index: parameter for parameter, index in last.items()}
+    entries.reverse()
+    for index in range(len(entries)):
+        part.append(entries.pop())
+        if index in complete_after or not entries:
+            _add_all(part)
+            if index in complete_after:
+                on_complete(complete_after[index])
+
+
+def _parameter_of(weight: Tensor) -> Parameter:
+    """The Parameter that ``weight`` is or is a view of."""
+    parameter = weight if type(weight) is Parameter else weight._base
+    assert isinstance(parameter, Parameter)
+    return parameter
 
 
 def add_product(weight: Tensor, left: Tensor, right: Tensor, extra: object = None) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pp.runtime.randomness import StepRandomness, host_generator_untouched
+from lightning_pp.runtime.sharded import ShardedStages, run_sharding_action
 from lightning_pp.runtime.stage import InFlight, StageRunner
 from lightning_pp.runtime.timing import StepTimer
 from lightning_pp.runtime.transport import Route, Transport, plan_route
@@ -29,6 +30,7 @@ class StepInputs:
         loss_of: Finds the loss in what the user's step returned; None for a step without backward.
         loss_weights: What each microbatch's loss is multiplied by before backward.
         seed: Seed of the step, equal on all ranks of a pipeline, different between pipelines.
+        sharded: Who carries out the sharding actions of the program; None leaves them out.
     """
 
     plans: Sequence[StepPlan]
@@ -36,6 +38,7 @@ class StepInputs:
     loss_of: Callable[[Any], Tensor | None] | None
     loss_weights: Sequence[float]
     seed: int
+    sharded: ShardedStages | None = None
 
 
 class PipelineExecutor:
@@ -53,9 +56,10 @@ class PipelineExecutor:
                send the gradients of what was received
             W: empty the queue into the parameters' gradients
             B: I and W in one, nothing queued
+            UNSHARD, RESHARD, REDUCE: handed to who shards the stages; collectives run beside the rest
         wait until all that was sent has left
 
-    There is no collective in it. A step that raises leaves nothing behind: queued gradients, received tensors and
+    There is no other collective in it. A step that raises leaves nothing behind: queued gradients, received tensors and
     messages are dropped, and the next step starts clean.
 
     Args:
@@ -88,14 +92,21 @@ class PipelineExecutor:
         outputs: list[Any] = [None] * len(inputs.plans)
         in_flight: dict[tuple[int, int], InFlight] = {}
         timer = StepTimer(self._device)
-        transport = self._transport
+        transport, sharded = self._transport, inputs.sharded
         transport.begin(self._route(schedule, inputs.plans))
         last_stage = schedule.placement.num_stages - 1
         try:
             with host_generator_untouched(inputs.seed * 4096 + self._rank, self._device):
                 for action in schedule.programs[self._rank]:
                     if action.microbatch is None:
+                        if sharded is not None:
+                            timer.start_waiting()
+                            timer.start_working()
+                            run_sharding_action(sharded, action)
+                            timer.stop(action)
                         continue
+                    if sharded is not None:
+                        sharded.before(action)
                     stage, microbatch = action.stage, action.microbatch
                     timer.start_waiting()
                     received = transport.receive(action)
@@ -113,7 +124,10 @@ class PipelineExecutor:
                             in_flight[stage, microbatch] = kept
                         del kept, output, departing
                     elif action.kind is ActionKind.W:
-                        in_flight.pop((stage, microbatch)).run_weight_gradients()
+                        kept = in_flight.pop((stage, microbatch))
+                        queued = kept.queue.parameters
+                        kept.run_weight_gradients(None if sharded is None else sharded.reducer(action, queued))
+                        del kept
                     else:
                         kept = in_flight[stage, microbatch]
                         gradients = self._backward(action, inputs, kept, received)
@@ -123,6 +137,8 @@ class PipelineExecutor:
                         del kept, gradients
                     received.clear()
                     timer.stop(action)
+                    if sharded is not None:
+                        sharded.after(action)
                 transport.finish()
         except BaseException:
             for kept in in_flight.values():

@@ -47,10 +47,10 @@ class InFlight:
     queue: WeightGradientQueue = field(default_factory=WeightGradientQueue)
     ran_backward: bool = False
 
-    def run_weight_gradients(self) -> None:
-        """W: computes what I has queued."""
+    def run_weight_gradients(self, on_complete: Callable[[nn.Parameter], None] | None = None) -> None:
+        """W: computes what I has queued; see :meth:`WeightGradientQueue.run`."""
         if self.ran_backward:
-            self.queue.run()
+            self.queue.run(on_complete)
 
 
 class _AsNonLeaf(torch.autograd.Function):

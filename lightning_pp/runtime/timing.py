@@ -64,12 +64,13 @@ class StepTimer:
         self._marks.append((action, self._asked, self._started, self._now()))
 
     def times(self) -> list[ActionTimes]:
-        """The times of all actions so far; on CUDA waits for the last of them."""
+        """The times of all F, I, W and B so far; on CUDA waits for the last of them."""
         if self._cuda and self._marks:
             self._marks[-1][3].synchronize()
         return [
             ActionTimes(action, self._since(asked), self._since(started), self._since(ended))
             for action, asked, started, ended in self._marks
+            if action.kind.is_compute
         ]
 
     def _now(self) -> Any:

@@ -3,6 +3,8 @@
 This layer knows torch.distributed; when things happen is the runtime's to say.
 
 * :mod:`.fsdp` shards the units of a rank by FSDP2 and reduces each once per step;
+* :mod:`.replicated_units` keeps them whole and reduces each once per step;
+* :mod:`.stages` gathers, frees and reduces whole stages, as programs command it;
 * :mod:`.replicated` averages the gradients of parameters that every data-parallel rank holds whole;
 * :mod:`.shared` sums the gradients of parameters that several stages hold;
 * :mod:`.clip` clips by the norm over all stages and shards, or by value.
@@ -10,17 +12,23 @@ This layer knows torch.distributed; when things happen is the runtime's to say.
 
 from __future__ import annotations
 
+from lightning_pp.sharding._torch_private import flattened
 from lightning_pp.sharding.clip import clip_by_norm_, clip_by_value_, global_norm
 from lightning_pp.sharding.fsdp import ShardedUnits
 from lightning_pp.sharding.replicated import ReplicatedGradients, broadcast_parameters
+from lightning_pp.sharding.replicated_units import ReplicatedUnits
 from lightning_pp.sharding.shared import SharedParameters
+from lightning_pp.sharding.stages import ShardedStages
 
 __all__ = [
     "ReplicatedGradients",
+    "ReplicatedUnits",
+    "ShardedStages",
     "ShardedUnits",
     "SharedParameters",
     "broadcast_parameters",
     "clip_by_norm_",
     "clip_by_value_",
+    "flattened",
     "global_norm",
 ]

@@ -17,6 +17,7 @@ from lightning_pp.sharding._torch_private import (
     nodes_made_since,
 )
 from lightning_pp.sharding._unit_group import UnitGroup
+from lightning_pp.sharding._unit_windows import UnitWindows
 from lightning_pp.split.tree import map_leaves, tensors_of
 
 
@@ -24,6 +25,7 @@ class GatherOnUse:
     """Gathers a group before its units are called and before their backward.
 
     With ``free_after_use`` it frees a group as soon as its call or its backward is over, unless the program holds it.
+    While there are :attr:`windows`, they decide what to gather ahead and what to free.
     A checkpoint that runs a unit again does so within the unit's backward, and finds it gathered. Inputs and outputs
     are cast as the policy says.
 
@@ -34,6 +36,7 @@ class GatherOnUse:
 
     def __init__(self, *, free_after_use: bool, mp_policy: MixedPrecisionPolicy) -> None:
         self.is_paused = False
+        self.windows: UnitWindows | None = None
         self._free_after_use = free_after_use
         self._mp_policy = mp_policy
         # in the order of gathering
@@ -53,8 +56,9 @@ class GatherOnUse:
         self._in_use.pop(group, None)
 
     def reset(self) -> None:
-        """Forgets a backward pass that failed."""
+        """Forgets a step that failed."""
         self._backward_pass = None
+        self.windows = None
 
     def _before_call(
         self, group: UnitGroup, call: _UnitCall, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -104,11 +108,13 @@ class GatherOnUse:
             self._free_if_done(group)
 
     def _use(self, group: UnitGroup) -> None:
+        if self.windows is not None:
+            self.windows.use(group)
         group.gather()
         self._in_use[group] = None
 
     def _free_if_done(self, group: UnitGroup) -> None:
-        if self._free_after_use and not group.held_by:
+        if self._free_after_use and self.windows is None and not group.held_by:
             self.free(group)
 
 

@@ -60,6 +60,13 @@ class GradientReduction:
         self._event: torch.Event | None = None
         self._start(mesh, stream)
 
+    @property
+    def is_done(self) -> bool:
+        """Whether :meth:`finish` would not have to wait, on this rank and as far as is known without waiting."""
+        if self._event is not None:
+            return bool(self._event.query())
+        return self._work is not None and self._work.is_completed() and self._replicate_group is None
+
     def wait_for_shards(self) -> None:
         """Waits for the reduce-scatter, and starts the all-reduce between replicas if that has yet to start."""
         if self._event is None and self._work is not None:

@@ -55,6 +55,7 @@ class UnitGroup:
         leader: The module whose ``unshard()`` and ``reshard()`` act on the whole group.
         slots: The sharded parameters, each once.
         gradient_dtype: The dtype in which microbatches accumulate; None: that of the sharded parameter.
+        num_bytes: What the group takes when gathered.
     """
 
     def __init__(
@@ -63,14 +64,21 @@ class UnitGroup:
         leader: FSDPModule,
         slots: Sequence[ParameterSlot],
         gradient_dtype: torch.dtype | None,
+        num_bytes: int,
     ) -> None:
         self.names = tuple(names)
+        self.num_bytes = num_bytes
         self.slots = tuple(slots)
         # the units for which the program has asked to keep the group gathered
         self.held_by: set[str] = set()
         self._leader = leader
         self._gradient_dtype = gradient_dtype
         self._under_way: UnshardHandle | None = None
+
+    @property
+    def name(self) -> str:
+        """The units in one name, for plans and messages."""
+        return ", ".join(self.names)
 
     @property
     def is_prepared(self) -> bool:
@@ -130,6 +138,16 @@ class UnitGroup:
         for slot in self.slots:
             slot.discard_gradient()
             slot.registered.grad = None
+
+
+def gathered_bytes(parameters: Iterable[Tensor], num_shards: int, dtype: torch.dtype | None) -> int:
+    """What parameters take when gathered: in ``dtype`` if they are floating-point, their rows padded to even shards."""
+    total = 0
+    for parameter in parameters:
+        num_rows = -(-parameter.shape[0] // num_shards) * num_shards
+        kept = dtype is None or not parameter.is_floating_point()
+        total += num_rows * parameter.shape[1:].numel() * (parameter.dtype if kept else dtype).itemsize  # type: ignore[union-attr]
+    return total
 
 
 def slots_of(units: Mapping[str, nn.Module], excluded: Iterable[nn.Parameter]) -> list[ParameterSlot]:

@@ -11,11 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_pp.errors import ConfigurationError
+from lightning_pp.schedule.sharding import UnitPlan
 from lightning_pp.sharding._gather_on_use import GatherOnUse
 from lightning_pp.sharding._grouping import check_mesh, groups_sharing_parameters, never_sharded
 from lightning_pp.sharding._reduction import GradientReduction
 from lightning_pp.sharding._torch_private import shard_together
-from lightning_pp.sharding._unit_group import UnitGroup, slots_of
+from lightning_pp.sharding._unit_group import UnitGroup, gathered_bytes, slots_of
+from lightning_pp.sharding._unit_windows import UnitWindows
 
 
 class ShardedUnits:
@@ -99,6 +101,42 @@ class ShardedUnits:
         """The parameters of the units that are left whole; somebody else has to reduce their gradients."""
         return self._replicated
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The units."""
+        return tuple(self._group_of)
+
+    def gathered_as(self, unit: str) -> str | None:
+        """The name of what is gathered with ``unit``: its own, or several for units that share a parameter.
+
+        None for a unit without sharded parameters.
+        """
+        group = self._group(unit)
+        return None if group is None else group.name
+
+    def gathered_bytes(self) -> dict[str, int]:
+        """What each of the names that :meth:`gathered_as` gives takes when gathered, padding included."""
+        return {group.name: group.num_bytes for group in self._groups}
+
+    def accumulating(self, unit: str) -> list[nn.Parameter]:
+        """The parameters whose ``.grad`` forwards and backwards of ``unit`` add to; there after :meth:`prepare`."""
+        group = self._group(unit)
+        return [] if group is None else [slot.gathered for slot in group.slots if slot.gathered is not None]
+
+    def follow(self, plan: UnitPlan | None, budget: int = 0) -> UnitWindows | None:
+        """Gathers and frees unit by unit as ``plan`` says, until the end of the batch; None: as calls ask for it.
+
+        Args:
+            plan: For the program of the next batch.
+            budget: The most bytes to have gathered at any time.
+
+        Returns:
+            What has to be told which action is next.
+        """
+        groups = {group.name: group for group in self._groups}
+        self._hooks.windows = None if plan is None else UnitWindows(plan, groups, budget, self._hooks.free)
+        return self._hooks.windows
+
     def prepare(self) -> None:
         """Gathers each unit once and frees it again, so that its gathered parameters exist; later calls do nothing.
 
@@ -137,6 +175,7 @@ class ShardedUnits:
 
     def reshard_all(self) -> None:
         """Frees the gathered parameters of all units, as evaluation does after a batch."""
+        self._hooks.windows = None
         for group in self._groups:
             group.held_by.clear()
             self._hooks.free(group)
@@ -166,7 +205,7 @@ class ShardedUnits:
                 slot.discard_gradient()
         if not slots:
             return
-        while len(self._reductions) >= self._max_pending:
+        while self._reductions and (len(self._reductions) >= self._max_pending or self._reductions[0].is_done):
             self._reductions.pop(0).finish()
         dtype = self.mp_policy.reduce_dtype or slots[0].registered.dtype
         self._reductions.append(GradientReduction(slots, self.mesh, dtype, self._stream))
@@ -204,6 +243,7 @@ class ShardedUnits:
                 f"units {sorted(self._reduce_requests)} were reduced in a batch that only accumulates; "
                 "reduce in the last batch of the step"
             )
+        self._hooks.windows = None
         self._is_in_batch = False
 
     @torch.no_grad()
@@ -244,8 +284,11 @@ class ShardedUnits:
             if not parameter.is_contiguous():
                 parameter.data = parameter.data.contiguous()  # FSDP2 refuses others, as those in channels_last
         modules = list(dict.fromkeys(units[name] for name in names))
+        num_bytes = gathered_bytes(
+            (slot.registered for slot in slots), self.mesh.size(self.mesh.ndim - 1), self.mp_policy.param_dtype
+        )
         leader = shard_together(modules, self.mesh, self.mp_policy, self._replicated)
-        group = UnitGroup(names, leader, slots, self.mp_policy.reduce_dtype)
+        group = UnitGroup(names, leader, slots, self.mp_policy.reduce_dtype, num_bytes)
         self._groups.append(group)
         for name in names:
             self._group_of[name] = group

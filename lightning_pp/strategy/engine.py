@@ -37,6 +37,7 @@ from lightning_pp.strategy.plans import signature_of
 from lightning_pp.strategy.refusals import loss_of
 from lightning_pp.strategy.schedules import ProgramBook
 from lightning_pp.strategy.sizes import Auto, ParallelSizes, resolve_num_microbatches
+from lightning_pp.strategy.stage_sharding import ShardingSettings
 
 _BATCHES_CHECKED_BEFOREHAND = 2
 
@@ -57,8 +58,9 @@ class PipelineEngine:
     A batch, on every rank::
 
         cut it into microbatches; look up the plan of each, by a dry run when its shapes are new
-        run this rank's program (:class:`PipelineExecutor`), the user's step once per microbatch and stage
-        on the last batch of an accumulation: reduce gradients over replicas and over stages that share parameters
+        run this rank's program (:class:`PipelineExecutor`), the user's step once per microbatch and stage; on the last
+            batch of an accumulation it also reduces gradients over replicas, unit by unit
+        then: sum gradients over stages that share parameters
         exchange what was logged and returned: the last stages of all replicas average, each tells its pipeline
         replay the logs, on every rank alike
 
@@ -68,7 +70,9 @@ class PipelineEngine:
     Args:
         trainer: The trainer.
         module: The user's module.
-        mesh: Axes ``pipeline`` and ``data_parallel``.
+        mesh: The whole mesh.
+        data_parallel: Of it, the replicas at this rank's place, as one axis.
+        sharding: What to shard inside stages, and when to gather it.
         sizes: Their sizes.
         device: Where this rank computes.
         precision: The precision plugin; its contexts are entered around the step of each microbatch.
@@ -84,6 +88,8 @@ class PipelineEngine:
         trainer: pl.Trainer,
         module: pl.LightningModule,
         mesh: DeviceMesh,
+        data_parallel: DeviceMesh,
+        sharding: ShardingSettings,
         sizes: ParallelSizes,
         device: torch.device,
         precision: Precision,
@@ -98,7 +104,9 @@ class PipelineEngine:
         self.device = device
         self.placement = placement
         self.rank = mesh.get_local_rank("pipeline")
-        self.replica = mesh.get_local_rank("data_parallel")
+        self.replica = data_parallel.get_local_rank()
+        self._data_parallel = data_parallel
+        self._sharding = sharding
         self._trainer = trainer
         self._precision = precision
         self._num_microbatches = num_microbatches
@@ -158,7 +166,9 @@ class PipelineEngine:
         materialize_parameters(self.module, owned, self.device)
         self.module.to(self.device)
         self._parameters = list(self.module.parameters())
-        self.gradients = StageGradients(self.split, self.mesh, self.rank)
+        self.gradients = StageGradients(
+            self.split, self.mesh, self._data_parallel, self.rank, self._sharding, self.groups
+        )
         ranks = [int(rank) for rank in self.mesh["pipeline"].mesh.tolist()]
         self._executor = PipelineExecutor(
             self.rank, self.split.units, Transport(ranks, self.rank, self.device, self._timeout), self.device
@@ -199,11 +209,11 @@ class PipelineEngine:
         """Forward and backward of one batch; returns what the user's step would have returned for it."""
         batch, *rest = args
         microbatches = self._cut(batch, for_training=True)
-        schedule = self._programs.training(len(microbatches))
         if self._failed:
             self.gradients.abandon()
             self._failed = False
-        self.gradients.begin()
+        most = self.gradients.most_microbatches(len(microbatches), reduce=reduce)
+        schedule = self.gradients.begin(self._programs.training(most), len(microbatches), reduce=reduce)
         output = self._run("training_step", microbatches, rest, kwargs, schedule, loss_of, accumulate)
         self.gradients.end(reduce=reduce)
         return output
@@ -212,7 +222,8 @@ class PipelineEngine:
         """Forward of one batch; returns what the user's step would have returned for it."""
         batch, *rest = args
         microbatches = self._cut(batch, for_training=False)
-        schedule = self._programs.evaluation(len(microbatches))
+        most = self.gradients.most_microbatches(len(microbatches), reduce=False)
+        schedule = self.gradients.begin(self._programs.evaluation(most), len(microbatches), reduce=False)
         output = self._run(step, microbatches, rest, kwargs, schedule, None)
         self.gradients.end_of_evaluation()
         return output
@@ -265,7 +276,14 @@ class PipelineEngine:
         seed = (self._seed * 1_000_003 + self._num_batches_run) * 8_191 + self.replica
         outputs, timer = self._executor.run(
             schedule,
-            StepInputs(plans, run_step, find_loss, [w / accumulate for w in loss_weights], seed % (1 << 50)),
+            StepInputs(
+                plans,
+                run_step,
+                find_loss,
+                [w / accumulate for w in loss_weights],
+                seed % (1 << 50),
+                self.gradients.stages,
+            ),
         )
         num_samples = [microbatch.num_samples for microbatch in microbatches]
         if training:

@@ -11,40 +11,60 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_pp.schedule import Schedule
+from lightning_pp.sharding import ReplicatedUnits, ShardedStages
 from lightning_pp.sharding.clip import clip_by_norm_, clip_by_value_
 from lightning_pp.sharding.fsdp import ShardedUnits
 from lightning_pp.sharding.replicated import ReplicatedGradients, broadcast_parameters
 from lightning_pp.sharding.shared import SharedParameters
 from lightning_pp.strategy.assembly import SplitModel
+from lightning_pp.strategy.control import ControlGroups
+from lightning_pp.strategy.meshes import sharding_mesh
+from lightning_pp.strategy.stage_sharding import ShardedPrograms, ShardingSettings, make_units
 
 
 class StageGradients:
-    """Shards this rank's units over the replicas, and makes its gradients those of the whole batch.
+    """Shards this rank's units over the replicas, or keeps them whole; makes its gradients those of the whole batch.
 
     Gradients are averaged over the replicas and summed over the stages that hold a parameter, once per optimizer step.
-    Parameters that are used outside their unit stay whole: nobody would gather them there.
+    Parameters that are used outside their unit stay whole: nobody would gather them there. When units are gathered,
+    freed and reduced within a batch is in its program.
 
     Args:
         split: The split model, with only this rank's parameters left in it, on the device.
-        mesh: Axes ``pipeline`` and ``data_parallel``.
+        mesh: The whole mesh.
+        data_parallel: Of it, the replicas at this rank's place, as one axis.
         rank: This rank's place in the pipeline.
+        sharding: What to shard and when.
+        groups: Who has to agree on it.
     """
 
-    def __init__(self, split: SplitModel, mesh: DeviceMesh, rank: int) -> None:
+    def __init__(
+        self,
+        split: SplitModel,
+        mesh: DeviceMesh,
+        data_parallel: DeviceMesh,
+        rank: int,
+        sharding: ShardingSettings,
+        groups: ControlGroups,
+    ) -> None:
         self._module = split.module
-        self._data_parallel = mesh["data_parallel"]
+        self._data_parallel = data_parallel
         self._num_ranks = mesh.size()
-        self._units: ShardedUnits | None = None
+        self._units: ShardedUnits | ReplicatedUnits | None = None
+        self._programs: ShardedPrograms | None = None
         self._replicated: ReplicatedGradients | None = None
         if self._data_parallel.size() > 1:
             group = self._data_parallel.get_group()
             broadcast_parameters(split.module, group)
             names = split.placeholders.canonical_names
             direct = [p for name, p in split.module.named_parameters() if names[name] in split.direct]
-            self._units = ShardedUnits(split.units_of(rank), mesh=self._data_parallel, replicated=direct)
+            self._units = make_units(sharding, split.units_of(rank), sharding_mesh(mesh), direct)
             split.placeholders.tie_names(lambda parameter: isinstance(parameter, DTensor))
-            whole = [p for p in split.module.parameters() if not isinstance(p, DTensor)]
+            reduced = self._units.parameters if isinstance(self._units, ReplicatedUnits) else ()
+            whole = [p for p in split.module.parameters() if not isinstance(p, DTensor) and p not in reduced]
             self._replicated = ReplicatedGradients(whole, group)
+            self._programs = ShardedPrograms(sharding, split, self._units, rank, groups)
         self._shared = self._shared_parameters(split, mesh)
         if self._shared is not None:
             self._shared.broadcast_initial()
@@ -71,10 +91,20 @@ class StageGradients:
         """Within, unit calls gather nothing, since fakes stand in for their parameters."""
         return nullcontext() if self._units is None else self._units.paused()
 
-    def begin(self) -> None:
-        """Before the forward and backward of a batch."""
-        if self._units is not None:
+    @property
+    def stages(self) -> ShardedStages | None:
+        """What carries out the sharding actions of programs; None with one replica, where there are none."""
+        return None if self._programs is None else self._programs.stages
+
+    def most_microbatches(self, number: int, *, reduce: bool) -> int:
+        """For how many microbatches a batch's program has to be; see :class:`ShardedPrograms`."""
+        return number if self._programs is None else self._programs.most_microbatches(number, reduce=reduce)
+
+    def begin(self, schedule: Schedule, number: int, *, reduce: bool) -> Schedule:
+        """Before the batch that ``schedule`` was made for; returns what to run for ``number`` microbatches."""
+        if self._units is not None and not schedule.forward_only:
             self._units.begin_step()
+        return schedule if self._programs is None else self._programs.begin(schedule, number, reduce=reduce)
 
     def end(self, *, reduce: bool) -> None:
         """After the forward and backward of a batch; with ``reduce``, after the last of an accumulation."""

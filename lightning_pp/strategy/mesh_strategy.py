@@ -25,15 +25,16 @@ from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core import rank_zero
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_pp.strategy.meshes import make_meshes
 from lightning_pp.strategy.sizes import Auto, ParallelSizes
 
 _log = logging.getLogger(__name__)
 
 
 class MeshStrategy(ParallelStrategy):
-    """A strategy whose processes form a mesh of ``pipeline`` x ``data_parallel``.
+    """A strategy whose processes form a mesh of ``pipeline`` x ``data_parallel`` (:class:`ParallelSizes`).
 
     Lightning's collectives go over the replicas: within a pipeline all ranks hold the same logged values already.
 
@@ -42,6 +43,7 @@ class MeshStrategy(ParallelStrategy):
         data_parallel_size: Replicas, or ``"auto"``.
         process_group_backend: ``"nccl"``, ``"gloo"``, ...; by default what suits the device.
         timeout: How long a collective may wait.
+        data_parallel_replicate_size: Of the replicas, how many hold the same shards.
     """
 
     def __init__(
@@ -50,15 +52,18 @@ class MeshStrategy(ParallelStrategy):
         data_parallel_size: int | Auto,
         process_group_backend: str | None,
         timeout: timedelta | None,
+        data_parallel_replicate_size: int = 1,
     ) -> None:
         super().__init__()
         self.num_nodes = 1  # set by the trainer
         self._pipeline_parallel_size = pipeline_parallel_size
         self._data_parallel_size = data_parallel_size
+        self._data_parallel_replicate_size = data_parallel_replicate_size
         self._process_group_backend = process_group_backend
         self._timeout = timeout
         self._sizes: ParallelSizes | None = None
         self._device_mesh: DeviceMesh | None = None
+        self._data_parallel_mesh: DeviceMesh | None = None
 
     # ---------------------------------------------------------------- processes
 
@@ -104,13 +109,9 @@ class MeshStrategy(ParallelStrategy):
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.num_processes))
         device_id = self.root_device if self.root_device.type != "cpu" else None
         _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
-        self._sizes = ParallelSizes.resolve(self._pipeline_parallel_size, self._data_parallel_size, self.world_size)
+        self._sizes = self._resolve_sizes(self.world_size)
         if self._device_mesh is None:
-            self._device_mesh = init_device_mesh(
-                self.root_device.type,
-                (self.sizes.pipeline, self.sizes.data_parallel),
-                mesh_dim_names=("pipeline", "data_parallel"),
-            )
+            self._device_mesh, self._data_parallel_mesh = make_meshes(self.root_device.type, self.sizes)
         self.lightning_module._device_mesh = self._device_mesh
 
     def barrier(self, name: str | None = None) -> None:
@@ -139,17 +140,27 @@ class MeshStrategy(ParallelStrategy):
     def sizes(self) -> ParallelSizes:
         """Sizes of the mesh axes."""
         if self._sizes is None:
-            self._sizes = ParallelSizes.resolve(
-                self._pipeline_parallel_size, self._data_parallel_size, self.num_nodes * self.num_processes
-            )
+            self._sizes = self._resolve_sizes(self.num_nodes * self.num_processes)
         return self._sizes
+
+    def _resolve_sizes(self, world_size: int) -> ParallelSizes:
+        return ParallelSizes.resolve(
+            self._pipeline_parallel_size, self._data_parallel_size, world_size, self._data_parallel_replicate_size
+        )
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """Axes ``pipeline`` and ``data_parallel``."""
+        """With the axes that :class:`ParallelSizes` lists."""
         if self._device_mesh is None:
             raise RuntimeError("The device mesh is made when the processes have been launched; it is not there yet.")
         return self._device_mesh
+
+    @property
+    def data_parallel_mesh(self) -> DeviceMesh:
+        """The replicas at this rank's place in the pipeline, as one axis."""
+        _ = self.device_mesh
+        assert self._data_parallel_mesh is not None
+        return self._data_parallel_mesh
 
     @property
     def pipeline_rank(self) -> int:
@@ -176,7 +187,7 @@ class MeshStrategy(ParallelStrategy):
             if group is None:
                 if self.sizes.data_parallel == 1:
                     return tensor
-                group = self.device_mesh["data_parallel"].get_group()
+                group = self.data_parallel_mesh.get_group()
             tensor = _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
         reduced: Tensor = tensor
         return reduced
@@ -186,7 +197,7 @@ class MeshStrategy(ParallelStrategy):
         if group is None and _distributed_is_initialized():
             if self.sizes.data_parallel == 1:
                 return tensor.unsqueeze(0) if self.world_size > 1 else tensor
-            group = self.device_mesh["data_parallel"].get_group()
+            group = self.data_parallel_mesh.get_group()
         return super().all_gather(tensor, group=group, sync_grads=sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

@@ -14,28 +14,62 @@ Auto = Literal["auto"]
 class ParallelSizes:
     """Sizes of the device mesh; their product is the world size.
 
-    =============  ====  =====================================================================
-    mesh axis      size  ranks along it
-    =============  ====  =====================================================================
-    pipeline       p     hold different stages of one replica; outermost, so that it is the one to cross nodes
-    data_parallel  d     hold the same stages of different replicas, shard them, and see different data
-    =============  ====  =====================================================================
+    =======================  =====  ============================================================================
+    mesh axis                size   ranks along it
+    =======================  =====  ============================================================================
+    pipeline                 p      hold different stages of one replica; outermost, so that it is the one to
+                                    cross nodes
+    data_parallel            d      hold the same stages of different replicas, shard them, and see different
+                                    data
+    =======================  =====  ============================================================================
 
-    Global rank = pipeline rank x d + data-parallel rank.
+    Global rank = pipeline rank x d + data-parallel rank. With ``data_parallel_replicate`` = r > 1 (HSDP) there are two
+    axes in the place of ``data_parallel``, and data-parallel rank = replicate rank x d / r + shard rank:
+
+    =======================  =====  ============================================================================
+    data_parallel_replicate  r      hold the same shards
+    data_parallel_shard      d / r  hold different shards of the same parameters; innermost
+    =======================  =====  ============================================================================
     """
 
     pipeline: int
     data_parallel: int
+    data_parallel_replicate: int = 1
+
+    @property
+    def data_parallel_shard(self) -> int:
+        """Over how many ranks each parameter is sharded."""
+        return self.data_parallel // self.data_parallel_replicate
 
     @classmethod
-    def resolve(cls, pipeline: int | Auto, data_parallel: int | Auto, world_size: int) -> ParallelSizes:
+    def resolve(
+        cls, pipeline: int | Auto, data_parallel: int | Auto, world_size: int, data_parallel_replicate: int = 1
+    ) -> ParallelSizes:
         """Fills in ``"auto"`` and checks the product.
 
         Both ``"auto"``: all devices make one pipeline. One ``"auto"``: what the other leaves.
 
         Raises:
-            ConfigurationError: A size is not a positive integer, or the product is not the world size.
+            ConfigurationError: A size is not a positive integer, the product is not the world size, or
+                ``data_parallel_replicate`` does not divide the data-parallel size.
         """
+        sizes = cls._of_two_axes(pipeline, data_parallel, world_size)
+        replicate = data_parallel_replicate
+        if not isinstance(replicate, int) or isinstance(replicate, bool) or replicate < 1:
+            raise ConfigurationError(
+                f"data_parallel_replicate_size={replicate!r} must be an integer of at least 1; 1 shards over all of "
+                "data_parallel_size."
+            )
+        if sizes.data_parallel % replicate:
+            raise ConfigurationError(
+                f"data_parallel_replicate_size={replicate} does not divide data_parallel_size={sizes.data_parallel}: "
+                f"pipeline {sizes.pipeline} x replicate {replicate} x shard must be the {world_size} devices of this "
+                "run. Choose a divisor of the data-parallel size."
+            )
+        return cls(sizes.pipeline, sizes.data_parallel, replicate)
+
+    @classmethod
+    def _of_two_axes(cls, pipeline: int | Auto, data_parallel: int | Auto, world_size: int) -> ParallelSizes:
         for name, size in (("pipeline_parallel_size", pipeline), ("data_parallel_size", data_parallel)):
             if size != "auto" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
                 raise ConfigurationError(f"{name}={size!r} must be an integer of at least 1, or 'auto'.")
@@ -43,7 +77,7 @@ class ParallelSizes:
             given = 1 if data_parallel == "auto" else data_parallel
             if world_size % given:
                 raise ConfigurationError(
-                    f"data_parallel_size={given} does not divide the {world_size} devices of this run "
+                    f"data_parallel_size={given} does not divide the {world_size} devices of this run; "
                     "choose a divisor, or change Trainer(devices=, num_nodes=)."
                 )
             return cls(world_size // given, given)

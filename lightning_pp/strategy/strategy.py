@@ -21,6 +21,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from lightning_pp.errors import ConfigurationError
+from lightning_pp.schedule.sharding import ShardingMode
 from lightning_pp.strategy.data import first_batch, seed_workers_by
 from lightning_pp.strategy.engine import PipelineEngine
 from lightning_pp.strategy.loop import PipelineOptimization
@@ -28,6 +29,7 @@ from lightning_pp.strategy.mesh_strategy import MeshStrategy
 from lightning_pp.strategy.refusals import refuse_unsupported, set_up_one_optimizer
 from lightning_pp.strategy.schedules import check_schedule_name, placement_for
 from lightning_pp.strategy.sizes import Auto, ParallelSizes
+from lightning_pp.strategy.stage_sharding import ShardingSettings
 from lightning_pp.strategy.state import PipelineState
 
 _log = logging.getLogger(__name__)
@@ -38,7 +40,7 @@ class PipelineParallelStrategy(MeshStrategy):
 
     The module is cut into stages by running its step once on fake parameters; every rank then runs the user's own
     step, with stand-ins for what it does not own. Inside a stage parameters are sharded by FSDP2 over the
-    data-parallel ranks.
+    data-parallel ranks, and gathered and reduced when the pipeline's program says so.
 
     It is not a ``ModelParallelStrategy``, since Lightning refuses double precision to all of those.
 
@@ -50,14 +52,22 @@ class PipelineParallelStrategy(MeshStrategy):
         stages_per_rank: Stages on each rank; by default what is usual for the schedule.
         units: Names or shell patterns of modules that live whole on one stage; by default discovered.
         split_points: Names of the units that start stages 1, 2, ...; by default balanced by FLOPs and parameters.
+        sharding: What data-parallel ranks share of a stage. ``"replicate"``: nothing, gradients are all-reduced.
+            ``"shard_grad_op"``: parameters, gradients and optimizer states are sharded, parameters gathered once per
+            step. ``"full_shard"``: parameters are gathered ahead of each window of use, and freed after it.
+        unshard_budget: With ``"full_shard"``, the most bytes of gathered parameters on a rank at any time; by default
+            two stages, but at most half of what the rank holds and at least its two largest units.
+        data_parallel_replicate_size: How many of the data-parallel ranks hold the same shards (HSDP); a divisor of
+            ``data_parallel_size``. Gathers stay within ``data_parallel_size / data_parallel_replicate_size`` ranks.
         save_distributed_checkpoint: True: every rank writes its shard, into a folder that loads under any other layout.
             False: one plain ``.ckpt`` file that a ``Trainer()`` on one device resumes from.
         process_group_backend: ``"nccl"``, ``"gloo"``, ...; by default what suits the device.
         timeout: How long a collective may wait.
 
     Raises:
-        ConfigurationError: The sizes' product is not the number of devices, the schedule is unknown, a number is less
-            than 1, or the module or the trainer asks for what a pipeline cannot do.
+        ConfigurationError: The sizes' product is not the number of devices, the schedule or the sharding is unknown,
+            the budget is less than one unit, a number is less than 1, or the module or the trainer asks for what a
+            pipeline cannot do.
     """
 
     def __init__(
@@ -69,11 +79,18 @@ class PipelineParallelStrategy(MeshStrategy):
         stages_per_rank: int | None = None,
         units: Sequence[str] | str | None = None,
         split_points: Sequence[str] | None = None,
+        sharding: ShardingMode = "shard_grad_op",
+        unshard_budget: int | None = None,
+        data_parallel_replicate_size: int = 1,
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
-        super().__init__(pipeline_parallel_size, data_parallel_size, process_group_backend, timeout)
+        super().__init__(
+            pipeline_parallel_size, data_parallel_size, process_group_backend, timeout, data_parallel_replicate_size
+        )
+        self.sharding = ShardingSettings(sharding, unshard_budget)
+        self.sharding.check(data_parallel_replicate_size)
         # only what needs no devices is checked here; sizes are, once the number of devices is known
         ParallelSizes.resolve(
             pipeline_parallel_size, "auto", 1 if pipeline_parallel_size == "auto" else pipeline_parallel_size
@@ -158,6 +175,8 @@ class PipelineParallelStrategy(MeshStrategy):
             trainer=trainer,
             module=module,
             mesh=self.device_mesh,
+            data_parallel=self.data_parallel_mesh,
+            sharding=self.sharding,
             sizes=self.sizes,
             device=self.root_device,
             precision=self.precision_plugin,

@@ -1,0 +1,165 @@
+"""The units of this rank as the strategy's ``sharding=`` asks for, and programs with their gathers and reductions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_pp.errors import ConfigurationError
+from lightning_pp.schedule import Schedule, ShardedProgram, Sharding, insert_sharding
+from lightning_pp.schedule.sharding import SHARDING_MODES, ShardingMode
+from lightning_pp.sharding import ReplicatedUnits, ShardedStages, ShardedUnits
+from lightning_pp.strategy.assembly import SplitModel
+from lightning_pp.strategy.control import ControlGroups
+
+
+@dataclass(frozen=True)
+class ShardingSettings:
+    """The strategy's arguments about sharding.
+
+    Attributes:
+        mode: See :mod:`lightning_pp.schedule.sharding`.
+        unshard_budget: With ``full_shard``, the most bytes of gathered parameters on a rank at any time; None chooses.
+    """
+
+    mode: ShardingMode = "shard_grad_op"
+    unshard_budget: int | None = None
+
+    def check(self, data_parallel_replicate_size: int = 1) -> None:
+        """Raises :class:`ConfigurationError` for an unknown mode, and for arguments that the mode has no use for."""
+        if self.mode not in SHARDING_MODES:
+            raise ConfigurationError(f"sharding={self.mode!r} is unknown: choose one of {', '.join(SHARDING_MODES)}.")
+        if self.mode == "replicate" and data_parallel_replicate_size != 1:
+            raise ConfigurationError(
+                f"data_parallel_replicate_size={data_parallel_replicate_size} shards within groups of replicas, but "
+                "sharding='replicate' shards nothing: leave it at 1, or choose shard_grad_op or full_shard."
+            )
+        budget = self.unshard_budget
+        if budget is None:
+            return
+        if self.mode != "full_shard":
+            raise ConfigurationError(
+                f"unshard_budget={budget} is the memory window of sharding='full_shard', and sharding={self.mode!r} "
+                "has none: leave one of the two out."
+            )
+        if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
+            raise ConfigurationError(f"unshard_budget={budget!r} must be a number of bytes, at least 1, or None.")
+
+
+def make_units(
+    settings: ShardingSettings, units: dict[str, nn.Module], mesh: DeviceMesh, direct: list[nn.Parameter]
+) -> ShardedUnits | ReplicatedUnits:
+    """This rank's units, sharded or whole.
+
+    Args:
+        settings: How.
+        units: The units of the rank's stages.
+        mesh: (shard) or (replicate, shard).
+        direct: Parameters used outside their unit, which stay whole: nobody would gather them there.
+    """
+    if settings.mode == "replicate":
+        return ReplicatedUnits(units, mesh.get_group(), replicated=direct)
+    return ShardedUnits(
+        units,
+        mesh=mesh,
+        replicated=direct,
+        reshard_after_use=settings.mode == "full_shard",
+        max_pending_reductions=max(1, len(units)),
+    )
+
+
+class ShardedPrograms:
+    """Programs with the gathers and reductions of this rank's units, and what carries them out.
+
+    Replicas have to gather and reduce in the same order, so all run the program of the one with the most microbatches,
+    and leave out what they have not.
+
+    Args:
+        settings: The strategy's.
+        split: The split model.
+        units: Those of this rank.
+        rank: This rank's place in the pipeline.
+        groups: Who has to agree.
+
+    Raises:
+        ConfigurationError: A unit does not fit the budget; on every rank of the pipeline.
+    """
+
+    def __init__(
+        self,
+        settings: ShardingSettings,
+        split: SplitModel,
+        units: ShardedUnits | ReplicatedUnits,
+        rank: int,
+        groups: ControlGroups,
+    ) -> None:
+        stages = split.placement.stages_of_rank(rank)
+        calls = [call.unit for call in split.record.calls]
+        called = {stage: [unit for unit in calls if split.partition.stage_of_unit[unit] == stage] for stage in stages}
+        self.stages = ShardedStages(
+            units, {stage: split.partition.units_of_stage(stage) for stage in stages}, called, rank
+        )
+        self.sharding = _describe(settings, called, units, groups.gather_in_pipeline, split.placement.num_stages)
+        self.sharding.check()
+        # with one stage on a rank, and all gathers at the start, there is one order only
+        self._order_depends = settings.mode == "full_shard" or len(stages) > 1
+        self._group = groups.data_parallel
+        self._programs: dict[tuple[int, int, bool], tuple[Schedule, ShardedProgram]] = {}
+
+    def most_microbatches(self, number: int, *, reduce: bool) -> int:
+        """The most microbatches of any replica, where the program depends on it; every replica has to call it."""
+        if self._group is None or not self._order_depends or not (reduce or self.sharding.mode == "full_shard"):
+            return number
+        most = torch.tensor(number)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._group)
+        return int(most)
+
+    def begin(self, schedule: Schedule, number: int, *, reduce: bool) -> Schedule:
+        """Gets ready for a batch of ``number`` microbatches.
+
+        Args:
+            schedule: Programs for as many microbatches as :meth:`most_microbatches` said.
+            number: The microbatches of this replica.
+            reduce: Whether gradients are reduced in this batch.
+
+        Returns:
+            What to run.
+        """
+        key = (id(schedule), number, reduce)
+        if key not in self._programs:
+            program = insert_sharding(schedule, self.sharding, reduces=reduce and not schedule.forward_only)
+            # the schedule is kept with it, so that its id stays its own
+            self._programs[key] = (schedule, program.limited_to(number))
+        program = self._programs[key][1]
+        self.stages.begin(program)
+        return program.schedule
+
+
+def _describe(
+    settings: ShardingSettings,
+    called: dict[int, list[str]],
+    units: ShardedUnits | ReplicatedUnits,
+    gather_in_pipeline: Callable[[Any], list[Any]],
+    num_stages: int,
+) -> Sharding:
+    """What all ranks of the pipeline gather, and how large it is."""
+    if isinstance(units, ReplicatedUnits):
+        return Sharding(settings.mode, ((),) * num_stages, {})
+    own = {
+        stage: tuple(name for unit in names if (name := units.gathered_as(unit)) is not None)
+        for stage, names in called.items()
+    }
+    stages: dict[int, tuple[str, ...]] = {}
+    num_bytes: dict[str, int] = {}
+    for its_stages, its_bytes in gather_in_pipeline((own, units.gathered_bytes())):
+        stages.update(its_stages)
+        num_bytes.update(its_bytes)
+    return Sharding(
+        settings.mode, tuple(stages[stage] for stage in range(num_stages)), num_bytes, settings.unshard_budget
+    )
