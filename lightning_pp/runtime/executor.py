@@ -118,11 +118,11 @@ class PipelineExecutor:
                                 kept.loss = inputs.loss_of(output)
                             # a graph kept alive by what the step returned would keep its activations
                             outputs[microbatch] = map_leaves(_detached, output)
-                        departing: Mapping[Value, Tensor] = kept.outputs
-                        transport.send(action, departing)
+                        transport.send(action, kept.outputs)
+                        kept.outputs.clear()  # the transport keeps them as long as it needs to
                         if inputs.loss_of is not None:
                             in_flight[stage, microbatch] = kept
-                        del kept, output, departing
+                        del kept, output
                     elif action.kind is ActionKind.W:
                         kept = in_flight.pop((stage, microbatch))
                         queued = kept.queue.parameters

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_pp.errors import SplitError
 from lightning_pp.runtime.deferred import (
@@ -35,7 +36,8 @@ class InFlight:
 
     Attributes:
         received: Leaves of the autograd graph: received tensors that a gradient is returned for.
-        outputs: Values made here that another stage needs.
+        outputs: Values made here that another stage needs, until they are sent.
+        roots: Where their gradients enter the graph. A value itself, once sent, is kept only if backward needs it.
         loss: The loss, on the last stage of a training step.
         queue: Weight gradients that I has left for W.
         ran_backward: Whether I had anything to do; a stage that is frozen, with all before it, has not.
@@ -43,6 +45,7 @@ class InFlight:
 
     received: dict[Value, Tensor] = field(default_factory=dict)
     outputs: dict[Value, Tensor] = field(default_factory=dict)
+    roots: dict[Value, GradientEdge] = field(default_factory=dict)
     loss: Tensor | None = None
     queue: WeightGradientQueue = field(default_factory=WeightGradientQueue)
     ran_backward: bool = False
@@ -147,15 +150,14 @@ class StageRunner:
         Returns:
             The gradient of every received value that one is returned for.
         """
-        roots: list[Tensor] = []
+        roots: list[GradientEdge] = []
         root_gradients: list[Tensor] = []
         if in_flight.loss is not None:
-            roots.append(in_flight.loss)
+            roots.append(get_gradient_edge(in_flight.loss))
             root_gradients.append(torch.full_like(in_flight.loss, loss_weight))
         for value, parts in gradients.items():
-            output = in_flight.outputs[value]
-            if output.requires_grad and parts:
-                roots.append(output)
+            if value in in_flight.roots and parts:
+                roots.append(in_flight.roots[value])
                 root_gradients.append(parts[0] if len(parts) == 1 else torch.stack(list(parts)).sum(0))
         delayed = self._delayed_modules(plan)
         if roots:
@@ -176,6 +178,7 @@ class StageRunner:
                 leaf = in_flight.received[edge.value]
                 returned[edge.value] = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
         in_flight.loss = None
+        in_flight.roots.clear()
         in_flight.outputs.clear()
         in_flight.received.clear()
         return returned
@@ -286,6 +289,8 @@ class _StageForward:
                     f"{expected.spec.dtype}: other stages cannot know its size."
                 )
             self.in_flight.outputs[value] = leaf
+            if leaf.requires_grad:
+                self.in_flight.roots[value] = get_gradient_edge(leaf)
             if expected.edited_in_place:
                 # the code after it edits its own copy; what is sent stays as the unit made it
                 leaves[position], replaced = leaf.clone(), True

@@ -25,6 +25,24 @@ RAN = object()
 Calls = list[Any]
 
 
+_never_runs_again = False
+
+
+class NotRunAgainError(RuntimeError):
+    """What a checkpointed region keeps is not looked at now."""
+
+
+@contextmanager
+def never_run_again() -> Iterator[None]:
+    """Within, looking at what a region would save raises :class:`NotRunAgainError` instead of running it again."""
+    global _never_runs_again
+    before, _never_runs_again = _never_runs_again, True
+    try:
+        yield
+    finally:
+        _never_runs_again = before
+
+
 class CheckpointedRegions:
     """Remembers the unit calls of every checkpointed region.
 
@@ -35,6 +53,12 @@ class CheckpointedRegions:
     def __init__(self, replaying: Callable[[Calls], AbstractContextManager[None]]) -> None:
         self._replaying = replaying
         self._open: list[Calls] = []
+        self._num_opened = 0
+
+    @property
+    def running(self) -> int | None:
+        """A number for the outermost region that runs now; None outside of one."""
+        return self._num_opened if self._open else None
 
     def note(self, given: Any) -> None:
         """A unit call gave ``given``, :data:`RAN` if the unit ran."""
@@ -63,11 +87,14 @@ class CheckpointedRegions:
             calls: Calls = []
 
             def run_again(*inputs: Any, **named_inputs: Any) -> Any:
+                if _never_runs_again:
+                    raise NotRunAgainError
                 if all(given is RAN for given in calls):
                     return function(*inputs, **named_inputs)
                 with self._replaying(calls):
                     return function(*inputs, **named_inputs)
 
+            self._num_opened += not self._open
             self._open.append(calls)
             try:
                 yield from generator(run_again, *args, **kwargs)

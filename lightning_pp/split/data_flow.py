@@ -15,6 +15,7 @@ from torch.utils._pytree import arg_tree_leaves, tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from lightning_pp.split.made_up_data import MadeUpData
+from lightning_pp.split.memory_watch import MemoryWatch
 from lightning_pp.split.placeholders import is_fake
 from lightning_pp.split.record import GradientHook, Reads, UnitCall, Value
 from lightning_pp.split.source_lines import user_line
@@ -31,7 +32,6 @@ from lightning_pp.split.sources import (
 from lightning_pp.split.stand_in_mode import NeedsDataError, StandInMode
 
 _ITEM = torch.ops.aten._local_scalar_dense.default
-_TO_COPY = torch.ops.aten._to_copy.default
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
 
 
@@ -55,7 +55,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         fake_mode: The mode of all fakes.
         own_memory: Storages that the step may edit, such as copies of buffers.
         parameters: Sources of real parameters, by storage: what holds them out of reach has not been given fakes.
-        weights: Storages of the fakes of parameters.
+        watch: Knows which memories are there without the step.
 
     Attributes:
         reads: What the current call (or the end of the step) needs, by way of whatever glue.
@@ -68,6 +68,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         glue_is_random: Whether glue draws random numbers.
         gradient_hooks: Hooks that glue put on weight-dependent tensors.
         edits_batch: Whether the step wrote into memory that it did not make.
+        watch: Numbers the memories that the step makes.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         fake_mode: StandInMode,
         own_memory: Iterable[int | None] = (),
         parameters: Mapping[int, frozenset[Source]] = MappingProxyType({}),
-        weights: Iterable[int | None] = (),
+        watch: MemoryWatch | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.reads = Reads()
@@ -88,6 +89,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.glue_is_random = False
         self.gradient_hooks: list[GradientHook] = []
         self.edits_batch = False
+        self.watch = watch or MemoryWatch()
         self._fake_mode = fake_mode
         # where glue first touched what was made inside a call
         self._lines: dict[int, str] = {}
@@ -102,7 +104,6 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # for the fake of a real tensor, the real memory that it stands for
         self._real_memory: dict[int, int] = {}
         self._own_memory = set(own_memory)
-        self._weights = set(weights) - {None}
         self._contents_before: list[tuple[Tensor, Tensor]] = []
 
     def mark_output(self, tensor: Tensor, value: Value) -> None:
@@ -113,6 +114,12 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if storage is not None:
             self._output_storages[storage] = value
             self._kept_alive.append(tensor)
+
+    def keep(self, tensors: Iterable[Tensor], to: dict[int, int]) -> None:
+        """Adds the memories of ``tensors`` to ``to``, number to bytes, without those that the step did not make."""
+        for tensor in tensors:
+            if is_fake(tensor) or storage_of(tensor) in self._own_memory:
+                self.watch.add(tensor, to)
 
     def need(self, tensors: Iterable[Tensor]) -> None:
         """Records that ``tensors`` are needed by the current stretch of code."""
@@ -196,8 +203,8 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self.read(args[0]).item()
         given = (args, kwargs)
         result = self._run(func, args, kwargs, sources)
-        self._note_cast(func, args, result)
         self._count_flops(func, args, kwargs, result, inputs)
+        self._note_product(func, args, result)
         produced: frozenset[Source] = frozenset({Inside(self.call.index)}) if self.call is not None else sources
         for tensor in tree_leaves(result):
             # from fakes comes something real only if it does not depend on them
@@ -220,7 +227,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._written_with_fakes:
             args, kwargs = tree_map(self._faked, (args, kwargs))
         if self._made_up is not None:
-            args, kwargs = tree_map(self._made_up.real, (args, kwargs))
+            args, kwargs = tree_map(self._made_up_for, (args, kwargs))
         try:
             return func(*args, **kwargs)
         except NeedsDataError as error:
@@ -229,6 +236,13 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.value_reads.append(ValueRead(error.line, sources, self.num_calls))
         with self._fake_mode.making_up():
             return func(*args, **kwargs)
+
+    def _made_up_for(self, leaf: Any) -> Any:
+        assert self._made_up is not None
+        real = self._made_up.real(leaf)
+        if real is not leaf:
+            self.watch.note_stand_in(leaf, real)
+        return real
 
     def _remember_lines(self, sources: Iterable[Source]) -> None:
         """Glue reads nothing by itself: what its results depend on is needed where they are."""
@@ -254,14 +268,15 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         flops = int(formula(*args, **kwargs, out_val=result))
         part = self.reads if self.call is None else self.call
         part.flops += flops
-        if any(storage_of(tensor) in self._weights for tensor in inputs):
+        if any(self.watch.is_weight(tensor) is not None for tensor in inputs):
             part.weight_flops += flops
 
-    def _note_cast(self, func: Any, args: Any, result: Any) -> None:
-        """Autocast computes with copies of weights in another dtype."""
-        if func is _TO_COPY and storage_of(args[0]) in self._weights:
-            self._weights.add(storage_of(result))
-            self._kept_alive.append(result)
+    def _note_product(self, func: Any, args: Any, result: Any) -> None:
+        product = self.watch.product(func, args, result)
+        if product is not None:
+            memory = self.reads.memory if self.call is None else self.call.memory
+            self.keep([product[0]], memory.queued)
+            memory.queued_gradients_bytes += product[1]
 
     def _note_memory(self, func: Any, inputs: list[Tensor], result: Any) -> None:
         """What an operation returns that is no view of what it was given lies in memory of the step's own."""

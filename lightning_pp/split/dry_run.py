@@ -111,9 +111,11 @@ def _attempt(
             record.step_edits_module = bool(changes())
             return loss()
 
+        unit_calls = UnitCalls(units)
+        run.running_region = unit_calls.running_region
         with (
             run.recording(module),
-            UnitCalls(units).handled_by(run.on_call),
+            unit_calls.handled_by(run.on_call),
             intercepted_mean_losses(on_mean_loss),
         ):
             result = step(run)

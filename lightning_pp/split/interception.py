@@ -57,6 +57,10 @@ class UnitCalls:
         with _plain_attention(), self._regions.remembered(), self._routed_to(handler):
             yield
 
+    def running_region(self) -> int | None:
+        """A number for the outermost checkpointed region that runs now; None outside of one."""
+        return self._regions.running
+
     @contextmanager
     def _routed_to(self, handler: CallHandler) -> Iterator[None]:
         saved: list[tuple[dict[str, Any], dict[str, Any]]] = []

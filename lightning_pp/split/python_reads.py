@@ -1,8 +1,9 @@
-"""Python looking into tensors past torch's operations: ``.numpy()``, ``.tolist()``, ``f"{loss:.3f}"``."""
+"""What shows in calls from Python only: looks into tensors (``.numpy()``, ``f"{loss:.3f}"``), fused products."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +22,14 @@ _READS = frozenset(
 )
 _MAKES_OF_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 _GRADIENT_HOOKS = frozenset({Tensor.register_hook, Tensor.retain_grad})
+# products with weights inside these are not deferred, for nothing takes the place of the function as a whole
+_IN_ONE_PIECE = frozenset(
+    {
+        *(getattr(torch, name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")),
+        *(getattr(torch, name) for name in ("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")),
+        *(torch.einsum, torch.tensordot, torch.inner, torch.bilinear, torch.chain_matmul, torch.linalg.multi_dot),
+    }
+)
 
 
 class PythonReads(TorchFunctionMode):
@@ -30,6 +39,7 @@ class PythonReads(TorchFunctionMode):
         is_missing: Whether a tensor's data are missing.
         read: Gives a real tensor of the same shape to look at.
         on_gradient_hook: Told of a tensor that gets a hook on its gradient.
+        in_one_piece: Makes a context for functions that multiply by weights in a way that is not deferred.
     """
 
     def __init__(
@@ -37,11 +47,13 @@ class PythonReads(TorchFunctionMode):
         is_missing: Callable[[Tensor], bool],
         read: Callable[[Tensor], Tensor],
         on_gradient_hook: Callable[[Tensor], None] = lambda _: None,
+        in_one_piece: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         super().__init__()
         self._is_missing = is_missing
         self._read = read
         self._on_gradient_hook = on_gradient_hook
+        self._in_one_piece = in_one_piece
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one function of torch."""
@@ -53,6 +65,9 @@ class PythonReads(TorchFunctionMode):
             return func(data, *args[1:], **kwargs)
         if func in _GRADIENT_HOOKS and self._lacks(args[0]):
             self._on_gradient_hook(args[0])
+        if func in _IN_ONE_PIECE:
+            with self._in_one_piece():
+                return func(*args, **kwargs)
         return func(*args, **kwargs)
 
     def _lacks(self, leaf: Any) -> bool:

@@ -41,6 +41,24 @@ class PassedOn:  # no dataclass, for those are containers
 
 
 @dataclass
+class HeldMemory:
+    """What a stretch of code keeps for its backward, in one microbatch.
+
+    Memories that the step makes have numbers, so that what several stretches keep is counted once. Parameters, buffers
+    and the batch have none: they are there anyway.
+
+    Attributes:
+        saved: Number to bytes, for each memory that autograd keeps from the forward to the input gradient (I).
+        queued: Number to bytes, for each input of a linear operation whose weight gradient can wait from I to W.
+        queued_gradients_bytes: Bytes of the output gradients of these operations.
+    """
+
+    saved: dict[int, int] = field(default_factory=dict)
+    queued: dict[int, int] = field(default_factory=dict)
+    queued_gradients_bytes: int = 0
+
+
+@dataclass
 class OutputLeaf:
     """One leaf of what a unit call returned.
 
@@ -49,12 +67,14 @@ class OutputLeaf:
         stand_in: A detached fake of that tensor, a :class:`PassedOn`, or the constant itself.
         requires_grad: Whether autograd tracks it.
         edited_in_place: Whether code after the call writes into it.
+        memory: Number of the memory it lies in, as in :class:`HeldMemory`.
     """
 
     spec: TensorSpec | None
     stand_in: Any
     requires_grad: bool = False
     edited_in_place: bool = False
+    memory: int | None = None
 
 
 @dataclass
@@ -68,6 +88,7 @@ class Reads:
             attribute, a hook or a list), with the line that uses it.
         flops: Floating point operations of the code since the call before.
         weight_flops: Those of them that have a parameter as an operand.
+        memory: What that code keeps for its backward.
     """
 
     values: set[Value] = field(default_factory=set)
@@ -75,6 +96,7 @@ class Reads:
     escapes: dict[int, str] = field(default_factory=dict)
     flops: int = 0
     weight_flops: int = 0
+    memory: HeldMemory = field(default_factory=HeldMemory)
 
 
 @dataclass
@@ -90,6 +112,9 @@ class UnitCall:
         flops: Floating point operations of its forward.
         weight_flops: Those of them that have a parameter as an operand.
         saved_bytes: What autograd keeps of it between forward and backward.
+        memory: The same by memories, without the batch; and what is kept after the input gradient.
+        given: Number to bytes of the memories of its arguments.
+        region: Number of the checkpointed region (of the user's) that it is called in; None outside of one.
     """
 
     index: int
@@ -100,6 +125,9 @@ class UnitCall:
     flops: int = 0
     weight_flops: int = 0
     saved_bytes: int = 0
+    memory: HeldMemory = field(default_factory=HeldMemory)
+    given: dict[int, int] = field(default_factory=dict)
+    region: int | None = None
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -11,12 +11,24 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_pp.errors import SplitError
+from lightning_pp.split.checkpointed_regions import never_run_again
 from lightning_pp.split.data_flow import DataFlow
 from lightning_pp.split.gradient_flow import gradient_sources
 from lightning_pp.split.made_up_data import AsFake, MadeUpData
+from lightning_pp.split.memory_watch import GraphReader, MemoryWatch
 from lightning_pp.split.placeholders import Placeholders, has_data, is_fake
 from lightning_pp.split.python_reads import PythonReads
-from lightning_pp.split.record import OutputLeaf, PassedOn, Reads, StepRecord, TensorSpec, UnitCall, Value, spec_of
+from lightning_pp.split.record import (
+    HeldMemory,
+    OutputLeaf,
+    PassedOn,
+    Reads,
+    StepRecord,
+    TensorSpec,
+    UnitCall,
+    Value,
+    spec_of,
+)
 from lightning_pp.split.source_lines import innermost_user_line
 from lightning_pp.split.sources import NOTHING, Parameter, Source, set_sources, storage_of
 from lightning_pp.split.stand_in_mode import NOT_FAKEABLE, NeedsDataError
@@ -54,6 +66,9 @@ class DryRun:
                 source = Parameter(placeholders.canonical_names[name])
                 self._real_parameters[storage] = self._real_parameters.get(storage, NOTHING) | {source}
         self._flow = DataFlow(placeholders.mode)
+        self._graph = GraphReader()
+        # which checkpointed region the running code is in; set by whoever intercepts unit calls
+        self.running_region: Callable[[], int | None] = lambda: None
         self._end_data = ExitStack()
         self._own_parameters = {
             name: frozenset(
@@ -76,9 +91,9 @@ class DryRun:
             for value in child.__dict__.values()
             if isinstance(value, Tensor)
         }
-        weights = {storage_of(fake) for fake in self._placeholders.fakes()}
-        flow = self._flow = DataFlow(self._placeholders.mode, buffers | held, self._real_parameters, weights)
-        with PythonReads(flow.is_missing, flow.read, flow.note_gradient_hook), flow, self._end_data:
+        watch = MemoryWatch({*buffers, *held, *self._real_parameters}, self._placeholders.fakes())
+        flow = self._flow = DataFlow(self._placeholders.mode, buffers | held, self._real_parameters, watch)
+        with PythonReads(flow.is_missing, flow.read, flow.note_gradient_hook, watch.in_one_piece), flow, self._end_data:
             if self._num_calls == 0:
                 self._make_up_the_end()
             yield
@@ -113,6 +128,8 @@ class DryRun:
             self._refuse_reads(self.lines_of_value_reads(), unit)
         self.record.calls.append(call)
         flow.num_calls = len(self.record.calls)
+        self._note_given(call, args, kwargs)
+        call.region = self.running_region()
         flow.call, flow.own_parameters = call, self._own_parameters[unit]
         passed_on = _Arguments(args, kwargs)
         try:
@@ -149,6 +166,7 @@ class DryRun:
             roots: dict[Value | None, Any] = dict(self._marker_nodes.items())
             if isinstance(loss, Tensor) and loss.requires_grad:
                 roots[None] = loss.grad_fn
+                self._note_saved_between([loss], record.tail)
             record.gradient_sources = gradient_sources(roots, self._marker_nodes)
 
     def finish_opaque(self, line: str) -> StepRecord:
@@ -176,7 +194,7 @@ class DryRun:
         if kind not in self._units_that_need_data:
             flow.call_reads_data = False
             try:
-                with self._saved_bytes_counted(call):
+                with self._saved_memory_counted(call):
                     result = run_unit()
             except SplitError as error:
                 if not isinstance(error, NeedsDataError):
@@ -190,8 +208,13 @@ class DryRun:
         made_up = None
         for seed in (1, 0):
             call.flops = call.weight_flops = call.saved_bytes = 0
+            call.memory = HeldMemory()
             try:
-                with flow.made_up_data(MadeUpData(seed)), self._saved_bytes_counted(call):
+                with (
+                    flow.made_up_data(MadeUpData(seed)),
+                    flow.watch.call_on_made_up_data(),
+                    self._saved_memory_counted(call),
+                ):
                     made_up = run_unit()
             except Exception as error:
                 if failure is None and kind not in self._units_that_need_data:
@@ -234,7 +257,9 @@ class DryRun:
         self._flow.mark_output(marker, value)
         stand_in = marker.detach()
         set_sources(stand_in, {value})
-        call.leaves.append(OutputLeaf(spec_of(marker), stand_in, requires_grad=marker.requires_grad))
+        # made-up data are let go as soon as the call is over
+        memory = self._flow.watch.unite(marker, leaf if is_fake(leaf) else marker)
+        call.leaves.append(OutputLeaf(spec_of(marker), stand_in, requires_grad=marker.requires_grad, memory=memory))
         if marker.requires_grad:
             self._marker_nodes[value] = marker.grad_fn
         return marker
@@ -251,7 +276,19 @@ class DryRun:
             "(self.log needs no .item()), into a unit, or make the branch depend on the batch only."
         )
 
-    def _saved_bytes_counted(self, call: UnitCall) -> AbstractContextManager[Any]:
+    def _note_given(self, call: UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = list(tensors_of((args, kwargs)))
+        self._flow.keep(given, call.given)
+        with _disable_current_modes():
+            self._note_saved_between(given, call.reads)
+
+    def _note_saved_between(self, tensors: Iterable[Tensor], reads: Reads) -> None:
+        """What the code between units keeps for backward, of what leads to ``tensors``."""
+        # from the graph, since hooks on saved tensors, as around units, are refused by torch.func there
+        with never_run_again():
+            self._flow.keep(self._graph.saved_behind(tensors, self._marker_nodes.values()), reads.memory.saved)
+
+    def _saved_memory_counted(self, call: UnitCall) -> AbstractContextManager[Any]:
         """Adds up what autograd keeps of a unit call between forward and backward, each memory once, parameters not."""
         if not torch.is_grad_enabled():
             return ExitStack()
@@ -264,6 +301,7 @@ class DryRun:
                 seen.add(storage)
                 kept.append(tensor if is_fake(tensor) else tensor.detach())
                 call.saved_bytes += tensor.untyped_storage().nbytes()
+            self._flow.keep([tensor], call.memory.saved)
             return tensor
 
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)

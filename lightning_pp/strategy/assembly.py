@@ -12,6 +12,7 @@ from torch import nn
 from lightning_pp.schedule import Placement
 from lightning_pp.split.dry_run import DryRun
 from lightning_pp.split.materialize import materialize_buffers
+from lightning_pp.split.memory import ParameterSize, parameter_sizes
 from lightning_pp.split.partition import Partition, partition_units
 from lightning_pp.split.placeholders import Placeholders
 from lightning_pp.split.plan import build_plan, direct_parameters
@@ -57,6 +58,10 @@ class SplitModel:
     def owned_by(self, rank: int) -> set[str]:
         """Canonical names of the parameters that ``rank`` holds."""
         return {name for name in self.owners if rank in self.ranks_of(name)}
+
+    def parameter_sizes(self) -> tuple[ParameterSize, ...]:
+        """Sizes and places of all parameters, as :func:`~lightning_pp.split.memory.estimate_memory` takes them."""
+        return parameter_sizes(self.placeholders, self.units, self.owners, self.direct)
 
     def units_of(self, rank: int) -> dict[str, nn.Module]:
         """The units on ``rank``'s stages."""

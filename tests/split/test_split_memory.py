@@ -1,0 +1,227 @@
+"""The estimate of memory, against allocations watched while stages run, and against plain arithmetic."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from live_memory import LiveMemory
+from one_process import CPU, OneProcessPipeline, logging_to, loss_of
+from torch import nn
+from zoo_parts import doubled
+
+from lightning_pp.errors import ConfigurationError
+from lightning_pp.runtime.randomness import StepRandomness
+from lightning_pp.schedule import Placement, build_schedule
+from lightning_pp.split.memory import (
+    MemoryEstimate,
+    ParameterSize,
+    StepDtypes,
+    estimate_memory,
+    optimizer_bytes_per_parameter,
+)
+from lightning_pp.split.record import Value
+
+NUM_STAGES = 3
+ARCHITECTURES = [
+    "residual_mlp",
+    "encoder_decoder",
+    "resnet",
+    "unet",
+    "mixture_of_experts",  # its units run on made-up data
+    "recurrent",  # whose products are not deferred
+    "checkpointed",  # by the user
+    "tied_by_hand",
+    "frozen_trunk",
+    "separate_lists",
+]
+
+
+def estimate(pipeline: OneProcessPipeline, batch: Any, **options: Any) -> MemoryEstimate:
+    split = pipeline.split
+    record = pipeline.plans(batch)[0].record
+    return estimate_memory(record, split.partition, split.placement, split.parameter_sizes(), **options)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_activations_are_those_that_live(name: str) -> None:
+    torch.manual_seed(7)
+    batch = doubled(zoo.ARCHITECTURES[name][1](6))
+    pipeline = OneProcessPipeline(zoo.ARCHITECTURES[name][0], batch, NUM_STAGES, splits_backward=True)
+    estimated = estimate(pipeline, batch)
+    pipeline.run([batch], [1.0])  # gradients are there from now on, and W adds to them
+    plans = pipeline.plans(batch)
+    after_forward: list[int] = []
+    after_input: list[int] = []
+    kept: list[Any] = []
+    values: dict[Value, torch.Tensor] = {}
+    for stage, plan in zip(pipeline.stages, plans, strict=True):
+        with LiveMemory() as memory, logging_to(stage.module, lambda *_: None):
+            in_flight, output = stage.runner.forward(
+                plan,
+                partial(stage.module.training_step, batch),
+                {edge.value: values[edge.value].clone() for edge in plan.stages[stage.number].receives},
+                StepRandomness(0, CPU),
+                with_gradients=True,
+                splits_backward=True,
+            )
+            for value, tensor in in_flight.outputs.items():
+                values[value] = torch.from_numpy(tensor.detach().numpy().copy())  # as if sent: not allocated here
+                del tensor
+            in_flight.outputs.clear()
+            if stage is pipeline.stages[-1]:
+                in_flight.loss = loss_of(output).sum()
+            del output
+            after_forward.append(memory.live_bytes)
+        kept.append(in_flight)
+    gradients: dict[Value, list[torch.Tensor]] = {}
+    for stage, plan, in_flight in reversed(list(zip(pipeline.stages, plans, kept, strict=True))):
+        sent = {edge.value: gradients.get(edge.value, []) for edge in plan.stages[stage.number].sends}
+        returned = stage.runner.backward(plan, in_flight, sent, 1.0, split=True)
+        for value, gradient in returned.items():
+            gradients.setdefault(value, []).append(gradient.clone())
+        del returned, sent
+        given = {leaf.untyped_storage().data_ptr() for leaf in torch.utils._pytree.tree_leaves(batch)}
+        entries = {
+            factor.untyped_storage().data_ptr(): factor.untyped_storage().nbytes()
+            for entry in in_flight.queue._entries
+            for factor in entry[2:4]
+        }
+        after_input.append(sum(num_bytes for address, num_bytes in entries.items() if address not in given))
+    # Scalars of the loss, and small tensors of the step that no gradient needs, are not in the estimate.
+    assert estimated.held_after_forward == pytest.approx(after_forward, rel=0.1, abs=300)
+    assert estimated.held_after_input == pytest.approx(list(reversed(after_input)), rel=0.1, abs=300)
+
+
+def test_checkpointed_units_keep_their_inputs() -> None:
+    torch.manual_seed(7)
+    batch = doubled(zoo.ARCHITECTURES["residual_mlp"][1](6))
+    pipeline = OneProcessPipeline(zoo.ARCHITECTURES["residual_mlp"][0], batch, NUM_STAGES, splits_backward=True)
+    whole = estimate(pipeline, batch)
+    units = list(pipeline.split.units)
+    less = estimate(pipeline, batch, checkpointed_units=units)
+    calls = pipeline.plans(batch)[0].record.calls
+    for stage, (before, after) in enumerate(zip(whole.stages, less.stages, strict=True)):
+        owned = [call for call in calls if pipeline.split.partition.stage_of_unit[call.unit] == stage]
+        inputs: dict[int, int] = {}
+        for call in owned:
+            inputs |= call.given
+        tail = sum(pipeline.plans(batch)[0].record.tail.memory.saved.values()) if stage == NUM_STAGES - 1 else 0
+        assert after.held_after_forward_bytes == sum(inputs.values()) + tail < before.held_after_forward_bytes
+        assert after.held_after_input_bytes == before.held_after_input_bytes
+        assert after.recomputed_bytes > 0 == before.recomputed_bytes
+
+
+def sizes(dtype: torch.dtype = torch.float32) -> list[ParameterSize]:
+    """A model of two units of a stage each, with a frozen table in the first and a parameter outside of units."""
+    return [
+        ParameterSize("first.table", (100, 10), dtype, False, "first", (0,)),
+        ParameterSize("first.weight", (10, 10), dtype, True, "first", (0,)),
+        ParameterSize("second.weight", (9, 10), dtype, True, "second", (1,)),
+        ParameterSize("tied", (7, 10), dtype, True, None, (0, 1)),
+    ]
+
+
+def state_of(sharding: str, num_shards: int, rank: int, **options: Any) -> Any:
+    record, partition = empty_step()
+    return (
+        estimate_memory(
+            record,
+            partition,
+            Placement.interleaved(2),
+            sizes(),
+            sharding=sharding,  # type: ignore[arg-type]
+            num_shards=num_shards,
+            optimizer_bytes_per_parameter=8,
+            **options,
+        )
+        .ranks[rank]
+        .state
+    )
+
+
+def empty_step() -> Any:
+    from lightning_pp.split import StepRecord
+    from lightning_pp.split.partition import Partition
+
+    return StepRecord(), Partition(2, {"first": 0, "second": 1}, {})
+
+
+def test_state_by_mode() -> None:
+    whole = state_of("replicate", 1, 0)
+    assert whole.parameters_bytes == (1000 + 100 + 70) * 4
+    assert whole.gathered_parameters_bytes == whole.reduced_gradients_bytes == 0
+    assert whole.gradients_bytes == (100 + 70) * 4
+    assert whole.optimizer_state_bytes == (100 + 70) * 8
+
+    sharded = state_of("shard_grad_op", 4, 0)
+    assert sharded.parameters_bytes == (250 + 30 + 70) * 4  # 10 rows are padded to 4 x 3; what is direct stays whole
+    assert sharded.gathered_parameters_bytes == (1000 + 120) * 4
+    assert sharded.gradients_bytes == (100 + 70) * 4
+    assert sharded.reduced_gradients_bytes == 30 * 4
+    assert sharded.optimizer_state_bytes == (30 + 70) * 8
+
+    mixed = state_of("full_shard", 3, 1, dtypes=StepDtypes(torch.bfloat16, torch.float32))
+    assert mixed.parameters_bytes == (30 + 70) * 4
+    assert mixed.gathered_parameters_bytes == 90 * 2
+    assert mixed.gradients_bytes == (90 + 70) * 4
+    assert state_of("replicate", 1, 1, dtypes=StepDtypes(torch.bfloat16)).gathered_parameters_bytes == 90 * 2
+
+
+def test_gathered_window_follows_the_budget() -> None:
+    record, partition = empty_step()
+    parameters = [
+        ParameterSize(f"{index}.weight", (10, 10), torch.float32, True, str(index), (0,)) for index in range(4)
+    ]
+
+    def gathered(**options: Any) -> int:
+        estimated = estimate_memory(
+            record, partition, Placement.interleaved(2), parameters, num_shards=2, sharding="full_shard", **options
+        )
+        return estimated.ranks[0].state.gathered_parameters_bytes
+
+    assert gathered() == 400
+    assert gathered(unshard_budget_bytes=1000) == 1000
+    assert gathered(unshard_budget_bytes=10**6) == 4 * 400
+
+
+def test_peak_follows_the_schedule() -> None:
+    torch.manual_seed(7)
+    batch = doubled(zoo.ARCHITECTURES["residual_mlp"][1](6))
+    pipeline = OneProcessPipeline(zoo.ARCHITECTURES["residual_mlp"][0], batch, NUM_STAGES, splits_backward=True)
+    schedules = {
+        name: build_schedule(name, num_ranks=NUM_STAGES, num_microbatches=8) for name in ("gpipe", "1f1b", "zb_h1")
+    }
+    peaks = {name: estimate(pipeline, batch, schedule=schedule) for name, schedule in schedules.items()}
+    for rank in range(NUM_STAGES):
+        stage = peaks["gpipe"].stages[rank]
+        assert peaks["gpipe"].ranks[rank].activations_bytes == 8 * stage.held_after_forward_bytes
+        assert peaks["1f1b"].ranks[rank].activations_bytes == (NUM_STAGES - rank) * stage.held_after_forward_bytes
+    limit = max(rank.peak_bytes for rank in peaks["zb_h1"].ranks)
+    limits = peaks["zb_h1"].activation_limits(limit)
+    assert all(rank.activations_bytes <= left for rank, left in zip(peaks["zb_h1"].ranks, limits, strict=True))
+    with pytest.raises(ConfigurationError, match=r"Rank 0 of the pipeline needs \d+ bytes .* the limit is 100 bytes"):
+        peaks["zb_h1"].activation_limits(100)
+
+
+def test_optimizer_state_is_read_off_the_optimizer() -> None:
+    weight = nn.Parameter(torch.zeros(2, 2))
+    assert optimizer_bytes_per_parameter(torch.optim.AdamW([weight])) == 8
+    assert optimizer_bytes_per_parameter(torch.optim.AdamW, amsgrad=True) == 12
+    assert optimizer_bytes_per_parameter(torch.optim.AdamW, torch.bfloat16) == 4
+    assert optimizer_bytes_per_parameter(torch.optim.SGD([weight], lr=0.1)) == 0
+    assert optimizer_bytes_per_parameter(torch.optim.SGD([weight], lr=0.1, momentum=0.9)) == 4
+    assert optimizer_bytes_per_parameter(torch.optim.Adafactor) == 2 * 64 * 4 / 64**2
+    with pytest.raises(ConfigurationError, match="LBFGS cannot be stepped on a lone parameter"):
+        optimizer_bytes_per_parameter(torch.optim.LBFGS)
+
+
+def test_mistakes_are_named() -> None:
+    record, partition = empty_step()
+    with pytest.raises(ConfigurationError, match="sharding='zero3'; it must be one of replicate, shard_grad_op"):
+        estimate_memory(record, partition, Placement.interleaved(2), [], sharding="zero3")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="num_shards=2 with sharding='replicate'"):
+        estimate_memory(record, partition, Placement.interleaved(2), [], num_shards=2)
