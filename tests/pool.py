@@ -1,8 +1,9 @@
 """A pool of live worker processes for distributed tests.
 
-Importing torch and Lightning takes seconds, so the workers are spawned once and reused: :meth:`WorkerPool.run` calls
-one module-level function in each of ``world_size`` workers, under the environment that ``torchrun`` would set. After a
-run each worker undoes what the function left behind; a worker that fails to come back is killed and replaced.
+Importing torch and Lightning takes seconds, so one process does it, from which the workers are forked, and these are
+reused: :meth:`WorkerPool.run` calls one module-level function in each of ``world_size`` workers, under the environment
+that ``torchrun`` would set. After a run each worker undoes what the function left behind; a worker that fails to come
+back is killed and replaced.
 
 Life of one run, seen from the main process::
 
@@ -31,7 +32,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal, overload
 
-from pool_worker import Failure, Task, pack, unpack, worker_main
+from pool_worker import HEAVY_MODULES, Failure, Task, pack, unpack, worker_main
 
 START_TIMEOUT_S = 180.0
 CLEAN_UP_TIMEOUT_S = 20.0
@@ -54,7 +55,9 @@ class _Worker:
         descriptor, name = tempfile.mkstemp(prefix="pool_stack_")
         os.close(descriptor)
         self.stack_file = Path(name)
-        context = get_context("spawn")
+        # all workers come from one process that has imported what takes long, so that starting one takes little
+        context = get_context("forkserver")
+        context.set_forkserver_preload(["pool_worker", *HEAVY_MODULES])
         self.connection, child = context.Pipe()
         # Not a daemon: daemonic processes may not have children, and a test may use DataLoader workers.
         self.process = context.Process(target=worker_main, args=(child, name))

@@ -19,6 +19,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 
+HEAVY_MODULES = ("lightning.pytorch", "torch.distributed.checkpoint", "torch.distributed.fsdp")
+
+
 @dataclass(frozen=True)
 class Failure:
     """What one rank failed with: the exception's class name, its text, and the traceback."""
@@ -102,7 +105,7 @@ def _exit_with_parent(parent: int) -> None:
 
 
 def _import_heavy() -> None:
-    for module in ("lightning.pytorch", "torch.distributed.checkpoint", "torch.distributed.fsdp"):
+    for module in HEAVY_MODULES:
         importlib.import_module(module)
     importlib.import_module("torch").set_num_threads(1)
 
