@@ -91,6 +91,7 @@ class PipelineStrategyConf:
     sharding: str = "shard_grad_op"
     unshard_budget: int | None = None
     data_parallel_replicate_size: int = 1
+    compile: Any = False
     save_distributed_checkpoint: bool = True
     process_group_backend: str | None = None
     timeout: TimeoutConf = field(default_factory=TimeoutConf)

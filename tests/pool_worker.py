@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-
 HEAVY_MODULES = ("lightning.pytorch", "torch.distributed.checkpoint", "torch.distributed.fsdp")
 
 

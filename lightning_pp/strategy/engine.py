@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from itertools import compress
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from lightning_pp.runtime.compilation import CompiledUnits
 from lightning_pp.runtime.executor import PipelineExecutor, StepInputs
 from lightning_pp.runtime.timing import StepTimer
 from lightning_pp.runtime.transport import Transport
@@ -80,6 +81,7 @@ class PipelineEngine:
         placement: Which rank holds which stages.
         num_microbatches: Slices of a batch.
         timeout: How long a collective may wait.
+        compile_options: Keyword arguments for ``torch.compile`` of each unit; None to leave units as they are.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class PipelineEngine:
         placement: Placement,
         num_microbatches: int | Auto,
         timeout: timedelta | None,
+        compile_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.module = module
         self.mesh = mesh
@@ -111,6 +114,8 @@ class PipelineEngine:
         self._precision = precision
         self._num_microbatches = num_microbatches
         self._timeout = timeout
+        self._compile_options = compile_options
+        self._compiled_units: CompiledUnits | None = None
         self._programs = ProgramBook(schedule_name, placement)
         self.groups = make_control_groups(sizes.pipeline, sizes.data_parallel, placement.rank_of_stage[-1], timeout)
         self.metrics = PipelineMetrics(module, self.groups)
@@ -169,6 +174,8 @@ class PipelineEngine:
         self.gradients = StageGradients(
             self.split, self.mesh, self._data_parallel, self.rank, self._sharding, self.groups
         )
+        if self._compile_options is not None:
+            self._compiled_units = CompiledUnits(self.split.units_of(self.rank), self._compile_options)
         ranks = [int(rank) for rank in self.mesh["pipeline"].mesh.tolist()]
         self._executor = PipelineExecutor(
             self.rank, self.split.units, Transport(ranks, self.rank, self.device, self._timeout), self.device
@@ -187,14 +194,18 @@ class PipelineEngine:
         np.random.set_state(states[2])
 
     def attach(self, trainer: pl.Trainer) -> None:
-        """Takes over metrics for a run of the trainer."""
+        """Takes over metrics and units for a run of the trainer."""
         self._trainer = trainer
         self.metrics.attach()
         self.gradients.prepare()
+        if self._compiled_units is not None:
+            self._compiled_units.attach()
 
     def detach(self) -> None:
-        """Gives metrics back."""
+        """Gives metrics and units back."""
         self.metrics.detach()
+        if self._compiled_units is not None:
+            self._compiled_units.detach()
 
     def abandon(self) -> None:
         """After an exception: what is left of the step is dropped before the next one.

@@ -21,6 +21,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from lightning_pp.errors import ConfigurationError
+from lightning_pp.runtime.compilation import check_compile_options
 from lightning_pp.schedule.sharding import ShardingMode
 from lightning_pp.strategy.data import first_batch, seed_workers_by
 from lightning_pp.strategy.engine import PipelineEngine
@@ -59,6 +60,8 @@ class PipelineParallelStrategy(MeshStrategy):
             two stages, but at most half of what the rank holds and at least its two largest units.
         data_parallel_replicate_size: How many of the data-parallel ranks hold the same shards (HSDP); a divisor of
             ``data_parallel_size``. Gathers stay within ``data_parallel_size / data_parallel_replicate_size`` ranks.
+        compile: True, or options of ``torch.compile``: every unit is compiled by itself. Weight gradients of compiled
+            code are computed in I, so that zero-bubble schedules gain less.
         save_distributed_checkpoint: True: every rank writes its shard, into a folder that loads under any other layout.
             False: one plain ``.ckpt`` file that a ``Trainer()`` on one device resumes from.
         process_group_backend: ``"nccl"``, ``"gloo"``, ...; by default what suits the device.
@@ -82,6 +85,7 @@ class PipelineParallelStrategy(MeshStrategy):
         sharding: ShardingMode = "shard_grad_op",
         unshard_budget: int | None = None,
         data_parallel_replicate_size: int = 1,
+        compile: bool | Mapping[str, Any] = False,
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -106,6 +110,7 @@ class PipelineParallelStrategy(MeshStrategy):
         self.stages_per_rank = stages_per_rank
         self._unit_patterns = [units] if isinstance(units, str) else units
         self._split_points = split_points
+        self._compile_options = check_compile_options(compile)
         self._engine: PipelineEngine | None = None
         self._state: PipelineState | None = None
 
@@ -184,6 +189,7 @@ class PipelineParallelStrategy(MeshStrategy):
             placement=placement_for(self.schedule_name, self.sizes.pipeline, self.stages_per_rank),
             num_microbatches=self.num_microbatches,
             timeout=self._timeout,
+            compile_options=self._compile_options,
         )
         step = {
             TrainerFn.FITTING: "training_step",

@@ -1,0 +1,83 @@
+"""Units compiled one by one give the training of one device, uncompiled."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from parity_run import Layout, Outcome, Settings, differences, make_module, merged, reference, train
+from pool import WorkerPool
+
+from lightning_pp import PipelineParallelStrategy
+from lightning_pp.errors import ConfigurationError
+
+SETTINGS = Settings(model="gpt2", clip_val=0.5, max_epochs=1)
+
+
+def train_compiled(settings: Settings, layout: Layout, backend: str) -> tuple[Outcome, int]:
+    """In a worker: the training, and how many graphs were compiled."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    outcome = train(settings, layout.strategy(compile={"backend": counter}), layout.world_size)
+    return outcome, counter.frame_count
+
+
+def check(pool: WorkerPool, settings: Settings, layout: Layout, backend: str) -> None:
+    results = pool.run(train_compiled, settings, layout, backend, world_size=layout.world_size, timeout=280)
+    found = differences(merged([outcome for outcome, _ in results], layout), reference(settings))
+    assert found.weight < 1e-9 and found.val_loss < 1e-6
+    assert all(num_graphs > 0 for _, num_graphs in results)
+
+
+def test_compiled_units_train_as_one_device_does(pool: WorkerPool) -> None:
+    check(pool, replace(SETTINGS, model="residual_mlp"), Layout("zb_h1", 2, 1, 4), "aot_eager")
+
+
+@pytest.mark.nightly
+def test_compiled_and_sharded_units(pool: WorkerPool) -> None:
+    check(pool, SETTINGS, Layout("zb_v", 2, 2, 2), "aot_eager")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_zb", "zb_h2", "v_half", "dualpipe_v"])
+def test_every_kind_of_schedule_with_inductor(pool: WorkerPool, schedule: str) -> None:
+    check(pool, replace(SETTINGS, model="residual_mlp"), Layout(schedule, 2, 1, 4), "inductor")
+
+
+def what_is_left(layout: Layout) -> list[str]:
+    """In a worker: attributes that a training left on units."""
+    module = make_module(replace(SETTINGS, model="residual_mlp"))
+    from lightning.pytorch import Trainer
+    from parity_run import QUIET, ParityData
+
+    trainer = Trainer(
+        **QUIET,
+        devices=layout.world_size,
+        strategy=layout.strategy(compile={"backend": "eager"}),
+        max_steps=1,
+        precision="64-true",
+        use_distributed_sampler=False,
+    )
+    trainer.fit(module, ParityData(replace(SETTINGS, model="residual_mlp")))
+    return [name for name, child in module.named_modules() if "forward" in vars(child)]
+
+
+def test_units_are_as_before_after_a_run(pool: WorkerPool) -> None:
+    assert pool.run(what_is_left, Layout("1f1b", 2, 1, 2), world_size=2, timeout=120) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("max-autotune", "compile='max-autotune' must be True, False or options of torch.compile: fullgraph"),
+        ({"backnd": "eager"}, "compile has backnd, which torch.compile does not take. Its options are: fullgraph"),
+    ],
+)
+def test_wrong_options_are_named(options: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        PipelineParallelStrategy(compile=copy.copy(options))
