@@ -9,6 +9,8 @@ from lightning_pp.telemetry.sums import RankSums, StageSums, longest_span_bubble
 from lightning_pp.telemetry.throughput import BatchClock, Throughput, count_tokens
 from lightning_pp.telemetry.timeline import Timeline
 from lightning_pp.telemetry.timeline_html import html_timeline
+from lightning_pp.telemetry.timeline_png import png_timeline
+from lightning_pp.telemetry.timeline_svg import svg_timeline
 from lightning_pp.telemetry.timeline_text import text_timeline
 from lightning_pp.telemetry.timeline_trace import chrome_trace
 
@@ -29,6 +31,8 @@ __all__ = [
     "count_tokens",
     "html_timeline",
     "longest_span_bubble",
+    "png_timeline",
     "read_peak_memory_gib",
+    "svg_timeline",
     "text_timeline",
 ]

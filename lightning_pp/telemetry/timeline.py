@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lightning_pp.runtime.timing import ActionTimes
-from lightning_pp.schedule import Action, ActionKind, Schedule
+from lightning_pp.schedule import Action, ActionKind, Schedule, StageCosts
 
 _NAMES = {
     ActionKind.F: "forward",
@@ -25,10 +25,12 @@ class Timeline:
         schedule: The programs that were run.
         ranks: For each rank, the times of its F, I, W and B in the order of its program, in milliseconds since the
             first of them on any rank began.
+        unit: What a millisecond is called in pictures, where times are not milliseconds but relative.
     """
 
     schedule: Schedule
     ranks: tuple[tuple[ActionTimes, ...], ...]
+    unit: str = "ms"
 
     @property
     def span_ms(self) -> float:
@@ -45,6 +47,20 @@ class Timeline:
         """The kinds of actions in it, with their names."""
         found = {moment.action.kind for times in self.ranks for moment in times}
         return {kind: name for kind, name in _NAMES.items() if kind in found}
+
+    @classmethod
+    def simulated(cls, schedule: Schedule, costs: StageCosts, unit: str = "ms") -> Timeline:
+        """What a step would look like under ``costs``."""
+        ranks = []
+        for timeline in schedule.simulate(costs).timeline:
+            times: list[ActionTimes] = []
+            for timed in timeline:
+                if timed.action.kind.is_compute:
+                    asked = times[-1].end_ms if times else 0.0
+                    times.append(ActionTimes(timed.action, asked, timed.start_ms, timed.end_ms))
+            ranks.append(tuple(times))
+        first = min((times[0].start_ms for times in ranks if times), default=0.0)
+        return cls(schedule, tuple(tuple(_shifted(moment, -first) for moment in times) for times in ranks), unit)
 
     @classmethod
     def aligned(cls, schedule: Schedule, ranks: Sequence[Sequence[ActionTimes]]) -> Timeline:

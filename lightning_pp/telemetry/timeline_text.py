@@ -51,8 +51,8 @@ def _legend(timeline: Timeline, per_column: float) -> str:
     names = ", ".join(f"{kind} {name}" for kind, name in timeline.kinds().items())
     schedule = timeline.schedule
     return (
-        f"{schedule.name}, {schedule.num_microbatches} microbatches, one step of {timeline.span_ms:.1f} ms "
-        f"({per_column:.2g} ms a letter): {names}"
+        f"{schedule.name}, {schedule.num_microbatches} microbatches, one step of {timeline.span_ms:.1f} "
+        f"{timeline.unit} ({per_column:.2g} {timeline.unit} a letter): {names}"
     )
 
 

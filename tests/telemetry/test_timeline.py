@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import random
 import re
+import struct
+import zlib
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from simulated_steps import schedule_and_costs, simulated_times
 
 from lightning_pp.schedule import StageCosts, build_schedule
-from lightning_pp.telemetry import Timeline, chrome_trace, html_timeline, text_timeline
+from lightning_pp.telemetry import Timeline, chrome_trace, html_timeline, png_timeline, svg_timeline, text_timeline
+from lightning_pp.telemetry.bitmap_font import glyph
+from lightning_pp.telemetry.timeline_drawing import COLORS, tick_step
 
 SCHEDULES = ["gpipe", "1f1b", "zb_h1", "zb_v", "interleaved_1f1b"]
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -127,3 +132,83 @@ def test_trace_events_are_the_actions_and_waits() -> None:
     waits = sum(event["dur"] for event in events if event.get("cat") == "wait")
     assert waits == pytest.approx(1e3 * sum(m.wait_ms for _, m in moments), abs=1.0)
     assert sum(event["ph"] == "M" for event in events) == 5
+
+
+def test_a_simulated_timeline_is_what_a_timer_would_have_seen() -> None:
+    schedule, costs = schedule_and_costs("zb_v")
+    simulated = Timeline.simulated(schedule, costs)
+    measured = Timeline.aligned(schedule, simulated_times(schedule, costs))
+    assert starts(simulated) == pytest.approx(starts(measured), abs=0.3)  # a message's latency
+    simulation = schedule.simulate(costs)
+    assert simulated.span_ms == pytest.approx(simulation.makespan)
+    bubbles = [simulated.bubble_fraction(rank) for rank in range(schedule.placement.num_ranks)]
+    assert bubbles == pytest.approx(simulation.bubble_fraction)
+
+
+def test_svg_has_a_time_axis_a_legend_and_the_unit_of_time() -> None:
+    schedule, costs = schedule_and_costs("zb_h1")
+    timeline = Timeline.simulated(schedule, costs, unit="GFLOP")
+    svg = ElementTree.fromstring(svg_timeline(timeline))
+    texts = [text.text or "" for text in svg.iter("{http://www.w3.org/2000/svg}text")]
+    for legend in ("F forward", "I input gradient", "W weight gradient", "numbers: microbatches", "rank 3", "0 GFLOP"):
+        assert legend in texts
+    assert any(f"one step of {timeline.span_ms:.1f} GFLOP" in text for text in texts)
+    # ticks stand where the times that they name are
+    numbers = {
+        float(text.text): float(text.attrib["x"])
+        for text in svg.iter("{http://www.w3.org/2000/svg}text")
+        if text.attrib.get("text-anchor") == "middle" and "class" not in text.attrib and "FLOP" not in (text.text or "")
+    }
+    assert len(numbers) >= 4
+    for moment, left in numbers.items():
+        assert left == pytest.approx(60 + moment * 1000 / timeline.span_ms, abs=0.06)
+
+
+@pytest.mark.parametrize("span", [0.003, 1.0, 99.0, 1234.5])
+def test_ticks_are_round_and_neither_many_nor_few(span: float) -> None:
+    step = tick_step(span, 12)
+    assert 4 <= span / step <= 12
+    assert f"{step:e}"[0] in "125"
+
+
+def pixels_of(png: bytes) -> np.ndarray:
+    """Reads a PNG of 8 bits a channel without filters, by its specification."""
+    assert png[:8] == b"\x89PNG\r\n\x1a\n"
+    chunks: dict[bytes, bytes] = {}
+    place = 8
+    while place < len(png):
+        length, kind = struct.unpack(">I4s", png[place : place + 8])
+        content = png[place + 8 : place + 8 + length]
+        assert struct.unpack(">I", png[place + 8 + length : place + 12 + length])[0] == zlib.crc32(kind + content)
+        chunks[kind] = chunks.get(kind, b"") + content
+        place += 12 + length
+    assert list(chunks) == [b"IHDR", b"IDAT", b"IEND"]
+    width, height, depth, color_type, *rest = struct.unpack(">IIBBBBB", chunks[b"IHDR"])
+    assert (depth, color_type, rest) == (8, 2, [0, 0, 0])
+    lines = np.frombuffer(zlib.decompress(chunks[b"IDAT"]), dtype=np.uint8).reshape(height, 1 + 3 * width)
+    assert not lines[:, 0].any()
+    return lines[:, 1:].reshape(height, width, 3)
+
+
+def test_png_shows_every_action_in_its_color_where_it_belongs() -> None:
+    timeline = timeline_of("zb_h1")
+    scale = 2
+    pixels = pixels_of(png_timeline(timeline, scale=scale))
+    svg = ElementTree.fromstring(svg_timeline(timeline))
+    assert [pixels.shape[1], pixels.shape[0]] == [scale * int(side) for side in svg.attrib["viewBox"].split()[2:]]
+    for rank, times in enumerate(timeline.ranks):
+        row = scale * (44 + 28 * rank + 20)  # near the foot of a box, below its number
+        for moment in times:
+            middle = 60 + (moment.start_ms + moment.end_ms) / 2 * 1000 / timeline.span_ms
+            red, green, blue = (int(COLORS[moment.action.kind][place : place + 2], 16) for place in (1, 3, 5))
+            found = pixels[row, round(scale * middle)].astype(int)
+            expected = np.array([red, green, blue])
+            if (moment.action.microbatch or 0) % 2:
+                expected = np.round(0.25 * 255 + 0.75 * expected)
+            assert abs(found - expected).max() <= 1, (rank, moment)
+
+
+def test_letters_of_the_font_differ_and_what_is_not_there_is_a_question_mark() -> None:
+    letters = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ().,:;%/-+='"
+    assert len({glyph(letter).tobytes() for letter in letters}) == len(letters)
+    assert (glyph("é") == glyph("?")).all()
