@@ -33,6 +33,12 @@ from lightning_pp.split.stand_in_mode import NeedsDataError, StandInMode
 
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
+# the CPU's attention, which torch's registry leaves out: its operands are those of the GPU's
+_MORE_FLOPS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
+        torch.ops.aten._scaled_dot_product_flash_attention
+    ]
+}
 
 
 @dataclass
@@ -262,7 +268,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.reads.parameters.add(source.name)
 
     def _count_flops(self, func: Any, args: Any, kwargs: Any, result: Any, inputs: Iterable[Tensor]) -> None:
-        formula = flop_registry.get(func._overloadpacket)
+        formula = flop_registry.get(func._overloadpacket) or _MORE_FLOPS.get(func._overloadpacket)
         if formula is None:
             return
         flops = int(formula(*args, **kwargs, out_val=result))
