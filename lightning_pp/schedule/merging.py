@@ -1,4 +1,4 @@
-"""Turn I and W that follow each other into B where that delays nobody: a split backward costs more than a full one."""
+"""Turn I and W that follow each other into B where that delays nobody, since a split backward costs more, and back."""
 
 from __future__ import annotations
 
@@ -66,3 +66,17 @@ def merge_where_nobody_waits(schedule: Schedule, costs: StageCosts) -> Schedule:
         return arrival <= start[action.stage - 1, action.microbatch]
 
     return _merge(schedule, may_merge)
+
+
+def split_backwards(schedule: Schedule) -> Schedule:
+    """Every B as I and W in a row, for a step that measures the two apart; legal wherever the schedule was."""
+    programs = []
+    for program in schedule.programs:
+        split: list[Action] = []
+        for action in program:
+            if action.kind is ActionKind.B:
+                split += [replace(action, kind=ActionKind.I), replace(action, kind=ActionKind.W)]
+            else:
+                split.append(action)
+        programs.append(tuple(split))
+    return replace(schedule, programs=tuple(programs))

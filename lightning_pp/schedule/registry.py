@@ -9,6 +9,7 @@ from lightning_pp.errors import ScheduleError
 from lightning_pp.schedule.costs import UNIT_COSTS, StageCosts
 from lightning_pp.schedule.memory import exceeds
 from lightning_pp.schedule.merging import merge_first_stage
+from lightning_pp.schedule.placement import Placement
 from lightning_pp.schedule.program import Schedule
 from lightning_pp.schedule.validation import limit_of_each_rank
 
@@ -24,6 +25,8 @@ class ScheduleRequest:
         costs: Costs per stage; families that do not look at costs ignore them.
         memory_limit: For each rank the most it may hold, in the unit of the costs, or None.
         exact: Solve to optimality where the family can.
+        placement: Where the stages have to be, for families that can choose; None leaves it to them.
+        quick: Leave out what takes long, for families that search.
     """
 
     num_ranks: int
@@ -32,6 +35,8 @@ class ScheduleRequest:
     costs: StageCosts
     memory_limit: tuple[float, ...] | None
     exact: bool = False
+    placement: Placement | None = None
+    quick: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,8 @@ def build_schedule(
     costs: StageCosts | None = None,
     memory_limit: float | Sequence[float] | None = None,
     exact: bool = False,
+    placement: Placement | None = None,
+    quick: bool = False,
 ) -> Schedule:
     """Make the schedule ``name``, or read it if the name ends with ``.csv``.
 
@@ -115,6 +122,9 @@ def build_schedule(
         memory_limit: The most a rank may hold, in the unit of ``costs.held_*``: a number for all ranks or one per
             rank; None for no limit.
         exact: With ``auto`` and a small pipeline, let an exact solver finish the search (needs OR-tools).
+        placement: Where the stages have to be, as in a model that is cut already; ``auto`` keeps to it, and what
+            places them otherwise is refused. By default the family chooses.
+        quick: With ``auto``, leave out the improvement that most of the search's time goes into.
 
     Raises:
         ScheduleError: The name is unknown, a size cannot work, the file does not fit the sizes, or the schedule needs
@@ -136,8 +146,15 @@ def build_schedule(
         stages_per_rank = stages_per_rank if stages_per_rank is not None else _default_stages(family, num_ranks, costs)
         family.check_stages_per_rank(stages_per_rank)
         costs.per_stage(num_ranks * stages_per_rank)
-        request = ScheduleRequest(num_ranks, num_microbatches, stages_per_rank, costs, limits, exact)
+        request = ScheduleRequest(
+            num_ranks, num_microbatches, stages_per_rank, costs, limits, exact, placement, quick
+        )
         schedule = merge_first_stage(family.build(request))
+    if placement is not None and schedule.placement != placement:
+        raise ScheduleError(
+            f"{name} puts the stages on ranks {list(schedule.placement.rank_of_stage)}, but they have to be on "
+            f"{list(placement.rank_of_stage)}: choose a schedule with that placement ({placement.kind})"
+        )
     if limits is not None:
         _check_limit(schedule, costs, limits)
     return schedule

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from schedule_strategies import stage_costs
 
+from lightning_pp.errors import ScheduleError
 from lightning_pp.schedule import Schedule, StageCosts, available_schedules, build_schedule
+from lightning_pp.schedule.fewer import keep_first_microbatches
+from lightning_pp.schedule.merging import split_backwards
 from lightning_pp.schedule.registry import schedule_family
 
 
@@ -79,3 +83,31 @@ def test_simulation_respects_time(built: tuple[Schedule, StageCosts, dict[str, A
             expected = sum(lasts[part][stage] for part in ("IW" if kind == "B" else kind))
             assert abs(cell.end_ms - cell.start_ms - expected) < 1e-6
             free = cell.end_ms
+
+
+@given(built_schedules(), st.data())
+def test_what_is_left_without_the_last_microbatches_is_legal(
+    built: tuple[Schedule, StageCosts, dict[str, Any]], data: st.DataObject
+) -> None:
+    schedule, costs, _ = built
+    number = data.draw(st.integers(1, schedule.num_microbatches))
+    fewer = keep_first_microbatches(schedule, number)
+    fewer.validate(costs=costs, memory_limit=schedule.simulate(costs).peak_memory)
+    assert (fewer.num_microbatches, fewer.placement) == (number, schedule.placement)
+    for program, whole in zip(fewer.programs, schedule.programs, strict=True):
+        remaining = iter(whole)
+        assert all(action in remaining for action in program), "the order has changed"
+    with pytest.raises(ScheduleError, match=f"has {schedule.num_microbatches} microbatches"):
+        keep_first_microbatches(schedule, schedule.num_microbatches + 1)
+
+
+@given(built_schedules())
+def test_splitting_every_backward_changes_no_time(built: tuple[Schedule, StageCosts, dict[str, Any]]) -> None:
+    """A B costs as much as I and W in a row, and nobody else gets less: only who waits for an I may get it earlier."""
+    schedule, costs, _ = built
+    split = split_backwards(schedule).validate(costs=costs)
+    kinds = {action.kind.value for program in split.programs for action in program}
+    assert kinds == {"F", "I", "W"}
+    before, after = schedule.simulate(costs), split.simulate(costs)
+    assert after.work_ms == pytest.approx(before.work_ms)
+    assert after.makespan <= before.makespan + 1e-9

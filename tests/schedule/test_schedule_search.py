@@ -232,3 +232,21 @@ def test_csv_path_is_a_schedule(tmp_path: Path) -> None:
         build_schedule(str(path), num_ranks=4, num_microbatches=6)
     with pytest.raises(ScheduleError, match="the smallest limit that works for it is 6"):
         build_schedule(str(path), num_ranks=3, num_microbatches=5, memory_limit=4)
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_auto_keeps_to_a_placement(quick: bool) -> None:
+    costs = StageCosts([5.0, 9.0, 6.0, 7.0], 8.0, 4.0, p2p=0.5)
+    request: dict[str, Any] = {"num_ranks": 2, "num_microbatches": 5, "stages_per_rank": 2, "costs": costs}
+    for placement in (Placement.v_shaped(2), Placement.interleaved(2, 2)):
+        schedule = build_schedule("auto", placement=placement, quick=quick, **request).validate()
+        assert schedule.placement == placement
+        for name in available_schedules():
+            if name == "auto" or not schedule_family(name).allows(2):
+                continue
+            by_hand = build_schedule(name, **request)
+            if by_hand.placement == placement:
+                assert schedule.simulate(costs).makespan <= 1.005 * by_hand.simulate(costs).makespan
+            else:
+                with pytest.raises(ScheduleError, match=r"puts the stages on ranks .* but they have to be on"):
+                    build_schedule(name, placement=placement, **request)

@@ -67,11 +67,8 @@ def build_auto(request: ScheduleRequest) -> Schedule:
     hand_made = list(_hand_made(request))
     candidates = [*_raw_candidates(problems, hand_made), *_greedy_candidates(request, problems)]
     candidates += [_measured(problem, problem.sequential_orders(), "sequential") for problem in problems]
-    if _num_actions(problems[0]) <= _SMALL:
-        for problem in problems:
-            candidates += _improve([candidate for candidate in candidates if candidate.problem is problem])
-    else:
-        candidates += _improve(candidates)
+    if not request.quick:
+        candidates += _improved(candidates, problems)
     if request.exact:
         candidates += [_solve(candidates, problem) for problem in problems]
     found = [candidate.problem.schedule_of(candidate.orders, f"auto ({candidate.origin})") for candidate in candidates]
@@ -95,6 +92,8 @@ def _objective(makespans: Iterable[float]) -> Objective:
 
 
 def _placements(request: ScheduleRequest) -> list[Placement]:
+    if request.placement is not None:
+        return [request.placement]
     placements = [Placement.interleaved(request.num_ranks, request.stages_per_rank)]
     if request.stages_per_rank == 2 and request.num_ranks > 1:
         placements.insert(0, Placement.v_shaped(request.num_ranks))
@@ -121,7 +120,7 @@ def _check_limit(request: ScheduleRequest, placements: list[Placement]) -> None:
 
 
 def _hand_made(request: ScheduleRequest) -> Iterator[Schedule]:
-    """Every schedule of another family that fits the stages and the limit."""
+    """Every schedule of another family that fits the stages, the placement if it is given, and the limit."""
     for name in available_schedules():
         family = schedule_family(name)
         # The interleaved families with one stage a rank are 1f1b and zb_h1 again.
@@ -129,6 +128,8 @@ def _hand_made(request: ScheduleRequest) -> Iterator[Schedule]:
         if family.build is build_auto or repeats or not family.allows(request.stages_per_rank):
             continue
         schedule = family.build(request)
+        if request.placement not in (None, schedule.placement):
+            continue
         peaks = schedule.simulate(request.costs).peak_memory
         if request.memory_limit is None or not any(map(exceeds, peaks, request.memory_limit)):
             yield schedule
@@ -195,6 +196,14 @@ def _greedy_candidates(request: ScheduleRequest, problems: list[Problem]) -> Ite
         orders = build_greedy(problems[index], policy)
         if orders is not None:
             yield _measured(problems[index], orders, "greedy")
+
+
+def _improved(candidates: list[_Candidate], problems: list[Problem]) -> list[_Candidate]:
+    """The improvements of the best, on every placement where there is time for it."""
+    if _num_actions(problems[0]) > _SMALL:
+        return _improve(candidates)
+    by_problem = [[candidate for candidate in candidates if candidate.problem is problem] for problem in problems]
+    return [found for candidates_of_problem in by_problem for found in _improve(candidates_of_problem)]
 
 
 def _improve(candidates: list[_Candidate]) -> list[_Candidate]:
