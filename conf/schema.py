@@ -86,6 +86,11 @@ class PipelineStrategyConf:
     num_microbatches: int | str = "auto"
     schedule: str = "zb_h1"
     stages_per_rank: int | None = None
+    costs: Any = None
+    save_costs: str | None = None
+    num_profiled_batches: int = 8
+    memory_limit_gib: float | None = None
+    exact_search: bool = False
     units: list[str] | None = None
     split_points: list[str] | None = None
     sharding: str = "shard_grad_op"

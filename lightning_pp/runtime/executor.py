@@ -31,6 +31,7 @@ class StepInputs:
         loss_weights: What each microbatch's loss is multiplied by before backward.
         seed: Seed of the step, equal on all ranks of a pipeline, different between pipelines.
         sharded: Who carries out the sharding actions of the program; None leaves them out.
+        queued_bytes: If given, gets for each stage and microbatch what the weight gradients hold that I has queued.
     """
 
     plans: Sequence[StepPlan]
@@ -39,6 +40,7 @@ class StepInputs:
     loss_weights: Sequence[float]
     seed: int
     sharded: ShardedStages | None = None
+    queued_bytes: dict[tuple[int, int], int] | None = None
 
 
 class PipelineExecutor:
@@ -139,6 +141,8 @@ class PipelineExecutor:
                     timer.stop(action)
                     if sharded is not None:
                         sharded.after(action)
+                    if action.kind is ActionKind.I and inputs.queued_bytes is not None:
+                        inputs.queued_bytes[stage, microbatch] = in_flight[stage, microbatch].queue.held_bytes
                 transport.finish()
         except BaseException:
             for kept in in_flight.values():

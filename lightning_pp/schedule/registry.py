@@ -146,9 +146,7 @@ def build_schedule(
         stages_per_rank = stages_per_rank if stages_per_rank is not None else _default_stages(family, num_ranks, costs)
         family.check_stages_per_rank(stages_per_rank)
         costs.per_stage(num_ranks * stages_per_rank)
-        request = ScheduleRequest(
-            num_ranks, num_microbatches, stages_per_rank, costs, limits, exact, placement, quick
-        )
+        request = ScheduleRequest(num_ranks, num_microbatches, stages_per_rank, costs, limits, exact, placement, quick)
         schedule = merge_first_stage(family.build(request))
     if placement is not None and schedule.placement != placement:
         raise ScheduleError(

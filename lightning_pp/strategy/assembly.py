@@ -125,6 +125,11 @@ class RecordedModel:
     placeholders: Placeholders
     record: StepRecord
 
+    @property
+    def num_parameters(self) -> dict[str, int]:
+        """Parameters in each unit."""
+        return {name: sum(p.numel() for p in unit.parameters()) for name, unit in self.units.items()}
+
 
 def record_model(
     module: nn.Module,
@@ -151,20 +156,34 @@ def assign_stages(
     recording: RecordedModel,
     *,
     placement: Placement,
-    split_points: Sequence[str] | None,
-    agree: Callable[[Any], Any],
+    split_points: Sequence[str] | None = None,
+    agree: Callable[[Any], Any] = lambda decided: decided,
+    partition: Partition | None = None,
 ) -> SplitModel:
-    """Assigns the units to stages and the parameters to owners; the arguments are those of :func:`split_model`."""
+    """Assigns the units to stages and the parameters to owners.
+
+    Args:
+        recording: The model.
+        placement: Which rank holds which stages.
+        split_points: Units that start a stage, or None to balance.
+        agree: Returns rank 0's argument on every rank.
+        partition: Which stage each unit is on, where that is decided; then the two before it mean nothing.
+
+    Raises:
+        ConfigurationError, SplitError: As :func:`partition_units` and :func:`build_plan` say.
+    """
     module, units, placeholders, record = (
         recording.module,
         recording.units,
         recording.placeholders,
         recording.record,
     )
-    num_parameters = {name: sum(p.numel() for p in unit.parameters()) for name, unit in units.items()}
-    partition: Partition = agree(
-        partition_units(record, placement=placement, num_parameters=num_parameters, split_points=split_points)
-    )
+    if partition is None:
+        partition = agree(
+            partition_units(
+                record, placement=placement, num_parameters=recording.num_parameters, split_points=split_points
+            )
+        )
     build_plan(
         record, partition.stage_of_unit, placement.num_stages
     )  # raises what cannot be cut before anything changes
@@ -181,7 +200,7 @@ def assign_stages(
         placement,
         owners,
         frozenset(direct),
-        num_parameters,
+        recording.num_parameters,
         record,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from itertools import compress
 from typing import Any, cast
@@ -19,13 +20,13 @@ from lightning_pp.runtime.compilation import CompiledUnits
 from lightning_pp.runtime.executor import PipelineExecutor, StepInputs
 from lightning_pp.runtime.timing import StepTimer
 from lightning_pp.runtime.transport import Transport
-from lightning_pp.schedule import Placement, Schedule
+from lightning_pp.schedule import Schedule, StageCosts
 from lightning_pp.split.dry_run import DryRun
 from lightning_pp.split.materialize import materialize_parameters
 from lightning_pp.split.mean_losses import MeanLosses
 from lightning_pp.split.microbatch import Microbatch, batch_size_of, split_batch
 from lightning_pp.split.plan import StepPlan
-from lightning_pp.strategy.assembly import SplitModel, split_model
+from lightning_pp.strategy.assembly import SplitModel, assign_stages, record_model
 from lightning_pp.strategy.attributes import StepAttributes, kept_by_step
 from lightning_pp.strategy.control import make_control_groups
 from lightning_pp.strategy.data import check_same_batch, fingerprint
@@ -35,10 +36,12 @@ from lightning_pp.strategy.logs import StepLogs, replay
 from lightning_pp.strategy.metrics import PipelineMetrics
 from lightning_pp.strategy.outputs import merge_outputs, share_result_of
 from lightning_pp.strategy.plans import signature_of
+from lightning_pp.strategy.profiling import tuned_programs
 from lightning_pp.strategy.refusals import loss_of
-from lightning_pp.strategy.schedules import ProgramBook
+from lightning_pp.strategy.schedule_options import ScheduleOptions
 from lightning_pp.strategy.sizes import Auto, ParallelSizes, resolve_num_microbatches
 from lightning_pp.strategy.stage_sharding import ShardingSettings
+from lightning_pp.strategy.tuning import LayoutRequest, choose_layout, decided_by_one
 
 _BATCHES_CHECKED_BEFOREHAND = 2
 
@@ -77,8 +80,7 @@ class PipelineEngine:
         sizes: Their sizes.
         device: Where this rank computes.
         precision: The precision plugin; its contexts are entered around the step of each microbatch.
-        schedule_name: Name of the training schedule.
-        placement: Which rank holds which stages.
+        options: What the user asks of the schedule.
         num_microbatches: Slices of a batch.
         timeout: How long a collective may wait.
         compile_options: Keyword arguments for ``torch.compile`` of each unit; None to leave units as they are.
@@ -95,8 +97,7 @@ class PipelineEngine:
         sizes: ParallelSizes,
         device: torch.device,
         precision: Precision,
-        schedule_name: str,
-        placement: Placement,
+        options: ScheduleOptions,
         num_microbatches: int | Auto,
         timeout: timedelta | None,
         compile_options: Mapping[str, Any] | None = None,
@@ -105,20 +106,18 @@ class PipelineEngine:
         self.mesh = mesh
         self.sizes = sizes
         self.device = device
-        self.placement = placement
         self.rank = mesh.get_local_rank("pipeline")
         self.replica = data_parallel.get_local_rank()
         self._data_parallel = data_parallel
         self._sharding = sharding
         self._trainer = trainer
         self._precision = precision
-        self._num_microbatches = num_microbatches
+        self._options = options
+        self._num_microbatches = options.num_microbatches(num_microbatches)
         self._timeout = timeout
         self._compile_options = compile_options
         self._compiled_units: CompiledUnits | None = None
-        self._programs = ProgramBook(schedule_name, placement)
-        self.groups = make_control_groups(sizes.pipeline, sizes.data_parallel, placement.rank_of_stage[-1], timeout)
-        self.metrics = PipelineMetrics(module, self.groups)
+        self.groups = make_control_groups(sizes.pipeline, sizes.data_parallel, 0, timeout)
         self._seed = 0
         self._num_batches_run = 0
         self._fingerprint: int | None = None
@@ -147,25 +146,36 @@ class PipelineEngine:
             agree: Returns rank 0's argument on every rank.
         """
         training = step == "training_step"
-        microbatch = self._cut(batch, for_training=training)[0]
+        microbatches = self._cut(batch, for_training=training)
+        request = LayoutRequest(self._options, self.sizes.pipeline, len(microbatches), split_points, self.device.type)
         self._seed = agree(int(torch.initial_seed() % (1 << 40)))
         modes = [(child, child.training) for child in self.module.modules()]
         if not training:
             self.module.eval()
         try:
-            self.split: SplitModel = split_model(
+            recording = record_model(
                 self.module,
                 device=self.device,
-                placement=self.placement,
-                step=self._recorded_step(step, microbatch, first_arguments(self.module, step)),
+                step=self._recorded_step(step, microbatches[0], first_arguments(self.module, step)),
                 with_gradients=training,
                 patterns=patterns,
-                split_points=split_points,
+                num_stages=request.fewest_stages,
+            )
+            layout = decided_by_one(
+                lambda: choose_layout(recording.record, recording.num_parameters, request),
+                decides=self.rank == 0 and self.groups.replica == 0,
                 agree=agree,
             )
+            self.split: SplitModel = assign_stages(recording, placement=layout.placement, partition=layout.partition)
         finally:
             for child, mode in modes:
                 child.training = mode
+        self.placement = layout.placement
+        self.groups = replace(self.groups, last_stage_rank=self.placement.rank_of_stage[-1])
+        self.metrics = PipelineMetrics(self.module, self.groups)
+        self._programs = tuned_programs(
+            self._options, layout, self.split, self.mesh, self._data_parallel, self.groups, self.device, agree
+        )
         owned = self.split.owned_by(self.rank)
         self.split.placeholders.release(owned)
         materialize_parameters(self.module, owned, self.device)
@@ -213,6 +223,12 @@ class PipelineEngine:
         Not now, for that would wait for collectives that a rank with an error never joins.
         """
         self._failed = True
+        self._programs.start_over()
+
+    @property
+    def costs(self) -> StageCosts | None:
+        """Costs of the stages, given or measured; the same on every rank."""
+        return self._programs.costs
 
     # ---------------------------------------------------------------- batches
 
@@ -294,11 +310,13 @@ class PipelineEngine:
                 [w / accumulate for w in loss_weights],
                 seed % (1 << 50),
                 self.gradients.stages,
+                self._programs.queued_bytes if training else None,
             ),
         )
         num_samples = [microbatch.num_samples for microbatch in microbatches]
         if training:
             self.last_training_step = (schedule, timer)
+            self._programs.note(timer, microbatches, plans)
             self.last_num_samples = sum(num_samples)
         weights = [microbatch.weight for microbatch in microbatches]
 

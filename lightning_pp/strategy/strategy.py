@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,14 @@ from torch.optim import Optimizer
 
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.runtime.compilation import check_compile_options
+from lightning_pp.schedule import StageCosts
 from lightning_pp.schedule.sharding import ShardingMode
 from lightning_pp.strategy.data import first_batch, seed_workers_by
 from lightning_pp.strategy.engine import PipelineEngine
 from lightning_pp.strategy.loop import PipelineOptimization
 from lightning_pp.strategy.mesh_strategy import MeshStrategy
 from lightning_pp.strategy.refusals import refuse_unsupported, set_up_one_optimizer
-from lightning_pp.strategy.schedules import check_schedule_name, placement_for
+from lightning_pp.strategy.schedule_options import DEFAULT_NUM_PROFILED_BATCHES, ScheduleOptions
 from lightning_pp.strategy.sizes import Auto, ParallelSizes
 from lightning_pp.strategy.stage_sharding import ShardingSettings
 from lightning_pp.strategy.state import PipelineState
@@ -49,8 +51,18 @@ class PipelineParallelStrategy(MeshStrategy):
         pipeline_parallel_size: Ranks along the pipeline; ``"auto"`` = devices / ``data_parallel_size``.
         data_parallel_size: Replicas of the pipeline; ``"auto"`` = devices / ``pipeline_parallel_size``.
         num_microbatches: Slices that each batch is cut into, along dimension 0; ``"auto"``: 2 to 4 per pipeline rank.
-        schedule: Name of a schedule (:func:`lightning_pp.schedule.available_schedules`).
-        stages_per_rank: Stages on each rank; by default what is usual for the schedule.
+        schedule: Name of a schedule (:func:`lightning_pp.schedule.available_schedules`), or the path of a CSV file in
+            torch's notation, which says placement and order and is kept to for fewer microbatches too. ``"auto"``:
+            placement and first order by costs estimated from the step's FLOPs; after the first batches, an order that
+            is searched for with the measured costs. No result depends on it.
+        stages_per_rank: Stages on each rank; by default what is usual for the schedule, and with ``"auto"`` 1 or 2.
+        costs: Costs of the stages, or a file of them (``save_costs`` of an earlier run): nothing is measured then.
+            ``held_after_forward`` and ``held_after_input`` are GiB; left at 1.0, bytes are estimated.
+        save_costs: A JSON file that rank 0 writes measured costs to, with any schedule.
+        num_profiled_batches: Training batches that are measured, after two that warm up.
+        memory_limit_gib: What a rank may hold of microbatches between their F and their W, GiB, for any schedule:
+            activations by what autograd keeps of the units, and what weight gradients wait with.
+        exact_search: With ``"auto"`` and a small pipeline, let OR-tools' CP-SAT finish the search.
         units: Names or shell patterns of modules that live whole on one stage; by default discovered.
         split_points: Names of the units that start stages 1, 2, ...; by default balanced by FLOPs and parameters.
         sharding: What data-parallel ranks share of a stage. ``"replicate"``: nothing, gradients are all-reduced.
@@ -71,6 +83,10 @@ class PipelineParallelStrategy(MeshStrategy):
         ConfigurationError: The sizes' product is not the number of devices, the schedule or the sharding is unknown,
             the budget is less than one unit, a number is less than 1, or the module or the trainer asks for what a
             pipeline cannot do.
+        ConfigurationError: The sizes' product is not the number of devices, a number is less than 1, a file is for
+            other sizes, or the module or the trainer asks for what a pipeline cannot do.
+        ScheduleError: The schedule is unknown, does not allow ``stages_per_rank``, its file cannot be run, or nothing
+            keeps the memory limit.
     """
 
     def __init__(
@@ -78,8 +94,13 @@ class PipelineParallelStrategy(MeshStrategy):
         pipeline_parallel_size: int | Auto = "auto",
         data_parallel_size: int | Auto = "auto",
         num_microbatches: int | Auto = "auto",
-        schedule: str = "zb_h1",
+        schedule: str | PathLike[str] = "zb_h1",
         stages_per_rank: int | None = None,
+        costs: StageCosts | str | PathLike[str] | None = None,
+        save_costs: str | PathLike[str] | None = None,
+        num_profiled_batches: int = DEFAULT_NUM_PROFILED_BATCHES,
+        memory_limit_gib: float | None = None,
+        exact_search: bool = False,
         units: Sequence[str] | str | None = None,
         split_points: Sequence[str] | None = None,
         sharding: ShardingMode = "shard_grad_op",
@@ -99,14 +120,24 @@ class PipelineParallelStrategy(MeshStrategy):
         ParallelSizes.resolve(
             pipeline_parallel_size, "auto", 1 if pipeline_parallel_size == "auto" else pipeline_parallel_size
         )
-        check_schedule_name(schedule, stages_per_rank)
         if num_microbatches != "auto" and (not isinstance(num_microbatches, int) or num_microbatches < 1):
             raise ConfigurationError(
                 f"num_microbatches={num_microbatches!r} must be an integer of at least 1, or 'auto'."
             )
+        self._schedule_options = ScheduleOptions.checked(
+            schedule,
+            stages_per_rank=stages_per_rank,
+            num_microbatches=num_microbatches,
+            pipeline_parallel_size=pipeline_parallel_size,
+            costs=costs,
+            memory_limit_gib=memory_limit_gib,
+            exact_search=exact_search,
+            num_profiled_batches=num_profiled_batches,
+            save_costs=save_costs,
+        )
         self._save_distributed_checkpoint = save_distributed_checkpoint
         self.num_microbatches: int | Auto = num_microbatches
-        self.schedule_name = schedule
+        self.schedule_name = str(schedule)
         self.stages_per_rank = stages_per_rank
         self._unit_patterns = [units] if isinstance(units, str) else units
         self._split_points = split_points
@@ -120,6 +151,11 @@ class PipelineParallelStrategy(MeshStrategy):
         if self._engine is None:
             raise RuntimeError("The pipeline is built in Strategy.setup, before training starts; it is not there yet.")
         return self._engine
+
+    @property
+    def costs(self) -> StageCosts | None:
+        """Costs of the stages on every rank: those given; else those measured, once they are; ``held_*`` in GiB."""
+        return self._schedule_options.costs if self._engine is None else self._engine.costs
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -175,6 +211,7 @@ class PipelineParallelStrategy(MeshStrategy):
         self.barrier()
 
     def _build(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self._schedule_options.check_num_ranks(self.sizes.pipeline)
         self.model = self.precision_plugin.convert_module(module)
         engine = PipelineEngine(
             trainer=trainer,
@@ -185,8 +222,7 @@ class PipelineParallelStrategy(MeshStrategy):
             sizes=self.sizes,
             device=self.root_device,
             precision=self.precision_plugin,
-            schedule_name=self.schedule_name,
-            placement=placement_for(self.schedule_name, self.sizes.pipeline, self.stages_per_rank),
+            options=self._schedule_options,
             num_microbatches=self.num_microbatches,
             timeout=self._timeout,
             compile_options=self._compile_options,

@@ -12,6 +12,7 @@ from pipelined_fit import Blocks, fit, loader, trainer
 from pool import WorkerPool
 
 from lightning_pp import PipelineParallelStrategy
+from lightning_pp.schedule import StageCosts
 
 LONGEST_S = 60.0
 
@@ -152,8 +153,15 @@ def test_sizes_and_cuts_that_do_not_fit(pool: WorkerPool, options: dict[str, Any
 @pytest.mark.parametrize(
     ("options", "pattern"),
     [
-        ({"schedule": "zb_h7"}, r"zb_h7.*1f1b.*zb_h1"),
-        ({"schedule": "auto"}, r"'auto'.*choose one of.*zb_h1"),
+        ({"schedule": "zb_h7"}, r"unknown schedule 'zb_h7'.*1f1b.*zb_h1.*auto.*\.csv file"),
+        ({"schedule": "zb_v", "stages_per_rank": 3}, r"stages_per_rank is 3, but zb_v allows exactly 2"),
+        ({"schedule": "auto", "stages_per_rank": 0}, r"stages_per_rank is 0, but auto allows 1 or more"),
+        ({"schedule": "nowhere.csv"}, r"cannot read the schedule nowhere\.csv"),
+        ({"costs": "nowhere.json"}, r"cannot read the costs nowhere\.json"),
+        ({"costs": 3}, r"costs=3 must be StageCosts, the path"),
+        ({"memory_limit_gib": 0}, r"memory_limit_gib=0 must be a number above 0"),
+        ({"num_profiled_batches": 0}, r"num_profiled_batches=0 must be an integer of at least 1"),
+        ({"exact_search": True}, r"exact_search=True is for schedule='auto'; the schedule is 'zb_h1'"),
         ({"num_microbatches": 0}, r"num_microbatches=0"),
         ({"pipeline_parallel_size": 0}, r"pipeline_parallel_size=0"),
         ({"schedule": "1f1b", "stages_per_rank": 2}, r"stages_per_rank is 2.*1f1b"),
@@ -162,6 +170,71 @@ def test_sizes_and_cuts_that_do_not_fit(pool: WorkerPool, options: dict[str, Any
 def test_options_that_cannot_work_are_refused_at_once(options: dict[str, Any], pattern: str) -> None:
     with pytest.raises(ValueError, match=pattern):
         PipelineParallelStrategy(**options)
+
+
+FILES = {
+    "short.csv": "0F0,0F1,0B0,0B1\n1F0,1B0,1F1\n",
+    "deadlock.csv": "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n",
+    "unknown.csv": "0F0,0B0\n1F0,1X0\n",
+    "forward.csv": "0F0\n1F0\n",
+    "good.csv": "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n",
+    "three.csv": "0F0,0B0\n1F0,1B0\n2F0,2B0\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "pattern"),
+    [
+        ("short", {}, r"(?s)short\.csv, rank 1, cell 3: 1I1 \(or 1B1\) is missing.*rank 0:  0F0 0F1"),
+        ("deadlock", {}, r"(?s)deadlock: rank 0 before 0B0 \(cell 1\) waits for 1I or B0 of rank 1.*\[0B0\]"),
+        ("unknown", {}, r"unknown\.csv, rank 1, cell 1: '1X0' has the unknown kind 'X'"),
+        ("forward", {}, r"forward\.csv has no backward"),
+        ("good", {"stages_per_rank": 2}, r"stages_per_rank=2, but .*good\.csv has 2 stages on 2 ranks"),
+        ("good", {"pipeline_parallel_size": 4}, r"good\.csv' has rows for 2 ranks, and the pipeline has 4: set"),
+        (
+            "good",
+            {"num_microbatches": 3},
+            r"num_microbatches=3, but .*good\.csv is for 2 microbatches: set num_microbatches=2 \(or 'auto'",
+        ),
+    ],
+)
+def test_schedules_in_files_that_cannot_be_trained_with(
+    tmp_path: Any, name: str, options: dict[str, Any], pattern: str
+) -> None:
+    path = tmp_path / f"{name}.csv"
+    path.write_text(FILES[path.name])
+    with pytest.raises(ValueError, match=pattern):
+        PipelineParallelStrategy(schedule=str(path), **options)
+
+
+def test_a_file_for_other_ranks_than_there_are(pool: WorkerPool, tmp_path: Any) -> None:
+    (tmp_path / "three.csv").write_text(FILES["three.csv"])
+    options = {"schedule": str(tmp_path / "three.csv"), "pipeline_parallel_size": "auto", "num_microbatches": "auto"}
+    check_everywhere(pool, r"rows for 3 ranks, and the pipeline has 2: set", fit_with, Blocks, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "pattern"),
+    [
+        (
+            {"schedule": "auto", "stages_per_rank": 1},
+            r"memory_limit_gib=1e-09: .*too small.*smallest limit that works is \d",
+        ),
+        ({"schedule": "zb_h2"}, r"memory_limit_gib=1e-09: zb_h2 holds .*smallest limit that works for it is \d"),
+        (
+            {"schedule": "auto", "costs": StageCosts([1.0] * 3, 1, 1)},
+            r"costs are for 3 stages, and 2 ranks have a mult",
+        ),
+        (
+            {"costs": StageCosts([1.0] * 4, 1, 1), "stages_per_rank": 1},
+            r"costs are for 4 stages, and 2 ranks have 2 of",
+        ),
+    ],
+)
+def test_what_no_schedule_can_keep_to(pool: WorkerPool, options: dict[str, Any], pattern: str) -> None:
+    """Found out on one rank, told on every one."""
+    limit = {} if "costs" in options else {"memory_limit_gib": 1e-9}
+    check_everywhere(pool, pattern, fit_with, Blocks, **limit, **options)
 
 
 def test_checkpoint_of_another_model(pool: WorkerPool, tmp_path: Any) -> None:

@@ -260,14 +260,19 @@ def lower_bound(problem: Problem, objective: Objective) -> float:
     return objective.score(makespan, span)
 
 
-def _solve(candidates: list[_Candidate], problem: Problem) -> _Candidate:
-    """The exact optimum on one placement, from the best candidate on it."""
-    num_actions = _num_actions(problem)
+def check_exact_is_practical(num_stages: int, num_microbatches: int) -> None:
+    """Raises :class:`ScheduleError` for a pipeline that is too large for the exact solver."""
+    num_actions = 3 * num_stages * num_microbatches
     if num_actions > _MAX_EXACT_ACTIONS:
         raise ScheduleError(
             f"exact search is for small pipelines: this one has {num_actions} actions (3 * stages * microbatches), "
             f"at most {_MAX_EXACT_ACTIONS} are practical; use auto without exact"
         )
+
+
+def _solve(candidates: list[_Candidate], problem: Problem) -> _Candidate:
+    """The exact optimum on one placement, from the best candidate on it."""
+    check_exact_is_practical(problem.num_stages, problem.num_microbatches)
     on_placement = [candidate for candidate in candidates if candidate.problem is problem]
     best = min(on_placement, key=lambda candidate: candidate.length.makespan)
     return _measured(problem, solve_exactly(problem, best.orders).orders, "exact")

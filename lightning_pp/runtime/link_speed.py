@@ -1,0 +1,85 @@
+"""How long messages take between ranks while nothing else is going on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+_NUM_WARM_UP = 2
+_NUM_REPEATS = 5
+_MOST_BYTES_OF_COLLECTIVE = 32 << 20
+"""Longer gathers and reductions are estimated from one of this size, since they would need the memory of a stage."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """A message of ``num_bytes`` between two ranks of a group, there and back."""
+
+    first: int
+    second: int
+    num_bytes: int
+
+
+def measure_links(links: Sequence[Link], group: dist.ProcessGroup, device: torch.device) -> dict[Link, float]:
+    """Milliseconds of one way of each link: half the median round trip.
+
+    Every rank of ``group`` has to call this with the same links; they are measured one after the other.
+
+    Returns:
+        The links whose first rank is this one.
+    """
+    rank = group.rank()
+    found = {}
+    for link in dict.fromkeys(links):
+        if rank not in (link.first, link.second):
+            continue
+        message = torch.zeros(max(1, link.num_bytes), dtype=torch.uint8, device=device)
+        other = link.second if rank == link.first else link.first
+        times = []
+        for _ in range(_NUM_WARM_UP + _NUM_REPEATS):
+            started = _now(device)
+            if rank == link.first:
+                dist.send(message, group=group, group_dst=other)
+                dist.recv(message, group=group, group_src=other)
+            else:
+                dist.recv(message, group=group, group_src=other)
+                dist.send(message, group=group, group_dst=other)
+            times.append((_now(device) - started) / 2)
+        if rank == link.first:
+            found[link] = median(times[_NUM_WARM_UP:])
+    return found
+
+
+def measure_gather_and_reduce(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:
+    """Milliseconds to gather, and to reduce and scatter, ``num_bytes`` of float32 over ``group``.
+
+    Every rank of the group has to call this with the same number.
+    """
+    size = group.size()
+    if num_bytes == 0 or size == 1:
+        return 0.0, 0.0
+    measured_bytes = min(num_bytes, _MOST_BYTES_OF_COLLECTIVE)
+    share = torch.zeros(max(1, measured_bytes // (4 * size)), dtype=torch.float32, device=device)
+    whole = torch.zeros(share.numel() * size, dtype=torch.float32, device=device)
+    gathers, reductions = [], []
+    for _ in range(_NUM_WARM_UP + _NUM_REPEATS):
+        started = _now(device)
+        dist.all_gather_into_tensor(whole, share, group=group)
+        gathered = _now(device)
+        dist.reduce_scatter_tensor(share, whole, group=group)
+        gathers.append(gathered - started)
+        reductions.append(_now(device) - gathered)
+    scale = num_bytes / measured_bytes
+    return scale * median(gathers[_NUM_WARM_UP:]), scale * median(reductions[_NUM_WARM_UP:])
+
+
+def _now(device: torch.device) -> float:
+    """Milliseconds, once the device has done everything it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() * 1e3

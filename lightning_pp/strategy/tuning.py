@@ -1,0 +1,260 @@
+"""Which unit runs where, chosen before the model is cut: cuts, placement, and the program to begin with."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from lightning_pp.errors import ConfigurationError, ScheduleError, SplitError
+from lightning_pp.schedule import Placement, Schedule, StageCosts, available_schedules, build_schedule
+from lightning_pp.schedule.registry import schedule_family
+from lightning_pp.schedule.search.auto import check_exact_is_practical
+from lightning_pp.split.partition import Partition, partition_units
+from lightning_pp.split.record import StepRecord
+from lightning_pp.strategy.schedule_options import ScheduleOptions
+from lightning_pp.strategy.stage_costs import assumed_speed, estimated_costs
+
+_log = logging.getLogger(__name__)
+
+_STAGES_PER_RANK_TRIED = (1, 2)
+# More stages on a rank mean more messages and more actions than the estimate knows of.
+_WORTH_MORE_STAGES = 0.98
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is cut and where its parts are.
+
+    Attributes:
+        placement: Which rank holds which stages.
+        partition: Which stage each unit is on.
+        costs: Given or estimated costs of these stages; ``held_*`` in GiB.
+        start: The schedule of the first batches, for as many microbatches as the first batch has.
+        reason: Why, for the log; empty where there was nothing to choose.
+    """
+
+    placement: Placement
+    partition: Partition
+    costs: StageCosts
+    start: Schedule
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class LayoutRequest:
+    """What a layout is chosen from.
+
+    Attributes:
+        options: What the user asks of the schedule.
+        num_ranks: Ranks of the pipeline.
+        num_microbatches: Microbatches of the first batch.
+        split_points: Units that start a stage, or None to balance.
+        device_type: Of the device that computes, for estimates.
+    """
+
+    options: ScheduleOptions
+    num_ranks: int
+    num_microbatches: int
+    split_points: Sequence[str] | None
+    device_type: str
+
+    @property
+    def fewest_stages(self) -> int:
+        """Stages that there have to be units for."""
+        options = self.options
+        if options.from_file is not None:
+            return options.from_file.placement.num_stages
+        return self.num_ranks * min(self.stages_per_rank_to_try)
+
+    @property
+    def placements_to_try(self) -> list[Placement]:
+        """One for a schedule with a name or in a file, several where there is a choice."""
+        options = self.options
+        if options.from_file is not None:
+            return [options.from_file.placement]
+        if not options.searches:
+            sizes: dict[str, Any] = {"num_ranks": self.num_ranks, "num_microbatches": 1}
+            return [build_schedule(options.name, stages_per_rank=self.stages_per_rank_to_try[0], **sizes).placement]
+        placements = []
+        for stages_per_rank in self.stages_per_rank_to_try:
+            if stages_per_rank == 2 and self.num_ranks > 1:
+                placements.append(Placement.v_shaped(self.num_ranks))
+            placements.append(Placement.interleaved(self.num_ranks, stages_per_rank))
+        return placements
+
+    @property
+    def stages_per_rank_to_try(self) -> tuple[int, ...]:
+        """Stages on each rank: one number for a schedule with a name, several where there is a choice."""
+        options = self.options
+        if options.stages_per_rank is not None:
+            return (options.stages_per_rank,)
+        if not options.searches:
+            return (schedule_family(options.name).default_stages_per_rank,)
+        if options.costs is not None:
+            num_stages = options.costs.num_stages
+            return (1 if num_stages is None else num_stages // self.num_ranks,)
+        if self.split_points is not None:
+            return (max(1, (len(self.split_points) + 1) // self.num_ranks),)
+        return _STAGES_PER_RANK_TRIED if self.num_ranks > 1 else (1,)
+
+
+def choose_layout(record: StepRecord, num_parameters: Mapping[str, int], request: LayoutRequest) -> Layout:
+    """Chooses cuts, placement and first schedule.
+
+    A schedule with a name or in a file says the placement, and the cuts balance FLOPs and parameters. For ``auto`` the
+    search is run on every placement to try (one chunk, V, interleaved): with given costs in full, with estimated ones
+    without the improvement, since real costs come after the first batches. The shortest predicted step wins, and more
+    stages on a rank only if they make it 2 % shorter.
+
+    Args:
+        record: A dry run of the step on one microbatch.
+        num_parameters: Every unit's number of parameters.
+        request: What to choose from.
+
+    Raises:
+        ConfigurationError, SplitError: The step cannot be cut into so many stages.
+        ScheduleError: No schedule keeps the memory limit; the message says the smallest that works.
+    """
+    found: list[Layout] = []
+    failures: list[Exception] = []
+    for placement in request.placements_to_try:
+        try:
+            found.append(_layout(record, num_parameters, request, placement))
+        except (ConfigurationError, SplitError, ScheduleError) as error:
+            failures.append(error)
+    if not found:
+        limit = request.options.memory_limit_gib
+        if limit is not None and isinstance(failures[0], ScheduleError):
+            raise ScheduleError(f"memory_limit_gib={limit:g}: {failures[0]} (in GiB)")
+        raise failures[0]
+    best = found[0]
+    for layout in found[1:]:
+        worth = _WORTH_MORE_STAGES if layout.placement.num_stages > best.placement.num_stages else 1.0
+        if _step_ms(layout) < worth * _step_ms(best):
+            best = layout
+    return replace(best, reason=_reason(best, found, failures)) if request.options.searches else best
+
+
+def _step_ms(layout: Layout) -> float:
+    """The time of a step in a row of overlapping ones."""
+    return max(layout.start.simulate(layout.costs).span_ms)
+
+
+def _layout(
+    record: StepRecord, num_parameters: Mapping[str, int], request: LayoutRequest, placement: Placement
+) -> Layout:
+    """The cuts, the costs and the schedule for one placement."""
+    options, num_stages = request.options, placement.num_stages
+    partition = partition_units(
+        record, placement=placement, num_parameters=num_parameters, split_points=request.split_points
+    )
+    costs = costs_of(record, partition, placement, request)
+    if options.from_file is not None:
+        options.from_file.validate(costs=costs, memory_limit=options.memory_limit_gib)
+        return Layout(placement, partition, costs, options.from_file)
+    if options.exact_search:
+        check_exact_is_practical(num_stages, request.num_microbatches)
+    schedule = build_schedule(
+        options.name,
+        num_ranks=request.num_ranks,
+        num_microbatches=request.num_microbatches,
+        stages_per_rank=num_stages // request.num_ranks,
+        costs=costs,
+        memory_limit=options.memory_limit_gib,
+        exact=options.exact_search and options.costs is not None,
+        placement=placement,
+        quick=options.costs is None,
+    )
+    return Layout(placement, partition, costs, schedule.validate())
+
+
+def costs_of(record: StepRecord, partition: Partition, placement: Placement, request: LayoutRequest) -> StageCosts:
+    """The given costs, or estimates, of the stages of ``partition``; ``held_*`` in GiB."""
+    options = request.options
+    estimated = estimated_costs(record, partition, placement, assumed_speed(request.device_type))
+    if options.costs is None:
+        return estimated
+    options.costs.per_stage(partition.num_stages)
+    _warn_of_other_cuts(options, partition)
+    if options.costs_hold_gib:
+        return options.costs
+    return replace(
+        options.costs,
+        held_after_forward=estimated.held_after_forward,
+        held_after_input=estimated.held_after_input,
+    )
+
+
+def _warn_of_other_cuts(options: ScheduleOptions, partition: Partition) -> None:
+    """Costs of other stages are no error, since no result depends on them, but no help either."""
+    measured = options.costs_measured_on.get("stages")
+    if not isinstance(measured, list):
+        return
+    found = [partition.units_of_stage(stage) for stage in range(partition.num_stages)]
+    different = [stage for stage, units in enumerate(found) if stage >= len(measured) or measured[stage] != units]
+    if different:
+        _log.warning(
+            f"{options.costs_origin[0].upper()}{options.costs_origin[1:]} were measured on other cuts: stage "
+            f"{different[0]} had {_shortened(measured[different[0]])} and has {_shortened(found[different[0]])}. "
+            "Measure again by leaving costs out."
+        )
+
+
+def _shortened(units: Sequence[str]) -> str:
+    return ", ".join(units) if len(units) <= 2 else f"{units[0]} to {units[-1]}"
+
+
+def _reason(best: Layout, found: Sequence[Layout], failures: Sequence[Exception]) -> str:
+    """What was compared."""
+    lines = [
+        f"{'> ' if layout is best else '  '}{layout.placement.kind} ({layout.placement.num_stages} stages): "
+        f"{_step_ms(layout):.4g} ms a step, bubble {layout.start.simulate(layout.costs).longest_span_bubble:.3f}"
+        for layout in found
+    ]
+    return "\n".join(lines + [f"  not possible: {error}" for error in failures])
+
+
+def compared_schedules(
+    costs: StageCosts, placement: Placement, num_microbatches: int, memory_limit: float | None
+) -> Iterator[tuple[str, Schedule | ScheduleError]]:
+    """Every schedule that is made by hand on this placement, or why it cannot be used."""
+    stages_per_rank = placement.num_stages // placement.num_ranks
+    for name in available_schedules():
+        if name == "auto" or not schedule_family(name).allows(stages_per_rank):
+            continue
+        sizes: dict[str, Any] = {
+            "num_ranks": placement.num_ranks,
+            "num_microbatches": num_microbatches,
+            "stages_per_rank": stages_per_rank,
+        }
+        if build_schedule(name, **sizes).placement != placement:
+            continue
+        try:
+            yield name, build_schedule(name, costs=costs, memory_limit=memory_limit, **sizes)
+        except ScheduleError as error:
+            yield name, error
+
+
+def decided_by_one(compute: Callable[[], T], *, decides: bool, agree: Callable[[Any], Any]) -> T:
+    """What ``compute`` returns or raises on the rank that decides, on every rank.
+
+    Args:
+        compute: Called on that rank only.
+        decides: Whether this is the rank, global rank 0.
+        agree: Returns rank 0's argument on every rank.
+    """
+    outcome: tuple[Any, Exception | None] = (None, None)
+    if decides:
+        try:
+            outcome = (compute(), None)
+        except Exception as error:
+            outcome = (None, error)
+    result, failure = agree(outcome)
+    if failure is not None:
+        raise failure
+    decided: T = result
+    return decided

@@ -1,0 +1,140 @@
+"""Gradients of every batch of a short training, by a plain Trainer or by a pipeline with a given schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from parity_run import QUIET, tensor_difference
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from lightning_pp import PipelineParallelStrategy
+
+Gradients = dict[str, Tensor]
+
+WIDTH, VOCAB, LENGTH = 6, 11, 5
+
+
+class Block(nn.Module):
+    """What a backward can be split on and what it cannot: linears, a convolution, a norm, biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mix = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=2)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[B, T, D]`` to the same shape."""
+        h = self.norm(x)
+        h = h + self.mix(h.transpose(1, 2)).transpose(1, 2)
+        return x + self.down(torch.tanh(self.up(h)))
+
+
+class Tower(L.LightningModule):
+    """Eight blocks between an embedding and a head that share their weight: ten units, for up to eight stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(8))
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (tokens,) = batch
+        h = self.embedding(tokens)
+        for block in self.blocks:
+            h = block(h)
+        logits = self.head(h[:, :-1])
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Data(L.LightningDataModule):
+    """Batches of ``batch_size`` samples of all replicas together, in order; the last one of an epoch is smaller."""
+
+    def __init__(self, num_samples: int, batch_size: int) -> None:
+        super().__init__()
+        self.num_samples, self.batch_size = num_samples, batch_size
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        assert self.trainer is not None
+        tokens = torch.randint(VOCAB, (self.num_samples, LENGTH), generator=torch.Generator().manual_seed(5))
+        placement = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        dataset = TensorDataset(tokens)
+        sampler = DistributedSampler(dataset, shuffle=False, **placement)
+        return DataLoader(dataset, batch_size=self.batch_size // placement["num_replicas"], sampler=sampler)
+
+
+class GradientRecorder(L.Callback):
+    """Copies every gradient before the optimizer uses it, and the program of every batch."""
+
+    def __init__(self) -> None:
+        self.steps: list[Gradients] = []
+        self.programs: list[str] = []
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, module: Any, optimizer: Any) -> None:
+        found = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            gradient = parameter.grad
+            assert gradient is not None, f"{name} has no gradient"
+            found[name] = (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).clone()
+        self.steps.append(found)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if isinstance(trainer.strategy, PipelineParallelStrategy):
+            step = trainer.strategy.engine.last_training_step
+            assert step is not None
+            self.programs.append(step[0].csv_text())
+
+
+def record_gradients(
+    strategy: PipelineParallelStrategy | None, devices: int, *, batch_size: int, num_batches: int, accumulate: int = 1
+) -> GradientRecorder:
+    """Trains ``num_batches`` batches: of ``batch_size`` samples, and of about two thirds of it, in turn."""
+    recorder = GradientRecorder()
+    torch.manual_seed(3)
+    module = Tower()
+    trainer = L.Trainer(
+        **QUIET,
+        devices=devices,
+        strategy=strategy or "auto",
+        max_epochs=-(-num_batches // 2),
+        limit_train_batches=2,
+        accumulate_grad_batches=accumulate,
+        precision="64-true",
+        use_distributed_sampler=False,
+        callbacks=[recorder],
+    )
+    trainer.fit(module, Data(batch_size + 2 * (batch_size // 3), batch_size))
+    return recorder
+
+
+def record_pipelined(
+    schedules: Mapping[str, Mapping[str, Any]], pipeline: int, replicas: int, **run: Any
+) -> dict[str, list[Gradients]]:
+    """In a worker: the gradients of this rank's parameters, for each of some sets of strategy arguments."""
+    found = {}
+    for name, options in schedules.items():
+        strategy = PipelineParallelStrategy(pipeline, replicas, **options)
+        found[name] = record_gradients(strategy, pipeline * replicas, **run).steps
+    return found
+
+
+def largest_difference(ranks: list[list[Gradients]], expected: list[Gradients]) -> float:
+    """Of any gradient on any rank in any step; together the ranks must have all."""
+    assert {name for rank in ranks for name in rank[0]} == set(expected[0])
+    largest = 0.0
+    for rank in ranks:
+        assert len(rank) == len(expected)
+        for found, step in zip(rank, expected, strict=True):
+            largest = max([largest, *(tensor_difference(found[name], step[name]) for name in found)])
+    return largest

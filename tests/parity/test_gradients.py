@@ -1,0 +1,98 @@
+"""Gradients of every schedule are those of one device, in float64 to 1e-9, where nothing divides anything.
+
+Seven samples of a replica in microbatches of unequal size, numbers of microbatches that the ranks do not divide, then a
+batch of four samples, which may have fewer microbatches. By default every schedule on two ranks, and each placement
+on three and four and with sharding; ``--nightly`` runs every schedule everywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gradient_run import Gradients, largest_difference, record_gradients, record_pipelined
+from pool import WorkerPool
+
+from lightning_pp.schedule import available_schedules, build_schedule
+
+TOLERANCE = 1e-9
+BATCH = 7
+ALL = available_schedules()
+BY_HAND = tuple(name for name in ALL if name != "auto")
+
+# pipeline ranks, replicas, microbatches; schedules
+COVERING = [
+    (2, 1, 3, (*ALL, "csv")),
+    (2, 2, 3, ("1f1b", "interleaved_zb", "zb_h1", "zb_v", "auto", "csv")),
+    (3, 1, 4, ("zb_h2", "interleaved_1f1b", "v_half", "auto")),
+    (4, 1, 6, ("zb_h1", "zb_v")),
+]
+EVERYWHERE = [
+    (pipeline, replicas, m, (*ALL, "csv"))
+    for pipeline, replicas, numbers in ((2, 1, (1, 5)), (2, 2, (3, 5)), (3, 1, (2, 4, 7)), (4, 1, (3, 6, 7)))
+    for m in numbers
+]
+
+
+@functools.cache
+def expected(num_replicas: int, num_batches: int, accumulate: int = 1) -> list[Gradients]:
+    return record_gradients(
+        None, 1, batch_size=BATCH * num_replicas, num_batches=num_batches, accumulate=accumulate
+    ).steps
+
+
+def options_of(schedule: str, pipeline: int, m: int, folder: Path) -> dict[str, Any]:
+    """Strategy arguments; the CSV is of a V with its last stage on rank 0, ``auto`` changes its schedule on the way."""
+    if schedule == "csv":
+        path = folder / f"{pipeline}x{m}.csv"
+        build_schedule("zb_v", num_ranks=pipeline, num_microbatches=m).to_csv(path)
+        return {"schedule": str(path)}
+    if schedule == "auto":
+        return {"schedule": "auto", "num_microbatches": m, "num_profiled_batches": 1}
+    return {"schedule": schedule, "num_microbatches": m}
+
+
+def check(
+    pool: WorkerPool, folder: Path, pipeline: int, replicas: int, m: int, schedules: tuple[str, ...], **run: Any
+) -> None:
+    options = {name: options_of(name, pipeline, m, folder) for name in schedules}
+    ranks = pool.run(
+        record_pipelined,
+        options,
+        pipeline,
+        replicas,
+        world_size=pipeline * replicas,
+        timeout=240,
+        batch_size=BATCH * replicas,
+        num_batches=4,
+        **run,
+    )
+    for name in schedules:
+        found = [rank[name] for rank in ranks]
+        difference = largest_difference(found, expected(replicas, 4, **run))
+        assert difference < TOLERANCE, f"{name} on {pipeline}x{replicas} ranks, {m} microbatches: {difference:.1e}"
+
+
+def _id(case: tuple[int, int, int, tuple[str, ...]]) -> str:
+    return f"{case[0]}x{case[1]}-m{case[2]}"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", COVERING, ids=_id)
+def test_gradients_of_schedules(pool: WorkerPool, tmp_path: Path, case: tuple[int, int, int, tuple[str, ...]]) -> None:
+    check(pool, tmp_path, *case)
+
+
+def test_gradients_accumulated_over_a_change_of_schedule(pool: WorkerPool, tmp_path: Path) -> None:
+    check(pool, tmp_path, 2, 1, 3, ("auto", "csv"), accumulate=2)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", EVERYWHERE, ids=_id)
+def test_gradients_of_every_schedule_everywhere(
+    pool: WorkerPool, tmp_path: Path, case: tuple[int, int, int, tuple[str, ...]]
+) -> None:
+    check(pool, tmp_path, *case)
