@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pp.runtime.randomness import StepRandomness, host_generator_untouched
+from lightning_pp.runtime.randomness import StepRandomness, host_generators_untouched
 from lightning_pp.runtime.sharded import ShardedStages, run_sharding_action
 from lightning_pp.runtime.stage import InFlight, StageRunner
 from lightning_pp.runtime.timing import StepTimer
@@ -98,7 +98,7 @@ class PipelineExecutor:
         transport.begin(self._route(schedule, inputs.plans))
         last_stage = schedule.placement.num_stages - 1
         try:
-            with host_generator_untouched(inputs.seed * 4096 + self._rank, self._device):
+            with host_generators_untouched(inputs.seed * 4096 + self._rank, self._device):
                 for action in schedule.programs[self._rank]:
                     if action.microbatch is None:
                         if sharded is not None:
@@ -160,7 +160,7 @@ class PipelineExecutor:
             inputs.plans[microbatch],
             lambda: inputs.run_step(microbatch, stage),
             received,
-            StepRandomness(inputs.seed * 1_009 + microbatch, self._device),
+            StepRandomness.of_microbatch(inputs.seed, microbatch, self._device),
             with_gradients=inputs.loss_of is not None,
             splits_backward=(stage, microbatch) in self._split_backwards(schedule),
         )

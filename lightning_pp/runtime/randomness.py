@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -14,7 +17,8 @@ class StepRandomness:
     On one device a step draws all its numbers from one generator, in order. Stages run parts of that order, so each
     stretch of glue gets a stream that depends on the seed, the step, the microbatch and its place in the step, but not
     on the stage: noise that several stages use (diffusion time steps, masks) is the same on all of them. Units draw
-    from the stage's own stream. Where the dry run saw no random glue nothing is done.
+    from the stage's own stream. Where the dry run saw no random glue nothing is done. Glue may draw from the generators
+    of torch, Python and NumPy.
 
     Args:
         seed: Depends on the run's seed, the data-parallel rank, the step and the microbatch; equal on all stages.
@@ -27,6 +31,11 @@ class StepRandomness:
         self._glue_is_random = False
         self._unit_state: list[torch.Tensor] | None = None
 
+    @classmethod
+    def of_microbatch(cls, step_seed: int, microbatch: int, device: torch.device) -> StepRandomness:
+        """That of one microbatch of a step."""
+        return cls(step_seed * 1_009 + microbatch, device)
+
     @contextmanager
     def of_glue(self, glue_is_random: bool) -> Iterator[None]:
         """Around a step's forward on a stage."""
@@ -35,16 +44,23 @@ class StepRandomness:
             yield
             return
         self._unit_state = self._states()
-        self.next_call(-1)
         try:
-            yield
+            with _python_generators_untouched():
+                self.next_call(-1)
+                yield
         finally:
             self._set_states(self._unit_state)
 
     def next_call(self, index: int) -> None:
         """Starts the stretch of glue after call ``index``."""
         if self._glue_is_random:
-            torch.manual_seed((self._seed * 1_000_003 + index + 1) % (1 << 63))
+            self.seed_glue(index)
+
+    def seed_glue(self, index: int) -> None:
+        """Seeds the generators for the stretch of glue after call ``index``."""
+        seed = (self._seed * 1_000_003 + index + 1) % (1 << 63)
+        torch.manual_seed(seed)
+        _seed_python_generators(seed)
 
     @contextmanager
     def of_unit(self, index: int) -> Iterator[None]:
@@ -71,15 +87,37 @@ class StepRandomness:
 
 
 @contextmanager
-def host_generator_untouched(seed: int, device: torch.device) -> Iterator[None]:
+def host_generators_untouched(seed: int, device: torch.device) -> Iterator[None]:
     """Around a whole step: seeds the generators for this rank's units and puts the host's back afterwards.
 
-    Samplers and datasets draw from the host's generator, and every rank of a pipeline must see the same batches; so
-    what units draw, which differs from stage to stage, must not move it.
+    Samplers and datasets draw from the host's generators (torch's, Python's and NumPy's), and every rank of a pipeline
+    must see the same batches; so what units draw, which differs from stage to stage, must not move them.
     """
     host_state = torch.get_rng_state()
-    torch.manual_seed(seed % (1 << 63))
+    with _python_generators_untouched():
+        torch.manual_seed(seed % (1 << 63))
+        _seed_python_generators(seed)
+        try:
+            yield
+        finally:
+            torch.set_rng_state(host_state)
+
+
+def _seed_python_generators(seed: int) -> None:
+    random.seed(seed)
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % (1 << 32))
+
+
+@contextmanager
+def _python_generators_untouched() -> Iterator[None]:
+    state = random.getstate()
+    numpy: Any = sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy is not None else None
     try:
         yield
     finally:
-        torch.set_rng_state(host_state)
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)

@@ -19,6 +19,7 @@ from lightning_pp.runtime.deferred import (
     weight_gradients_deferrable,
 )
 from lightning_pp.runtime.randomness import StepRandomness
+from lightning_pp.split.doors import DoorKeeper, StandInDoors
 from lightning_pp.split.interception import UnitCalls
 from lightning_pp.split.placeholders import is_fake
 from lightning_pp.split.plan import StagePlan, StepPlan
@@ -112,7 +113,7 @@ class StageRunner:
             SplitError: The step calls other units than the plan says, or touches a value that is not here.
         """
         stage_plan = plan.stages[self.stage]
-        run = _StageForward(plan, stage_plan, received, randomness, with_gradients)
+        run = _StageForward(plan, stage_plan, self._units, received, randomness, with_gradients)
         if stage_plan.last_call == -1:  # nothing of this stage is called in such a step
             return run.in_flight, None
         output = None
@@ -127,6 +128,8 @@ class StageRunner:
                 pass
             else:
                 run.check_complete()
+            finally:
+                run.doors.undo()
         return run.in_flight, output
 
     def backward(
@@ -204,11 +207,14 @@ class _StageForward:
         self,
         plan: StepPlan,
         stage_plan: StagePlan,
+        units: Mapping[str, nn.Module],
         received: Mapping[Value, Tensor],
         randomness: StepRandomness,
         with_gradients: bool,
     ) -> None:
         self.in_flight = InFlight()
+        self.doors = StandInDoors()
+        self._units = units
         self._record = plan.record
         self._plan = stage_plan
         self._randomness = randomness
@@ -237,10 +243,14 @@ class _StageForward:
         call = calls[index]
         if index not in self._plan.owned_calls:
             self._randomness.next_call(index)
-            return self._stand_in(call)
-        with self._randomness.of_unit(index):
+            self.doors.leave(call, self._units[unit], args, kwargs, self._tensor_of)
+            return call.output_of(self._inputs)
+        doors = DoorKeeper(call, self._units[unit], args, kwargs, self._sent)
+        with self._randomness.of_unit(index), doors.watching():
             output = original(*args, **kwargs)
         output = self._keep(call, output)
+        for value, tensor in doors.kept().items():
+            self._keep_value(call, value, tensor)
         if index == self._plan.last_call:
             raise _StageFinished
         self._randomness.next_call(index)
@@ -256,11 +266,9 @@ class _StageForward:
                 f"saw {len(self._record.calls)}; the next would have been {following!r}."
             )
 
-    def _stand_in(self, call: UnitCall) -> Any:
-        leaves = [
-            self._inputs.get(Value(call.index, position), leaf.stand_in) for position, leaf in enumerate(call.leaves)
-        ]
-        return leaves[0] if call.output is None else replace_leaves(call.output, leaves)
+    def _tensor_of(self, value: Value) -> Tensor:
+        stand_in: Tensor = self._record.leaf(value).stand_in
+        return self._inputs.get(value, stand_in)
 
     def _keep(self, call: UnitCall, output: Any) -> Any:
         """Checks what an owned call returned against the record, and keeps what others need."""
@@ -282,18 +290,27 @@ class _StageForward:
             value = Value(call.index, position)
             if value not in self._sent:
                 continue
-            if tuple(leaf.shape) != expected.spec.shape or leaf.dtype != expected.spec.dtype:
-                raise SplitError(
-                    f"Output {position} of the unit {call.unit!r} has shape {tuple(leaf.shape)} and dtype "
-                    f"{leaf.dtype}, where the dry run of a batch of the same shapes saw {expected.spec.shape} and "
-                    f"{expected.spec.dtype}: other stages cannot know its size."
-                )
-            self.in_flight.outputs[value] = leaf
-            if leaf.requires_grad:
-                self.in_flight.roots[value] = get_gradient_edge(leaf)
+            self._keep_value(call, value, leaf)
             if expected.edited_in_place:
                 # the code after it edits its own copy; what is sent stays as the unit made it
                 leaves[position], replaced = leaf.clone(), True
         if not replaced:
             return output
         return leaves[0] if isinstance(output, Tensor) else replace_leaves(output, leaves)
+
+    def _keep_value(self, call: UnitCall, value: Value, tensor: Tensor) -> None:
+        """Keeps a tensor that another stage needs."""
+        expected = call.leaf(value.leaf)
+        assert expected.spec is not None  # only tensors are values
+        if tuple(tensor.shape) != expected.spec.shape or tensor.dtype != expected.spec.dtype:
+            what = f"Output {value.leaf}" if value.leaf >= 0 else "A tensor left behind besides the outputs"
+            raise SplitError(
+                f"{what} of the unit {call.unit!r} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, where the "
+                f"dry run of a batch of the same shapes saw {expected.spec.shape} and {expected.spec.dtype}: other "
+                "stages cannot know its size."
+            )
+        # code after the unit may edit what left it by a door, and nothing can give it a copy
+        edited_later = value.leaf < 0 and expected.edited_in_place
+        kept = self.in_flight.outputs[value] = tensor.clone() if edited_later else tensor
+        if kept.requires_grad:
+            self.in_flight.roots[value] = get_gradient_edge(kept)

@@ -72,6 +72,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         value_reads: Where glue did.
         edited: Unit outputs that code after the unit writes into.
         glue_is_random: Whether glue draws random numbers.
+        branches_at_random: Whether Python looked at a number that glue drew.
         gradient_hooks: Hooks that glue put on weight-dependent tensors.
         edits_batch: Whether the step wrote into memory that it did not make.
         watch: Numbers the memories that the step makes.
@@ -93,6 +94,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.value_reads: list[ValueRead] = []
         self.edited: set[Value] = set()
         self.glue_is_random = False
+        self.branches_at_random = False
         self.gradient_hooks: list[GradientHook] = []
         self.edits_batch = False
         self.watch = watch or MemoryWatch()
@@ -111,6 +113,8 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._real_memory: dict[int, int] = {}
         self._own_memory = set(own_memory)
         self._contents_before: list[tuple[Tensor, Tensor]] = []
+        # real tensors that come from numbers that glue drew; a mark on them would be lost in views
+        self._drawn: set[int | None] = set()
 
     def mark_output(self, tensor: Tensor, value: Value) -> None:
         """Makes ``tensor`` the source ``value``."""
@@ -200,6 +204,8 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not any_fake and not sources:
             result = func(*args, **kwargs)
             self._note_memory(func, inputs, result)
+            if self.call is None and self.glue_is_random:
+                self._note_drawn(func, inputs, result)
             return result
         if self.call is not None:
             self._note(sources)
@@ -288,6 +294,18 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """What an operation returns that is no view of what it was given lies in memory of the step's own."""
         made = {storage_of(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
         self._own_memory |= made if func is _LIFT_FRESH else made - {storage_of(tensor) for tensor in inputs}
+
+    def _note_drawn(self, func: Any, inputs: list[Tensor], result: Any) -> None:
+        """Follows what glue draws, to see whether the way of the step hangs on it."""
+        is_drawn = torch.Tag.nondeterministic_seeded in func.tags
+        if not is_drawn and self._drawn.isdisjoint(map(storage_of, inputs)):
+            return
+        if func is _ITEM:
+            self.branches_at_random = True
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._drawn.add(storage_of(tensor))
+                self._kept_alive.append(tensor)
 
     def _keep_contents(self, func: Any, args: Any, kwargs: Any) -> None:
         for tensor in _written_by(func, args, kwargs):

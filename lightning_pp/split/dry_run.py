@@ -35,6 +35,7 @@ def dry_run(
     units: Mapping[str, nn.Module],
     placeholders: Placeholders,
     with_gradients: bool,
+    seed_glue: Callable[[int], None] | None = None,
 ) -> StepRecord:
     """Runs ``step`` with every parameter fake, and records unit calls, what they read, and what the end needs.
 
@@ -50,12 +51,13 @@ def dry_run(
         units: Names and modules of the units.
         placeholders: Makes the fakes.
         with_gradients: Whether autograd is on, as in training.
+        seed_glue: Given the index of a unit call (-1: the step's start), seeds the generators for the code after it.
 
     Raises:
         SplitError: The step looks at a weight-dependent value before its last unit call, or the outputs of a unit have
             shapes that depend on weights.
     """
-    run = DryRun(units, placeholders)
+    run = DryRun(units, placeholders, seed_glue=seed_glue)
     try:
         return _attempt(run, step, module, units, placeholders, with_gradients)
     except SplitError:
@@ -65,7 +67,7 @@ def dry_run(
     # Fakes may be what failed: a branch on a stand-in value, a function that is not torch's. The last stage runs what
     # follows the last unit call on real data, so it may be tried on made-up data.
     num_calls = len(run.record.calls)
-    run = DryRun(units, placeholders, num_calls=num_calls, reads=run.lines_of_value_reads())
+    run = DryRun(units, placeholders, num_calls=num_calls, reads=run.lines_of_value_reads(), seed_glue=seed_glue)
     try:
         return _attempt(run, step, module, units, placeholders, with_gradients)
     except SplitError:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_pp.errors import SplitError
 from lightning_pp.split.checkpointed_regions import RAN, Calls, CheckpointedRegions
+from lightning_pp.split.hooks import hooks_of_users, without_hooks
 from lightning_pp.split.record import PassedOn
 from lightning_pp.split.tree import leaves_of, map_leaves
 
@@ -91,14 +92,14 @@ class UnitCalls:
     ) -> Any:
         if self._running_original:
             return call(*args, **kwargs)
-        before, after = _users_of(unit._forward_pre_hooks), _users_of(unit._forward_hooks)
+        before, after = hooks_of_users(unit._forward_pre_hooks), hooks_of_users(unit._forward_hooks)
         if not before and not after:
             return self._route(handler, name, call, *args, **kwargs)
         for key, hook in before.items():
             args, kwargs = _replaced_inputs(hook, unit, args, kwargs, key in unit._forward_pre_hooks_with_kwargs)
 
         def call_without(*args: Any, **kwargs: Any) -> Any:
-            with _without(unit._forward_pre_hooks, before), _without(unit._forward_hooks, after):
+            with without_hooks(unit._forward_pre_hooks, before), without_hooks(unit._forward_hooks, after):
                 return call(*args, **kwargs)
 
         output = self._route(handler, name, call_without, *args, **kwargs)
@@ -160,17 +161,6 @@ def _with_passed_on(output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 _PATCHED = ("_compiled_call_impl", "forward")
 
 
-def _users_of(hooks: Mapping[int, Any]) -> dict[int, Any]:
-    """Hooks that are neither torch's nor this package's (sharding, weight norms), which go with the call."""
-    return {key: hook for key, hook in hooks.items() if not _module_of(hook).startswith(("torch.", "lightning_pp."))}
-
-
-def _module_of(hook: Any) -> str:
-    while isinstance(hook, partial):
-        hook = hook.func
-    return str(getattr(hook, "__module__", ""))
-
-
 def _replaced_inputs(
     hook: Any, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], with_kwargs: bool
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -181,20 +171,6 @@ def _replaced_inputs(
     if replacement is None:
         return args, kwargs
     return replacement if isinstance(replacement, tuple) else (replacement,), kwargs
-
-
-@contextmanager
-def _without(hooks: dict[int, Any], removed: Mapping[int, Any]) -> Iterator[None]:
-    """Within, the hooks in ``removed`` are not called; the order is kept."""
-    before = dict(hooks)
-    for key in removed:
-        del hooks[key]
-    try:
-        yield
-    finally:
-        added = {key: hook for key, hook in hooks.items() if key not in before}
-        hooks.clear()
-        hooks.update({**before, **added})
 
 
 @contextmanager

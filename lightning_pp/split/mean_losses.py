@@ -13,20 +13,17 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_pp.split.interception import UnitCalls, running_unit
-from lightning_pp.split.module_state import preserved_state
+from lightning_pp.split.interception import running_unit
 from lightning_pp.split.placeholders import is_fake
 from lightning_pp.split.plan import StepPlan
-from lightning_pp.split.python_reads import PythonReads
-from lightning_pp.split.stand_in_mode import MadeUp
-from lightning_pp.split.tree import replace_leaves
+from lightning_pp.split.rehearsal import Rehearsed, rehearse
 
 Denominator = Tensor | float | None
 # Given what the loss divides by (None: unknown), and how to call it with another reduction.
@@ -44,10 +41,6 @@ _BY_ELEMENT = (
     "soft_margin_loss",
     "poisson_nll_loss",
 )
-
-
-class _Counted(BaseException):
-    """Leaves the user's step."""
 
 
 class MeanLosses:
@@ -69,43 +62,22 @@ class MeanLosses:
         units: Mapping[str, nn.Module],
         step: Callable[[], Any],
         module: nn.Module,
+        device: torch.device,
+        seed_glue: Callable[[int], None],
     ) -> None:
-        """Runs ``step`` of a microbatch with every unit standing in, up to its last mean loss."""
+        """Rehearses ``step`` of a microbatch, up to its last mean loss; see :func:`rehearse` for the arguments."""
         counted: list[Denominator] = []
-        calls = iter(plan.record.calls)
-
-        def stand_in(unit: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            call = next(calls, None)
-            if call is None:
-                raise _Counted
-            leaves = [leaf.stand_in for leaf in call.leaves]
-            return leaves[0] if call.output is None else replace_leaves(call.output, leaves)
 
         def note(denominator: Denominator, loss: Callable[..., Tensor]) -> Tensor:
             counted.append(denominator)
             if len(counted) == plan.record.num_mean_losses:
-                raise _Counted
+                raise Rehearsed
             return loss()
 
-        host_state = torch.get_rng_state()
-        try:
-            with (
-                _values_made_up(plan),
-                UnitCalls(units).handled_by(stand_in),
-                intercepted_mean_losses(note),
-                torch.no_grad(),
-            ):
-                if plan.record.step_edits_module:
-                    with preserved_state(module):
-                        step()
-                else:
-                    step()
-        except _Counted:
-            pass
-        except Exception:  # what it made of made-up values says nothing; the real step will tell
+        with intercepted_mean_losses(note):
+            _, failure = rehearse(plan.record, units, step, module, device, seed_glue)
+        if failure is not None:  # what it made of made-up values says nothing; the real step will tell
             counted.clear()
-        finally:
-            torch.set_rng_state(host_state)
         self._counts[microbatch] = counted
 
     @contextmanager
@@ -152,16 +124,6 @@ class MeanLosses:
                     known = [count for count in counts if count is not None]
                     self._totals.append(sum(known) if len(known) == len(counts) else None)
         return self._totals
-
-
-@contextmanager
-def _values_made_up(plan: StepPlan) -> Iterator[None]:
-    """Within, code may read values of stand-ins (``.item()``, ``.numpy()``) and sees something."""
-    mode = next((leaf.stand_in.fake_mode for call in plan.record.calls for leaf in call.leaves if leaf.spec), None)
-    fill = MadeUp()
-    read = PythonReads(is_fake, lambda fake: fill(fake.shape, dtype=fake.dtype, device=fake.device))
-    with read, nullcontext() if mode is None else mode.making_up():
-        yield
 
 
 @contextmanager

@@ -98,6 +98,15 @@ def _generators_of(module: nn.Module) -> list[Callable[[], None]]:
     return restore
 
 
+def python_generators() -> tuple[Any, ...]:
+    """The state of the generators of Python and NumPy, to compare."""
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None:
+        return (random.getstate(),)
+    _, keys, *rest = numpy.random.get_state()
+    return (random.getstate(), keys.tobytes(), *rest)
+
+
 @contextmanager
 def preserved_random_state(device: torch.device) -> Iterator[None]:
     """Within, random numbers may be drawn; afterwards the generators of torch, Python and NumPy are as before.

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_pp.split.tree import replace_leaves
+
 
 @dataclass(frozen=True, order=True)
 class Value:
-    """A tensor that a unit call returned: leaf number ``leaf`` of the outputs of call number ``call``."""
+    """A tensor that a unit call made for others: leaf number ``leaf`` of the outputs of call number ``call``.
+
+    A negative ``leaf`` counts the tensors that left the unit by other doors, from -1 down.
+    """
 
     call: int
     leaf: int
@@ -38,6 +44,62 @@ class PassedOn:  # no dataclass, for those are containers
 
     def __init__(self, position: int) -> None:
         self.position = position
+
+
+class Handed:  # no dataclass, for those are containers
+    """Stands in for a tensor that left a unit by a door: ``value``."""
+
+    def __init__(self, value: Value) -> None:
+        self.value = value
+
+
+@dataclass(frozen=True)
+class AttributePlace:
+    """Attribute ``key`` of a module inside the unit: set, or (``grows``) a container that got more entries."""
+
+    module: str
+    key: str
+    grows: bool
+
+    def __str__(self) -> str:
+        of_module = f" of its {self.module!r}" if self.module else ""
+        return f"{'entries in ' if self.grows else ''}the attribute {self.key!r}{of_module}"
+
+
+@dataclass(frozen=True)
+class ArgumentPlace:
+    """The ``position``-th list or dict among the arguments, which got more entries."""
+
+    position: int
+
+    def __str__(self) -> str:
+        return "entries in a list or dict that it is called with"
+
+
+@dataclass(frozen=True)
+class HookPlace:
+    """The ``count``-th call of the ``number``-th forward hook (pre-hook if ``before``) on a module inside the unit."""
+
+    module: str
+    number: int
+    before: bool
+    count: int
+
+    def __str__(self) -> str:
+        return f"what a forward hook on its {self.module!r} sees"
+
+
+@dataclass
+class Door:
+    """Something besides its outputs that a unit call leaves behind.
+
+    Attributes:
+        place: Where.
+        content: What, with a :class:`Handed` or :class:`PassedOn` in place of each tensor.
+    """
+
+    place: AttributePlace | ArgumentPlace | HookPlace
+    content: Any
 
 
 @dataclass
@@ -109,6 +171,8 @@ class UnitCall:
         reads: What it needs, with the code before it.
         output: The containers of what it returned; None where that is a tensor.
         leaves: What is in them.
+        doors: What else the call leaves behind.
+        left: The tensors in that.
         flops: Floating point operations of its forward.
         weight_flops: Those of them that have a parameter as an operand.
         saved_bytes: What autograd keeps of it between forward and backward.
@@ -122,12 +186,23 @@ class UnitCall:
     reads: Reads
     output: Any = None
     leaves: list[OutputLeaf] = field(default_factory=list)
+    doors: list[Door] = field(default_factory=list)
+    left: list[OutputLeaf] = field(default_factory=list)
     flops: int = 0
     weight_flops: int = 0
     saved_bytes: int = 0
     memory: HeldMemory = field(default_factory=HeldMemory)
     given: dict[int, int] = field(default_factory=dict)
     region: int | None = None
+
+    def leaf(self, leaf: int) -> OutputLeaf:
+        """What :attr:`Value.leaf` counts."""
+        return self.leaves[leaf] if leaf >= 0 else self.left[-1 - leaf]
+
+    def output_of(self, tensors: Mapping[Value, Any]) -> Any:
+        """What stands in for what the call returned: ``tensors`` where they are known, else fakes."""
+        leaves = [tensors.get(Value(self.index, place), leaf.stand_in) for place, leaf in enumerate(self.leaves)]
+        return leaves[0] if self.output is None else replace_leaves(self.output, leaves)
 
 
 @dataclass(frozen=True)
@@ -153,6 +228,7 @@ class StepRecord:
         gradient_sources: For each value and for the loss (``None``), the values it depends on differentiably with no
             other unit's output in between. Empty for a step without gradients.
         glue_is_random: Whether code outside units draws random numbers.
+        may_branch_at_random: Whether Python may look at such a number, so that another draw may call other units.
         value_reads_in_tail: Lines after the last call that read a weight-dependent value (``.item()``).
         mutated_attributes: ``(module name, attribute)`` that the step set or whose content it changed.
         num_mean_losses: Calls, outside units, of functions that take the mean of a loss.
@@ -166,6 +242,7 @@ class StepRecord:
     tail: Reads = field(default_factory=Reads)
     gradient_sources: dict[Value | None, frozenset[Value]] = field(default_factory=dict)
     glue_is_random: bool = False
+    may_branch_at_random: bool = False
     value_reads_in_tail: list[str] = field(default_factory=list)
     mutated_attributes: tuple[tuple[str, str], ...] = ()
     num_mean_losses: int = 0
@@ -182,7 +259,7 @@ class StepRecord:
 
     def leaf(self, value: Value) -> OutputLeaf:
         """The output leaf that ``value`` names."""
-        return self.calls[value.call].leaves[value.leaf]
+        return self.calls[value.call].leaf(value.leaf)
 
     def spec(self, value: Value) -> TensorSpec:
         """Shape and dtype of ``value``."""

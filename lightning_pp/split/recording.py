@@ -13,12 +13,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lightning_pp.errors import SplitError
 from lightning_pp.split.checkpointed_regions import never_run_again
 from lightning_pp.split.data_flow import DataFlow
+from lightning_pp.split.doors import ChangingHookError, DoorWatch
 from lightning_pp.split.gradient_flow import gradient_sources
 from lightning_pp.split.made_up_data import AsFake, MadeUpData
 from lightning_pp.split.memory_watch import GraphReader, MemoryWatch
+from lightning_pp.split.module_state import python_generators
 from lightning_pp.split.placeholders import Placeholders, has_data, is_fake
 from lightning_pp.split.python_reads import PythonReads
 from lightning_pp.split.record import (
+    Handed,
     HeldMemory,
     OutputLeaf,
     PassedOn,
@@ -45,6 +48,7 @@ class DryRun:
         placeholders: Makes the fakes.
         num_calls: The number of unit calls after which data are made up; None for never.
         reads: Lines that read a value in an earlier attempt.
+        seed_glue: Given the index of a call, seeds the generators for the code after it (-1: before the first).
     """
 
     def __init__(
@@ -53,11 +57,15 @@ class DryRun:
         placeholders: Placeholders,
         num_calls: int | None = None,
         reads: Sequence[str] = (),
+        seed_glue: Callable[[int], None] | None = None,
     ) -> None:
         self.record = StepRecord()
         self._placeholders = placeholders
         self._num_calls = num_calls
         self._earlier_reads = list(reads)
+        self._seed_glue = seed_glue
+        self._python_generators: Any = None
+        self._python_draws = False
         # seen now, before fakes take their places
         self._real_parameters: dict[int, frozenset[Source]] = {}
         for name, parameter in placeholders.module.named_parameters():
@@ -79,7 +87,9 @@ class DryRun:
         self._marker_nodes: dict[Value, Any] = {}
         self._end = Reads()
         self._units_that_need_data: set[type[nn.Module]] = set()
-        self._classes = {name: type(unit) for name, unit in units.items()}
+        self._units = dict(units)
+        # hooks inside units that change what modules take or return
+        self._part_of_units: list[Any] = []
 
     @contextmanager
     def recording(self, module: nn.Module) -> Iterator[None]:
@@ -96,6 +106,7 @@ class DryRun:
         with PythonReads(flow.is_missing, flow.read, flow.note_gradient_hook, watch.in_one_piece), flow, self._end_data:
             if self._num_calls == 0:
                 self._make_up_the_end()
+            self._start_glue(-1)
             yield
         flow.restore()
 
@@ -123,6 +134,7 @@ class DryRun:
     def on_call(self, unit: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one unit on fakes and records it."""
         flow = self._flow
+        self._end_glue()
         call = UnitCall(index=len(self.record.calls), unit=unit, reads=flow.reads)
         if call.index == self._num_calls:
             self._refuse_reads(self.lines_of_value_reads(), unit)
@@ -132,26 +144,41 @@ class DryRun:
         call.region = self.running_region()
         flow.call, flow.own_parameters = call, self._own_parameters[unit]
         passed_on = _Arguments(args, kwargs)
-        try:
-            result = self._run(call, lambda: original(*args, **kwargs))
-            flow.need(leaf for leaf in tensors_of(result) if passed_on.position_of(leaf) is None)
-        finally:
-            flow.call, flow.own_parameters = None, frozenset()
-        flow.reads = Reads()
-        with _disable_current_modes():
-            marked = map_leaves(lambda leaf: self._mark(call, leaf, passed_on), result)
-            # not None in the place of leaves: some containers leave such entries out
-            call.output = None if isinstance(result, Tensor) else map_leaves(lambda _: 0, result)
+        doors = DoorWatch(self._units[unit], args, kwargs)
+        marked = None
+        while marked is None:
+            try:
+                result = self._run(call, lambda: original(*args, **kwargs), doors)
+                flow.need(leaf for leaf in tensors_of(result) if passed_on.position_of(leaf) is None)
+            finally:
+                flow.call, flow.own_parameters = None, frozenset()
+            reads, flow.reads = flow.reads, Reads()
+            try:
+                marked = self._marked(call, result, passed_on, doors)
+            except ChangingHookError as error:
+                self._part_of_units.append(error.hook)
+                flow.reads = reads
+                flow.call, flow.own_parameters = call, self._own_parameters[unit]
         if len(self.record.calls) == self._num_calls:
             self._make_up_the_end()
+        self._start_glue(call.index)
         return marked
+
+    def _start_glue(self, index: int) -> None:
+        if self._seed_glue is not None:
+            self._seed_glue(index)
+        self._python_generators = python_generators()
+
+    def _end_glue(self) -> None:
+        """Whether the code since the last call has drawn from the generators of Python or NumPy."""
+        self._python_draws = self._python_draws or self._python_generators != python_generators()
 
     def finish(self, result: Any, with_gradients: bool) -> None:
         """Completes the record with what the end of the step needs."""
         record, flow = self.record, self._flow
         record.tail = flow.reads
         flow.need(tensors_of(result))
-        record.glue_is_random = flow.glue_is_random
+        self._note_randomness()
         record.edits_batch = flow.edits_batch
         record.gradient_hooks = flow.gradient_hooks
         for value in flow.edited:
@@ -176,25 +203,31 @@ class DryRun:
         """
         self.record.tail = self._flow.reads
         self.merge_end()
-        self.record.glue_is_random = self._flow.glue_is_random
+        self._note_randomness()
         self.record.edits_batch = self._flow.edits_batch
         self.record.value_reads_in_tail.append(line)
         return self.record
+
+    def _note_randomness(self) -> None:
+        self._end_glue()
+        self.record.glue_is_random = self._flow.glue_is_random or self._python_draws
+        # what Python does with numbers of its own generators cannot be seen
+        self.record.may_branch_at_random = self._python_draws or self._flow.branches_at_random
 
     def merge_end(self) -> None:
         """Adds what sinks were given to what the end needs."""
         _add(self._end, self.record.tail)
 
-    def _run(self, call: UnitCall, run_unit: Callable[[], Any]) -> Any:
+    def _run(self, call: UnitCall, run_unit: Callable[[], Any], doors: DoorWatch) -> Any:
         """What the unit returns for fakes, or for made-up data if it looks at data."""
         flow = self._flow
-        kind = self._classes[call.unit]
+        kind = type(self._units[call.unit])
         failure: Exception | None = None
         result: Any = None
         if kind not in self._units_that_need_data:
             flow.call_reads_data = False
             try:
-                with self._saved_memory_counted(call):
+                with self._saved_memory_counted(call), doors.attempt(self._part_of_units):
                     result = run_unit()
             except SplitError as error:
                 if not isinstance(error, NeedsDataError):
@@ -214,6 +247,7 @@ class DryRun:
                     flow.made_up_data(MadeUpData(seed)),
                     flow.watch.call_on_made_up_data(),
                     self._saved_memory_counted(call),
+                    doors.attempt(self._part_of_units),
                 ):
                     made_up = run_unit()
             except Exception as error:
@@ -241,16 +275,44 @@ class DryRun:
             "that this code is outside of units, or make it accept any data of the right shapes."
         )
 
-    def _mark(self, call: UnitCall, leaf: Any, passed_on: _Arguments) -> Any:
-        """Gives one leaf of what a unit returned an identity that can be followed."""
-        value = Value(call.index, len(call.leaves))
-        if not isinstance(leaf, Tensor):
-            call.leaves.append(OutputLeaf(None, leaf))
-            return leaf
-        position = passed_on.position_of(leaf)
-        if position is not None:
-            call.leaves.append(OutputLeaf(None, PassedOn(position)))
-            return leaf
+    def _marked(self, call: UnitCall, result: Any, passed_on: _Arguments, doors: DoorWatch) -> Any:
+        """Gives what a unit returned, and left behind besides, an identity that can be followed."""
+        call.leaves.clear()
+        call.doors.clear()
+        call.left.clear()
+        # what is returned and left as well is one value
+        returned: dict[int, tuple[Tensor, Value]] = {}
+
+        def mark(leaf: Tensor, value: Value, leaves: list[OutputLeaf]) -> Tensor:
+            marker = self._mark(leaf, value, leaves)
+            returned[id(leaf)] = (marker, value)
+            return marker
+
+        def mark_returned(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                call.leaves.append(OutputLeaf(None, leaf))
+                return leaf
+            position = passed_on.position_of(leaf)
+            if position is not None:
+                call.leaves.append(OutputLeaf(None, PassedOn(position)))
+                return leaf
+            return mark(leaf, Value(call.index, len(call.leaves)), call.leaves)
+
+        def mark_left(leaf: Tensor) -> tuple[Tensor, Any]:
+            if id(leaf) not in returned:
+                with _disable_current_modes():
+                    mark(leaf, Value(call.index, -1 - len(call.left)), call.left)
+            marker, value = returned[id(leaf)]
+            return marker, Handed(value)
+
+        with _disable_current_modes():
+            marked = map_leaves(mark_returned, result)
+            # not None in the place of leaves: some containers leave such entries out
+            call.output = None if isinstance(result, Tensor) else map_leaves(lambda _: 0, result)
+        call.doors.extend(doors.doors(mark_left, passed_on.position_of))
+        return marked
+
+    def _mark(self, leaf: Tensor, value: Value, leaves: list[OutputLeaf]) -> Tensor:
         # a clone has a node of its own in the autograd graph, and memory of its own
         with AsFake(self._placeholders.mode):
             marker = leaf.clone()
@@ -259,7 +321,7 @@ class DryRun:
         set_sources(stand_in, {value})
         # made-up data are let go as soon as the call is over
         memory = self._flow.watch.unite(marker, leaf if is_fake(leaf) else marker)
-        call.leaves.append(OutputLeaf(spec_of(marker), stand_in, requires_grad=marker.requires_grad, memory=memory))
+        leaves.append(OutputLeaf(spec_of(marker), stand_in, requires_grad=marker.requires_grad, memory=memory))
         if marker.requires_grad:
             self._marker_nodes[value] = marker.grad_fn
         return marker

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_pp.runtime.compilation import CompiledUnits
 from lightning_pp.runtime.executor import PipelineExecutor, StepInputs
+from lightning_pp.runtime.randomness import StepRandomness
 from lightning_pp.runtime.timing import StepTimer
 from lightning_pp.runtime.transport import Transport
 from lightning_pp.schedule import Schedule, StageCosts
@@ -275,17 +276,21 @@ class PipelineEngine:
         self._check_first_batches(batch_idx)
         trainable = tuple(parameter.requires_grad for parameter in self._parameters) if training else None
         key = (step, signature_of(rest[1:]), trainable)
+        self._num_batches_run += 1
+        seed = ((self._seed * 1_000_003 + self._num_batches_run) * 8_191 + self.replica) % (1 << 50)
+        seeds = [StepRandomness.of_microbatch(seed, index, self.device).seed_glue for index in range(len(microbatches))]
         plans = [
             self.split.plans.plan(
                 (key, signature_of(microbatch.data)),
                 self._recorded_step(step, microbatch, rest, kwargs),
                 with_gradients=training,
+                seed_glue=seed_glue,
             )
-            for microbatch in microbatches
+            for microbatch, seed_glue in zip(microbatches, seeds, strict=True)
         ]
         logs = StepLogs()
         attributes = StepAttributes(self.module, self._kept_by(plans))
-        mean_losses, loss_weights = self._mean_losses(step, microbatches, plans, rest, kwargs)
+        mean_losses, loss_weights = self._mean_losses(step, microbatches, plans, rest, kwargs, seeds)
         last_stage = self.placement.num_stages - 1
 
         def run_step(microbatch: int, stage: int) -> Any:
@@ -299,8 +304,6 @@ class PipelineEngine:
                     stack.enter_context(mean_losses.corrected(microbatch))
                 return getattr(self.module, step)(microbatches[microbatch].data, *rest, **kwargs)
 
-        self._num_batches_run += 1
-        seed = (self._seed * 1_000_003 + self._num_batches_run) * 8_191 + self.replica
         outputs, timer = self._executor.run(
             schedule,
             StepInputs(
@@ -308,7 +311,7 @@ class PipelineEngine:
                 run_step,
                 find_loss,
                 [w / accumulate for w in loss_weights],
-                seed % (1 << 50),
+                seed,
                 self.gradients.stages,
                 self._programs.queued_bytes if training else None,
             ),
@@ -359,6 +362,7 @@ class PipelineEngine:
         plans: Sequence[StepPlan],
         rest: list[Any],
         kwargs: dict[str, Any],
+        seeds: Sequence[Callable[[int], None]],
     ) -> tuple[MeanLosses, list[float]]:
         """Counts, on the last stage, what losses that are means divide by, so that the global batch's mean comes out.
 
@@ -382,6 +386,8 @@ class PipelineEngine:
                         self.split.units,
                         lambda data=microbatch.data: getattr(self.module, step)(data, *rest, **kwargs),  # type: ignore[misc]
                         self.module,
+                        self.device,
+                        seeds[index],
                     )
         if num_replicas == 1:
             return losses, weights

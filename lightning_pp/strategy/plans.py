@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -12,10 +12,12 @@ from lightning_pp.split.dry_run import DryRun, dry_run
 from lightning_pp.split.placeholders import Placeholders
 from lightning_pp.split.plan import StepPlan, build_plan
 from lightning_pp.split.record import StepRecord
+from lightning_pp.split.rehearsal import rehearse
 from lightning_pp.split.tree import leaves_of
 
 # Enough for a bucketed sampler with some hundred lengths; a plan holds a few fakes and numbers per unit call.
 MAX_PLANS = 512
+MAX_PLANS_OF_A_SIGNATURE = 64
 
 
 def signature_of(tree: Any) -> Hashable:
@@ -36,6 +38,13 @@ def signature_of(tree: Any) -> Hashable:
     return (type(tree), *map(signature_of, leaves))
 
 
+class _NobodyListens:
+    """Takes the place of a dry run where the step is only rehearsed."""
+
+    def need_at_end(self, value: Any, place: str | None = None) -> None:
+        """What a sink is given."""
+
+
 class PlanBook:
     """Knows what each stage does with a microbatch of a given signature.
 
@@ -49,7 +58,7 @@ class PlanBook:
         self._module = module
         self._units = units
         self._placeholders = placeholders
-        self._plans: OrderedDict[Hashable, StepPlan] = OrderedDict()
+        self._plans: OrderedDict[Hashable, list[StepPlan]] = OrderedDict()
         self._stage_of_unit: Mapping[str, int] = {}
         self._num_stages = 0
 
@@ -58,7 +67,13 @@ class PlanBook:
         self._stage_of_unit, self._num_stages = stage_of_unit, num_stages
         self._plans.clear()
 
-    def record(self, step: Callable[[DryRun], Any], *, with_gradients: bool) -> StepRecord:
+    def record(
+        self,
+        step: Callable[[DryRun], Any],
+        *,
+        with_gradients: bool,
+        seed_glue: Callable[[int], None] | None = None,
+    ) -> StepRecord:
         """A dry run of ``step``; see :func:`lightning_pp.split.dry_run`."""
         return dry_run(
             step,
@@ -66,18 +81,49 @@ class PlanBook:
             units=self._units,
             placeholders=self._placeholders,
             with_gradients=with_gradients,
+            seed_glue=seed_glue,
         )
 
-    def plan(self, key: Hashable, step: Callable[[DryRun], Any], *, with_gradients: bool) -> StepPlan:
-        """The plan for ``key``, from a dry run of ``step`` when there is none yet."""
+    def plan(
+        self,
+        key: Hashable,
+        step: Callable[[DryRun], Any],
+        *,
+        with_gradients: bool,
+        seed_glue: Callable[[int], None] | None = None,
+    ) -> StepPlan:
+        """The plan for ``key``, from a dry run of ``step`` when there is none yet.
+
+        Where the calls of a step may hang on numbers that it draws (layers dropped at random), there are several plans
+        for a key; which one it is, is found out by rehearsing the step with the generators seeded as they will be.
+
+        Args:
+            key: Says which steps have the same plan.
+            step: Runs the user's step.
+            with_gradients: Whether it is a training step.
+            seed_glue: Given the index of a unit call (-1: the step's start), seeds generators for the code after it.
+        """
         key = (key, with_gradients, self._module.training)
-        plan = self._plans.get(key)
-        if plan is None:
-            record = self.record(step, with_gradients=with_gradients)
-            plan = build_plan(record, self._stage_of_unit, self._num_stages)
-            while len(self._plans) >= MAX_PLANS:
-                self._plans.popitem(last=False)
-            self._plans[key] = plan
-        else:
-            self._plans.move_to_end(key)
+        known = self._plans.setdefault(key, [])
+        self._plans.move_to_end(key)
+        for plan in known:
+            if not (plan.record.may_branch_at_random and seed_glue) or self._goes_so(plan, step, seed_glue):
+                return plan
+        record = self.record(step, with_gradients=with_gradients, seed_glue=seed_glue)
+        plan = build_plan(record, self._stage_of_unit, self._num_stages)
+        known.append(plan)
+        del known[:-MAX_PLANS_OF_A_SIGNATURE]
+        while len(self._plans) > MAX_PLANS:
+            self._plans.popitem(last=False)
         return plan
+
+    def _goes_so(self, plan: StepPlan, step: Callable[[DryRun], Any], seed_glue: Callable[[int], None]) -> bool:
+        matches, _ = rehearse(
+            plan.record,
+            self._units,
+            lambda: step(cast(DryRun, _NobodyListens())),
+            self._module,
+            self._placeholders.device,
+            seed_glue,
+        )
+        return matches

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_pp.runtime.randomness import StepRandomness, host_generator_untouched
+from lightning_pp.runtime.randomness import StepRandomness, host_generators_untouched
 
 CPU = torch.device("cpu")
 
@@ -52,8 +52,8 @@ def test_host_generator_is_untouched() -> None:
     expected = torch.rand(2)
     torch.manual_seed(5)
     before = torch.rand(1)
-    with host_generator_untouched(123, CPU):
+    with host_generators_untouched(123, CPU):
         inside = torch.rand(1)
     assert torch.equal(torch.cat([before, torch.rand(1)]), expected)
-    with host_generator_untouched(123, CPU):
+    with host_generators_untouched(123, CPU):
         assert torch.equal(torch.rand(1), inside)

@@ -1,0 +1,92 @@
+"""Running only the code between units, on stand-ins for what units return: quick, and with no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pp.split.doors import StandInDoors
+from lightning_pp.split.interception import UnitCalls
+from lightning_pp.split.module_state import preserved_random_state, preserved_state
+from lightning_pp.split.placeholders import is_fake
+from lightning_pp.split.python_reads import PythonReads
+from lightning_pp.split.record import StepRecord
+from lightning_pp.split.stand_in_mode import MadeUp
+
+
+class Rehearsed(BaseException):
+    """Leaves the user's step."""
+
+
+def rehearse(
+    record: StepRecord,
+    units: Mapping[str, nn.Module],
+    step: Callable[[], Any],
+    module: nn.Module,
+    device: torch.device,
+    seed_glue: Callable[[int], None],
+) -> tuple[bool, Exception | None]:
+    """Runs ``step`` with every unit standing in, until its end or until it calls another unit than ``record`` says.
+
+    The module and the generators are as before afterwards.
+
+    Args:
+        record: What the units return and leave behind.
+        units: Names and modules of the units.
+        step: Runs the user's step on one microbatch; it may raise :class:`Rehearsed` to end it.
+        module: The whole model.
+        device: Where the step computes.
+        seed_glue: Given the index of a call (-1: the step's start), seeds the generators for the code after it.
+
+    Returns:
+        Whether the step called the units of ``record``, and what it raised, which may be due to made-up values.
+    """
+    doors = StandInDoors()
+    num_calls = 0
+    went_elsewhere = False
+    failure: Exception | None = None
+
+    def stand_in(unit: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nonlocal num_calls, went_elsewhere
+        if num_calls >= len(record.calls) or record.calls[num_calls].unit != unit:
+            went_elsewhere = True
+            raise Rehearsed
+        call = record.calls[num_calls]
+        num_calls += 1
+        doors.leave(call, units[unit], args, kwargs, lambda value: call.leaf(value.leaf).stand_in)
+        output = call.output_of({})
+        if record.glue_is_random:
+            seed_glue(call.index)
+        return output
+
+    with ExitStack() as stack:
+        stack.enter_context(preserved_random_state(device))
+        if record.step_edits_module or record.mutated_attributes:
+            stack.enter_context(preserved_state(module))
+        stack.callback(doors.undo)
+        stack.enter_context(_values_made_up(record))
+        stack.enter_context(UnitCalls(units).handled_by(stand_in))
+        stack.enter_context(torch.no_grad())
+        if record.glue_is_random:
+            seed_glue(-1)
+        try:
+            step()
+        except Rehearsed:
+            pass
+        except Exception as error:
+            failure = error
+    return not went_elsewhere and num_calls == len(record.calls), failure
+
+
+@contextmanager
+def _values_made_up(record: StepRecord) -> Iterator[None]:
+    """Within, code may read values of stand-ins (``.item()``, ``.numpy()``) and sees something."""
+    mode = next((leaf.stand_in.fake_mode for call in record.calls for leaf in call.leaves if leaf.spec), None)
+    fill = MadeUp()
+    read = PythonReads(is_fake, lambda fake: fill(fake.shape, dtype=fake.dtype, device=fake.device))
+    with read, nullcontext() if mode is None else mode.making_up():
+        yield
