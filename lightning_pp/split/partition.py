@@ -157,7 +157,7 @@ def _bytes_crossing(record: StepRecord, order: Sequence[str], firsts: Sequence[i
             last_read[key] = max(place, last_read.get(key, 0))
     crossing = [0.0] * len(firsts)
     for call in record.calls:
-        for number, leaf in enumerate(call.leaves):
+        for number, leaf in call.numbered_leaves():
             last = last_read.get((call.index, number))
             if last is None or leaf.spec is None:
                 continue

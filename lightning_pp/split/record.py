@@ -199,6 +199,10 @@ class UnitCall:
         """What :attr:`Value.leaf` counts."""
         return self.leaves[leaf] if leaf >= 0 else self.left[-1 - leaf]
 
+    def numbered_leaves(self) -> list[tuple[int, OutputLeaf]]:
+        """All that the call hands on, with the numbers of :attr:`Value.leaf`."""
+        return [*enumerate(self.leaves), *((-1 - number, leaf) for number, leaf in enumerate(self.left))]
+
     def output_of(self, tensors: Mapping[Value, Any]) -> Any:
         """What stands in for what the call returned: ``tensors`` where they are known, else fakes."""
         leaves = [tensors.get(Value(self.index, place), leaf.stand_in) for place, leaf in enumerate(self.leaves)]
