@@ -59,7 +59,7 @@ class StepRandomness:
     def seed_glue(self, index: int) -> None:
         """Seeds the generators for the stretch of glue after call ``index``."""
         seed = (self._seed * 1_000_003 + index + 1) % (1 << 63)
-        torch.manual_seed(seed)
+        _seed_torch_generators(seed, self._device)
         _seed_python_generators(seed)
 
     @contextmanager
@@ -121,3 +121,17 @@ def _python_generators_untouched() -> Iterator[None]:
         random.setstate(state)
         if numpy is not None:
             numpy.random.set_state(numpy_state)
+
+
+def _seed_torch_generators(seed: int, device: torch.device) -> None:
+    """Seeds the generators of the host and of ``device``.
+
+    ``torch.manual_seed`` seeds those of every kind of device, and formats the stack for each kind that is not there,
+    which takes longer than most glue.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.default_generators[index].manual_seed(seed)
+    elif device.type != "cpu":
+        torch.manual_seed(seed)

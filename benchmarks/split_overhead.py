@@ -1,0 +1,211 @@
+"""What it costs to run the user's own step on every stage, beside the blocks that a stage owns; how long a cut takes.
+
+A stage runs the user's step with stand-ins for the units of other stages. Here a model of 48 blocks is cut into 8
+stages, and the forward action of every stage is timed beside plain calls of its blocks on the same inputs: the
+difference is the Python of stand-ins and bookkeeping. Times are CPU times of this process, medians of many runs, so
+that other work on the machine counts little.
+
+    python benchmarks/split_overhead.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+import transformers as hf
+from torch import Tensor, nn
+
+from lightning_pp.runtime.randomness import StepRandomness
+from lightning_pp.runtime.stage import StageRunner
+from lightning_pp.schedule import Placement
+from lightning_pp.split.placeholders import Placeholders
+from lightning_pp.strategy.assembly import SplitModel, split_model
+from lightning_pp.strategy.plans import signature_of
+
+CPU = torch.device("cpu")
+
+
+class PlainGPT(L.LightningModule):
+    """A hand-written decoder of ``num_blocks`` torch encoder layers."""
+
+    def __init__(self, num_blocks: int, dim: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, dim)
+        self.position = nn.Parameter(torch.zeros(64, dim))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(dim, 2, 4 * dim, dropout=0.0, batch_first=True, norm_first=True)
+            for _ in range(num_blocks)
+        )
+        self.head = nn.Linear(dim, 256)
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        """Next-byte loss."""
+        mask = nn.Transformer.generate_square_subsequent_mask(batch.shape[1])
+        x = self.embedding(batch) + self.position[: batch.shape[1]]
+        for block in self.blocks:
+            x = block(x, src_mask=mask, is_causal=True)
+        return nn.functional.cross_entropy(self.head(x[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+
+class HFModel(L.LightningModule):
+    """A model of transformers that computes its own loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        """Next-token loss."""
+        return self.model(input_ids=batch, labels=batch).loss  # type: ignore[no-any-return]
+
+
+def gpt2(num_blocks: int, dim: int) -> L.LightningModule:
+    """GPT-2 of transformers."""
+    return HFModel(
+        hf.GPT2LMHeadModel(
+            hf.GPT2Config(
+                vocab_size=256, n_positions=64, n_embd=dim, n_layer=num_blocks, n_head=2, bos_token_id=0, eos_token_id=0
+            )
+        )
+    )
+
+
+def llama(num_blocks: int, dim: int) -> L.LightningModule:
+    """Llama of transformers."""
+    config = hf.LlamaConfig(
+        vocab_size=256,
+        hidden_size=dim,
+        intermediate_size=2 * dim,
+        num_hidden_layers=num_blocks,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    return HFModel(hf.LlamaForCausalLM(config))
+
+
+def cut(module: L.LightningModule, batch: Tensor, num_stages: int) -> SplitModel:
+    """Splits by a dry run, as the strategy does."""
+    return split_model(
+        module,
+        device=CPU,
+        placement=Placement.interleaved(num_stages),
+        step=lambda dry: module.training_step(batch),
+        with_gradients=True,
+        patterns=None,
+        split_points=None,
+        agree=lambda item: item,
+    )
+
+
+def median_ms(function: Callable[[], Any], num_runs: int) -> float:
+    """CPU time of this process, in milliseconds."""
+    times = []
+    for _ in range(num_runs):
+        start = time.process_time()
+        function()
+        times.append(1e3 * (time.process_time() - start))
+    return statistics.median(times)
+
+
+def overhead_of_stages(make: Callable[[int, int], L.LightningModule], args: argparse.Namespace) -> list[float]:
+    """For each stage, the CPU time of its forward action less that of its own blocks, in milliseconds."""
+    module = make(args.blocks, args.dim)
+    batch = torch.randint(0, 256, (args.batch, 32))
+    calls: dict[str, tuple[Any, Any]] = {}
+    split = cut(module, batch, args.stages)
+    hooks = [
+        unit.register_forward_pre_hook(
+            lambda _, given, named, name=name: calls.update({name: (given, named)}),  # type: ignore[misc]
+            with_kwargs=True,
+        )
+        for name, unit in split.units.items()
+    ]
+    module.training_step(batch)
+    for hook in hooks:
+        hook.remove()
+    plan = split.plans.plan(signature_of(batch), lambda dry: module.training_step(batch), with_gradients=True)
+    overheads = []
+    wires: dict[Any, Tensor] = {}
+    for stage in range(args.stages):
+        part = part_of(split, make(args.blocks, args.dim), stage)
+        runner = StageRunner(stage, {name: part.get_submodule(name) for name in split.units})
+        received = {edge.value: wires[edge.value] for edge in plan.stages[stage].receives}
+
+        def forward(runner: StageRunner = runner, part: Any = part, received: dict[Any, Tensor] = received) -> Any:
+            return runner.forward(
+                plan,
+                partial(part.training_step, batch),
+                {value: tensor.clone() for value, tensor in received.items()},
+                StepRandomness(0, CPU),
+                with_gradients=True,
+                splits_backward=False,
+            )
+
+        kept, _ = forward()
+        wires.update({value: tensor.detach() for value, tensor in kept.outputs.items()})
+        own_units = [name for name in split.partition.units_of_stage(stage) if name in calls]
+
+        def blocks(own_units: list[str] = own_units) -> None:
+            for name in own_units:
+                given, named = calls[name]
+                split.units[name](*given, **named)
+
+        overheads.append(median_ms(forward, args.runs) - median_ms(blocks, args.runs))
+    return overheads
+
+
+def part_of(split: SplitModel, module: L.LightningModule, stage: int) -> L.LightningModule:
+    """``module`` as the rank of ``stage`` has it: the parameters of other stages are stand-ins."""
+    placeholders = Placeholders(module, CPU)
+    placeholders.mode = split.placeholders.mode
+    placeholders.release(split.owned_by(stage))
+    return module
+
+
+def seven_billion() -> tuple[float, int]:
+    """Seconds that the cut of Llama 7B into 8 stages takes on the meta device, and its parameters."""
+    config = hf.LlamaConfig(
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+    )
+    with torch.device("meta"):
+        module = HFModel(hf.LlamaForCausalLM(config))
+    batch = torch.randint(0, 32000, (1, 2048))
+    start = time.perf_counter()
+    cut(module, batch, 8)
+    return time.perf_counter() - start, sum(p.numel() for p in module.parameters())
+
+
+def main() -> None:
+    """Prints two tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, default=48)
+    parser.add_argument("--stages", type=int, default=8)
+    parser.add_argument("--dim", type=int, default=32)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--runs", type=int, default=40)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"{args.blocks} blocks, {args.stages} stages, torch {torch.__version__}\n")
+    print("| model | CPU time of a forward action beyond its own blocks, ms: median over stages | worst stage |")
+    print("|---|---|---|")
+    for name, make in (("hand-written GPT", PlainGPT), ("GPT-2 (transformers)", gpt2), ("Llama (transformers)", llama)):
+        overheads = overhead_of_stages(make, args)
+        print(f"| {name} | {statistics.median(overheads):.2f} | {max(overheads):.2f} |", flush=True)
+    seconds, num_parameters = seven_billion()
+    print(f"\nLlama, {num_parameters / 1e9:.2f} billion parameters on meta: recorded and cut in {seconds:.1f} s")
+
+
+if __name__ == "__main__":
+    main()
