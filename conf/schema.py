@@ -93,6 +93,8 @@ class PipelineStrategyConf:
     exact_search: bool = False
     units: list[str] | None = None
     split_points: list[str] | None = None
+    unit_weights: dict[str, float] | None = None
+    rank_speeds: list[float] | None = None
     sharding: str = "shard_grad_op"
     unshard_budget: int | None = None
     data_parallel_replicate_size: int = 1

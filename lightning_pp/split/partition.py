@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_pp.errors import ConfigurationError, SplitError
@@ -132,6 +133,25 @@ def partition_units(
         else:
             stage_of_unit[unit] = previous
     return Partition(num_stages, stage_of_unit, unit_costs)
+
+
+def moved_cuts(record: StepRecord, partition: Partition) -> Iterator[Partition]:
+    """The partitions in which some cuts in a row, often one, are all one place further up, or all further down."""
+    order = list(record.first_calls())
+    groups = _inseparable_groups(record, order)
+    stages = [partition.stage_of_unit[group[0]] for group in groups]
+    cuts = [index for index in range(1, len(groups)) if stages[index] != stages[index - 1]]
+    for length in range(1, len(cuts) + 1):
+        for first in range(len(cuts) - length + 1):
+            for step in (-1, 1):
+                moved = [cut + step * (first <= number < first + length) for number, cut in enumerate(cuts)]
+                bounds = [0, *moved, len(groups)]
+                if any(start >= stop for start, stop in itertools.pairwise(bounds)):
+                    continue  # a stage has to keep a unit
+                stage_of_unit = dict(partition.stage_of_unit)
+                for index, group in enumerate(groups):
+                    stage_of_unit.update(dict.fromkeys(group, sum(index >= cut for cut in moved)))
+                yield Partition(partition.num_stages, stage_of_unit, partition.unit_costs)
 
 
 def _checked_speeds(speeds: Sequence[float] | None, num_ranks: int) -> list[float]:

@@ -30,6 +30,7 @@ from lightning_pp.split.plan import StepPlan
 from lightning_pp.strategy.assembly import SplitModel, assign_stages, record_model
 from lightning_pp.strategy.attributes import StepAttributes, kept_by_step
 from lightning_pp.strategy.control import make_control_groups
+from lightning_pp.strategy.cuts import CutOptions
 from lightning_pp.strategy.data import check_same_batch, fingerprint
 from lightning_pp.strategy.dry_steps import first_arguments, recorded_step
 from lightning_pp.strategy.gradients import StageGradients
@@ -134,7 +135,7 @@ class PipelineEngine:
         step: str,
         *,
         patterns: Sequence[str] | None,
-        split_points: Sequence[str] | None,
+        cut: CutOptions,
         agree: Callable[[Any], Any],
     ) -> None:
         """Cuts the module by a dry run of ``step`` on ``batch`` and drops what this rank does not own.
@@ -143,12 +144,12 @@ class PipelineEngine:
             batch: A whole batch on the device.
             step: Name of the module's step.
             patterns: The user's units.
-            split_points: The user's cuts.
+            cut: What the user says of the cuts.
             agree: Returns rank 0's argument on every rank.
         """
         training = step == "training_step"
         microbatches = self._cut(batch, for_training=training)
-        request = LayoutRequest(self._options, self.sizes.pipeline, len(microbatches), split_points, self.device.type)
+        request = LayoutRequest(self._options, self.sizes.pipeline, len(microbatches), cut, self.device.type)
         self._seed = agree(int(torch.initial_seed() % (1 << 40)))
         modes = [(child, child.training) for child in self.module.modules()]
         if not training:

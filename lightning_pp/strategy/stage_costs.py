@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning_pp.schedule import Placement, StageCosts
@@ -40,7 +41,13 @@ def assumed_speed(device_type: str) -> DeviceSpeed:
     return _SPEEDS.get(device_type, _SPEEDS["cuda"])
 
 
-def estimated_costs(record: StepRecord, partition: Partition, placement: Placement, speed: DeviceSpeed) -> StageCosts:
+def estimated_costs(
+    record: StepRecord,
+    partition: Partition,
+    placement: Placement,
+    speed: DeviceSpeed,
+    speeds_of_stages: Sequence[float] | None = None,
+) -> StageCosts:
     """Costs per stage from what a dry run counted; ``held_*`` in GiB.
 
     Times are those of the units' FLOPs, and a little for every action. A message costs its bytes and a latency.
@@ -50,9 +57,13 @@ def estimated_costs(record: StepRecord, partition: Partition, placement: Placeme
         partition: The stages that the step is cut into, with the costs of the units in FLOPs.
         placement: Which rank holds which stages.
         speed: Of the device.
+        speeds_of_stages: How fast the rank of each stage is, compared with ``speed``; None: as fast.
     """
+    factors = speeds_of_stages or [1.0] * partition.num_stages
     plan = build_plan(record, partition.stage_of_unit, partition.num_stages)
-    sums = stage_costs(partition.unit_costs, partition.stage_of_unit, [speed.flops_per_ms] * partition.num_stages)
+    sums = stage_costs(
+        partition.unit_costs, partition.stage_of_unit, [speed.flops_per_ms * factor for factor in factors]
+    )
     flop_times = sums.per_stage(partition.num_stages)
     sent = crossing_bytes(plan)
     to_and_fro = [max(sent[max(stage - 1, 0)], sent[stage]) for stage in range(len(sent))]

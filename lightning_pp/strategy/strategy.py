@@ -25,6 +25,7 @@ from lightning_pp.errors import ConfigurationError
 from lightning_pp.runtime.compilation import check_compile_options
 from lightning_pp.schedule import StageCosts
 from lightning_pp.schedule.sharding import ShardingMode
+from lightning_pp.strategy.cuts import CutOptions
 from lightning_pp.strategy.data import first_batch, seed_workers_by
 from lightning_pp.strategy.engine import PipelineEngine
 from lightning_pp.strategy.loop import PipelineOptimization
@@ -64,7 +65,10 @@ class PipelineParallelStrategy(MeshStrategy):
             activations by what autograd keeps of the units, and what weight gradients wait with.
         exact_search: With ``"auto"`` and a small pipeline, let OR-tools' CP-SAT finish the search.
         units: Names or shell patterns of modules that live whole on one stage; by default discovered.
-        split_points: Names of the units that start stages 1, 2, ...; by default balanced by FLOPs and parameters.
+        split_points: Names of the units that start stages 1, 2, ...; by default the cut with the shortest step, by
+            measured costs that are given, else by FLOPs and parameters.
+        unit_weights: Name or shell pattern of units to a factor for their cost in that balance.
+        rank_speeds: For each rank of the pipeline how fast it is compared with the others, where devices differ.
         sharding: What data-parallel ranks share of a stage. ``"replicate"``: nothing, gradients are all-reduced.
             ``"shard_grad_op"``: parameters, gradients and optimizer states are sharded, parameters gathered once per
             step. ``"full_shard"``: parameters are gathered ahead of each window of use, and freed after it.
@@ -103,6 +107,8 @@ class PipelineParallelStrategy(MeshStrategy):
         exact_search: bool = False,
         units: Sequence[str] | str | None = None,
         split_points: Sequence[str] | None = None,
+        unit_weights: Mapping[str, float] | None = None,
+        rank_speeds: Sequence[float] | None = None,
         sharding: ShardingMode = "shard_grad_op",
         unshard_budget: int | None = None,
         data_parallel_replicate_size: int = 1,
@@ -140,7 +146,7 @@ class PipelineParallelStrategy(MeshStrategy):
         self.schedule_name = str(schedule)
         self.stages_per_rank = stages_per_rank
         self._unit_patterns = [units] if isinstance(units, str) else units
-        self._split_points = split_points
+        self._cut = CutOptions(split_points, unit_weights, rank_speeds)
         self._compile_options = check_compile_options(compile)
         self._engine: PipelineEngine | None = None
         self._state: PipelineState | None = None
@@ -245,7 +251,7 @@ class PipelineParallelStrategy(MeshStrategy):
                 first_batch(trainer),
                 step,
                 patterns=self._unit_patterns,
-                split_points=self._split_points,
+                cut=self._cut,
                 agree=self.broadcast,
             )
         except BaseException:

@@ -11,8 +11,10 @@ from lightning_pp.errors import ConfigurationError, ScheduleError, SplitError
 from lightning_pp.schedule import Placement, Schedule, StageCosts, available_schedules, build_schedule
 from lightning_pp.schedule.registry import schedule_family
 from lightning_pp.schedule.search.auto import check_exact_is_practical
-from lightning_pp.split.partition import Partition, partition_units
+from lightning_pp.split.partition import Partition
 from lightning_pp.split.record import StepRecord
+from lightning_pp.split.unit_costs import UnitCost
+from lightning_pp.strategy.cuts import CutOptions, best_partition, costs_of_other_cuts, measured_unit_costs
 from lightning_pp.strategy.schedule_options import ScheduleOptions
 from lightning_pp.strategy.stage_costs import assumed_speed, estimated_costs
 
@@ -52,14 +54,14 @@ class LayoutRequest:
         options: What the user asks of the schedule.
         num_ranks: Ranks of the pipeline.
         num_microbatches: Microbatches of the first batch.
-        split_points: Units that start a stage, or None to balance.
+        cut: What the user says of the cuts.
         device_type: Of the device that computes, for estimates.
     """
 
     options: ScheduleOptions
     num_ranks: int
     num_microbatches: int
-    split_points: Sequence[str] | None
+    cut: CutOptions
     device_type: str
 
     @property
@@ -94,11 +96,11 @@ class LayoutRequest:
             return (options.stages_per_rank,)
         if not options.searches:
             return (schedule_family(options.name).default_stages_per_rank,)
-        if options.costs is not None:
+        if options.costs is not None and not isinstance(options.costs_measured_on.get("stages"), list):
             num_stages = options.costs.num_stages
             return (1 if num_stages is None else num_stages // self.num_ranks,)
-        if self.split_points is not None:
-            return (max(1, (len(self.split_points) + 1) // self.num_ranks),)
+        if self.cut.split_points is not None:
+            return (max(1, (len(self.cut.split_points) + 1) // self.num_ranks),)
         return _STAGES_PER_RANK_TRIED if self.num_ranks > 1 else (1,)
 
 
@@ -149,10 +151,10 @@ def _layout(
 ) -> Layout:
     """The cuts, the costs and the schedule for one placement."""
     options, num_stages = request.options, placement.num_stages
-    partition = partition_units(
-        record, placement=placement, num_parameters=num_parameters, split_points=request.split_points
-    )
-    costs = costs_of(record, partition, placement, request)
+    units = measured_unit_costs(record, num_parameters, options, request.cut)
+    program = options.from_file or _usual_program(placement, request)
+    partition = best_partition(record, num_parameters, placement, request.cut, costs=units, program=program)
+    costs = costs_of(record, partition, placement, request, units)
     if options.from_file is not None:
         options.from_file.validate(costs=costs, memory_limit=options.memory_limit_gib)
         return Layout(placement, partition, costs, options.from_file)
@@ -172,21 +174,53 @@ def _layout(
     return Layout(placement, partition, costs, schedule.validate())
 
 
-def costs_of(record: StepRecord, partition: Partition, placement: Placement, request: LayoutRequest) -> StageCosts:
+def _usual_program(placement: Placement, request: LayoutRequest) -> Schedule:
+    """The schedule with the name, or one made by hand on this placement where a search is to follow."""
+    name = request.options.name
+    if request.options.searches:
+        usual = {"one chunk": "zb_h1", "V": "zb_v"}
+        name = usual.get(placement.kind, "interleaved_zb")
+    return build_schedule(
+        name,
+        num_ranks=placement.num_ranks,
+        num_microbatches=request.num_microbatches,
+        stages_per_rank=placement.num_stages // placement.num_ranks,
+    )
+
+
+def costs_of(
+    record: StepRecord,
+    partition: Partition,
+    placement: Placement,
+    request: LayoutRequest,
+    units: Mapping[str, UnitCost] | None,
+) -> StageCosts:
     """The given costs, or estimates, of the stages of ``partition``; ``held_*`` in GiB."""
     options = request.options
-    estimated = estimated_costs(record, partition, placement, assumed_speed(request.device_type))
-    if options.costs is None:
+    speeds = request.cut.speeds_of_stages(placement)
+    estimated = estimated_costs(record, partition, placement, assumed_speed(request.device_type), speeds)
+    given = options.costs
+    if given is None:
         return estimated
-    options.costs.per_stage(partition.num_stages)
-    _warn_of_other_cuts(options, partition)
-    if options.costs_hold_gib:
-        return options.costs
-    return replace(
-        options.costs,
-        held_after_forward=estimated.held_after_forward,
-        held_after_input=estimated.held_after_input,
-    )
+    holds_gib = options.costs_hold_gib
+    if units is not None and not _measured_on(options, partition):
+        given, holds_gib = costs_of_other_cuts(given, partition, speeds), False
+    given.per_stage(partition.num_stages)
+    if units is None:
+        _warn_of_other_cuts(options, partition)
+    if holds_gib:
+        return given
+    return replace(given, held_after_forward=estimated.held_after_forward, held_after_input=estimated.held_after_input)
+
+
+def _measured_on(options: ScheduleOptions, partition: Partition) -> bool:
+    """Whether the given costs were measured on these stages."""
+    called = set(partition.unit_costs)
+    found = [partition.units_of_stage(stage) for stage in range(partition.num_stages)]
+    measured = options.costs_measured_on.get("stages", [])
+    return [[unit for unit in units if unit in called] for units in found] == [
+        [unit for unit in units if unit in called] for units in measured
+    ]
 
 
 def _warn_of_other_cuts(options: ScheduleOptions, partition: Partition) -> None:

@@ -1,0 +1,117 @@
+"""Where a model is cut when the costs of its units are known, against trying every cut."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_pp.schedule import Placement, Schedule, StageCosts, build_schedule
+from lightning_pp.split import StepRecord, discover_units, dry_run
+from lightning_pp.split.partition import Partition
+from lightning_pp.split.placeholders import Placeholders
+from lightning_pp.split.unit_costs import UnitCost, stage_costs
+from lightning_pp.strategy.cuts import CutOptions, best_partition, measured_unit_costs
+from lightning_pp.strategy.schedule_options import ScheduleOptions
+from lightning_pp.strategy.tuning import LayoutRequest, choose_layout
+
+NUM_BLOCKS = 9
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(24, 8)
+        self.blocks = nn.Sequential(*(nn.Linear(8, 8) for _ in range(NUM_BLOCKS)))
+        self.head = nn.Linear(8, 24)
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return self.head(self.blocks(self.embedding(batch))).square().mean()
+
+
+@pytest.fixture(scope="module")
+def recorded() -> tuple[StepRecord, dict[str, int]]:
+    module = Stack()
+    units = discover_units(module)
+    batch = torch.randint(0, 24, (2, 5))
+    record = dry_run(
+        lambda dry: module.training_step(batch),
+        module=module,
+        units=units,
+        placeholders=Placeholders(module, torch.device("cpu")),
+        with_gradients=True,
+    )
+    return record, {name: sum(p.numel() for p in unit.parameters()) for name, unit in units.items()}
+
+
+def costs_of(record: StepRecord, seed: int) -> dict[str, UnitCost]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        unit: UnitCost(*(float(x) for x in torch.rand(3, generator=generator) + 0.2)) for unit in record.first_calls()
+    }
+
+
+def step_time(program: Schedule, costs: dict[str, UnitCost], stage_of_unit: dict[str, int]) -> float:
+    speeds = [1.0] * program.placement.num_stages
+    return max(program.simulate(stage_costs(costs, stage_of_unit, speeds)).span_ms)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("name", "num_ranks"), [("1f1b", 3), ("zb_h1", 2), ("zb_v", 2), ("interleaved_1f1b", 2)])
+def test_the_step_is_as_short_as_that_of_the_best_of_all_cuts(
+    recorded: tuple[StepRecord, dict[str, int]], name: str, num_ranks: int, seed: int
+) -> None:
+    record, num_parameters = recorded
+    program = build_schedule(name, num_ranks=num_ranks, num_microbatches=6)
+    placement, costs, order = program.placement, costs_of(record, seed), list(record.first_calls())
+    partition = best_partition(record, num_parameters, placement, CutOptions(), costs=costs, program=program)
+    found = step_time(program, costs, dict(partition.stage_of_unit))
+    best = min(
+        step_time(program, costs, {unit: sum(index >= cut for cut in cuts) for index, unit in enumerate(order)})
+        for cuts in combinations(range(1, len(order)), placement.num_stages - 1)
+    )
+    assert found <= best * 1.05
+
+
+def test_given_costs_of_other_stages_are_shared_out_among_the_units(
+    recorded: tuple[StepRecord, dict[str, int]],
+) -> None:
+    record, num_parameters = recorded
+    order = list(record.first_calls())
+    # measured with one block on the first stage, which took as long as nine units on the second
+    stages = [order[:2], order[2:]]
+    options = ScheduleOptions(
+        "1f1b",
+        costs=StageCosts([9.0, 9.0], [9.0, 9.0], [9.0, 9.0]),
+        costs_measured_on={"stages": stages, "rank_of_stage": [0, 1]},
+    )
+    units = measured_unit_costs(record, num_parameters, options, CutOptions())
+    assert units is not None
+    assert sum(units[unit].total for unit in stages[0]) == pytest.approx(27.0)
+    layout = choose_layout(record, num_parameters, LayoutRequest(options, 3, 6, CutOptions(), "cpu"))
+    assert layout.placement == Placement.interleaved(3)
+    resolved = layout.costs.per_stage(3)
+    total = sum(resolved.forward) + sum(resolved.backward_input) + sum(resolved.backward_weight)
+    assert total == pytest.approx(54.0)
+    # the costly block is by itself, as far as cuts allow
+    assert set(layout.partition.units_of_stage(0)) <= set(order[:2])
+
+
+def test_a_slow_rank_gets_fewer_units(recorded: tuple[StepRecord, dict[str, int]]) -> None:
+    record, num_parameters = recorded
+    costs = {unit: UnitCost(1.0, 1.0, 1.0) for unit in record.first_calls()}
+    program = build_schedule("zb_v", num_ranks=2, num_microbatches=6)
+
+    def units_of_rank(cut: CutOptions) -> list[int]:
+        partition: Partition = best_partition(
+            record, num_parameters, program.placement, cut, costs=costs, program=program
+        )
+        sizes = [len(partition.units_of_stage(stage)) for stage in range(4)]
+        return [sizes[0] + sizes[3], sizes[1] + sizes[2]]
+
+    even, uneven = units_of_rank(CutOptions()), units_of_rank(CutOptions(rank_speeds=[1.0, 2.0]))
+    assert sum(even) == sum(uneven) == NUM_BLOCKS + 2
+    assert abs(even[0] - even[1]) <= 1
+    assert uneven[1] in (7, 8)
