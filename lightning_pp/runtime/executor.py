@@ -143,6 +143,8 @@ class PipelineExecutor:
                         sharded.after(action)
                     if action.kind is ActionKind.I and inputs.queued_bytes is not None:
                         inputs.queued_bytes[stage, microbatch] = in_flight[stage, microbatch].queue.held_bytes
+                if sharded is not None:
+                    sharded.finish()
                 transport.finish()
         except BaseException:
             for kept in in_flight.values():

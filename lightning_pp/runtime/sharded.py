@@ -28,6 +28,9 @@ class ShardedStages(Protocol):
     def after(self, action: Action) -> None:
         """An F, I, W or B has run."""
 
+    def finish(self) -> None:
+        """The program has ended."""
+
     def reducer(
         self, action: Action, queued: Callable[[], Collection[nn.Parameter]]
     ) -> Callable[[nn.Parameter], None] | None:

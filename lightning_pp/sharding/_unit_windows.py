@@ -46,6 +46,10 @@ class UnitWindows:
         """``action`` has ended, and nothing is in use: frees and gathers what the next use needs."""
         self._advance_to(self._plan.uses_of[action].following)
 
+    def finish(self) -> None:
+        """The program has ended: does the steps of uses that were left out at its end, as other ranks do."""
+        self._advance_to(len(self._uses))
+
     def use(self, group: UnitGroup) -> None:
         """``group`` is about to be used, and what was used before it no longer is."""
         current = self._num_steps_done - 1

@@ -79,6 +79,11 @@ class ShardedStages:
         if self._windows is not None:
             self._windows.after(action)
 
+    def finish(self) -> None:
+        """The program has ended."""
+        if self._windows is not None:
+            self._windows.finish()
+
     def reducer(
         self, action: Action, queued: Callable[[], Collection[nn.Parameter]]
     ) -> Callable[[nn.Parameter], None] | None:

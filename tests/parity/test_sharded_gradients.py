@@ -1,0 +1,85 @@
+"""Gradients of sharded pipelines equal those of one device, in float64 to 1e-9.
+
+The default run covers each schedule, mode, mesh and variant with each other at least once in pairs that matter;
+``--nightly`` runs the product.
+"""
+
+from __future__ import annotations
+
+from itertools import islice, product
+
+import pytest
+from pool import WorkerPool
+from sharded_gradients import Case, largest_errors
+
+from lightning_pp.schedule import available_schedules
+
+TOLERANCE = 1e-9
+SCHEDULES = [name for name in available_schedules() if name != "auto"]
+MODES = [("replicate", None), ("shard_grad_op", None), ("full_shard", None), ("full_shard", 2)]
+MESHES = [(2, 2), (1, 4), (4, 1)]
+CASES_PER_RUN = 12
+
+PRODUCT = [
+    Case(schedule, mode, pipeline, replicas, budget=budget, checkpointing=checkpointing, accumulate=accumulate)
+    for (pipeline, replicas), schedule, (mode, budget), checkpointing, accumulate in product(
+        MESHES, SCHEDULES, MODES, (False, True), (1, 3)
+    )
+]
+HSDP = [
+    Case(schedule, mode, pipeline, replicas, 2, budget, checkpointing, accumulate)
+    for (pipeline, replicas), schedule, (mode, budget), checkpointing, accumulate in product(
+        [(1, 4), (2, 2)], SCHEDULES, MODES[1:], (False, True), (1, 3)
+    )
+]
+VARIANTS = [
+    Case(schedule, mode, pipeline, replicas, replicate, budget, accumulate=2, variant=variant)
+    for (pipeline, replicas, replicate), schedule, (mode, budget), variant in product(
+        [(2, 2, 1), (1, 4, 1), (1, 4, 2)], ("1f1b", "interleaved_1f1b", "zb_v"), MODES, ("tied", "frozen", "adapters")
+    )
+    if mode != "replicate" or replicate == 1
+]
+RAGGED = [
+    Case(schedule, mode, 2, 2, budget=budget, accumulate=accumulate, ragged=True)
+    for schedule, (mode, budget), accumulate in product(("zb_h1", "interleaved_zb", "zb_v"), MODES, (1, 2))
+]
+ALL = [*PRODUCT, *HSDP, *VARIANTS, *RAGGED]
+
+
+def _covering() -> list[Case]:
+    """Every schedule with every mode on two by two, the rest with the other settings in turn."""
+    chosen = [
+        Case(schedule, mode, 2, 2, 1, budget, checkpointing=(i + j) % 2 == 0, accumulate=3 if (i + j) % 3 == 0 else 1)
+        for i, schedule in enumerate(SCHEDULES)
+        for j, (mode, budget) in enumerate(MODES)
+        if (i + j) % 2 == 0
+    ]
+    chosen += list(islice((case for case in PRODUCT if case.replicas == 4), 5, None, 21))
+    chosen += list(islice((case for case in PRODUCT if case.pipeline == 4), 3, None, 41))
+    chosen += list(islice(HSDP, 4, None, 31))
+    chosen += list(islice(VARIANTS, 1, None, 8))
+    chosen += list(islice(RAGGED, 1, None, 5))
+    return chosen
+
+
+COVERING = _covering()
+
+
+def runs_of(cases: list[Case]) -> list[list[Case]]:
+    return [cases[start : start + CASES_PER_RUN] for start in range(0, len(cases), CASES_PER_RUN)]
+
+
+def check(pool: WorkerPool, cases: list[Case]) -> None:
+    for errors in pool.run(largest_errors, cases, world_size=4, timeout=600):
+        assert {case: error for case, error in errors.items() if not error < TOLERANCE} == {}
+
+
+@pytest.mark.parametrize("cases", runs_of(COVERING), ids=lambda cases: str(cases[0]))
+def test_gradients_equal_one_device(pool: WorkerPool, cases: list[Case]) -> None:
+    check(pool, cases)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("cases", runs_of(ALL), ids=lambda cases: str(cases[0]))
+def test_product(pool: WorkerPool, cases: list[Case]) -> None:
+    check(pool, cases)
