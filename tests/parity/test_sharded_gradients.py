@@ -54,10 +54,10 @@ def _covering() -> list[Case]:
         for j, (mode, budget) in enumerate(MODES)
         if (i + j) % 2 == 0
     ]
-    chosen += list(islice((case for case in PRODUCT if case.replicas == 4), 5, None, 21))
+    chosen += list(islice((case for case in PRODUCT if case.replicas == 4), 5, None, 31))
     chosen += list(islice((case for case in PRODUCT if case.pipeline == 4), 3, None, 41))
-    chosen += list(islice(HSDP, 4, None, 31))
-    chosen += list(islice(VARIANTS, 1, None, 8))
+    chosen += list(islice(HSDP, 4, None, 47))
+    chosen += list(islice(VARIANTS, 1, None, 13))
     chosen += list(islice(RAGGED, 1, None, 5))
     return chosen
 

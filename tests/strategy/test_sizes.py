@@ -57,3 +57,14 @@ def test_given_number_of_microbatches_is_kept() -> None:
     assert resolve_num_microbatches(7, 4, 64) == 7
     with pytest.raises(ConfigurationError, match="num_microbatches=0"):
         resolve_num_microbatches(0, 4, 64)
+
+
+def test_replicate_size_splits_the_data_parallel_size() -> None:
+    sizes = ParallelSizes.resolve(2, "auto", 16, 4)
+    assert (sizes.data_parallel, sizes.data_parallel_replicate, sizes.data_parallel_shard) == (8, 4, 2)
+
+
+@pytest.mark.parametrize(("replicate", "error"), [(3, "3 does not divide data_parallel_size=4"), (0, "=0 must be an")])
+def test_replicate_size_that_does_not_divide(replicate: int, error: str) -> None:
+    with pytest.raises(ConfigurationError, match=error):
+        ParallelSizes.resolve(2, 4, 8, replicate)

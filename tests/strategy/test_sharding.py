@@ -1,0 +1,168 @@
+"""Which collectives a step makes under each mode, what is gathered at any time, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from counted_steps import (
+    ALL_REDUCE,
+    GATHER,
+    NUM_MICROBATCHES,
+    SCATTER,
+    UNIT_BYTES,
+    EvenModule,
+    TiedModule,
+    fit,
+    named,
+)
+from pool import WorkerPool
+
+from lightning_pp import PipelineParallelStrategy
+from lightning_pp.errors import ConfigurationError
+from lightning_pp.schedule import Sharding, build_schedule
+from lightning_pp.schedule.sharding import fewest_unit_gathers
+
+TWO_BY_TWO: dict[str, Any] = {"pipeline_parallel_size": 2, "data_parallel_size": 2}
+UNITS_PER_RANK = 4
+BUDGETS = (1, 2, 3, 4)
+
+
+def counts_by_mode(schedule: str, split_points: list[str]) -> dict[str, list[dict[str, int]]]:
+    """In a worker: for each mode, the data-parallel collectives of two batches of one optimizer step, warmed up."""
+    found = {}
+    settings: list[dict[str, Any]] = [{"sharding": mode} for mode in ("replicate", "shard_grad_op")]
+    settings += [{"sharding": "full_shard", "unshard_budget": budget * UNIT_BYTES} for budget in BUDGETS]
+    for arguments in settings:
+        arguments |= {"schedule": schedule, "split_points": split_points, **TWO_BY_TWO}
+        strategy, batches, _ = fit(EvenModule(), num_batches=4, accumulate=2, **arguments)
+        budget = arguments.get("unshard_budget", 0) // UNIT_BYTES
+        found[f"{arguments['sharding']} {budget}"] = named(strategy, batches)[2:]
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+def test_collectives_of_a_step(pool: WorkerPool, schedule: str) -> None:
+    """Gathers: one per unit, or near the fewest of any plan; reductions: one per unit, none while accumulating."""
+    plain = build_schedule(schedule, num_ranks=2, num_microbatches=NUM_MICROBATCHES)
+    stages_per_rank = plain.placement.num_stages // 2
+    units = UNITS_PER_RANK // stages_per_rank
+    names = tuple(tuple(f"{stage}.{unit}" for unit in range(units)) for stage in range(plain.placement.num_stages))
+    sharding = Sharding("full_shard", names, {name: UNIT_BYTES for stage in names for name in stage})
+    split_points = [f"units.{units * stage}" for stage in range(1, len(names))]
+    for rank, counts in enumerate(pool.run(counts_by_mode, schedule, split_points, world_size=4, timeout=300)):
+        assert counts.pop("replicate 0") == [{}, {ALL_REDUCE: UNITS_PER_RANK}]
+        assert counts.pop("shard_grad_op 0") == [{GATHER: UNITS_PER_RANK}, {SCATTER: UNITS_PER_RANK}]
+        for budget, (accumulating, last) in zip(BUDGETS, counts.values(), strict=True):
+            fewest = fewest_unit_gathers(plain.programs[rank // 2], sharding, budget * UNIT_BYTES)
+            assert fewest <= accumulating[GATHER] <= 1.25 * fewest
+            assert accumulating == {GATHER: accumulating[GATHER]}
+            assert last == {GATHER: accumulating[GATHER], SCATTER: UNITS_PER_RANK}
+
+
+def counts_of_hsdp() -> list[dict[str, int]]:
+    strategy, batches, _ = fit(
+        EvenModule(),
+        num_batches=2,
+        schedule="1f1b",
+        pipeline_parallel_size=1,
+        data_parallel_size=4,
+        data_parallel_replicate_size=2,
+    )
+    mesh = strategy.device_mesh
+    assert mesh.mesh_dim_names == ("pipeline", "data_parallel_replicate", "data_parallel_shard")
+    assert mesh["data_parallel"].size() == 4
+    return named(strategy, batches)[1:]
+
+
+def test_hsdp_reduces_shards_between_replicas(pool: WorkerPool) -> None:
+    """All eight units are on each rank; scattered within two ranks, then summed between two."""
+    for counts in pool.run(counts_of_hsdp, world_size=4, timeout=120):
+        assert counts == [{GATHER: 8, SCATTER: 8, ALL_REDUCE: 8}]
+
+
+# --------------------------------------------------------------------------- memory
+
+
+def peaks(schedule: str, replicate: int) -> list[tuple[int, int]]:
+    """In a worker: for some budgets, the budget and the most bytes gathered, in training and validation."""
+    found = []
+    tied = 4 * 24 * 8  # the largest unit: embedding and head are one
+    for budget in (tied, tied + UNIT_BYTES, 5 * UNIT_BYTES):
+        _, _, gathered = fit(
+            TiedModule(),
+            num_batches=2,
+            accumulate=2,
+            validate=True,
+            schedule=schedule,
+            sharding="full_shard",
+            unshard_budget=budget,
+            data_parallel_replicate_size=replicate,
+            pipeline_parallel_size=2 // replicate,
+            data_parallel_size=2 * replicate,
+        )
+        found.append((budget, max(gathered)))
+    return found
+
+
+@pytest.mark.parametrize(("schedule", "replicate"), [("zb_v", 1), ("interleaved_zb", 2)])
+def test_gathered_bytes_stay_within_the_budget(pool: WorkerPool, schedule: str, replicate: int) -> None:
+    for rank in pool.run(peaks, schedule, replicate, world_size=4, timeout=300):
+        for budget, peak in rank:
+            assert UNIT_BYTES <= peak <= budget
+    # what is there is used
+    assert rank[-1][1] > rank[0][0]
+
+
+# --------------------------------------------------------------------------- shared parameters
+
+
+def collectives_of_tied(schedule: str, tied: bool) -> tuple[int, bool]:
+    """In a worker: all collectives of a warm step without replicas, and whether both ends are one parameter here."""
+    module = TiedModule(tied)
+    _, batches, _ = fit(module, num_batches=2, schedule=schedule, pipeline_parallel_size=2, data_parallel_size=1)
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    both = {"embedding.weight", "head.weight"} <= set(names)
+    return sum(batches[1].values()), both and module.head.weight is module.embedding.weight
+
+
+def test_tied_ends_on_one_rank_cost_no_communication(pool: WorkerPool) -> None:
+    """In a V one rank has both; else both ranks have one each, and one collective sums their gradients."""
+    counts = {
+        (schedule, tied): pool.run(collectives_of_tied, schedule, tied, world_size=2, timeout=120)
+        for schedule in ("zb_v", "1f1b")
+        for tied in (True, False)
+    }
+    assert [number for number, _ in counts["zb_v", True]] == [number for number, _ in counts["zb_v", False]]
+    assert counts["zb_v", True][0][1]
+    assert [number for number, _ in counts["1f1b", True]] == [1 + number for number, _ in counts["1f1b", False]]
+
+
+# --------------------------------------------------------------------------- refused
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"sharding": "zero3"}, "sharding='zero3' is unknown: choose one of replicate, shard_grad_op, full_shard"),
+        ({"unshard_budget": 100}, "unshard_budget=100 is the memory window of sharding='full_shard'"),
+        ({"sharding": "full_shard", "unshard_budget": 0}, "unshard_budget=0 must be a number of bytes"),
+        ({"sharding": "full_shard", "unshard_budget": "6GiB"}, "unshard_budget='6GiB' must be a number of bytes"),
+        ({"sharding": "replicate", "data_parallel_replicate_size": 2}, "sharding='replicate' shards nothing"),
+    ],
+)
+def test_arguments_that_do_not_fit(arguments: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigurationError, match=error.replace("(", r"\(")):
+        PipelineParallelStrategy(**arguments)
+
+
+def too_small_a_budget() -> str:
+    with pytest.raises(ConfigurationError) as error:
+        fit(EvenModule(), num_batches=1, schedule="1f1b", sharding="full_shard", unshard_budget=100, **TWO_BY_TWO)
+    return str(error.value)
+
+
+def test_budget_below_one_unit(pool: WorkerPool) -> None:
+    for message in pool.run(too_small_a_budget, world_size=4, timeout=60):
+        assert message.startswith("unshard_budget=100 bytes is less than the unit units.0")
+        assert f"({UNIT_BYTES} bytes)" in message
