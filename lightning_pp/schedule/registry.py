@@ -11,6 +11,7 @@ from lightning_pp.schedule.memory import exceeds
 from lightning_pp.schedule.merging import merge_first_stage
 from lightning_pp.schedule.placement import Placement
 from lightning_pp.schedule.program import Schedule
+from lightning_pp.schedule.sharding import Sharding
 from lightning_pp.schedule.validation import limit_of_each_rank
 
 
@@ -27,6 +28,8 @@ class ScheduleRequest:
         exact: Solve to optimality where the family can.
         placement: Where the stages have to be, for families that can choose; None leaves it to them.
         quick: Leave out what takes long, for families that search.
+        sharding: What the stages gather and reduce, for families that compare schedules; None: each stage is gathered
+            once, from the start of the step.
     """
 
     num_ranks: int
@@ -37,6 +40,7 @@ class ScheduleRequest:
     exact: bool = False
     placement: Placement | None = None
     quick: bool = False
+    sharding: Sharding | None = None
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,7 @@ def build_schedule(
     exact: bool = False,
     placement: Placement | None = None,
     quick: bool = False,
+    sharding: Sharding | None = None,
 ) -> Schedule:
     """Make the schedule ``name``, or read it if the name ends with ``.csv``.
 
@@ -125,6 +130,9 @@ def build_schedule(
         placement: Where the stages have to be, as in a model that is cut already; ``auto`` keeps to it, and what
             places them otherwise is refused. By default the family chooses.
         quick: With ``auto``, leave out the improvement that most of the search's time goes into.
+        sharding: With ``auto``, compare candidates with the gathers and reductions that
+            :func:`~lightning_pp.schedule.sharding.insert_sharding` would give them, at ``costs.gather`` and
+            ``costs.reduce``. The schedule comes without these actions.
 
     Raises:
         ScheduleError: The name is unknown, a size cannot work, the file does not fit the sizes, or the schedule needs
@@ -146,7 +154,9 @@ def build_schedule(
         stages_per_rank = stages_per_rank if stages_per_rank is not None else _default_stages(family, num_ranks, costs)
         family.check_stages_per_rank(stages_per_rank)
         costs.per_stage(num_ranks * stages_per_rank)
-        request = ScheduleRequest(num_ranks, num_microbatches, stages_per_rank, costs, limits, exact, placement, quick)
+        request = ScheduleRequest(
+            num_ranks, num_microbatches, stages_per_rank, costs, limits, exact, placement, quick, sharding
+        )
         schedule = merge_first_stage(family.build(request))
     if placement is not None and schedule.placement != placement:
         raise ScheduleError(

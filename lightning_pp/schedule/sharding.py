@@ -26,6 +26,7 @@ from typing import Literal, get_args
 
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.schedule.action import Action, ActionKind
+from lightning_pp.schedule.fewer import keep_first_microbatches
 from lightning_pp.schedule.gathering import MOST_EXTRA_GATHERS, GatherPlan, fewest_gathers, plan_gathers
 from lightning_pp.schedule.program import Schedule
 
@@ -150,14 +151,7 @@ class ShardedProgram:
 
     def limited_to(self, num_microbatches: int) -> ShardedProgram:
         """The same gathers, frees and reductions around fewer microbatches, for a replica that has fewer."""
-        schedule = self.schedule
-        if num_microbatches == schedule.num_microbatches:
-            return self
-        programs = tuple(
-            tuple(action for action in program if action.microbatch is None or action.microbatch < num_microbatches)
-            for program in schedule.programs
-        )
-        return replace(self, schedule=replace(schedule, programs=programs, num_microbatches=num_microbatches))
+        return replace(self, schedule=keep_first_microbatches(self.schedule, num_microbatches))
 
 
 def insert_sharding(schedule: Schedule, sharding: Sharding, *, reduces: bool = True) -> ShardedProgram:

@@ -186,6 +186,7 @@ class PipelineEngine:
         self.gradients = StageGradients(
             self.split, self.mesh, self._data_parallel, self.rank, self._sharding, self.groups
         )
+        self._programs.sharding = self.gradients.sharding
         if self._compile_options is not None:
             self._compiled_units = CompiledUnits(self.split.units_of(self.rank), self._compile_options)
         ranks = [int(rank) for rank in self.mesh["pipeline"].mesh.tolist()]

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_pp.schedule import Schedule
+from lightning_pp.schedule import Schedule, Sharding
 from lightning_pp.sharding import ReplicatedUnits, ShardedStages
 from lightning_pp.sharding.clip import clip_by_norm_, clip_by_value_
 from lightning_pp.sharding.fsdp import ShardedUnits
@@ -95,6 +95,11 @@ class StageGradients:
     def stages(self) -> ShardedStages | None:
         """What carries out the sharding actions of programs; None with one replica, where there are none."""
         return None if self._programs is None else self._programs.stages
+
+    @property
+    def sharding(self) -> Sharding | None:
+        """What the stages gather and reduce; None with one replica."""
+        return None if self._programs is None else self._programs.sharding
 
     def most_microbatches(self, number: int, *, reduce: bool) -> int:
         """For how many microbatches a batch's program has to be; see :class:`ShardedPrograms`."""

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_pp.errors import ScheduleError
 from lightning_pp.runtime.link_speed import Link, measure_gather_and_reduce, measure_links
 from lightning_pp.runtime.timing import StepTimer
-from lightning_pp.schedule import ActionKind, Schedule, StageCosts, build_schedule
+from lightning_pp.schedule import ActionKind, Schedule, Sharding, StageCosts, build_schedule
 from lightning_pp.schedule.costs_file import GIB
 from lightning_pp.split.microbatch import Microbatch
 from lightning_pp.split.plan import StepPlan
@@ -116,6 +116,9 @@ class TunedPrograms:
         groups: Who talks to whom.
         device: Where this rank computes.
         agree: Returns rank 0's argument on every rank.
+
+    Attributes:
+        sharding: What the stages gather and reduce; the search compares schedules with it. None: nothing.
     """
 
     def __init__(
@@ -144,6 +147,7 @@ class TunedPrograms:
         self._noted: list[tuple[StepTimer, dict[tuple[int, int], int], Sequence[Microbatch], Sequence[StepPlan]]] = []
         self.queued_bytes: dict[tuple[int, int], int] | None = None
         self.costs: StageCosts | None = options.costs
+        self.sharding: Sharding | None = None
 
     def training(self, num_microbatches: int) -> Schedule:
         """The schedule of the training batch that is about to be run; every rank asks before every batch."""
@@ -213,6 +217,7 @@ class TunedPrograms:
                 memory_limit=limit,
                 exact=self._options.exact_search,
                 placement=placement,
+                sharding=self.sharding,
             ).validate(costs=measured.costs, memory_limit=limit)
         except ScheduleError as error:
             return None, f"schedule='auto' keeps the schedule that it began with, {before.name}: {error}"

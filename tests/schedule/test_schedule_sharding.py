@@ -191,3 +191,18 @@ def test_programs_that_cannot_work(tmp_path: Path, row: str, error: str) -> None
     path.write_text(row + "\n")
     with pytest.raises(ScheduleError, match=error):
         Schedule.from_csv(path)
+
+
+def test_auto_ranks_with_the_gathers_of_the_budget() -> None:
+    """Where a window holds one of two stages, going back and forth between them costs a gather each time."""
+    costs = StageCosts(forward=1.0, backward_input=1.0, backward_weight=1.0, gather=3.0)
+    sharding = sharding_of(4, 2, "full_shard", 8)
+    sizes = {"num_ranks": 2, "num_microbatches": 6, "stages_per_rank": 2, "quick": True}
+
+    def makespan(schedule: Schedule) -> float:
+        return insert_sharding(schedule, sharding).schedule.simulate(costs).makespan
+
+    plain = build_schedule("auto", costs=costs, **sizes)
+    aware = build_schedule("auto", costs=costs, sharding=sharding, **sizes)
+    assert not any(action.kind in SHARDING_KINDS for program in aware.programs for action in program)
+    assert makespan(aware) < 0.9 * makespan(plain)

@@ -25,6 +25,7 @@ from lightning_pp.schedule.search.justify import justify
 from lightning_pp.schedule.search.local import climb
 from lightning_pp.schedule.search.problem import Orders, Problem
 from lightning_pp.schedule.search.timing import Length, Objective, earliest, length_of
+from lightning_pp.schedule.sharding import insert_sharding
 
 _MAKESPAN_TOLERANCE = 0.005
 _SCREENING_ACTIONS = 700_000
@@ -80,7 +81,11 @@ def _best(schedules: list[Schedule], request: ScheduleRequest) -> Schedule:
     """The best by the full simulation, with gathers and reductions."""
     lengths = []
     for schedule in schedules:
-        simulation = schedule.simulate(request.costs)
+        if request.sharding is not None:
+            sharded = insert_sharding(schedule, request.sharding).schedule
+        else:
+            sharded = schedule
+        simulation = sharded.simulate(request.costs)
         lengths.append((simulation.makespan, max(simulation.span_ms)))
     objective = _objective(makespan for makespan, _ in lengths)
     scores = [objective.score(makespan, span) for makespan, span in lengths]
