@@ -65,12 +65,18 @@ class StepTimer:
 
     def times(self) -> list[ActionTimes]:
         """The times of all F, I, W and B so far; on CUDA waits for the last of them."""
+        return [moment for moment in self._all_times() if moment.action.kind.is_compute]
+
+    def sharding_times(self) -> list[ActionTimes]:
+        """The times of all UNSHARD, RESHARD and REDUCE so far: when each was begun, not when its collective ended."""
+        return [moment for moment in self._all_times() if not moment.action.kind.is_compute]
+
+    def _all_times(self) -> list[ActionTimes]:
         if self._cuda and self._marks:
             self._marks[-1][3].synchronize()
         return [
             ActionTimes(action, self._since(asked), self._since(started), self._since(ended))
             for action, asked, started, ended in self._marks
-            if action.kind.is_compute
         ]
 
     def _now(self) -> Any:

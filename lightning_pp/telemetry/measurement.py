@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pp.runtime.timing import ActionTimes, StepTimer
-from lightning_pp.schedule import Placement, Schedule
+from lightning_pp.schedule import Action, Placement, Schedule
 from lightning_pp.split.partition import Partition
 from lightning_pp.telemetry.memory import read_peak_memory_gib
 from lightning_pp.telemetry.report import Measurements, PipelineReport, StageInfo, StageReport
 from lightning_pp.telemetry.sums import RankSums
 from lightning_pp.telemetry.throughput import BatchClock, Throughput, count_tokens
-from lightning_pp.telemetry.timeline import Timeline, compute_actions
+from lightning_pp.telemetry.timeline import Timeline, compute_actions, sharding_actions
 from lightning_pp.telemetry.timeline_text import text_timeline
 
 # How many of the latest steps are read when measurements are collected; the timers of older ones are dropped unread.
@@ -215,18 +215,27 @@ class FitMeasurement:
         """The last step with all its microbatches, on all ranks, on rank 0."""
         assert self._pictured is not None
         schedule, timer = self._pictured
-        programs = [compute_actions(schedule, rank) for rank in self._ranks]
-        row = [moment for times in timer.times() for moment in (times.asked_ms, times.start_ms, times.end_ms)]
-        rows = self._gather(row, 3 * max(map(len, programs)))
+        ranks = self._gather_times(timer.times(), [compute_actions(schedule, rank) for rank in self._ranks])
+        sharding: list[list[ActionTimes]] | None = []
+        if self._pipeline.groups.num_replicas > 1:
+            actions = [sharding_actions(schedule, rank) for rank in self._ranks]
+            sharding = self._gather_times(timer.sharding_times(), actions)
+        if ranks is None or sharding is None:
+            return None
+        return Timeline.aligned(schedule, ranks, sharding)
+
+    def _gather_times(
+        self, own: Sequence[ActionTimes], actions: Sequence[Sequence[Action]]
+    ) -> list[list[ActionTimes]] | None:
+        """The times of all ranks' ``actions``, on rank 0."""
+        row = [moment for times in own for moment in (times.asked_ms, times.start_ms, times.end_ms)]
+        rows = self._gather(row, 3 * max(map(len, actions)))
         if rows is None:
             return None
-        return Timeline.aligned(
-            schedule,
-            [
-                [ActionTimes(action, *row[3 * index : 3 * index + 3]) for index, action in enumerate(program)]
-                for program, row in zip(programs, rows, strict=True)
-            ],
-        )
+        return [
+            [ActionTimes(action, *row[3 * index : 3 * index + 3]) for index, action in enumerate(of_rank)]
+            for of_rank, row in zip(actions, rows, strict=True)
+        ]
 
     def _mean_losses(self) -> tuple[float | None, float | None]:
         """The first and the last loss; on pipeline rank 0, where they are reported, means over the replicas."""

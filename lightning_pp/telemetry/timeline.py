@@ -14,6 +14,9 @@ _NAMES = {
     ActionKind.I: "input gradient",
     ActionKind.W: "weight gradient",
     ActionKind.B: "backward",
+    ActionKind.UNSHARD: "gather",
+    ActionKind.RESHARD: "free",
+    ActionKind.REDUCE: "reduce gradients",
 }
 
 
@@ -26,16 +29,19 @@ class Timeline:
         ranks: For each rank, the times of its F, I, W and B in the order of its program, in milliseconds since the
             first of them on any rank began.
         unit: What a millisecond is called in pictures, where times are not milliseconds but relative.
+        sharding: For each rank, the times of its UNSHARD, RESHARD and REDUCE, which go on beside the others: simulated
+            from begin to end, measured only when they were begun. Empty where nothing is sharded.
     """
 
     schedule: Schedule
     ranks: tuple[tuple[ActionTimes, ...], ...]
     unit: str = "ms"
+    sharding: tuple[tuple[ActionTimes, ...], ...] = ()
 
     @property
     def span_ms(self) -> float:
         """From the first start to the last end on any rank."""
-        return max((rank[-1].end_ms for rank in self.ranks if rank), default=0.0)
+        return max((moment.end_ms for times in (*self.ranks, *self.sharding) for moment in times), default=0.0)
 
     def bubble_fraction(self, rank: int) -> float:
         """``1 - work / span`` of one rank."""
@@ -45,25 +51,33 @@ class Timeline:
 
     def kinds(self) -> dict[ActionKind, str]:
         """The kinds of actions in it, with their names."""
-        found = {moment.action.kind for times in self.ranks for moment in times}
+        found = {moment.action.kind for times in (*self.ranks, *self.sharding) for moment in times}
         return {kind: name for kind, name in _NAMES.items() if kind in found}
 
     @classmethod
     def simulated(cls, schedule: Schedule, costs: StageCosts, unit: str = "ms") -> Timeline:
         """What a step would look like under ``costs``."""
-        ranks = []
+        ranks, sharding = [], []
         for timeline in schedule.simulate(costs).timeline:
             times: list[ActionTimes] = []
+            beside: list[ActionTimes] = []
             for timed in timeline:
                 if timed.action.kind.is_compute:
                     asked = times[-1].end_ms if times else 0.0
                     times.append(ActionTimes(timed.action, asked, timed.start_ms, timed.end_ms))
-            ranks.append(tuple(times))
-        first = min((times[0].start_ms for times in ranks if times), default=0.0)
-        return cls(schedule, tuple(tuple(_shifted(moment, -first) for moment in times) for times in ranks), unit)
+                else:
+                    beside.append(ActionTimes(timed.action, timed.start_ms, timed.start_ms, timed.end_ms))
+            ranks.append(times)
+            sharding.append(beside)
+        return cls._from_zero(schedule, ranks, sharding, [0.0] * len(ranks), unit)
 
     @classmethod
-    def aligned(cls, schedule: Schedule, ranks: Sequence[Sequence[ActionTimes]]) -> Timeline:
+    def aligned(
+        cls,
+        schedule: Schedule,
+        ranks: Sequence[Sequence[ActionTimes]],
+        sharding: Sequence[Sequence[ActionTimes]] = (),
+    ) -> Timeline:
         """Puts the ranks' times, each on the clock of its rank, on one clock.
 
         Clocks of hosts and devices do not agree, but messages tie them together: nothing starts before what it needs
@@ -73,22 +87,46 @@ class Timeline:
 
         Args:
             schedule: The programs that were run.
-            ranks: For each rank, the times of its actions.
+            ranks: For each rank, the times of its F, I, W and B.
+            sharding: For each rank, those of its UNSHARD, RESHARD and REDUCE, on the same clock.
         """
-        shifts = _clock_shifts(schedule, ranks)
-        first = min((times[0].start_ms + shift for times, shift in zip(ranks, shifts, strict=True) if times), default=0)
-        return cls(
-            schedule,
-            tuple(
+        return cls._from_zero(schedule, ranks, sharding, _clock_shifts(schedule, ranks), "ms")
+
+    @classmethod
+    def _from_zero(
+        cls,
+        schedule: Schedule,
+        ranks: Sequence[Sequence[ActionTimes]],
+        sharding: Sequence[Sequence[ActionTimes]],
+        shifts: Sequence[float],
+        unit: str,
+    ) -> Timeline:
+        """Moves each rank's times by its shift, and then all so that the first begins at 0."""
+        starts = [
+            moment.start_ms + shift
+            for rows in (ranks, sharding)
+            for times, shift in zip(rows, shifts, strict=False)
+            for moment in times[:1]
+        ]
+        first = min(starts, default=0.0)
+
+        def moved(rows: Sequence[Sequence[ActionTimes]]) -> tuple[tuple[ActionTimes, ...], ...]:
+            return tuple(
                 tuple(_shifted(moment, shift - first) for moment in times)
-                for times, shift in zip(ranks, shifts, strict=True)
-            ),
-        )
+                for times, shift in zip(rows, shifts, strict=False)
+            )
+
+        return cls(schedule, moved(ranks), unit, moved(sharding) if any(sharding) else ())
 
 
 def compute_actions(schedule: Schedule, rank: int) -> list[Action]:
-    """The F, I, W and B of one rank's program, which are what is timed."""
+    """The F, I, W and B of one rank's program."""
     return [action for action in schedule.programs[rank] if action.kind.is_compute]
+
+
+def sharding_actions(schedule: Schedule, rank: int) -> list[Action]:
+    """The UNSHARD, RESHARD and REDUCE of one rank's program."""
+    return [action for action in schedule.programs[rank] if not action.kind.is_compute]
 
 
 def _shifted(moment: ActionTimes, by_ms: float) -> ActionTimes:

@@ -11,7 +11,15 @@ from lightning_pp.schedule import ActionKind
 from lightning_pp.telemetry.timeline import Timeline
 
 # the zero-bubble papers' colours: F blue, I cyan, W green
-COLORS = {ActionKind.F: "#3b6fb6", ActionKind.I: "#4fb3c4", ActionKind.W: "#5aa05f", ActionKind.B: "#7a63ad"}
+COLORS = {
+    ActionKind.F: "#3b6fb6",
+    ActionKind.I: "#4fb3c4",
+    ActionKind.W: "#5aa05f",
+    ActionKind.B: "#7a63ad",
+    ActionKind.UNSHARD: "#e39b33",
+    ActionKind.RESHARD: "#666666",
+    ActionKind.REDUCE: "#c8553d",
+}
 BUBBLE_COLOR, LINE_COLOR = "#ececec", "#999999"
 ODD_OPACITY = 0.75
 """Odd microbatches are lighter, so that one can be told from the next."""
@@ -20,6 +28,7 @@ _MARGIN = 8
 _LABEL_WIDTH, _DRAWING_WIDTH, _BUBBLE_WIDTH = 60, 1000, 100
 _ROW_HEIGHT, _ROW_PITCH, _HEADER_HEIGHT, _AXIS_HEIGHT = 22, 28, 44, 26
 _LATER_STAGE_INDENT = 6
+_SHARDING_HEIGHT, _SHARDING_WIDTH = 4, 1.5
 _LEAST_WIDTH_WITH_NUMBER = 16.0
 _BASELINE = 4
 _MOST_TICKS = 12
@@ -121,6 +130,9 @@ def draw(timeline: Timeline) -> Drawing:
                     box.left + box.width / 2, middle_of_box, str(moment.action.microbatch), "middle", is_light=True
                 )
                 labels.append(number)
+    for rank, times in enumerate(timeline.sharding):
+        top = _HEADER_HEIGHT + rank * _ROW_PITCH + _ROW_HEIGHT
+        boxes += [_strip(moment, top, scale, timeline.unit) for moment in times]
     ticks, tick_labels = _axis(timeline, scale, rows_end)
     return Drawing(width, height, title, tuple(spans), legend, tuple(boxes), (*labels, *tick_labels), ticks)
 
@@ -138,6 +150,13 @@ def _box(moment: ActionTimes, top: int, scale: float, unit: str, *, is_first_sta
         (action.microbatch or 0) % 2 == 1,
         about,
     )
+
+
+def _strip(moment: ActionTimes, top: int, scale: float, unit: str) -> Box:
+    """What goes on beside the actions: below the row, as wide as it is long, or a mark where it was begun."""
+    about = f"{moment.action}: {moment.work_ms:.3g} {unit} from {moment.start_ms:.4g} {unit}"
+    width = max(moment.work_ms * scale, _SHARDING_WIDTH)
+    return Box(_LABEL_WIDTH + moment.start_ms * scale, top, width, _SHARDING_HEIGHT, moment.action.kind, about=about)
 
 
 def _legend(timeline: Timeline) -> tuple[tuple[Box, ...], list[Label]]:

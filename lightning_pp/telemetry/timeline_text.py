@@ -48,7 +48,7 @@ def _label(placement: Placement, rank: int) -> str:
 
 
 def _legend(timeline: Timeline, per_column: float) -> str:
-    names = ", ".join(f"{kind} {name}" for kind, name in timeline.kinds().items())
+    names = ", ".join(f"{kind} {name}" for kind, name in timeline.kinds().items() if kind.is_compute)
     schedule = timeline.schedule
     return (
         f"{schedule.name}, {schedule.num_microbatches} microbatches, one step of {timeline.span_ms:.1f} "

@@ -11,7 +11,10 @@ _LEAST_WAIT_MS = 1e-3  # the resolution of the format's microseconds
 
 
 def chrome_trace(timeline: Timeline) -> str:
-    """The step in Chrome's trace event format, JSON: a thread per rank, an event per action and per wait."""
+    """The step in Chrome's trace event format, JSON: a thread per rank, an event per action and per wait.
+
+    Gathers and reductions, where there are any, have a thread of their own for each rank.
+    """
     placement = timeline.schedule.placement
     events: list[dict[str, Any]] = [_named("process_name", f"pipeline, {timeline.schedule.name}", 0)]
     for rank, times in enumerate(timeline.ranks):
@@ -23,6 +26,13 @@ def chrome_trace(timeline: Timeline) -> str:
                 events.append(_event(f"wait for {action}", "wait", rank, moment.asked_ms, moment.wait_ms, {}))
             about = {"stage": action.stage, "microbatch": action.microbatch}
             events.append(_event(str(action), action.kind.value, rank, moment.start_ms, moment.work_ms, about))
+    for rank, times in enumerate(timeline.sharding):
+        thread = len(timeline.ranks) + rank
+        events.append(_named("thread_name", f"rank {rank}, gathers and reductions", thread))
+        for moment in times:
+            action = moment.action
+            about = {"stage": action.stage}
+            events.append(_event(str(action), action.kind.value, thread, moment.start_ms, moment.work_ms, about))
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
 
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from simulated_steps import schedule_and_costs, simulated_times
 
-from lightning_pp.schedule import StageCosts, build_schedule
+from lightning_pp.runtime.timing import ActionTimes
+from lightning_pp.schedule import ActionKind, Sharding, StageCosts, build_schedule, insert_sharding
 from lightning_pp.telemetry import Timeline, chrome_trace, html_timeline, png_timeline, svg_timeline, text_timeline
 from lightning_pp.telemetry.bitmap_font import glyph
 from lightning_pp.telemetry.timeline_drawing import COLORS, tick_step
@@ -212,3 +213,36 @@ def test_letters_of_the_font_differ_and_what_is_not_there_is_a_question_mark() -
     letters = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ().,:;%/-+='"
     assert len({glyph(letter).tobytes() for letter in letters}) == len(letters)
     assert (glyph("é") == glyph("?")).all()
+
+
+def test_gathers_and_reductions_go_on_below_the_actions() -> None:
+    schedule = build_schedule("zb_v", num_ranks=2, num_microbatches=4)
+    sharding = Sharding("full_shard", tuple((f"{stage}",) for stage in range(4)), dict.fromkeys("0123", 1), 1)
+    sharded = insert_sharding(schedule, sharding).schedule
+    timeline = Timeline.simulated(sharded, StageCosts(2.0, 2.0, 2.0, gather=1.0, reduce=3.0))
+    for program, actions, beside in zip(sharded.programs, timeline.ranks, timeline.sharding, strict=True):
+        assert [moment.action for moment in beside] == [action for action in program if not action.kind.is_compute]
+        assert min(moment.start_ms for moment in beside) >= 0.0
+        gathers = [moment for moment in beside if moment.action.kind is ActionKind.UNSHARD]
+        assert {moment.work_ms for moment in gathers} == {1.0}
+        assert actions[0].start_ms >= gathers[0].end_ms  # nothing to compute with before
+    ends = [moment.end_ms for times in timeline.sharding for moment in times]
+    assert timeline.span_ms == max(ends) > max(times[-1].end_ms for times in timeline.ranks)
+    svg = svg_timeline(timeline)
+    num_drawn = sum(len(times) for times in timeline.sharding)
+    assert sum(svg.count(f'<rect class="{kind}"') for kind in ("UNSHARD", "RESHARD", "REDUCE_GRAD")) == num_drawn
+    assert "REDUCE_GRAD reduce gradients" in svg
+    events = json.loads(chrome_trace(timeline))["traceEvents"]
+    assert sum(event["tid"] >= 2 and event["ph"] == "X" for event in events) == num_drawn
+    png_timeline(timeline)
+    assert "UNSHARD" not in text_timeline(timeline, colors=False)
+    # measured times, each rank on a clock of its own, come together with what they belong to
+    moved = [[_moved_whole(moment, 7.0 * rank) for moment in times] for rank, times in enumerate(timeline.ranks)]
+    beside = [[_moved_whole(moment, 7.0 * rank) for moment in times] for rank, times in enumerate(timeline.sharding)]
+    aligned = Timeline.aligned(sharded, moved, beside)
+    for row, expected in zip(aligned.sharding, timeline.sharding, strict=True):
+        assert [moment.start_ms for moment in row] == pytest.approx([moment.start_ms for moment in expected], abs=1e-6)
+
+
+def _moved_whole(moment: ActionTimes, by: float) -> ActionTimes:
+    return ActionTimes(moment.action, moment.asked_ms + by, moment.start_ms + by, moment.end_ms + by)
