@@ -23,8 +23,7 @@ by :func:`delayed_weight_gradient_modules` and handed to :meth:`WeightGradientQu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 from lightning_pp.runtime.deferred_queue import (
     WeightGradientQueue,
@@ -38,24 +37,43 @@ __all__ = [
     "collect_weight_gradients",
     "delayed_weight_gradient_modules",
     "weight_gradients_deferrable",
+    "weight_gradients_not_deferrable",
 ]
 
 
-@contextmanager
-def weight_gradients_deferrable() -> Iterator[None]:
+class _Deferrable:
+    """A class, and not a generator, which would cost more than all that is done."""
+
+    def __enter__(self) -> None:
+        INSTALLATION.enter()
+
+    def __exit__(self, *_: object) -> None:
+        INSTALLATION.leave()
+
+
+class _NotDeferrable:
+    def __enter__(self) -> None:
+        INSTALLATION.pause()
+
+    def __exit__(self, *_: object) -> None:
+        INSTALLATION.resume()
+
+
+def weight_gradients_deferrable() -> AbstractContextManager[None]:
     """Makes linear operations run so that their weight gradients can be deferred. Goes around F and I.
 
     It has to be active in I as well as in F, for checkpointed blocks run again there. A backward inside it, but outside
     of :func:`collect_weight_gradients`, computes weight gradients at once (B): with the results of plain autograd, at
-    the price of one call to Python per linear operation. A microbatch known in F to get a B is better run outside of
-    it.
+    the price of one call to Python per linear operation. A microbatch known in F to get a B is better run inside
+    :func:`weight_gradients_not_deferrable`.
 
     Works on the process, not on the thread, for autograd has threads of its own; may be nested; puts back what it found
-    when the outermost is left. Entering and leaving cost some ten microseconds, so one scope around a whole step is
-    better than many.
+    when the outermost is left. Entering and leaving the outermost cost some ten microseconds, the inner ones hardly
+    anything: let one scope go around a whole step.
     """
-    INSTALLATION.enter()
-    try:
-        yield
-    finally:
-        INSTALLATION.leave()
+    return _Deferrable()
+
+
+def weight_gradients_not_deferrable() -> AbstractContextManager[None]:
+    """Makes linear operations run as outside of :func:`weight_gradients_deferrable`, though it is within it."""
+    return _NotDeferrable()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -66,13 +66,14 @@ class WeightGradientQueue:
         Raises:
             TypeError: It has no ``backward_dw()``.
         """
-        if not isinstance(module, DelaysWeightGradient):
+        if not callable(getattr(module, "backward_dw", None)):  # isinstance takes the protocol apart each time
             raise TypeError(
                 f"{type(module).__name__} has no backward_dw(), so it computes its weight gradients in its backward: "
                 "defer only what delayed_weight_gradient_modules() finds"
             )
-        if not any(queued is module for queued in self._modules):
-            self._modules.append(module)
+        delaying = cast(DelaysWeightGradient, module)
+        if not any(queued is delaying for queued in self._modules):
+            self._modules.append(delaying)
         self._is_owing = True
 
     def parameters(self) -> set[Parameter]:
@@ -210,7 +211,7 @@ def _add_all(entries: list[Entry]) -> None:
     entries.reverse()
     device_type = entries[0][1].device.type if entries else "cpu"
     # What is queued already has the dtype to compute in; autocast would round it once more.
-    has_autocast = torch.amp.is_autocast_available(device_type)
+    has_autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
     with torch.no_grad(), torch.autocast(device_type, enabled=False) if has_autocast else nullcontext():
         while entries:
             add_gradient, weight, left, right, extra = entries.pop()

@@ -53,7 +53,7 @@ def _is_deferrable(input: Any, weight: Any, bias: Any = None) -> bool:
     Ordered so that what is not deferred mostly leaves at the first line: this runs on every call of every replaced
     function.
     """
-    if type(weight) is not Parameter and not _is_view_of_parameter(weight):
+    if (type(weight) is not Parameter and not _is_view_of_parameter(weight)) or INSTALLATION.num_pauses:
         return False
     return (
         weight.requires_grad
@@ -257,11 +257,12 @@ TABLE = _build_table()
 
 
 class _Installation:
-    """How many scopes want the table's replacements, and which are in place."""
+    """How many scopes want the table's replacements and how many want them to rest, and which are in place."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.num_scopes = 0
+        self.num_pauses = 0
         self.in_place: list[Replacement] = []
 
     def enter(self) -> None:
@@ -287,6 +288,14 @@ class _Installation:
                     delattr(Tensor, entry.name)  # Tensor inherits them, and setting one would leave it in its own dict
                 else:
                     setattr(entry.owner, entry.name, entry.original)
+
+    def pause(self) -> None:
+        with self.lock:
+            self.num_pauses += 1
+
+    def resume(self) -> None:
+        with self.lock:
+            self.num_pauses -= 1
 
 
 INSTALLATION = _Installation()

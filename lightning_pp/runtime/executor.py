@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_pp.runtime.deferred import weight_gradients_deferrable
 from lightning_pp.runtime.randomness import StepRandomness, host_generators_untouched
+from lightning_pp.runtime.route import Route, Stop, plan_route
 from lightning_pp.runtime.sharded import ShardedStages, run_sharding_action
-from lightning_pp.runtime.stage import InFlight, StageRunner
+from lightning_pp.runtime.stage import StageRunner
+from lightning_pp.runtime.stage_forward import InFlight
 from lightning_pp.runtime.timing import StepTimer
-from lightning_pp.runtime.transport import Route, Transport, plan_route
-from lightning_pp.schedule import Action, ActionKind, Schedule
+from lightning_pp.runtime.transport import Transport
+from lightning_pp.schedule import ActionKind, Schedule
+from lightning_pp.split.interception import UnitCalls
 from lightning_pp.split.plan import StepPlan
 from lightning_pp.split.record import Value
 from lightning_pp.split.tree import map_leaves
+
+_MOST_PROGRAMS = 256
 
 
 @dataclass(frozen=True)
@@ -59,10 +67,11 @@ class PipelineExecutor:
             W: empty the queue into the parameters' gradients
             B: I and W in one, nothing queued
             UNSHARD, RESHARD, REDUCE: handed to who shards the stages; collectives run beside the rest
-        wait until all that was sent has left
+        wait until the values that were sent have left; gradients may take until the next step
 
-    There is no other collective in it. A step that raises leaves nothing behind: queued gradients, received tensors and
-    messages are dropped, and the next step starts clean.
+    There is no other collective in it, and no rank waits for what it does not need: one that is done starts the next step. A
+    step that raises leaves nothing behind: queued gradients, received tensors and messages are dropped, and the next
+    step starts clean.
 
     Args:
         rank: This rank's place in the pipeline.
@@ -74,11 +83,11 @@ class PipelineExecutor:
     def __init__(self, rank: int, units: Mapping[str, nn.Module], transport: Transport, device: torch.device) -> None:
         self._rank = rank
         self._units = dict(units)
+        self._calls = UnitCalls(self._units)
         self._transport = transport
         self._device = device
         self._runners: dict[int, StageRunner] = {}
-        self._splits: dict[int, tuple[Schedule, frozenset[tuple[int, int | None]]]] = {}
-        self._routes: dict[tuple[int, ...], tuple[Schedule, tuple[StepPlan, ...], Route]] = {}
+        self._programs: dict[tuple[int, ...], _Program] = {}
 
     def run(self, schedule: Schedule, inputs: StepInputs) -> tuple[list[Any], StepTimer]:
         """Runs one step.
@@ -95,53 +104,67 @@ class PipelineExecutor:
         in_flight: dict[tuple[int, int], InFlight] = {}
         timer = StepTimer(self._device)
         transport, sharded = self._transport, inputs.sharded
-        transport.begin(self._route(schedule, inputs.plans))
-        last_stage = schedule.placement.num_stages - 1
+        program = self._program(schedule, inputs.plans)
+        loss_of = inputs.loss_of
+        transport.begin(program.route)
         try:
-            with host_generators_untouched(inputs.seed * 4096 + self._rank, self._device):
-                for action in schedule.programs[self._rank]:
-                    if action.microbatch is None:
+            with ExitStack() as stack:
+                stack.enter_context(host_generators_untouched(inputs.seed * 4096 + self._rank, self._device))
+                stack.enter_context(self._calls.installed())
+                if program.splits_backward:
+                    stack.enter_context(weight_gradients_deferrable())
+                for entry in program.entries:
+                    kind, stage, microbatch = entry.kind, entry.stage, entry.microbatch
+                    if microbatch is None:
                         if sharded is not None:
                             timer.start_waiting()
                             timer.start_working()
-                            run_sharding_action(sharded, action)
-                            timer.stop(action)
+                            run_sharding_action(sharded, entry.stop.action)
+                            timer.stop(entry.stop.action)
                         continue
                     if sharded is not None:
-                        sharded.before(action)
-                    stage, microbatch = action.stage, action.microbatch
+                        sharded.before(entry.stop.action)
                     timer.start_waiting()
-                    received = transport.receive(action)
+                    received = transport.receive(entry.stop)
                     timer.start_working()
-                    if action.kind is ActionKind.F:
-                        kept, output = self._forward(schedule, action, inputs, dict(received))
-                        if stage == last_stage:
-                            if inputs.loss_of is not None:
-                                kept.loss = inputs.loss_of(output)
+                    if kind is ActionKind.F:
+                        kept, output = entry.runner.forward(
+                            inputs.plans[microbatch],
+                            partial(inputs.run_step, microbatch, stage),
+                            dict(received),
+                            StepRandomness.of_microbatch(inputs.seed, microbatch, self._device),
+                            with_gradients=loss_of is not None,
+                            splits_backward=entry.splits_backward,
+                        )
+                        if entry.is_last_stage:
+                            if loss_of is not None:
+                                kept.loss = loss_of(output)
                             # a graph kept alive by what the step returned would keep its activations
                             outputs[microbatch] = map_leaves(_detached, output)
-                        transport.send(action, kept.outputs)
+                        transport.send(entry.stop, kept.outputs)
                         kept.outputs.clear()  # the transport keeps them as long as it needs to
-                        if inputs.loss_of is not None:
+                        if loss_of is not None:
                             in_flight[stage, microbatch] = kept
                         del kept, output
-                    elif action.kind is ActionKind.W:
+                    elif kind is ActionKind.W:
                         kept = in_flight.pop((stage, microbatch))
                         queued = kept.queue.parameters
-                        kept.run_weight_gradients(None if sharded is None else sharded.reducer(action, queued))
+                        kept.run_weight_gradients(
+                            None if sharded is None else sharded.reducer(entry.stop.action, queued)
+                        )
                         del kept
                     else:
                         kept = in_flight[stage, microbatch]
-                        gradients = self._backward(action, inputs, kept, received)
-                        transport.send(action, gradients)
-                        if action.kind is ActionKind.B:
+                        gradients = self._backward(entry, inputs, kept, received)
+                        transport.send(entry.stop, gradients)
+                        if kind is ActionKind.B:
                             del in_flight[stage, microbatch]
                         del kept, gradients
                     received.clear()
-                    timer.stop(action)
+                    timer.stop(entry.stop.action)
                     if sharded is not None:
-                        sharded.after(action)
-                    if action.kind is ActionKind.I and inputs.queued_bytes is not None:
+                        sharded.after(entry.stop.action)
+                    if kind is ActionKind.I and inputs.queued_bytes is not None:
                         inputs.queued_bytes[stage, microbatch] = in_flight[stage, microbatch].queue.held_bytes
                 if sharded is not None:
                     sharded.finish()
@@ -153,61 +176,83 @@ class PipelineExecutor:
             raise
         return outputs, timer
 
-    def _forward(
-        self, schedule: Schedule, action: Action, inputs: StepInputs, received: dict[Value, Tensor]
-    ) -> tuple[InFlight, Any]:
-        stage, microbatch = action.stage, action.microbatch
-        assert microbatch is not None
-        return self._runner(stage).forward(
-            inputs.plans[microbatch],
-            lambda: inputs.run_step(microbatch, stage),
-            received,
-            StepRandomness.of_microbatch(inputs.seed, microbatch, self._device),
-            with_gradients=inputs.loss_of is not None,
-            splits_backward=(stage, microbatch) in self._split_backwards(schedule),
-        )
+    def drain(self) -> None:
+        """Returns when the other ranks have received what was sent; to be called before this process ends."""
+        self._transport.drain()
 
     def _backward(
-        self,
-        action: Action,
-        inputs: StepInputs,
-        kept: InFlight,
-        received: Sequence[tuple[Value, Tensor]],
+        self, entry: _Entry, inputs: StepInputs, kept: InFlight, received: Sequence[tuple[Value, Tensor]]
     ) -> dict[Value, Tensor]:
-        microbatch = action.microbatch
-        assert microbatch is not None
+        assert entry.microbatch is not None
         gradients: dict[Value, list[Tensor]] = {}
         for value, gradient in received:
             gradients.setdefault(value, []).append(gradient)
-        return self._runner(action.stage).backward(
-            inputs.plans[microbatch],
+        return entry.runner.backward(
+            inputs.plans[entry.microbatch],
             kept,
             gradients,
-            inputs.loss_weights[microbatch],
-            split=action.kind is ActionKind.I,
+            inputs.loss_weights[entry.microbatch],
+            split=entry.kind is ActionKind.I,
         )
+
+    def _program(self, schedule: Schedule, plans: Sequence[StepPlan]) -> _Program:
+        key = (id(schedule), *map(id, plans))
+        program = self._programs.get(key)
+        if program is None:
+            if len(self._programs) >= _MOST_PROGRAMS:
+                self._programs.clear()
+            program = self._programs[key] = self._lay_out(schedule, plans)
+        return program
+
+    def _lay_out(self, schedule: Schedule, plans: Sequence[StepPlan]) -> _Program:
+        route = plan_route(schedule, plans, self._rank)
+        # microbatches whose backward is I and W; the others pay nothing for a split
+        split = {
+            (stop.action.stage, stop.action.microbatch) for stop in route.stops if stop.action.kind is ActionKind.I
+        }
+        last_stage = schedule.placement.num_stages - 1
+        entries = [
+            _Entry(
+                stop,
+                stop.action.kind,
+                stop.action.stage,
+                stop.action.microbatch,
+                self._runner(stop.action.stage),
+                (stop.action.stage, stop.action.microbatch) in split,
+                stop.action.stage == last_stage,
+            )
+            for stop in route.stops
+        ]
+        # the objects are kept with what came of them, so that their ids stay theirs
+        return _Program((schedule, *plans), route, entries, bool(split))
 
     def _runner(self, stage: int) -> StageRunner:
         if stage not in self._runners:
-            self._runners[stage] = StageRunner(stage, self._units)
+            self._runners[stage] = StageRunner(stage, self._units, self._calls)
         return self._runners[stage]
 
-    def _split_backwards(self, schedule: Schedule) -> frozenset[tuple[int, int | None]]:
-        """The stages and microbatches of this rank whose backward is I and W; the others pay nothing for a split."""
-        if id(schedule) not in self._splits:
-            own = schedule.programs[self._rank]
-            split = frozenset((action.stage, action.microbatch) for action in own if action.kind is ActionKind.I)
-            self._splits[id(schedule)] = (schedule, split)
-        return self._splits[id(schedule)][1]
 
-    def _route(self, schedule: Schedule, plans: Sequence[StepPlan]) -> Route:
-        key = (id(schedule), *map(id, plans))
-        if key not in self._routes:
-            if len(self._routes) >= 256:
-                self._routes.clear()
-            # the objects are kept with the route, so that their ids stay theirs
-            self._routes[key] = (schedule, tuple(plans), plan_route(schedule, plans, self._rank))
-        return self._routes[key][2]
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """An action of this rank's program with all that is known of it before the step."""
+
+    stop: Stop
+    kind: ActionKind
+    stage: int
+    microbatch: int | None
+    runner: StageRunner
+    splits_backward: bool
+    is_last_stage: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Program:
+    """This rank's program for one schedule and certain plans."""
+
+    made_from: tuple[Any, ...]
+    route: Route
+    entries: list[_Entry]
+    splits_backward: bool
 
 
 def _detached(leaf: Any) -> Any:

@@ -17,8 +17,8 @@ class StepRandomness:
     On one device a step draws all its numbers from one generator, in order. Stages run parts of that order, so each
     stretch of glue gets a stream that depends on the seed, the step, the microbatch and its place in the step, but not
     on the stage: noise that several stages use (diffusion time steps, masks) is the same on all of them. Units draw
-    from the stage's own stream. Where the dry run saw no random glue nothing is done. Glue may draw from the generators
-    of torch, Python and NumPy.
+    from the stage's own stream. Where the dry run saw no random glue none of this is called. Glue may draw from the
+    generators of torch, Python and NumPy.
 
     Args:
         seed: Depends on the run's seed, the data-parallel rank, the step and the microbatch; equal on all stages.
@@ -28,8 +28,7 @@ class StepRandomness:
     def __init__(self, seed: int, device: torch.device) -> None:
         self._seed = seed
         self._device = device
-        self._glue_is_random = False
-        self._unit_state: list[torch.Tensor] | None = None
+        self._unit_state: list[torch.Tensor] = []
 
     @classmethod
     def of_microbatch(cls, step_seed: int, microbatch: int, device: torch.device) -> StepRandomness:
@@ -37,24 +36,15 @@ class StepRandomness:
         return cls(step_seed * 1_009 + microbatch, device)
 
     @contextmanager
-    def of_glue(self, glue_is_random: bool) -> Iterator[None]:
+    def of_glue(self) -> Iterator[None]:
         """Around a step's forward on a stage."""
-        self._glue_is_random = glue_is_random
-        if not glue_is_random:
-            yield
-            return
         self._unit_state = self._states()
         try:
             with _python_generators_untouched():
-                self.next_call(-1)
+                self.seed_glue(-1)
                 yield
         finally:
             self._set_states(self._unit_state)
-
-    def next_call(self, index: int) -> None:
-        """Starts the stretch of glue after call ``index``."""
-        if self._glue_is_random:
-            self.seed_glue(index)
 
     def seed_glue(self, index: int) -> None:
         """Seeds the generators for the stretch of glue after call ``index``."""
@@ -65,9 +55,6 @@ class StepRandomness:
     @contextmanager
     def of_unit(self, index: int) -> Iterator[None]:
         """Around an owned unit's call."""
-        if not self._glue_is_random or self._unit_state is None:
-            yield
-            return
         self._set_states(self._unit_state)
         try:
             yield

@@ -65,6 +65,10 @@ class CheckpointedRegions:
         for calls in self._open:
             calls.append(given)
 
+    def close(self) -> None:
+        """No region is open: a stage that ended its step inside one may have left it so."""
+        self._open.clear()
+
     @contextmanager
     def remembered(self) -> Iterator[None]:
         """Within, regions are remembered for their second run, which may come much later."""
@@ -77,7 +81,7 @@ class CheckpointedRegions:
         try:
             yield
         finally:
-            self._open.clear()
+            self.close()
             for name, original in originals.items():
                 setattr(torch_checkpoint, name, original)
             del function_class.apply

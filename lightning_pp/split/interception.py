@@ -48,53 +48,91 @@ class UnitCalls:
 
     def __init__(self, units: Mapping[str, nn.Module]) -> None:
         self._units = dict(units)
+        self._handler: CallHandler | None = None
+        self._is_installed = False
         self._running_original = False
         self._num_ran = 0
         self._regions = CheckpointedRegions(self._replaying)
 
     @contextmanager
-    def handled_by(self, handler: CallHandler) -> Iterator[None]:
-        """Routes unit calls through ``handler`` within the context."""
-        with _plain_attention(), self._regions.remembered(), self._routed_to(handler):
+    def installed(self) -> Iterator[None]:
+        """Within, unit calls pass through here, and :meth:`handled_by` costs next to nothing.
+
+        While no handler is in charge they go on as they are.
+        """
+        if self._is_installed:
             yield
+            return
+        saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        with _plain_attention(), self._regions.remembered():
+            self._is_installed = True
+            try:
+                for name, unit in self._units.items():
+                    attributes = unit.__dict__
+                    saved.append((attributes, {key: attributes[key] for key in _PATCHED if key in attributes}))
+                    call = attributes.get("_compiled_call_impl") or unit._call_impl
+                    attributes["_compiled_call_impl"] = self._patched_call(name, unit, call)
+                    attributes["forward"] = self._patched_forward(name, unit.forward)
+                yield
+            finally:
+                self._is_installed = False
+                for attributes, original in saved:
+                    for key in _PATCHED:
+                        attributes.pop(key, None)
+                    attributes.update(original)
 
     def running_region(self) -> int | None:
         """A number for the outermost checkpointed region that runs now; None outside of one."""
         return self._regions.running
 
     @contextmanager
-    def _routed_to(self, handler: CallHandler) -> Iterator[None]:
-        saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        for name, unit in self._units.items():
-            attributes = unit.__dict__
-            saved.append((attributes, {key: attributes[key] for key in _PATCHED if key in attributes}))
-            call = attributes.get("_compiled_call_impl") or unit._call_impl
-            attributes["_compiled_call_impl"] = partial(self._route_call, handler, name, unit, call)
-            attributes["forward"] = partial(self._route, handler, name, unit.forward)
-        running, self._running_original = self._running_original, False
+    def handled_by(self, handler: CallHandler) -> Iterator[None]:
+        """Routes unit calls through ``handler`` within the context."""
+        if not self._is_installed:
+            with self.installed(), self.handled_by(handler):
+                yield
+            return
+        before, running = self._handler, self._running_original
+        self._handler, self._running_original = handler, False
         try:
             yield
         finally:
-            self._running_original = running
-            for attributes, original in saved:
-                for key in _PATCHED:
-                    attributes.pop(key, None)
-                attributes.update(original)
+            self._handler, self._running_original = before, running
+            if before is None:
+                self._regions.close()
 
-    def _route_call(
+    def _patched_call(self, name: str, unit: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            handler = self._handler
+            if handler is None or self._running_original:
+                return original(*args, **kwargs)
+            if unit._forward_pre_hooks or unit._forward_hooks:
+                return self._call_with_hooks(handler, name, unit, original, args, kwargs)
+            return self._route(handler, name, original, args, kwargs)
+
+        return call
+
+    def _patched_forward(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            handler = self._handler
+            if handler is None or self._running_original:
+                return original(*args, **kwargs)
+            return self._route(handler, name, original, args, kwargs)
+
+        return forward
+
+    def _call_with_hooks(
         self,
         handler: CallHandler,
         name: str,
         unit: nn.Module,
         call: Callable[..., Any],
-        *args: Any,
-        **kwargs: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
-        if self._running_original:
-            return call(*args, **kwargs)
         before, after = hooks_of_users(unit._forward_pre_hooks), hooks_of_users(unit._forward_hooks)
         if not before and not after:
-            return self._route(handler, name, call, *args, **kwargs)
+            return self._route(handler, name, call, args, kwargs)
         for key, hook in before.items():
             args, kwargs = _replaced_inputs(hook, unit, args, kwargs, key in unit._forward_pre_hooks_with_kwargs)
 
@@ -102,16 +140,21 @@ class UnitCalls:
             with without_hooks(unit._forward_pre_hooks, before), without_hooks(unit._forward_hooks, after):
                 return call(*args, **kwargs)
 
-        output = self._route(handler, name, call_without, *args, **kwargs)
+        output = self._route(handler, name, call_without, args, kwargs)
         for key, hook in after.items():
             given = (unit, args, kwargs) if key in unit._forward_hooks_with_kwargs else (unit, args)
             replacement = hook(*given, output)
             output = output if replacement is None else replacement
         return output
 
-    def _route(self, handler: CallHandler, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._running_original:
-            return original(*args, **kwargs)
+    def _route(
+        self,
+        handler: CallHandler,
+        name: str,
+        original: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         num_ran = self._num_ran
         given: Any = RAN
         try:

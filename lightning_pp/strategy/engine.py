@@ -215,10 +215,12 @@ class PipelineEngine:
             self._compiled_units.attach()
 
     def detach(self) -> None:
-        """Gives metrics and units back."""
+        """Gives metrics and units back, and waits until the other ranks have what was sent, unless the run failed."""
         self.metrics.detach()
         if self._compiled_units is not None:
             self._compiled_units.detach()
+        if not self._failed and hasattr(self, "_executor"):
+            self._executor.drain()
 
     def abandon(self) -> None:
         """After an exception: what is left of the step is dropped before the next one.

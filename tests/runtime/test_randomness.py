@@ -13,13 +13,13 @@ def draw(owned: set[int], seed: int = 7) -> tuple[list[float], list[float]]:
     """What glue and units draw on a stage that owns the calls in ``owned``, of three."""
     glue, units = [], []
     randomness = StepRandomness(seed, CPU)
-    with randomness.of_glue(True):
+    with randomness.of_glue():
         for call in range(3):
             glue.append(torch.rand(()).item())
             if call in owned:
                 with randomness.of_unit(call):
                     units.append(torch.rand(()).item())
-            randomness.next_call(call)
+            randomness.seed_glue(call)
         glue.append(torch.rand(()).item())
     return glue, units
 

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from pool import WorkerPool
 
-from lightning_pp.runtime.transport import Transport, plan_route
+from lightning_pp.runtime.route import plan_route
+from lightning_pp.runtime.transport import Transport
 from lightning_pp.schedule import Action, ActionKind, Schedule, build_forward_only, build_schedule
 from lightning_pp.split.plan import StepPlan, build_plan
 from lightning_pp.split.record import OutputLeaf, Reads, StepRecord, TensorSpec, UnitCall, Value
@@ -48,8 +49,8 @@ def test_senders_and_receivers_agree(schedule: Schedule) -> None:
     plans = [chain_plan(schedule.placement.num_stages, length=2 + i % 2) for i in range(schedule.num_microbatches)]
     ranks = range(schedule.placement.num_ranks)
     routes = [plan_route(schedule, plans, rank) for rank in ranks]
-    sent = [message for route in routes for messages in route.departures.values() for message in messages]
-    needed = [message for route in routes for messages in route.arrivals.values() for message in messages]
+    sent = [message for route in routes for stop in route.stops for message in stop.departures]
+    needed = [message for route in routes for stop in route.stops for message in stop.arrivals]
     assert Counter(sent) == Counter(needed)
     assert len({message.tag for message in sent}) == len(sent)
     passes = 1 if schedule.forward_only else 2
@@ -58,8 +59,8 @@ def test_senders_and_receivers_agree(schedule: Schedule) -> None:
         for sender in ranks:
             leaving = [
                 message
-                for action in schedule.programs[sender]
-                for message in routes[sender].departures[action]
+                for stop in routes[sender].stops
+                for message in stop.departures
                 if message.receiver == receiver != sender
             ]
             assert list(routes[receiver].incoming.get(sender, ())) == leaving
@@ -73,11 +74,13 @@ def run_step(step_twice: bool) -> list[float]:
     transport = Transport([0, 1], rank, torch.device("cpu"))
     arrived: list[float] = []
     for step in range(2 if step_twice else 1):
-        transport.begin(plan_route(schedule, plans, rank))
-        for action in schedule.programs[rank]:
-            arrived += [float(tensor.sum()) for _, tensor in transport.receive(action)]
-            transport.send(action, {Value(0, 0): made(action, step)})
+        route = plan_route(schedule, plans, rank)
+        transport.begin(route)
+        for stop in route.stops:
+            arrived += [float(tensor.sum()) for _, tensor in transport.receive(stop)]
+            transport.send(stop, {Value(0, 0): made(stop.action, step)})
         transport.finish()
+    transport.drain()
     return arrived
 
 
@@ -105,16 +108,20 @@ def abandon_a_step() -> list[float]:
     schedule = build_schedule("gpipe", num_ranks=2, num_microbatches=2)
     plans = [chain_plan(2, length=1 + i) for i in range(2)]
     transport = Transport([0, 1], rank, torch.device("cpu"))
-    transport.begin(plan_route(schedule, plans, rank))
+    route = plan_route(schedule, plans, rank)
+    transport.begin(route)
     if rank == 0:
-        transport.send(Action(0, ActionKind.F, 0), {Value(0, 0): made(Action(9, ActionKind.F, 0), 9)})
+        assert route.stops[0].action == Action(0, ActionKind.F, 0)
+        transport.send(route.stops[0], {Value(0, 0): made(Action(9, ActionKind.F, 0), 9)})
     transport.abandon()
     dist.barrier()
     arrived: list[float] = []
-    transport.begin(plan_route(schedule, plans, rank))
-    for action in schedule.programs[rank]:
-        arrived += [float(tensor.sum()) for _, tensor in transport.receive(action)]
-        transport.send(action, {Value(0, 0): made(action, 0)})
+    transport.begin(route)
+    for stop in route.stops:
+        arrived += [float(tensor.sum()) for _, tensor in transport.receive(stop)]
+        transport.send(stop, {Value(0, 0): made(stop.action, 0)})
+    transport.finish()
+    transport.drain()
     return arrived
 
 

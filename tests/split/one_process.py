@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pp.runtime.randomness import StepRandomness
-from lightning_pp.runtime.stage import InFlight, StageRunner
+from lightning_pp.runtime.stage import StageRunner
+from lightning_pp.runtime.stage_forward import InFlight
 from lightning_pp.schedule import Placement
 from lightning_pp.split.dry_run import DryRun
 from lightning_pp.split.microbatch import copy_of

@@ -1,0 +1,107 @@
+"""Sends that are under way: keeping each tensor until the other side has it, without waiting and without a thread."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Send(NamedTuple):
+    """One send.
+
+    Attributes:
+        work: What the backend gave; None for an empty tensor, which is not sent.
+        tensor: What is sent.
+        is_gradient: Whether it is a gradient, which nobody writes into afterwards.
+    """
+
+    work: Any
+    tensor: Tensor
+    is_gradient: bool
+
+
+class Sends:
+    """The sends of one rank.
+
+    Gloo's works tell that they are done only to who waits, so a message that comes back is taken for a receipt: a rank
+    runs its actions in order, and one that has sent the result of an action has received whatever it, and any action
+    before it, needed. The route knows how many sends each message acknowledges. Works of other backends are asked.
+
+    At the end of a step gradients may still be under way; they stay over the next step, so that no rank waits for the
+    others. Values are waited for, since they may lie in the model's own memory, which the optimizer writes into; the
+    gradients that came back for them have acknowledged nearly all.
+
+    Args:
+        works_tell: Whether ``work.is_completed()`` can be trusted.
+    """
+
+    def __init__(self, works_tell: bool) -> None:
+        self._works_tell = works_tell
+        self._of_step: dict[int, deque[Send]] = {}
+        self._num_done: dict[int, int] = {}
+        self._of_last_step: dict[int, deque[Send]] = {}
+
+    def add(self, receiver: int, send: Send) -> None:
+        """Keeps ``send``, the next one to ``receiver``."""
+        under_way = self._of_step.get(receiver)
+        if under_way is None:
+            under_way = self._of_step[receiver] = deque()
+            self._num_done[receiver] = 0
+        under_way.append(send)
+        if self._works_tell:
+            self._drop_completed()
+
+    def acknowledge(self, receiver: int, num_sends: int) -> None:
+        """``receiver`` is known to have the first ``num_sends`` of this step, and all of the steps before."""
+        if self._works_tell:
+            return
+        if self._of_last_step:
+            self._of_last_step.pop(receiver, None)
+        under_way = self._of_step.get(receiver)
+        if under_way is not None:
+            for _ in range(num_sends - self._num_done[receiver]):
+                under_way.popleft()
+            self._num_done[receiver] = max(num_sends, self._num_done[receiver])
+
+    def end_step(self) -> None:
+        """Returns when the values of this step and all of the step before have left."""
+        _wait(self._of_last_step)
+        self._of_last_step = {}
+        for receiver, under_way in self._of_step.items():
+            gradients = deque(send for send in under_way if send.is_gradient)
+            _wait({receiver: deque(send for send in under_way if not send.is_gradient)})
+            if gradients:
+                self._of_last_step[receiver] = gradients
+        self._of_step = {}
+
+    def wait(self) -> None:
+        """Returns when everything has left."""
+        _wait(self._of_last_step)
+        _wait(self._of_step)
+        self._of_last_step, self._of_step = {}, {}
+
+    def abandon(self) -> list[Send]:
+        """Forgets everything, and returns what may still be under way."""
+        kept = [send for sends in (self._of_last_step, self._of_step) for queue in sends.values() for send in queue]
+        self._of_last_step, self._of_step = {}, {}
+        return kept
+
+    def _drop_completed(self) -> None:
+        for sends in (self._of_last_step, self._of_step):
+            for under_way in sends.values():
+                while under_way and (under_way[0].work is None or under_way[0].work.is_completed()):
+                    under_way.popleft()
+
+
+def _wait(sends: dict[int, deque[Send]]) -> None:
+    for under_way in sends.values():
+        while under_way:
+            work = under_way[0].work
+            if work is not None:
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    raise RuntimeError(f"A send to another stage failed: {error}") from error
+            under_way.popleft()

@@ -1,0 +1,256 @@
+"""The forward of one microbatch on one stage: which unit calls run, what stands in for the others, what is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from lightning_pp.errors import SplitError
+from lightning_pp.runtime.deferred import WeightGradientQueue
+from lightning_pp.runtime.randomness import StepRandomness
+from lightning_pp.split.doors import DoorKeeper, StandInDoors
+from lightning_pp.split.placeholders import is_fake
+from lightning_pp.split.plan import StepPlan
+from lightning_pp.split.record import UnitCall, Value
+from lightning_pp.split.tree import leaves_of, replace_leaves
+
+_NOTHING = nullcontext()
+
+
+class StageFinished(BaseException):
+    """Leaves the user's step; not an Exception, so that no ``except Exception`` of the user's swallows it."""
+
+
+@dataclass(slots=True)
+class InFlight:
+    """What a stage keeps of one microbatch between its forward and its last backward action.
+
+    Attributes:
+        received: Leaves of the autograd graph: received tensors that a gradient is returned for.
+        outputs: Values made here that another stage needs, until they are sent.
+        roots: Where their gradients enter the graph. A value itself, once sent, is kept only if backward needs it.
+        loss: The loss, on the last stage of a training step.
+        queue: Weight gradients that I has left for W.
+        ran_backward: Whether I had anything to do; a stage that is frozen, with all before it, has not.
+    """
+
+    received: dict[Value, Tensor] = field(default_factory=dict)
+    outputs: dict[Value, Tensor] = field(default_factory=dict)
+    roots: dict[Value, GradientEdge] = field(default_factory=dict)
+    loss: Tensor | None = None
+    queue: WeightGradientQueue = field(default_factory=WeightGradientQueue)
+    ran_backward: bool = False
+
+    def run_weight_gradients(self, on_complete: Callable[[nn.Parameter], None] | None = None) -> None:
+        """W: computes what I has queued; see :meth:`WeightGradientQueue.run`."""
+        if self.ran_backward:
+            self.queue.run(on_complete)
+
+
+class _AsNonLeaf(torch.autograd.Function):
+    """Gives a received leaf to the user's code as a tensor that it may edit in place."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        # over the same memory, yet not a view in autograd's sense: in-place edits of those are refused
+        alias = tensor.new_empty(0)
+        alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        return alias
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        return grad_outputs[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One unit call of the step, as a stage sees it.
+
+    Attributes:
+        unit: Name of the unit.
+        record: What the dry run saw.
+        is_owned: Whether it runs here.
+        sent: For each output leaf, its name if another stage needs it.
+        has_doors: Whether the unit leaves anything behind besides its outputs.
+        stand_in: The tensor that it gives where it does not run here, if that is all that it gives and always the same.
+    """
+
+    unit: str
+    record: UnitCall
+    is_owned: bool
+    sent: tuple[Value | None, ...]
+    has_doors: bool
+    stand_in: Tensor | None
+
+
+class StageCalls:
+    """What a plan says of one stage, laid out for the forwards of all microbatches that follow the plan.
+
+    Args:
+        plan: The plan.
+        stage: Number of the stage.
+    """
+
+    def __init__(self, plan: StepPlan, stage: int) -> None:
+        self.plan = plan.stages[stage]
+        self.glue_is_random = plan.record.glue_is_random
+        received = {edge.value for edge in self.plan.receives}
+        self.sent = frozenset(edge.value for edge in self.plan.sends)
+        # what nobody writes into can be the leaf itself
+        self.edited = {value for value in received if plan.record.leaf(value).edited_in_place}
+        self.calls: list[_Call] = []
+        for call in plan.record.calls:
+            values = [Value(call.index, position) for position in range(len(call.leaves))]
+            stand_in = None
+            if call.output is None and not received.intersection(values):
+                stand_in = call.leaves[0].stand_in if isinstance(call.leaves[0].stand_in, Tensor) else None
+            self.calls.append(
+                _Call(
+                    call.unit,
+                    call,
+                    call.index in self.plan.owned_calls,
+                    tuple(value if value in self.sent else None for value in values),
+                    bool(call.doors),
+                    stand_in,
+                )
+            )
+
+
+class StageForward:
+    """One forward, as the handler of its unit calls.
+
+    Args:
+        calls: The stage's calls.
+        units: All units of the model.
+        received: Value to tensor, as the plan's ``receives`` lists them.
+        randomness: Seeds for glue that draws random numbers.
+        with_gradients: Whether a backward follows.
+    """
+
+    def __init__(
+        self,
+        calls: StageCalls,
+        units: Mapping[str, nn.Module],
+        received: Mapping[Value, Tensor],
+        randomness: StepRandomness,
+        with_gradients: bool,
+    ) -> None:
+        self.in_flight = InFlight()
+        self.doors = StandInDoors()
+        self._stage = calls
+        self._units = units
+        self._randomness = randomness
+        self._next_call = 0
+        self._inputs: dict[Value, Tensor] = {}
+        for edge in calls.plan.receives:
+            value = edge.value
+            tensor = received[value]
+            if with_gradients and edge.has_gradient:
+                leaf = self.in_flight.received[value] = tensor.requires_grad_()
+                tensor = _AsNonLeaf.apply(leaf) if value in calls.edited else leaf  # type: ignore[no-untyped-call]
+            self._inputs[value] = tensor
+
+    def on_call(self, unit: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the unit, or gives what stands in for it.
+
+        Raises:
+            SplitError: It is not the call that the dry run saw here.
+            StageFinished: It was the last that this stage runs.
+        """
+        index = self._next_call
+        self._next_call += 1
+        calls = self._stage.calls
+        if index >= len(calls) or calls[index].unit != unit:
+            expected = f"{calls[index].unit!r}" if index < len(calls) else "the end of the step"
+            raise SplitError(
+                f"The step called the unit {unit!r} as call {index}, where the dry run of a batch of the same shapes "
+                f"saw {expected}. A step must call its units in the same order for all batches of the same shapes; "
+                "make the choice inside a unit, or let it depend on a shape or on self.training."
+            )
+        call = calls[index]
+        is_random = self._stage.glue_is_random
+        if not call.is_owned:
+            if is_random:
+                self._randomness.seed_glue(index)
+            if call.has_doors:
+                self.doors.leave(call.record, self._units[unit], args, kwargs, self._tensor_of)
+            return call.record.output_of(self._inputs) if call.stand_in is None else call.stand_in
+        with self._randomness.of_unit(index) if is_random else _NOTHING:
+            if call.has_doors:
+                doors = DoorKeeper(call.record, self._units[unit], args, kwargs, self._stage.sent)
+                with doors.watching():
+                    output = self._keep(call, original(*args, **kwargs))
+                for value, tensor in doors.kept().items():
+                    self._keep_value(call, value, tensor)
+            else:
+                output = self._keep(call, original(*args, **kwargs))
+        if index == self._stage.plan.last_call:
+            raise StageFinished
+        if is_random:
+            self._randomness.seed_glue(index)
+        return output
+
+    def check_complete(self) -> None:
+        """The step ended: no call may be missing."""
+        calls = self._stage.calls
+        if self._next_call < len(calls):
+            raise SplitError(
+                f"The step ended after {self._next_call} unit calls, where the dry run of a batch of the same shapes "
+                f"saw {len(calls)}; the next would have been {calls[self._next_call].unit!r}."
+            )
+
+    def _tensor_of(self, value: Value) -> Tensor:
+        tensor = self._inputs.get(value)
+        stand_in: Tensor = self._stage.calls[value.call].record.leaf(value.leaf).stand_in
+        return stand_in if tensor is None else tensor
+
+    def _keep(self, call: _Call, output: Any) -> Any:
+        """Checks what an owned call returned against the record, and keeps what others need."""
+        record = call.record
+        leaves = [output] if isinstance(output, Tensor) else leaves_of(output)
+        if len(leaves) != len(record.leaves):
+            raise SplitError(
+                f"The unit {call.unit!r} returned {len(leaves)} values, where the dry run saw {len(record.leaves)}."
+            )
+        replaced = False
+        for position, (leaf, expected, value) in enumerate(zip(leaves, record.leaves, call.sent, strict=True)):
+            if expected.spec is None:
+                continue
+            if not isinstance(leaf, Tensor) or is_fake(leaf):
+                raise SplitError(
+                    f"The unit {call.unit!r} on stage {self._stage.plan.stage} computed with a value of another stage "
+                    "that the dry run did not see it use. The values that a unit reads must not depend on more than "
+                    "the shapes of the batch; make the choice inside a unit."
+                )
+            if value is None:
+                continue
+            self._keep_value(call, value, leaf)
+            if expected.edited_in_place:
+                # the code after it edits its own copy; what is sent stays as the unit made it
+                leaves[position], replaced = leaf.clone(), True
+        if not replaced:
+            return output
+        return leaves[0] if isinstance(output, Tensor) else replace_leaves(output, leaves)
+
+    def _keep_value(self, call: _Call, value: Value, tensor: Tensor) -> None:
+        """Keeps a tensor that another stage needs."""
+        expected = call.record.leaf(value.leaf)
+        assert expected.spec is not None  # only tensors are values
+        if tensor.shape != expected.spec.shape or tensor.dtype != expected.spec.dtype:
+            what = f"Output {value.leaf}" if value.leaf >= 0 else "A tensor left behind besides the outputs"
+            raise SplitError(
+                f"{what} of the unit {call.unit!r} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, where the "
+                f"dry run of a batch of the same shapes saw {expected.spec.shape} and {expected.spec.dtype}: other "
+                "stages cannot know its size."
+            )
+        # code after the unit may edit what left it by a door, and nothing can give it a copy
+        edited_later = value.leaf < 0 and expected.edited_in_place
+        kept = self.in_flight.outputs[value] = tensor.clone() if edited_later else tensor
+        if kept.requires_grad:
+            self.in_flight.roots[value] = get_gradient_edge(kept)
