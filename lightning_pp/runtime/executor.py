@@ -69,9 +69,9 @@ class PipelineExecutor:
             UNSHARD, RESHARD, REDUCE: handed to who shards the stages; collectives run beside the rest
         wait until the values that were sent have left; gradients may take until the next step
 
-    There is no other collective in it, and no rank waits for what it does not need: one that is done starts the next step. A
-    step that raises leaves nothing behind: queued gradients, received tensors and messages are dropped, and the next
-    step starts clean.
+    There is no other collective in it, and no rank waits for what it does not need: one that is done starts the next
+    step. A step that raises leaves nothing behind: queued gradients, received tensors and messages are dropped, and the
+    next step starts clean.
 
     Args:
         rank: This rank's place in the pipeline.
