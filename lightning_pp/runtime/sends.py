@@ -55,7 +55,7 @@ class Send:
             self.work.wait()
         except BaseException as error:
             self.error = error
-        self.tensor = None
+        self.work = self.tensor = None  # the work holds the tensor too
         self.has_left.set()
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 
 import pytest
 import torch
 import torch.distributed as dist
 from pool import WorkerPool
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_pp.runtime.route import plan_route
 from lightning_pp.runtime.transport import Transport
@@ -129,3 +131,71 @@ def test_abandoned_step_does_not_poison_the_next(pool: WorkerPool) -> None:
     first, second = pool.run(abandon_a_step, world_size=2, process_group=True)
     assert second == [float(made(Action(0, ActionKind.F, i), 0).sum()) for i in range(2)]
     assert sorted(first) == sorted(float(made(Action(1, ActionKind.F, i), 0).sum()) for i in range(2))
+
+
+def send_what_nobody_takes_yet(num_rows: int) -> tuple[int, list[bool]]:
+    """Rank 1 ends its step while rank 0 has received none of its gradients.
+
+    Returns:
+        For rank 1: how many messages arrived, and for each tensor that it sent whether it has been let go after the
+        next step's first message from rank 0.
+    """
+    rank = dist.get_rank()
+    schedule = build_schedule("gpipe", num_ranks=2, num_microbatches=6)
+    plans = [chain_plan(2, length=num_rows) for _ in range(6)]
+    transport = Transport([0, 1], rank, torch.device("cpu"))
+    store = dist.distributed_c10d._get_default_store()
+    route = plan_route(schedule, plans, rank)
+    storages: list[StorageWeakRef] = []
+    num_arrived = 0
+    for step in range(2):
+        transport.begin(route)
+        for stop in route.stops:
+            if rank == 0 and step == 0 and stop.action.kind is ActionKind.B and stop.action.microbatch == 0:
+                store.wait(["step of rank 1 has ended"])
+            num_arrived += len(transport.receive(stop))
+            if rank == 1 and step == 1:
+                break
+            tensor = torch.zeros(2, num_rows, dtype=torch.float64)
+            if stop.departures:
+                storages.append(StorageWeakRef(tensor.untyped_storage()))
+            transport.send(stop, {Value(0, 0): tensor})
+            del tensor
+            if step == 1:
+                break
+        if step == 0:
+            transport.finish()
+        if rank == 1:
+            store.set("step of rank 1 has ended", "")
+    are_let_go = [storage.expired() for storage in storages]
+    dist.barrier()  # what is still under way, the barrier overtakes
+    transport.abandon()
+    return num_arrived, are_let_go
+
+
+def test_a_step_ends_before_its_gradients_have_arrived(pool: WorkerPool) -> None:
+    _, (num_arrived, are_let_go) = pool.run(send_what_nobody_takes_yet, 3, world_size=2, process_group=True)
+    assert num_arrived == 6 + 1
+    assert are_let_go == [True] * 6
+
+
+def watch_large_tensors() -> bool:
+    """Rank 0 sends a large value and hears nothing back for it; rank 1 only takes it."""
+    rank = dist.get_rank()
+    schedule = build_forward_only(build_schedule("1f1b", num_ranks=2, num_microbatches=1).placement, 1)
+    transport = Transport([0, 1], rank, torch.device("cpu"))
+    route = plan_route(schedule, [chain_plan(2, length=1 << 16)], rank)
+    transport.begin(route)
+    transport.receive(route.stops[0])
+    tensor = torch.zeros(2, 1 << 16, dtype=torch.float64)
+    storage = StorageWeakRef(tensor.untyped_storage())
+    transport.send(route.stops[0], {Value(0, 0): tensor})
+    del tensor
+    while not storage.expired():  # the test's own timeout ends this
+        time.sleep(0.01)
+    transport.finish()
+    return True
+
+
+def test_large_tensors_are_let_go_before_the_step_ends(pool: WorkerPool) -> None:
+    assert pool.run(watch_large_tensors, world_size=2, process_group=True) == [True, True]
