@@ -26,7 +26,7 @@ from lightning_pp.strategy.plans import signature_of
 from lightning_pp.strategy.schedule_options import ScheduleOptions
 from lightning_pp.strategy.schedules import ProgramBook
 from lightning_pp.strategy.stage_costs import BYTES_PER_GIB, crossing_bytes, held_gib, with_held
-from lightning_pp.strategy.tuning import Layout, compared_schedules, decided_by_one
+from lightning_pp.strategy.tuning import Layout, compared_schedules, decided_by_one, memory_limit_of
 
 NUM_WARM_UP_BATCHES = 2
 """Left out of the measurement: they fill caches and allocators and make communicators."""
@@ -146,7 +146,7 @@ class TunedPrograms:
         self._num_batches = 0
         self._noted: list[tuple[StepTimer, dict[tuple[int, int], int], Sequence[Microbatch], Sequence[StepPlan]]] = []
         self.queued_bytes: dict[tuple[int, int], int] | None = None
-        self.costs: StageCosts | None = options.costs
+        self.costs: StageCosts | None = None
         self.sharding: Sharding | None = None
 
     def training(self, num_microbatches: int) -> Schedule:
@@ -198,13 +198,14 @@ class TunedPrograms:
         if schedule is None:
             rank_zero_warn(report)
         else:
-            self._book.use(schedule, measured.costs)
+            limit = memory_limit_of(self._options, measured.costs, schedule.placement)
+            self._book.use(schedule, measured.costs, limit)
             rank_zero_info(report)
 
     def _search(self, measured: Measured) -> tuple[Schedule | None, str]:
         """The schedule to go on with, None to leave it, and why."""
         placement, number = self._split.placement, measured.num_microbatches
-        limit = self._options.memory_limit_gib
+        limit = memory_limit_of(self._options, measured.costs, placement)
         before = self._book.training(number)
         started = time.perf_counter()
         try:
@@ -227,7 +228,7 @@ class TunedPrograms:
                 f"schedule='auto': {found.name} from now on, found in {seconds:.1f} s ({placement.kind}, "
                 f"{number} microbatches of {measured.num_samples} samples; only the order of work changes).",
                 _costs_text(measured.costs),
-                *_comparison(measured, found, before, limit),
+                *_comparison(measured, found, before, self._options.memory_limit_gib),
             ]
         )
 
@@ -396,10 +397,13 @@ def tuned_programs(
         options.name,
         layout.placement,
         layout.costs,
-        options.memory_limit_gib,
+        memory_limit_of(options, layout.costs, layout.placement),
         basis=None if is_named else layout.start,
     )
     if layout.reason:
         how = "given" if options.costs is not None else "estimated"
         rank_zero_info(f"schedule='auto' begins with {layout.start.name}, by {how} costs:\n{layout.reason}")
-    return TunedPrograms(options, book, split, mesh, data_parallel, groups, device, agree)
+    programs = TunedPrograms(options, book, split, mesh, data_parallel, groups, device, agree)
+    if options.costs is not None:
+        programs.costs = layout.costs  # of these cuts, and with the bytes that were not given
+    return programs

@@ -119,8 +119,8 @@ class ScheduleOptions:
                 f"{num_ranks}: set pipeline_parallel_size={self.from_file.placement.num_ranks}, or write a row a rank."
             )
         num_stages = None if self.costs is None else self.costs.num_stages
-        if num_stages is None:
-            return
+        if num_stages is None or isinstance(self.costs_measured_on.get("stages"), list):
+            return  # one number for all, or known by unit, so that other stages can be made of them
         if self.from_file is not None:
             wanted: int | None = self.from_file.placement.num_stages
         else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lightning_pp.errors import ScheduleError
 from lightning_pp.schedule import Placement, Schedule, StageCosts, build_forward_only, build_schedule
 from lightning_pp.schedule.fewer import keep_first_microbatches
@@ -18,7 +20,8 @@ class ProgramBook:
         name: Name of the schedule.
         placement: Which rank holds which stages.
         costs: Costs per stage, for the schedules that look at them.
-        memory_limit: What a rank may hold, in the unit of ``costs.held_*``; None for no limit.
+        memory_limit: What a rank may hold, one number or one per rank, in the unit of ``costs.held_*``; None for no
+            limit.
         basis: The schedule to keep microbatches of; None for one that is built by name.
     """
 
@@ -27,7 +30,7 @@ class ProgramBook:
         name: str,
         placement: Placement,
         costs: StageCosts,
-        memory_limit: float | None = None,
+        memory_limit: float | Sequence[float] | None = None,
         basis: Schedule | None = None,
     ) -> None:
         self._name = name
@@ -39,9 +42,9 @@ class ProgramBook:
         self._measured: dict[int, Schedule] = {}
         self._evaluation: dict[int, Schedule] = {}
 
-    def use(self, basis: Schedule, costs: StageCosts) -> None:
-        """From now on programs come from ``basis``, and ``costs`` count."""
-        self._basis, self._costs = basis, costs
+    def use(self, basis: Schedule, costs: StageCosts, memory_limit: float | Sequence[float] | None) -> None:
+        """From now on programs come from ``basis``, and these costs and limits count."""
+        self._basis, self._costs, self._memory_limit = basis, costs, memory_limit
         self._training.clear()
         self._measured.clear()
 

@@ -62,7 +62,8 @@ class PipelineParallelStrategy(MeshStrategy):
         save_costs: A JSON file that rank 0 writes measured costs to, with any schedule.
         num_profiled_batches: Training batches that are measured, after two that warm up.
         memory_limit_gib: What a rank may hold of microbatches between their F and their W, GiB, for any schedule:
-            activations by what autograd keeps of the units, and what weight gradients wait with.
+            what autograd keeps, and what weight gradients wait with. Without it ``"auto"`` holds no more than
+            ``zb_h2`` would, two microbatches for each rank of the pipeline.
         exact_search: With ``"auto"`` and a small pipeline, let OR-tools' CP-SAT finish the search.
         units: Names or shell patterns of modules that live whole on one stage; by default discovered.
         split_points: Names of the units that start stages 1, 2, ...; by default the cut with the shortest step, by

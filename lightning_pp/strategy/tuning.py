@@ -166,12 +166,28 @@ def _layout(
         num_microbatches=request.num_microbatches,
         stages_per_rank=num_stages // request.num_ranks,
         costs=costs,
-        memory_limit=options.memory_limit_gib,
+        memory_limit=memory_limit_of(options, costs, placement),
         exact=options.exact_search and options.costs is not None,
         placement=placement,
         quick=options.costs is None,
     )
     return Layout(placement, partition, costs, schedule.validate())
+
+
+def memory_limit_of(
+    options: ScheduleOptions, costs: StageCosts, placement: Placement
+) -> float | tuple[float, ...] | None:
+    """What each rank may hold, GiB.
+
+    ``auto`` without a limit gets the memory of ``zb_h2``, twice that of ``1f1b``: on every rank two microbatches of all
+    its stages for each rank of the pipeline. More would hardly shorten a step, and hold whole batches.
+    """
+    if options.memory_limit_gib is not None or not options.searches:
+        return options.memory_limit_gib
+    held, num_ranks = costs.per_stage(placement.num_stages).held_after_forward, placement.num_ranks
+    return tuple(
+        2 * num_ranks * sum(held[stage] for stage in placement.stages_of_rank(rank)) for rank in range(num_ranks)
+    )
 
 
 def _usual_program(placement: Placement, request: LayoutRequest) -> Schedule:
@@ -258,7 +274,9 @@ def compared_schedules(
     """Every schedule that is made by hand on this placement, or why it cannot be used."""
     stages_per_rank = placement.num_stages // placement.num_ranks
     for name in available_schedules():
-        if name == "auto" or not schedule_family(name).allows(stages_per_rank):
+        family = schedule_family(name)
+        is_repeat = family.default_stages_per_rank > stages_per_rank  # interleaved_1f1b of one stage is 1f1b
+        if name == "auto" or is_repeat or not family.allows(stages_per_rank):
             continue
         sizes: dict[str, Any] = {
             "num_ranks": placement.num_ranks,

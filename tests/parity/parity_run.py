@@ -64,12 +64,14 @@ class Layout:
         pipeline: Ranks along the pipeline.
         replicas: Data-parallel size.
         num_microbatches: Slices of a replica's batch.
+        num_profiled_batches: Batches that are measured before ``auto`` changes its schedule.
     """
 
     schedule: str = "1f1b"
     pipeline: int = 2
     replicas: int = 1
     num_microbatches: int = 3
+    num_profiled_batches: int = 1
 
     @property
     def world_size(self) -> int:
@@ -81,6 +83,7 @@ class Layout:
             data_parallel_size=self.replicas,
             num_microbatches=self.num_microbatches,
             schedule=self.schedule,
+            num_profiled_batches=self.num_profiled_batches,
             **kwargs,
         )
 

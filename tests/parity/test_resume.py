@@ -39,6 +39,7 @@ MIDDLE_OF_SECOND_EPOCH = 4
 TWO_STAGES = Layout("zb_h1", 2, 1, 3)
 TWO_BY_TWO = Layout("1f1b", 2, 2, 2)
 THREE_STAGES = Layout("gpipe", 3, 1, 3)
+TUNED = Layout("auto", 2, 1, 3)  # the schedule changes after the first epoch
 TWO_REPLICAS = Layout("1f1b", 1, 2, 2)
 ONE_DEVICE = None
 
@@ -165,6 +166,15 @@ def test_stop_and_resume(
     second = train_part(pool, layout, settings, start_from=path, **kind)
     assert len(second.losses) == 2
     assert_continues(joined(first, second), uninterrupted(settings))
+
+
+def test_stop_after_a_change_of_schedule_and_resume(pool: WorkerPool, tmp_path: Path) -> None:
+    """``auto`` measures again after the restart, and begins with the schedule of estimated costs."""
+    path = tmp_path / "stopped.ckpt"
+    first = train_part(pool, TUNED, SETTINGS, stop_after=MIDDLE_OF_SECOND_EPOCH, save_to=path)
+    second = train_part(pool, TUNED, SETTINGS, start_from=path)
+    assert (len(first.losses), len(second.losses)) == (4, 2)
+    assert_continues(joined(first, second), uninterrupted(SETTINGS))
 
 
 def test_resume_within_an_accumulating_run(pool: WorkerPool, tmp_path: Path) -> None:
