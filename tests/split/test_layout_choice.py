@@ -22,7 +22,12 @@ from lightning_pp.strategy.stage_costs import assumed_speed
 from lightning_pp.strategy.tuning import Layout, LayoutRequest, choose_layout, memory_limit_of
 
 ARCHITECTURE = hf.LlamaConfig(
-    vocab_size=64, hidden_size=256, intermediate_size=688, num_hidden_layers=8, num_attention_heads=4
+    vocab_size=64,
+    hidden_size=256,
+    intermediate_size=688,
+    num_hidden_layers=8,
+    num_attention_heads=4,
+    attn_implementation="eager",
 )
 
 
