@@ -220,10 +220,34 @@ class RunConf:
     callbacks: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass
+class PlanConf(RunConf):
+    """What ``lightning-pp-plan`` is asked, besides what a run is.
+
+    ``check``: only whether the module can be cut. ``costs``: a JSON file of measured costs; without it they are
+    estimated from FLOPs, for ``device`` (a name such as ``h100 sxm``) or ``peak_tflops``, of which ``efficiency`` is
+    reached, and ``link_gb_per_s`` between two ranks. ``device_memory_gib``: the most that a rank may hold, everything
+    included. ``schedules``: which to compare, by default all. ``show``: the schedule to draw and export: ``best``,
+    ``configured`` or a name. ``out``: a folder for ``plan.json``, the pictures and the CSV file.
+    """
+
+    check: bool = False
+    costs: str | None = None
+    device: str | None = None
+    peak_tflops: float | None = None
+    efficiency: float = 0.4
+    link_gb_per_s: float = 25.0
+    device_memory_gib: float | None = None
+    schedules: list[str] | None = None
+    show: str = "best"
+    out: str | None = None
+
+
 def register() -> None:
     """Put the schema into Hydra's ConfigStore: ``run_schema``, and ``<group>/<name>_schema`` for each group."""
     store = ConfigStore.instance()
     store.store(name="run_schema", node=RunConf)
+    store.store(name="plan_schema", node=PlanConf)
     store.store(group="trainer", name="trainer_schema", node=TrainerConf)
     store.store(group="strategy", name="pipeline_schema", node=PipelineStrategyConf)
     store.store(group="model", name="byte_gpt_schema", node=ByteGPTConf)

@@ -38,7 +38,7 @@ def user_errors(*also: type[Exception]) -> Iterator[None]:
         raise
     except InstantiationException as error:
         cause = error.__cause__
-        if _full_errors_wanted() or cause is None:
+        if full_errors_wanted() or cause is None:
             raise
         if isinstance(cause, (*OWN_ERRORS, ValueError, TypeError, OSError, ImportError)) or _is_lightning_refusal(
             cause
@@ -46,15 +46,15 @@ def user_errors(*also: type[Exception]) -> Iterator[None]:
             raise UserError(f"{cause}") from error
         raise
     except OWN_ERRORS as error:
-        if _full_errors_wanted():
+        if full_errors_wanted():
             raise
         raise UserError(str(error)) from error
     except OmegaConfBaseException as error:
-        if _full_errors_wanted():
+        if full_errors_wanted():
             raise
         raise UserError(str(error)) from error
     except Exception as error:
-        if _full_errors_wanted() or not (isinstance(error, also) or _is_lightning_refusal(error)):
+        if full_errors_wanted() or not (isinstance(error, also) or _is_lightning_refusal(error)):
             raise
         raise UserError(str(error)) from error
 
@@ -65,7 +65,8 @@ def _is_lightning_refusal(error: BaseException) -> bool:
     return isinstance(error, MisconfigurationException)
 
 
-def _full_errors_wanted() -> bool:
+def full_errors_wanted() -> bool:
+    """Whether ``HYDRA_FULL_ERROR`` asks for tracebacks."""
     return os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
 
 
@@ -96,7 +97,7 @@ def rank_zero_first() -> Iterator[Callable[[], None]]:
             stderr.write(f"[rank {launch.global_rank()}] {held.getvalue()}")
 
 
-def print_problem(error: UserError) -> None:
+def print_problem(error: UserError, command: str = "lightning-pp") -> None:
     """Print a user's mistake to stderr, once for the whole job.
 
     A rank other than 0 waits a moment: where all ranks fail alike, rank 0 says it first and the launcher ends the
@@ -107,7 +108,7 @@ def print_problem(error: UserError) -> None:
     else:
         time.sleep(_RANK_ZERO_SPEAKS_FIRST_SECONDS)
         prefix = f"[rank {launch.global_rank()}] "
-    sys.stderr.write(f"\n{prefix}lightning-pp: {error}\n")
+    sys.stderr.write(f"\n{prefix}{command}: {error}\n")
     sys.stderr.flush()
 
 

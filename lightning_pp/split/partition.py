@@ -200,6 +200,16 @@ def _does_not_fit(problem: CutProblem, groups: Sequence[Sequence[str]]) -> Confi
     )
 
 
+def inseparable_groups(record: StepRecord) -> list[list[str]]:
+    """The units that the step calls, in order: those of a group must share a stage, and any other cut is possible."""
+    return _inseparable_groups(record, list(record.first_calls()))
+
+
+def why_inseparable(record: StepRecord, units: Sequence[str]) -> str:
+    """Why the units of a group must share a stage: the rest of a sentence that begins with ``because``."""
+    return _why_inseparable(record, units)
+
+
 def _inseparable_groups(record: StepRecord, order: Sequence[str]) -> list[list[str]]:
     """Consecutive units between which no cut is possible."""
     position = {unit: index for index, unit in enumerate(order)}

@@ -151,9 +151,7 @@ def _layout(
 ) -> Layout:
     """The cuts, the costs and the schedule for one placement."""
     options, num_stages = request.options, placement.num_stages
-    units = measured_unit_costs(record, num_parameters, options, request.cut)
-    program = options.from_file or _usual_program(placement, request)
-    partition = best_partition(record, num_parameters, placement, request.cut, costs=units, program=program)
+    partition, units = choose_cuts(record, num_parameters, request, placement)
     costs = costs_of(record, partition, placement, request, units)
     if options.from_file is not None:
         options.from_file.validate(costs=costs, memory_limit=options.memory_limit_gib)
@@ -188,6 +186,15 @@ def memory_limit_of(
     return tuple(
         2 * num_ranks * sum(held[stage] for stage in placement.stages_of_rank(rank)) for rank in range(num_ranks)
     )
+
+
+def choose_cuts(
+    record: StepRecord, num_parameters: Mapping[str, int], request: LayoutRequest, placement: Placement
+) -> tuple[Partition, Mapping[str, UnitCost] | None]:
+    """The cuts for one placement, and the measured costs of units that they were made by, in milliseconds, if any."""
+    units = measured_unit_costs(record, num_parameters, request.options, request.cut)
+    program = request.options.from_file or _usual_program(placement, request)
+    return best_partition(record, num_parameters, placement, request.cut, costs=units, program=program), units
 
 
 def _usual_program(placement: Placement, request: LayoutRequest) -> Schedule:

@@ -29,7 +29,7 @@ _LABEL_WIDTH, _DRAWING_WIDTH, _BUBBLE_WIDTH = 60, 1000, 100
 _ROW_HEIGHT, _ROW_PITCH, _HEADER_HEIGHT, _AXIS_HEIGHT = 22, 28, 44, 26
 _LATER_STAGE_INDENT = 6
 _SHARDING_HEIGHT, _SHARDING_WIDTH = 4, 1.5
-_LEAST_WIDTH_WITH_NUMBER = 16.0
+_DIGIT_WIDTH, _LEAST_ROOM = 6.5, 3.0
 _BASELINE = 4
 _MOST_TICKS = 12
 _LEGEND_GAP, _LETTER_WIDTH = 18, 6.6
@@ -124,12 +124,10 @@ def draw(timeline: Timeline) -> Drawing:
         for moment in times:
             box = _box(moment, top, scale, timeline.unit, is_first_stage=moment.action.stage == first_stage)
             boxes.append(box)
-            if box.width >= _LEAST_WIDTH_WITH_NUMBER:
+            number = str(moment.action.microbatch)
+            if box.width >= _DIGIT_WIDTH * len(number) + _LEAST_ROOM:
                 middle_of_box = box.top + box.height / 2 + _BASELINE
-                number = Label(
-                    box.left + box.width / 2, middle_of_box, str(moment.action.microbatch), "middle", is_light=True
-                )
-                labels.append(number)
+                labels.append(Label(box.left + box.width / 2, middle_of_box, number, "middle", is_light=True))
     for rank, times in enumerate(timeline.sharding):
         top = _HEADER_HEIGHT + rank * _ROW_PITCH + _ROW_HEIGHT
         boxes += [_strip(moment, top, scale, timeline.unit) for moment in times]

@@ -52,8 +52,12 @@ def _legend(timeline: Timeline, per_column: float) -> str:
     schedule = timeline.schedule
     return (
         f"{schedule.name}, {schedule.num_microbatches} microbatches, one step of {timeline.span_ms:.1f} "
-        f"{timeline.unit} ({per_column:.2g} {timeline.unit} a letter): {names}"
+        f"{timeline.unit} ({_short(per_column)} {timeline.unit} a letter): {names}"
     )
+
+
+def _short(number: float) -> str:
+    return f"{number:.0f}" if number >= 100 else f"{number:.2g}"
 
 
 def _cells(times: tuple[ActionTimes, ...], num_columns: int, per_column: float) -> list[ActionTimes | None]:

@@ -1,0 +1,140 @@
+"""What a step holds on every rank, for any cut and schedule of one model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_pp.errors import ConfigurationError
+from lightning_pp.schedule import Schedule
+from lightning_pp.split.memory import (
+    MemoryEstimate,
+    Sharding,
+    StepDtypes,
+    estimate_memory,
+    optimizer_bytes_per_parameter,
+)
+from lightning_pp.strategy import PipelineParallelStrategy
+from lightning_pp.strategy.assembly import SplitModel
+from lightning_pp.strategy.planning import ModelCutter
+
+# AdamW's two states in float32: what is assumed of an optimizer that cannot be asked
+_ASSUMED_OPTIMIZER_BYTES = 8.0
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """One rank of the pipeline; all in bytes.
+
+    Attributes:
+        rank: Its place in the pipeline.
+        parameters: Between steps, whole or a shard.
+        gathered: What is gathered or cast of them during a step, besides.
+        gradients: While microbatches add to them.
+        optimizer_state: What the optimizer keeps.
+        activations: The most that microbatches hold at a time; what a checkpointed unit holds while it runs again
+            included.
+        buffers: What is received ahead of need, and what is being sent.
+        peak: The most at any time of a step, the reduction of gradients included.
+    """
+
+    rank: int
+    parameters: int
+    gathered: int
+    gradients: int
+    optimizer_state: int
+    activations: int
+    buffers: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """How bytes are counted.
+
+    Attributes:
+        optimizer_bytes: Bytes of optimizer state for each trainable parameter.
+        dtypes: Of computation and of gradients.
+        sharding: What data-parallel ranks share.
+        num_shards: How many share it.
+        unshard_budget: Bytes of gathered parameters with ``full_shard``.
+        assumed: What had to be assumed, in words; empty if nothing.
+    """
+
+    optimizer_bytes: float
+    dtypes: StepDtypes
+    sharding: Sharding
+    num_shards: int
+    unshard_budget: int | None = None
+    assumed: str = ""
+
+    @classmethod
+    def of(cls, strategy: PipelineParallelStrategy, cutter: ModelCutter) -> MemoryModel:
+        """For the optimizer, the precision and the sharding of a run."""
+        assumed = ""
+        optimizer_bytes = _ASSUMED_OPTIMIZER_BYTES
+        if cutter.optimizer is None:
+            assumed = "no optimizer: AdamW is assumed"
+        else:
+            try:
+                optimizer_bytes = optimizer_bytes_per_parameter(cutter.optimizer)
+            except ConfigurationError as error:
+                assumed = f"{error} AdamW's state is assumed."
+        num_shards = strategy.sizes.data_parallel_shard
+        mode = strategy.sharding.mode
+        return cls(
+            optimizer_bytes,
+            cutter.dtypes,
+            "replicate" if num_shards == 1 else mode,
+            1 if mode == "replicate" else num_shards,
+            strategy.sharding.unshard_budget,
+            assumed,
+        )
+
+    def held(self, split: SplitModel) -> tuple[list[float], list[float]]:
+        """What one microbatch holds on each stage after F and after I."""
+        estimate = self._estimate(split)
+        after_forward, after_input = estimate.held_after_forward, estimate.held_after_input
+        # the search asks that I frees, and never takes more; where nothing is saved, what is queued was there before
+        return [float(max(pair)) for pair in zip(after_forward, after_input, strict=True)], list(
+            map(float, after_input)
+        )
+
+    def ranks(self, split: SplitModel, schedule: Schedule) -> list[RankBytes]:
+        """What each rank holds under ``schedule``."""
+        found = []
+        for rank in self._estimate(split, schedule).ranks:
+            state = rank.state
+            found.append(
+                RankBytes(
+                    rank.rank,
+                    state.parameters_bytes,
+                    state.gathered_parameters_bytes,
+                    state.gradients_bytes,
+                    state.optimizer_state_bytes,
+                    (rank.activations_bytes or 0) + rank.recomputed_bytes,
+                    rank.edge_buffers_bytes,
+                    rank.peak_bytes,
+                )
+            )
+        return found
+
+    def room(self, split: SplitModel, limit_bytes: float) -> list[float]:
+        """What is left for activations on each rank of a limit; negative where nothing is."""
+        return [
+            limit_bytes - rank.state.total_bytes - rank.recomputed_bytes - rank.edge_buffers_bytes
+            for rank in self._estimate(split).ranks
+        ]
+
+    def _estimate(self, split: SplitModel, schedule: Schedule | None = None) -> MemoryEstimate:
+        return estimate_memory(
+            split.record,
+            split.partition,
+            split.placement,
+            split.parameter_sizes(),
+            optimizer_bytes_per_parameter=self.optimizer_bytes,
+            dtypes=self.dtypes,
+            sharding=self.sharding,
+            num_shards=self.num_shards,
+            unshard_budget_bytes=self.unshard_budget,
+            schedule=schedule,
+        )

@@ -1,0 +1,313 @@
+"""``lightning-pp-plan``: its numbers against counts made another way, its files against who else reads them."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from hydra.core.global_hydra import GlobalHydra
+from planned import BATCH_SIZE, DIM, NUM_LAYERS, NUM_MICROBATCHES, plan_config, planned, read_json
+from pool import WorkerPool
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_pp.cli.plan import run_plan
+from lightning_pp.cli.plan_report import Plan
+from lightning_pp.recipes.byte_gpt import ByteGPT
+from lightning_pp.schedule import Schedule, StageCosts, available_schedules, build_schedule
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_hydra() -> Any:
+    yield
+    GlobalHydra.instance().clear()
+
+
+@pytest.fixture(scope="module")
+def whole_plan(tmp_path_factory: pytest.TempPathFactory) -> tuple[Plan, str, Path]:
+    """A plan of all schedules, what was printed, and its folder."""
+    folder = tmp_path_factory.mktemp("plan") / "out"
+    plan, text = planned(f"out={folder}")
+    return plan, text, folder
+
+
+def real_model() -> ByteGPT:
+    return ByteGPT(num_layers=NUM_LAYERS, dim=DIM, num_heads=2, max_seq_len=32)
+
+
+def test_parameters_are_those_of_the_model(whole_plan: tuple[Plan, str, Path]) -> None:
+    content = read_json(whole_plan[2])
+    model = real_model()
+    modules = dict(model.named_modules())
+    for cut in content["cuts"]:
+        assert cut["num_parameters"] == sum(p.numel() for p in model.parameters())
+        assert sum(stage["num_parameters"] for stage in cut["stages"]) == cut["num_parameters"]
+        assert sum(stage["parameter_bytes"] for stage in cut["stages"]) == 4 * cut["num_parameters"]
+        units = [unit for stage in cut["stages"] for unit in stage["units"]]
+        assert len(units) == NUM_LAYERS + 4
+        for unit in units:
+            assert unit["num_parameters"] == sum(p.numel() for p in modules[unit["name"]].parameters())
+            assert unit["class_name"] == type(modules[unit["name"]]).__name__
+
+
+def test_flops_are_those_of_a_real_forward(whole_plan: tuple[Plan, str, Path]) -> None:
+    model = real_model()
+    plan = whole_plan[0]
+    batch = plan.cutter.microbatch.data["input_ids"]
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(batch[:, :-1])
+    for cut in read_json(whole_plan[2])["cuts"]:
+        assert sum(stage["flops"] for stage in cut["stages"]) == counter.get_total_flops()
+
+
+def test_what_crosses_is_what_a_later_stage_needs(whole_plan: tuple[Plan, str, Path]) -> None:
+    num_samples = BATCH_SIZE // NUM_MICROBATCHES
+    length = whole_plan[0].cutter.microbatch.data["input_ids"].shape[1] - 1
+    blocks = [f"blocks.{layer}" for layer in range(NUM_LAYERS)]
+    needed_by = {"embedding": "blocks.0", "position": "blocks.0", **dict(pairwise([*blocks, "norm", "head"]))}
+    for cut in read_json(whole_plan[2])["cuts"]:
+        stage_of = {unit["name"]: stage["stage"] for stage in cut["stages"] for unit in stage["units"]}
+        expected = {
+            (unit, stage_of[unit], stage_of[reader])
+            for unit, reader in needed_by.items()
+            if stage_of[unit] != stage_of[reader]
+        }
+        assert {(c["value"], c["source"], c["target"]) for c in cut["crossings"]} == expected
+        num_bytes_sent = 0
+        for crossing in cut["crossings"]:
+            shape = [length, DIM] if crossing["value"] == "position" else [num_samples, length, DIM]
+            num_bytes = 4 * math.prod(shape)
+            assert (crossing["shape"], crossing["dtype"]) == (shape, "float32")
+            assert (crossing["forward_bytes"], crossing["gradient_bytes"]) == (num_bytes, num_bytes)
+            ranks = [cut["rank_of_stage"][crossing[end]] for end in ("source", "target")]
+            num_bytes_sent += 2 * num_bytes * (ranks[0] != ranks[1])
+        assert cut["sent_bytes"] == num_bytes_sent
+
+
+def test_every_schedule_is_compared_and_the_best_is_the_best(whole_plan: tuple[Plan, str, Path]) -> None:
+    content = read_json(whole_plan[2])
+    names = [schedule["name"] for schedule in content["schedules"]]
+    assert set(names) == set(available_schedules())
+    assert names.count("auto") == 3  # one stage a rank, two in turn, two in a V
+    best = content["schedules"][content["best"]]
+    shortest = min(schedule["step_time"] for schedule in content["schedules"])
+    assert best["step_time"] <= 1.005 * shortest
+    assert all(
+        best["time_in_a_row"] <= schedule["time_in_a_row"] + 1e-9
+        for schedule in content["schedules"]
+        if schedule["step_time"] <= 1.005 * shortest
+    )
+    for schedule in content["schedules"]:
+        cut = content["cuts"][schedule["cut"]]
+        assert len(cut["costs"]["forward"]) == len(cut["stages"]) == 2 * schedule["stages_per_rank"]
+
+
+def test_csv_is_read_by_torch_and_by_the_strategy(whole_plan: tuple[Plan, str, Path]) -> None:
+    shown, path = whole_plan[0].shown.schedule, whole_plan[2] / "schedule.csv"
+    assert Schedule.from_csv(path, name=shown.name) == shown
+    placement = shown.placement
+    stage = SimpleNamespace(
+        num_stages=placement.num_stages, group_size=placement.num_ranks, group_rank=0, stage_index_to_group_rank=None
+    )
+    runtime = _PipelineScheduleRuntime([stage], shown.num_microbatches)  # type: ignore[list-item]
+    runtime._load_csv(str(path), format="compute_only")
+    assert runtime.stage_index_to_group_rank == dict(enumerate(placement.rank_of_stage))
+    plan, _ = planned(f"strategy.schedule={path}", "schedules=[1f1b]", "show=configured")
+    assert plan.shown.schedule.programs == shown.programs
+    assert plan.shown.step_time == pytest.approx(whole_plan[0].shown.step_time)
+
+
+def test_files_are_what_they_are_called(whole_plan: tuple[Plan, str, Path]) -> None:
+    folder = whole_plan[2]
+    written = sorted(path.name for path in folder.iterdir())
+    assert written == ["plan.json", "schedule.csv", "schedule.html", "schedule.png", "schedule.svg"]
+    assert ElementTree.parse(folder / "schedule.svg").getroot().tag.endswith("svg")
+    assert (folder / "schedule.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "schedule.html").read_text().count("<svg") == 1
+    for name in written:
+        assert str(folder / name) in whole_plan[1].replace("\n", "")
+
+
+def test_report_shows_stages_units_crossings_memory_and_schedules(whole_plan: tuple[Plan, str, Path]) -> None:
+    plan, text, _ = whole_plan
+    for stage in plan.shown.cut.summary.stages:
+        assert f"stage {stage.stage} on rank {stage.rank}: " in text
+    for said in ("embedding", "head", "→ stage 1: ", "Estimated memory of each rank", "best", "configured", "relative"):
+        assert said in text
+    assert all(name in text for name in available_schedules())
+    rows = [line for line in text.splitlines() if line.startswith("rank ")]
+    assert len(rows) == 2 and all("%" in row for row in rows)
+
+
+def test_given_costs_give_the_times_of_the_closed_formulas(tmp_path: Path) -> None:
+    """Equal stages of F = I = W = 1 ms: 1f1b takes (m + p - 1)(f + i + w), zb_h1 waits (p - 1)(f + i - w)."""
+    path = tmp_path / "costs.json"
+    StageCosts(1.0, 1.0, 1.0).to_json(path)
+    p, m = 2, NUM_MICROBATCHES
+    plan, text = planned(f"costs={path}", "schedules=[gpipe,1f1b,zb_h1]", "show=1f1b")
+    assert plan.costs.unit == "ms" and f"measured, {path}" in text.replace("\n", "")
+    by_name = {one.name: one for one in plan.table.usable}
+    assert by_name["1f1b"].step_time == pytest.approx(3 * (m + p - 1))
+    assert by_name["gpipe"].step_time == pytest.approx(3 * (m + p - 1))
+    assert by_name["zb_h1"].time_in_a_row == pytest.approx(3 * m + (p - 1) * 1)
+    assert by_name["1f1b"].bubble_fraction == pytest.approx((p - 1) / (m + p - 1))
+
+
+def test_measured_stages_give_costs_to_schedules_with_more_stages(tmp_path: Path) -> None:
+    """What a stage was measured to take is what its units take together, wherever they are."""
+    path = tmp_path / "costs.json"
+    StageCosts([10.0, 14.0], [12.0, 15.0], [8.0, 9.0], p2p=0.5).to_json(path)
+    plan, _ = planned(f"costs={path}", "schedules=[1f1b,zb_v]")
+    for one in plan.table.usable:
+        costs = one.cut.costs.per_stage(one.schedule.placement.num_stages)
+        assert sum(costs.forward) == pytest.approx(24.0)
+        assert sum(costs.backward_input) == pytest.approx(27.0)
+        assert sum(costs.backward_weight) == pytest.approx(17.0)
+        assert set(costs.p2p) == {0.5}
+
+
+def test_flops_of_a_device_and_bytes_of_a_link_make_milliseconds() -> None:
+    plan, text = planned("peak_tflops=2", "efficiency=0.5", "link_gb_per_s=4", "schedules=[1f1b]", "show=1f1b")
+    assert plan.costs.unit == "ms" and "2 TFLOP/s (peak_tflops) x efficiency 0.5" in text.replace("\n", " ")
+    cut = plan.shown.cut
+    costs = cut.costs.per_stage(2)
+    for stage in cut.summary.stages:
+        assert costs.forward[stage.stage] == pytest.approx(1e3 * stage.flops / 1e12)
+    assert costs.p2p == pytest.approx([1e3 * cut.summary.crossings[0].forward_bytes / 4e9] * 2)
+
+
+def test_memory_is_parameters_gradients_adam_and_what_microbatches_hold(whole_plan: tuple[Plan, str, Path]) -> None:
+    content = read_json(whole_plan[2])
+    for schedule in content["schedules"]:
+        cut = content["cuts"][schedule["cut"]]
+        held = cut["costs"]["held_after_forward"]
+        for rank in schedule["memory"]:
+            stages = [s for s, its_rank in enumerate(cut["rank_of_stage"]) if its_rank == rank["rank"]]
+            own = sum(cut["stages"][stage]["parameter_bytes"] for stage in stages)
+            assert (rank["parameters"], rank["gradients"], rank["optimizer_state"]) == (own, own, 2 * own)
+            assert rank["activations"] >= max(held[stage] for stage in stages)
+            assert rank["peak"] >= 4 * own + rank["activations"]
+    gpipe = next(schedule for schedule in content["schedules"] if schedule["name"] == "gpipe")
+    assert gpipe["peak_microbatches"] == pytest.approx([NUM_MICROBATCHES] * 2)
+
+
+def test_limit_leaves_out_what_holds_more_and_auto_keeps_it() -> None:
+    schedules = ["schedules=[gpipe,1f1b,auto]", "strategy.stages_per_rank=1"]
+    free, _ = planned(*schedules)
+    by_name = {one.name: one for one in free.table.usable}
+    limit = (by_name["gpipe"].peak_bytes + by_name["1f1b"].peak_bytes) / 2
+    plan, text = planned(*schedules, f"device_memory_gib={limit / 2**30}")
+    fits = {one.name: one.fits for one in plan.table.usable}
+    assert (fits["gpipe"], fits["1f1b"]) == (False, True)
+    assert all(one.fits for one in plan.table.usable if one.name == "auto")
+    assert plan.shown.peak_bytes <= limit
+    assert "over the limit" in text
+
+
+def cut_of_training(config_json: str) -> dict[str, int]:
+    """One rank's cut of a run that trains two batches."""
+    from omegaconf import DictConfig, OmegaConf
+
+    from lightning_pp.cli.run import Run
+    from lightning_pp.conf import Mode
+
+    config = OmegaConf.create(json.loads(config_json))
+    assert isinstance(config, DictConfig)
+    config.mode = Mode.fit
+    run = Run.build(config)
+    run.execute()
+    return dict(run.trainer.strategy.engine.split.partition.stage_of_unit)  # type: ignore[attr-defined]
+
+
+def test_the_cut_is_the_one_that_training_makes(pool: WorkerPool) -> None:
+    from omegaconf import OmegaConf
+
+    overrides = ["strategy.schedule=zb_v", "trainer.max_steps=2", "trainer.default_root_dir=null"]
+    quiet = [
+        "trainer.enable_progress_bar=false",
+        "+trainer.enable_checkpointing=false",
+        "trainer.num_sanity_val_steps=0",
+    ]
+    config = plan_config(*overrides, *quiet)
+    container = OmegaConf.to_container(config, resolve=True, enum_to_str=True)
+    first, second = pool.run(cut_of_training, json.dumps(container), world_size=2, timeout=120)
+    plan, _ = planned("strategy.schedule=zb_v", "schedules=[zb_v]", "show=zb_v")
+    assert first == second == dict(plan.shown.cut.split.partition.stage_of_unit)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["show=zb_h9"], "unknown schedule 'zb_h9': choose one of "),
+        (["schedules=[zb_h9]"], "unknown schedule 'zb_h9'"),
+        (["strategy.schedule=zb_h9"], "zb_h9"),
+        (["costs=nope.json"], "costs=nope.json does not exist"),
+        (["strategy.rank_speeds=[1, 0]"], "rank_speeds"),
+        (["device=h1000"], "device=h1000 is not known: choose one of "),
+        (["efficiency=1.5"], "efficiency=1.5 must be at most 1"),
+        (["peak_tflops=0"], "peak_tflops=0"),
+        (["strategy=auto"], "no pipeline"),
+        (["trainer.devices=3", "strategy.pipeline_parallel_size=2", "strategy.data_parallel_size=1"], "devices=2"),
+        (["trainer.accelerator=gpu", "trainer.devices=auto"], "trainer.devices=NUMBER"),
+        (["trainer.devices=12"], "12 stages need at least 12 units"),
+        (["device_memory_gib=1e-6", "schedules=[1f1b]"], "device_memory_gib=1e-06 is too small for every schedule"),
+        (["data.files=[nope.txt]"], "nope.txt: does not exist"),
+        (["model.num_heads=5"], "num_heads=5"),
+    ],
+)
+def test_mistake_is_one_message_and_exit_code_1(
+    overrides: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_plan(plan_config(*overrides)) == 1
+    captured = capsys.readouterr()
+    assert "lightning-pp-plan: " in captured.err
+    assert said in captured.err
+    assert "Traceback" not in captured.err
+
+
+def test_unreadable_or_unfitting_costs_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text("{")
+    assert run_plan(plan_config(f"costs={path}")) == 1
+    assert str(path) in capsys.readouterr().err
+    StageCosts([1.0, 1.0, 1.0], 1.0, 1.0).to_json(path)
+    assert run_plan(plan_config(f"costs={path}")) == 1
+    assert "are for 3 stages, and 2 ranks have a multiple of 2" in capsys.readouterr().err
+    StageCosts([1.0] * 4, 1.0, 1.0).to_json(path)
+    assert run_plan(plan_config(f"costs={path}")) == 1
+    assert "has costs of 4 stages, and the pipeline that is configured has 2" in capsys.readouterr().err
+
+
+def test_schedule_that_needs_more_stages_than_there_are_units_is_left_out_with_the_reason() -> None:
+    plan, text = planned("trainer.devices=6", "schedules=[1f1b,zb_v]", "strategy.num_microbatches=8")
+    assert [one.name for one in plan.table.unusable] == ["zb_v"]
+    assert "not possible: zb_v, 2 a rank: 12 stages need at least 12 units" in text
+
+
+def test_schedules_are_those_of_build_schedule(whole_plan: tuple[Plan, str, Path]) -> None:
+    for one in whole_plan[0].table.usable:
+        if one.name == "auto":
+            continue
+        built = build_schedule(
+            one.name,
+            num_ranks=2,
+            num_microbatches=NUM_MICROBATCHES,
+            stages_per_rank=one.stages_per_rank,
+            costs=one.cut.costs,
+        )
+        assert built.programs == one.schedule.programs
+        assert one.schedule.simulate(one.cut.costs).makespan == pytest.approx(one.step_time)
+
+
+def test_nothing_of_the_model_has_memory(whole_plan: tuple[Plan, str, Path]) -> None:
+    module = whole_plan[0].cutter.module
+    assert all(parameter.is_meta for parameter in module.parameters())
+    assert torch.get_default_dtype() == torch.float32
