@@ -3,7 +3,7 @@
 ====================  ==================================================================================================
 mode                  what is inserted
 ====================  ==================================================================================================
-``replicate``         REDUCE right after the last W or B of a stage
+``replicate``         REDUCE right after the last W of a stage
 ``shard_grad_op``     UNSHARD of every stage at the start, in the order of first use; RESHARD after its last F, I or B
 ``full_shard``        UNSHARD ahead of each window of uses and RESHARD after it, so that what is gathered at any time
                       stays within a budget (:mod:`lightning_pp.schedule.gathering`)
@@ -157,6 +157,8 @@ class ShardedProgram:
 def insert_sharding(schedule: Schedule, sharding: Sharding, *, reduces: bool = True) -> ShardedProgram:
     """Puts the sharding actions of ``sharding`` into ``schedule``, in the place of any that it has.
 
+    If the last backward of a stage is a B, it becomes I and W, so that the stage's units are reduced one by one in W.
+
     Args:
         schedule: Legal programs.
         sharding: For as many stages as the schedule has.
@@ -171,6 +173,8 @@ def insert_sharding(schedule: Schedule, sharding: Sharding, *, reduces: bool = T
     unit_plans: list[UnitPlan | None] = []
     for rank, program in enumerate(schedule.programs):
         compute = [action for action in program if action.kind.is_compute]
+        if reduces:
+            compute = _last_backwards_split(compute)
         with_windows, unit_plan = _windows(
             compute, sharding, schedule.placement.stages_of_rank(rank), keeps=not reduces
         )
@@ -247,19 +251,27 @@ def _with_windows(compute: Sequence[Action], plan: GatherPlan[int], *, keeps: bo
     return found
 
 
+def _last_backwards_split(compute: Sequence[Action]) -> list[Action]:
+    """The last B of each stage as I and W, if a B is its last: in W one unit after the other is ready to be reduced."""
+    last = {action.stage: cell for cell, action in enumerate(compute) if action.kind in _ENDS_GRADIENTS}
+    found: list[Action] = []
+    for cell, action in enumerate(compute):
+        if action.kind is ActionKind.B and last[action.stage] == cell:
+            found += [replace(action, kind=ActionKind.I), replace(action, kind=ActionKind.W)]
+        else:
+            found.append(action)
+    return found
+
+
 def _with_reductions(program: Sequence[Action]) -> list[Action]:
-    """Puts REDUCE right after the last W or B of each stage, but after gathers, which somebody waits for."""
+    """Puts REDUCE right after the last W or B of each stage."""
     last = {action.stage: cell for cell, action in enumerate(program) if action.kind in _ENDS_GRADIENTS}
     found: list[Action] = []
-    due: list[Action] = []
     for cell, action in enumerate(program):
-        if action.kind.is_compute:
-            found += due
-            due.clear()
         found.append(action)
         if last.get(action.stage) == cell:
-            due.append(Action(action.stage, ActionKind.REDUCE))
-    return found + due
+            found.append(Action(action.stage, ActionKind.REDUCE))
+    return found
 
 
 def _placed(plan: GatherPlan[str], program: Sequence[Action], sharding: Sharding) -> UnitPlan:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from counted_steps import (
     ALL_REDUCE,
     GATHER,
@@ -20,6 +22,7 @@ from pool import WorkerPool
 
 from lightning_pp import PipelineParallelStrategy
 from lightning_pp.errors import ConfigurationError
+from lightning_pp.runtime import deferred_queue
 from lightning_pp.schedule import Sharding, build_schedule
 from lightning_pp.schedule.sharding import fewest_unit_gathers
 
@@ -166,3 +169,48 @@ def test_budget_below_one_unit(pool: WorkerPool) -> None:
     for message in pool.run(too_small_a_budget, world_size=4, timeout=60):
         assert message.startswith("unshard_budget=100 bytes is less than the unit units.0")
         assert f"({UNIT_BYTES} bytes)" in message
+
+
+# --------------------------------------------------------------------------- overlap
+
+
+def order_of_events(sharding: str, schedule: str) -> list[str]:
+    """In a worker: weight gradients ("w") and reductions ("r") of a warm step, in the order in which they begin."""
+    events: list[str] = []
+    add_all = deferred_queue._add_all
+    names = ("reduce_scatter_single", "_reduce_scatter_base", "allreduce")
+    names = tuple(name for name in names if hasattr(dist.ProcessGroup, name))
+    originals = {name: getattr(dist.ProcessGroup, name) for name in names}
+
+    def noting(name: str) -> Callable[..., Any]:
+        def call(self: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            events.append("r")
+            return originals[name](self, *args, **kwargs)
+
+        return call
+
+    def noting_add(entries: list[Any]) -> None:
+        events.extend("w" * len(entries))
+        add_all(entries)
+
+    deferred_queue._add_all = noting_add
+    for name in names:
+        setattr(dist.ProcessGroup, name, noting(name))
+    try:
+        fit(EvenModule(), num_batches=1, schedule=schedule, sharding=sharding, **TWO_BY_TWO)
+    finally:
+        deferred_queue._add_all = add_all
+        for name, original in originals.items():
+            setattr(dist.ProcessGroup, name, original)
+    return events
+
+
+@pytest.mark.parametrize(("sharding", "schedule"), [("shard_grad_op", "1f1b"), ("replicate", "zb_h1")])
+def test_each_unit_is_reduced_after_its_own_last_weight_gradient(
+    pool: WorkerPool, sharding: str, schedule: str
+) -> None:
+    """The last W of a stage of four units of two linear layers: two gradients, a reduction, two gradients, ..."""
+    for events in pool.run(order_of_events, sharding, schedule, world_size=4, timeout=120):
+        order = "".join(events)
+        assert "wwr" * UNITS_PER_RANK in order
+        assert order.endswith("wwr") or set(order.rsplit("wwr", 1)[1]) <= {"r"}  # later ones are of logs
