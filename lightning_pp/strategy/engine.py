@@ -72,6 +72,7 @@ class PipelineEngine:
 
     Collectives in a batch: with more than one replica, one reduction per unit and step; one for shared parameters, if
     there are any; one small gather among last stages and one small broadcast along each pipeline for logs and loss.
+    Once in a training whose batches are measured: a few small gathers between two of them (:class:`TunedPrograms`).
 
     Args:
         trainer: The trainer.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from lightning_pp.errors import ConfigurationError, ScheduleError, SplitError
-from lightning_pp.schedule import Placement, Schedule, StageCosts, available_schedules, build_schedule
+from lightning_pp.schedule import Placement, Schedule, StageCosts, build_schedule
 from lightning_pp.schedule.registry import schedule_family
 from lightning_pp.schedule.search.auto import check_exact_is_practical
 from lightning_pp.split.partition import Partition
@@ -273,29 +273,6 @@ def _reason(best: Layout, found: Sequence[Layout], failures: Sequence[Exception]
         for layout in found
     ]
     return "\n".join(lines + [f"  not possible: {error}" for error in failures])
-
-
-def compared_schedules(
-    costs: StageCosts, placement: Placement, num_microbatches: int, memory_limit: float | None
-) -> Iterator[tuple[str, Schedule | ScheduleError]]:
-    """Every schedule that is made by hand on this placement, or why it cannot be used."""
-    stages_per_rank = placement.num_stages // placement.num_ranks
-    for name in available_schedules():
-        family = schedule_family(name)
-        is_repeat = family.default_stages_per_rank > stages_per_rank  # interleaved_1f1b of one stage is 1f1b
-        if name == "auto" or is_repeat or not family.allows(stages_per_rank):
-            continue
-        sizes: dict[str, Any] = {
-            "num_ranks": placement.num_ranks,
-            "num_microbatches": num_microbatches,
-            "stages_per_rank": stages_per_rank,
-        }
-        if build_schedule(name, **sizes).placement != placement:
-            continue
-        try:
-            yield name, build_schedule(name, costs=costs, memory_limit=memory_limit, **sizes)
-        except ScheduleError as error:
-            yield name, error
 
 
 def decided_by_one(compute: Callable[[], T], *, decides: bool, agree: Callable[[Any], Any]) -> T:

@@ -20,7 +20,7 @@ from lightning_pp import PipelineParallelStrategy
 from lightning_pp.schedule import Placement, Schedule, StageCosts, build_schedule
 from lightning_pp.schedule.costs_file import read_costs_file
 from lightning_pp.schedule.fewer import keep_first_microbatches
-from lightning_pp.strategy import profiling
+from lightning_pp.strategy import measured_costs
 
 
 class Programs(Callback):
@@ -145,7 +145,7 @@ def test_costs_of_a_named_schedule_are_saved(pool: WorkerPool, tmp_path: Path) -
 
 def with_measured_bytes(options: dict[str, Any], after_forward: list[float]) -> dict[str, Any]:
     """In a worker: as :func:`run`, and the measurement finds that so much is held."""
-    with mock.patch.object(profiling, "held_gib", return_value=(after_forward, [0.0, 0.0])):
+    with mock.patch.object(measured_costs, "held_gib", return_value=(after_forward, [0.0, 0.0])):
         return run(options)
 
 
