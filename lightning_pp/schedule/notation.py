@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,9 +62,11 @@ class CsvTable:
                 rank_of_stage.setdefault(action.stage, rank)
         missing = [stage for stage in range(self.num_stages) if stage not in rank_of_stage]
         if missing:
+            rank, column = self._first_cell(lambda action: action.stage > missing[0])
             raise ScheduleError(
-                f"{self.path}: no row has actions of stage {missing[0]}, though there are stages up to "
-                f"{self.num_stages - 1}: stages are numbered from 0 without gaps"
+                f"{self.path}, rank {rank}, cell {column}: no row has actions of stage {missing[0]}, though there are "
+                f"stages up to {self.num_stages - 1}: stages are numbered from 0 without gaps\n"
+                f"{picture(self.cells, rank, column)}"
             )
         return Placement(len(self.programs), tuple(rank_of_stage[stage] for stage in range(self.num_stages)))
 
@@ -83,8 +85,29 @@ class CsvTable:
             )
             if wanted is not None and found != wanted
         ]
-        if wrong:
-            raise ScheduleError(f"{self.path} does not fit: {'; '.join(wrong)}")
+        if not wrong:
+            return
+        if num_ranks is not None and len(self.programs) > num_ranks:
+            rank, column = num_ranks, 0
+        else:
+            rank, column = self._first_cell(
+                lambda action: (
+                    (num_stages is not None and action.stage >= num_stages)
+                    or (num_microbatches is not None and (action.microbatch or 0) >= num_microbatches)
+                )
+            )
+        raise ScheduleError(
+            f"{self.path} does not fit: {'; '.join(wrong)}; rank {rank}, cell {column}:\n"
+            f"{picture(self.cells, rank, column)}"
+        )
+
+    def _first_cell(self, is_wrong: Callable[[Action], bool]) -> tuple[int, int]:
+        """Row and column of the first cell with such an action; if there is none, the file is too short: its end."""
+        for rank, (program, columns) in enumerate(zip(self.programs, self.columns, strict=True)):
+            for action, column in zip(program, columns, strict=True):
+                if is_wrong(action):
+                    return rank, column
+        return len(self.cells) - 1, len(self.cells[-1])
 
 
 def read_csv(path: Path) -> CsvTable:
@@ -107,7 +130,9 @@ def read_csv(path: Path) -> CsvTable:
             for action in _parse_cell(path, cells, rank, column, cell)
         ]
         if not actions:
-            raise ScheduleError(f"{path}: row {rank} has no action: every rank holds at least one stage")
+            raise ScheduleError(
+                f"{path}: row {rank} has no action: every rank holds at least one stage\n{picture(cells, rank, 0)}"
+            )
         programs.append(tuple(action for action, _ in actions))
         columns.append(tuple(column for _, column in actions))
     if not programs:

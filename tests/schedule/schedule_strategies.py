@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import strategies as st
 
-from lightning_pp.schedule import StageCosts
+from lightning_pp.schedule import Schedule, StageCosts, available_schedules, build_schedule
+from lightning_pp.schedule.registry import schedule_family
 
 milliseconds = st.floats(min_value=0.1, max_value=10.0).map(lambda value: round(value, 2))
 
@@ -25,3 +28,31 @@ def stage_costs(draw: st.DrawFn, num_stages: int) -> StageCosts:
         p2p=draw(st.sampled_from([0.0, 0.05, 0.5, 3.0])),
         held_after_input=held,
     )
+
+
+@st.composite
+def built_schedules(draw: st.DrawFn, most_ranks: int = 5) -> tuple[Schedule, StageCosts, dict[str, Any]]:
+    """A schedule of any family made by hand, the costs that it was made for, and the request."""
+    name = draw(st.sampled_from([name for name in available_schedules() if name != "auto"]))
+    family = schedule_family(name)
+    most = 3 if family.max_stages_per_rank is None else family.max_stages_per_rank
+    request = {
+        "num_ranks": draw(st.integers(1, most_ranks)),
+        "num_microbatches": draw(st.integers(1, 12)),
+        "stages_per_rank": draw(st.integers(family.min_stages_per_rank, most)),
+    }
+    costs = draw(stage_costs(request["num_ranks"] * request["stages_per_rank"]))
+    return build_schedule(name, costs=costs, **request), costs, {"name": name, "costs": costs, **request}
+
+
+@st.composite
+def search_requests(draw: st.DrawFn) -> dict[str, Any]:
+    """What to ask the search for: small sizes, random costs, and a memory limit that leaves it some microbatches."""
+    p, v = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    return {
+        "num_ranks": p,
+        "num_microbatches": draw(st.integers(1, 5)),
+        "stages_per_rank": v,
+        "costs": draw(stage_costs(p * v)),
+        "memory_limit": float(draw(st.integers(2 * v, 2 * v * p + 2))),
+    }

@@ -7,27 +7,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from schedule_strategies import stage_costs
+from schedule_strategies import built_schedules
 
 from lightning_pp.errors import ScheduleError
-from lightning_pp.schedule import Schedule, StageCosts, available_schedules, build_schedule
+from lightning_pp.schedule import Schedule, StageCosts, build_schedule
 from lightning_pp.schedule.fewer import keep_first_microbatches
 from lightning_pp.schedule.merging import split_backwards
-from lightning_pp.schedule.registry import schedule_family
-
-
-@st.composite
-def built_schedules(draw: st.DrawFn) -> tuple[Schedule, StageCosts, dict[str, Any]]:
-    name = draw(st.sampled_from([name for name in available_schedules() if name != "auto"]))
-    family = schedule_family(name)
-    most = 3 if family.max_stages_per_rank is None else family.max_stages_per_rank
-    request = {
-        "num_ranks": draw(st.integers(1, 5)),
-        "num_microbatches": draw(st.integers(1, 12)),
-        "stages_per_rank": draw(st.integers(family.min_stages_per_rank, most)),
-    }
-    costs = draw(stage_costs(request["num_ranks"] * request["stages_per_rank"]))
-    return build_schedule(name, costs=costs, **request), costs, {"name": name, "costs": costs, **request}
 
 
 @given(built_schedules())

@@ -59,6 +59,27 @@ def test_wrong_sizes_are_all_named(tmp_path: Path) -> None:
     assert "is empty" in refusal(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("rows", "sizes", "where", "marked"),
+    [
+        (GOOD, {"num_stages": 1}, "it has 2 stages, the run has 1; rank 1, cell 0:", "[1F0]"),
+        (GOOD, {"num_stages": 4}, "it has 2 stages, the run has 4; rank 1, cell 5:", "[]"),
+        (GOOD, {"num_microbatches": 1}, "it has 2 microbatches, the run has 1; rank 0, cell 1:", "[0F1]"),
+        (GOOD, {"num_ranks": 1}, "it has 2 rows (ranks), the run has 1; rank 1, cell 0:", "[1F0]"),
+        (["0F0,0B0", "2F0,2B0"], {}, "rank 1, cell 0: no row has actions of stage 1", "[2F0]"),
+        (["0F0,0B0", ",,"], {}, "row 1 has no action", "[]"),
+    ],
+)
+def test_wrong_sizes_are_pointed_at(
+    tmp_path: Path, rows: list[str], sizes: dict[str, int], where: str, marked: str
+) -> None:
+    text = refusal(tmp_path, *rows, **sizes)
+    assert where in text
+    drawn = text.splitlines()[1:]
+    assert [line.split(":")[0].strip() for line in drawn[1:]] == ["rank 0", "rank 1"]
+    assert sum(marked in line for line in drawn) == 1
+
+
 def test_unreadable_file(tmp_path: Path) -> None:
     with pytest.raises(ScheduleError, match=r"cannot read the schedule .*nowhere\.csv"):
         Schedule.from_csv(tmp_path / "nowhere.csv")

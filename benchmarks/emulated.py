@@ -1,0 +1,276 @@
+"""Steps of emulated pipelines, ours beside torch's, in one run: bubbles, step times, and what Python costs per action.
+
+Run it with ``python benchmarks/emulated.py`` (``--help`` for the rest) on an idle machine. Every rank is a process, the
+transport is gloo, and each stage is one block that sleeps a given time in each of F, I and W, so that a machine with
+few cores emulates many devices. ``lightning_pp`` runs through its executor with a plan from a real dry run, torch
+through the schedule classes of ``torch.distributed.pipelining``; for each schedule the two take turns.
+
+Steps follow each other without a barrier. A bubble is ``1 - work / span``, with the mean work of the ranks and the
+longest span from a rank's first to its last sleep in one step; work is what blocks measured themselves to sleep. A step
+time is the time from the first start to the last end, over the number of steps. Figures are medians over the turns.
+
+Python per action is what the main thread of a rank computes in a step of blocks that do not sleep, without the blocks'
+own forward and backward (by plain autograd) and without the sends and receives (by plain torch.distributed), both
+measured in the same process; by the number of F, I, W and B.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from emulated_runs import CPU, SLEEPS, TORCHS, Ours, Pipeline, Torchs, block_us, message_us, sleep_precisely
+
+from lightning_pp.runtime.transport import Transport
+from lightning_pp.schedule import Schedule, StageCosts, available_schedules, build_schedule
+
+SIZES = {4: 12, 8: 24}
+# milliseconds: (steps of a turn, turns)
+TURNS = {2.0: (4, 3), 10.0: (2, 2), 40.0: (1, 1)}
+MOST_EXTRA_BUBBLE = {10.0: 0.015, 40.0: 0.015}
+MAX_STEP_RATIO = {2.0: 0.90, 10.0: 0.97}
+MAX_PYTHON_RATIO = 0.5
+_STEPS_OF_NO_LENGTH = 6
+
+
+@dataclass
+class Row:
+    """What came out for one schedule, size and length of sleeps; torch's are None where it has no such schedule.
+
+    Attributes:
+        schedule: Its name.
+        num_ranks: Ranks.
+        num_microbatches: Microbatches.
+        ms: Length of a sleep.
+        simulated_bubble: By the simulator, with transfers that cost nothing.
+        bubble: Ours, measured.
+        step_ms: Ours, measured.
+        torch_bubble: Torch's.
+        torch_step_ms: Torch's.
+        step_ratio: Median over turns of our step time by torch's.
+        python_us: Ours, per action, in steps of no length.
+        torch_python_us: Torch's.
+    """
+
+    schedule: str
+    num_ranks: int
+    num_microbatches: int
+    ms: float
+    simulated_bubble: float
+    bubble: float
+    step_ms: float
+    torch_bubble: float | None
+    torch_step_ms: float | None
+    step_ratio: float | None
+    python_us: float
+    torch_python_us: float | None
+
+    def missed(self) -> list[str]:
+        """The targets that it misses."""
+        found = []
+        if self.bubble > self.simulated_bubble + MOST_EXTRA_BUBBLE.get(self.ms, 1.0):
+            found.append("bubble")
+        if self.step_ratio is not None and self.step_ratio > MAX_STEP_RATIO.get(self.ms, 9.0):
+            found.append("step")
+        if self.torch_python_us is not None and self.python_us > MAX_PYTHON_RATIO * self.torch_python_us:
+            found.append("Python")
+        return found
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of one pipeline, over all ranks."""
+
+    bubble: float
+    step_ms: float
+    thread_us: list[float]
+
+
+def take_turn(pipeline: Pipeline, ms: float, num_steps: int) -> Turn:
+    """Runs ``num_steps`` steps in a row on all ranks."""
+    SLEEPS.seconds = ms / 1e3
+    dist.barrier()
+    SLEEPS.intervals.clear()
+    cpu, start = time.thread_time_ns(), time.perf_counter()
+    for _ in range(num_steps):
+        pipeline.step()
+    cpu_end = time.thread_time_ns()
+    pipeline.drain()
+    end = time.perf_counter()
+    SLEEPS.seconds = 0.0
+    sleeps, n = SLEEPS.intervals, pipeline.num_sleeps
+    if len(sleeps) != n * num_steps:
+        raise AssertionError(f"{len(sleeps)} sleeps in {num_steps} steps of {n}")
+    steps = [sleeps[index * n : (index + 1) * n] for index in range(num_steps)]
+    mine = {
+        "start": start,
+        "end": end,
+        "work": [sum(end - start for start, end in step) for step in steps],
+        "span": [step[-1][1] - step[0][0] for step in steps],
+        "thread_us": (cpu_end - cpu) / 1e3 / num_steps,
+    }
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    bubbles = [
+        1 - statistics.mean(rank["work"][step] for rank in ranks) / max(rank["span"][step] for rank in ranks)
+        for step in range(num_steps)
+    ]
+    total = max(rank["end"] for rank in ranks) - min(rank["start"] for rank in ranks)
+    return Turn(statistics.median(bubbles), total / num_steps * 1e3, [rank["thread_us"] for rank in ranks])
+
+
+def build(name: str, num_ranks: int, num_microbatches: int) -> Schedule:
+    """The schedule for stages of equal cost; where a family allows several stages a rank, what is usual for it."""
+    return build_schedule(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
+
+
+def run_rank(rank: int, num_ranks: int, port: int, options: argparse.Namespace, path: str) -> None:
+    """One process: builds all pipelines, then lets them take turns; rank 0 writes the rows."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    sleep_precisely()
+    dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
+    m = SIZES[num_ranks]
+    transport = Transport(range(num_ranks), rank, CPU)
+    pairs: dict[str, tuple[Ours, Torchs | None]] = {}
+    for name in options.schedules:
+        schedule = build(name, num_ranks, m)
+        pairs[name] = (Ours(schedule, transport), Torchs(schedule) if name in TORCHS else None)
+    python = {name: _python_us(pair, m) for name, pair in pairs.items()}
+    rows = []
+    for ms in options.ms:
+        num_steps, num_turns = TURNS.get(ms, (2, 2))
+        for name, (ours, theirs) in pairs.items():
+            mine: list[Turn] = []
+            torchs: list[Turn] = []
+            for _ in range(max(1, round(num_turns * options.turns))):
+                mine.append(take_turn(ours, ms, num_steps))
+                if theirs is not None:
+                    torchs.append(take_turn(theirs, ms, num_steps))
+            bubble = ours.schedule.simulate(StageCosts(ms, ms, ms)).longest_span_bubble
+            rows.append(_row(name, num_ranks, ms, bubble, mine, torchs, python[name]))
+            if rank == 0:
+                print(line(rows[-1]), flush=True)
+    if rank == 0:
+        Path(path).write_text(json.dumps([asdict(row) for row in rows]))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _python_us(pair: tuple[Ours, Torchs | None], num_microbatches: int) -> list[float | None]:
+    """Python per action of ours and torch's, the mean of the ranks, each rank's being the least of two turns."""
+    ours = pair[0]
+    found: list[float | None] = []
+    for pipeline in pair:
+        if pipeline is None:
+            found.append(None)
+            continue
+        pipeline.step()
+        turns = [take_turn(pipeline, 0.0, _STEPS_OF_NO_LENGTH) for _ in range(2)]
+        own = min(turn.thread_us[dist.get_rank()] for turn in turns)
+        bare = block_us() * pipeline.num_sleeps / 3 + message_us() * ours.num_messages
+        mine = torch.tensor((own - bare) / pipeline.num_actions)
+        dist.all_reduce(mine)
+        found.append(float(mine) / dist.get_world_size())
+    return found
+
+
+def _row(
+    name: str,
+    num_ranks: int,
+    ms: float,
+    simulated_bubble: float,
+    mine: list[Turn],
+    torchs: list[Turn],
+    python: list[float | None],
+) -> Row:
+    assert python[0] is not None
+    return Row(
+        schedule=name,
+        num_ranks=num_ranks,
+        num_microbatches=SIZES[num_ranks],
+        ms=ms,
+        simulated_bubble=simulated_bubble,
+        bubble=statistics.median(turn.bubble for turn in mine),
+        step_ms=statistics.median(turn.step_ms for turn in mine),
+        torch_bubble=statistics.median(turn.bubble for turn in torchs) if torchs else None,
+        torch_step_ms=statistics.median(turn.step_ms for turn in torchs) if torchs else None,
+        step_ratio=statistics.median(a.step_ms / b.step_ms for a, b in zip(mine, torchs, strict=True))
+        if torchs
+        else None,
+        python_us=python[0],
+        torch_python_us=python[1],
+    )
+
+
+COLUMNS = (
+    "schedule", "p, m", "ms", "bubble simulated", "ours", "torch's", "step ms", "by torch's", "Python us", "torch's",
+    "by torch's", "missed",
+)  # fmt: skip
+
+
+def line(row: Row) -> str:
+    """A row of the table, in Markdown."""
+
+    def figure(value: float | None, digits: int) -> str:
+        return "" if value is None else f"{value:.{digits}f}"
+
+    ratio = None if row.torch_python_us is None else row.python_us / row.torch_python_us
+    cells = (
+        row.schedule,
+        f"{row.num_ranks}, {row.num_microbatches}",
+        f"{row.ms:g}",
+        figure(row.simulated_bubble, 3),
+        figure(row.bubble, 3),
+        figure(row.torch_bubble, 3),
+        figure(row.step_ms, 1),
+        figure(row.step_ratio, 3),
+        figure(row.python_us, 0),
+        figure(row.torch_python_us, 0),
+        figure(ratio, 2),
+        ", ".join(row.missed()),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures and prints; returns 1 if ``--check`` is given and a target is missed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--ranks", type=int, nargs="+", default=list(SIZES), choices=list(SIZES))
+    parser.add_argument("--ms", type=float, nargs="+", default=list(TURNS), help="lengths of a sleep")
+    parser.add_argument("--schedules", nargs="+", default=list(available_schedules()), choices=available_schedules())
+    parser.add_argument("--turns", type=float, default=1.0, help="factor on the number of turns")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write all figures there")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")
+    options = parser.parse_args(arguments)
+    rows: list[Row] = []
+    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True)
+    for num_ranks in options.ranks:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "rows.json"
+            port = random.SystemRandom().randrange(15000, 32000)
+            torch.multiprocessing.spawn(run_rank, (num_ranks, port, options, str(path)), nprocs=num_ranks)  # type: ignore[no-untyped-call]
+            rows += [Row(**row) for row in json.loads(path.read_text())]
+    if options.json:
+        figures = {"torch": torch.__version__, "rows": [asdict(row) | {"missed": row.missed()} for row in rows]}
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    num_missed = sum(bool(row.missed()) for row in rows)
+    print(f"\n{len(rows)} rows, {num_missed} with a missed target")
+    return int(options.check and num_missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
