@@ -21,20 +21,28 @@ class UnitWindows:
         groups: What can be gathered, by name.
         budget: The most bytes to have gathered at any time, gathers under way included.
         free: Frees a group.
+        is_ragged: Whether some data-parallel rank leaves out parts of the program. Then all uses have to be foreseen:
+            others would not come by the gather.
     """
 
     def __init__(
-        self, plan: UnitPlan, groups: Mapping[str, UnitGroup], budget: int, free: Callable[[UnitGroup], None]
+        self,
+        plan: UnitPlan,
+        groups: Mapping[str, UnitGroup],
+        budget: int,
+        free: Callable[[UnitGroup], None],
+        *,
+        is_ragged: bool = False,
     ) -> None:
         self._plan = plan
         self._groups = groups
         self._budget = budget
         self._free = free
+        self._is_ragged = is_ragged
         self._uses = plan.gathers.uses
         self._held: dict[str, int] = {}
         self._num_steps_done = 0
         self._end = 0
-        self.num_unforeseen = 0
 
     def before(self, action: Action) -> None:
         """``action`` begins: does the steps of all uses before it, and that of its first use."""
@@ -51,7 +59,11 @@ class UnitWindows:
         self._advance_to(len(self._uses))
 
     def use(self, group: UnitGroup) -> None:
-        """``group`` is about to be used, and what was used before it no longer is."""
+        """``group`` is about to be used, and what was used before it no longer is.
+
+        Raises:
+            RuntimeError: The use was not foreseen, and data-parallel ranks run different parts of the program.
+        """
         current = self._num_steps_done - 1
         if not 0 <= current < len(self._uses) or self._uses[current] != group.name:
             for index in range(max(current, 0), self._end):
@@ -59,7 +71,14 @@ class UnitWindows:
                     self._advance_to(index)
                     break
         if group.name not in self._held:
-            self.num_unforeseen += 1
+            if self._is_ragged:
+                raise RuntimeError(
+                    f"unit {group.name} is used out of the order of its stage's calls (by a checkpoint over several "
+                    "units, or a batch that calls them otherwise), and the replicas' batches have different numbers of "
+                    "microbatches, so that they would gather in different orders: give replicas batches of one size "
+                    "(drop_last=True), checkpoint each unit by itself, raise unshard_budget, or use "
+                    "sharding='shard_grad_op'"
+                )
             self._start_gather(group.name)
 
     def _advance_to(self, use: int) -> None:

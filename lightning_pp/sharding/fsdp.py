@@ -123,19 +123,23 @@ class ShardedUnits:
         group = self._group(unit)
         return [] if group is None else [slot.gathered for slot in group.slots if slot.gathered is not None]
 
-    def follow(self, plan: UnitPlan | None, budget: int = 0) -> UnitWindows | None:
+    def follow(self, plan: UnitPlan | None, budget: int = 0, *, is_ragged: bool = False) -> UnitWindows | None:
         """Gathers and frees unit by unit as ``plan`` says, until the end of the batch; None: as calls ask for it.
 
         Args:
             plan: For the program of the next batch.
             budget: The most bytes to have gathered at any time.
+            is_ragged: Whether some rank of the mesh leaves out parts of that program.
 
         Returns:
             What has to be told which action is next.
         """
         groups = {group.name: group for group in self._groups}
-        self._hooks.windows = None if plan is None else UnitWindows(plan, groups, budget, self._hooks.free)
-        return self._hooks.windows
+        windows = None
+        if plan is not None:
+            windows = UnitWindows(plan, groups, budget, self._hooks.free, is_ragged=is_ragged)
+        self._hooks.windows = windows
+        return windows
 
     def prepare(self) -> None:
         """Gathers each unit once and frees it again, so that its gathered parameters exist; later calls do nothing.

@@ -37,18 +37,19 @@ class ShardedStages:
         self._windows: UnitWindows | None = None
         self._to_reduce: dict[int, list[str]] = {}
 
-    def begin(self, program: ShardedProgram) -> None:
+    def begin(self, program: ShardedProgram, *, is_ragged: bool = False) -> None:
         """The next batch runs ``program``.
 
         Args:
             program: The same on all data-parallel ranks, up to microbatches that some of them have not.
+            is_ragged: Whether there are such ranks.
         """
         self._program = program
         self._to_reduce = {stage: list(reversed(names)) for stage, names in self._stages.items()}
         self._windows = None
         if isinstance(self._units, ShardedUnits):
             budget = program.sharding.budget_of(tuple(self._stages))
-            self._windows = self._units.follow(program.unit_plans[self._rank], budget)
+            self._windows = self._units.follow(program.unit_plans[self._rank], budget, is_ragged=is_ragged)
 
     def unshard(self, stage: int) -> None:
         """UNSHARD: starts to gather the stage's units; their calls wait for it."""

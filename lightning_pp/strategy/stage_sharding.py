@@ -110,14 +110,17 @@ class ShardedPrograms:
         # with one stage on a rank, and all gathers at the start, there is one order only
         self._order_depends = settings.mode == "full_shard" or len(stages) > 1
         self._group = groups.data_parallel
+        self._is_ragged = False
         self._programs: dict[tuple[int, int, bool], tuple[Schedule, ShardedProgram]] = {}
 
     def most_microbatches(self, number: int, *, reduce: bool) -> int:
         """The most microbatches of any replica, where the program depends on it; every replica has to call it."""
         if self._group is None or not self._order_depends or not (reduce or self.sharding.mode == "full_shard"):
             return number
-        most = torch.tensor(number)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._group)
+        extremes = torch.tensor([number, -number])
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._group)
+        most, negated_least = extremes.tolist()
+        self._is_ragged = most != -negated_least
         return int(most)
 
     def begin(self, schedule: Schedule, number: int, *, reduce: bool) -> Schedule:
@@ -137,7 +140,7 @@ class ShardedPrograms:
             # the schedule is kept with it, so that its id stays its own
             self._programs[key] = (schedule, program.limited_to(number))
         program = self._programs[key][1]
-        self.stages.begin(program)
+        self.stages.begin(program, is_ragged=self._is_ragged)
         return program.schedule
 
 

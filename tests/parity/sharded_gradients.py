@@ -35,7 +35,8 @@ class Case:
         budget: Units of the size of a block that may be gathered; None: the strategy chooses.
         checkpointing: Blocks run again in backward.
         accumulate: Batches per optimizer step.
-        variant: What is special about the module: "", "tied", "frozen", "adapters".
+        variant: What is special about the module: "", "tied", "frozen", "adapters", or "regions", where
+            pairs of blocks are run again together, which calls units out of the usual order of a backward.
         ragged: The replicas have batches of other sizes, hence other numbers of microbatches.
     """
 
@@ -124,8 +125,12 @@ class Module(L.LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         h = self.embedding(batch[:, :-1])
-        for block in self.blocks:
-            h = block(h)
+        if self.case.variant == "regions":
+            for first, second in zip(self.blocks[::2], self.blocks[1::2], strict=True):
+                h = checkpoint(lambda x, first=first, second=second: second(first(x)), h, use_reentrant=False)
+        else:
+            for block in self.blocks:
+                h = block(h)
         return F.cross_entropy(self.head(h).transpose(1, 2), batch[:, 1:])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -35,7 +35,10 @@ HSDP = [
 VARIANTS = [
     Case(schedule, mode, pipeline, replicas, replicate, budget, accumulate=2, variant=variant)
     for (pipeline, replicas, replicate), schedule, (mode, budget), variant in product(
-        [(2, 2, 1), (1, 4, 1), (1, 4, 2)], ("1f1b", "interleaved_1f1b", "zb_v"), MODES, ("tied", "frozen", "adapters")
+        [(2, 2, 1), (1, 4, 1), (1, 4, 2)],
+        ("1f1b", "interleaved_1f1b", "zb_v"),
+        MODES,
+        ("tied", "frozen", "adapters", "regions"),
     )
     if mode != "replicate" or replicate == 1
 ]
