@@ -99,6 +99,7 @@ class PipelineStrategyConf:
     unshard_budget: int | None = None
     data_parallel_replicate_size: int = 1
     compile: Any = False
+    activation_checkpointing: Any = False
     save_distributed_checkpoint: bool = True
     process_group_backend: str | None = None
     timeout: TimeoutConf = field(default_factory=TimeoutConf)

@@ -66,7 +66,7 @@ class DeferredLinear(Function):
         # While gradients are not recorded, torch would multiply by an expanded weight instead of folding rows together.
         output = _mm(input.reshape(-1, input.size(-1)), factor.t())
         if bias is not None:
-            output.add_(bias)
+            output = output + bias  # not in place: selective checkpointing may have kept the product
         return output.view(*input.shape[:-1], factor.size(0)).detach()
 
     @staticmethod

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_pp.runtime.deferred import weight_gradients_deferrable
 from lightning_pp.runtime.randomness import StepRandomness, host_generators_untouched
+from lightning_pp.runtime.recomputation import Recomputation
 from lightning_pp.runtime.route import Route, Stop, plan_route
 from lightning_pp.runtime.sharded import ShardedStages, run_sharding_action
 from lightning_pp.runtime.stage import StageRunner
@@ -78,14 +79,23 @@ class PipelineExecutor:
         units: All units of the model.
         transport: Moves tensors between stages.
         device: Where this rank computes.
+        recomputation: Which units are run again in backward.
     """
 
-    def __init__(self, rank: int, units: Mapping[str, nn.Module], transport: Transport, device: torch.device) -> None:
+    def __init__(
+        self,
+        rank: int,
+        units: Mapping[str, nn.Module],
+        transport: Transport,
+        device: torch.device,
+        recomputation: Recomputation | None = None,
+    ) -> None:
         self._rank = rank
         self._units = dict(units)
         self._calls = UnitCalls(self._units)
         self._transport = transport
         self._device = device
+        self._recomputation = recomputation
         self._runners: dict[int, StageRunner] = {}
         self._programs: dict[tuple[int, ...], _Program] = {}
 
@@ -228,7 +238,7 @@ class PipelineExecutor:
 
     def _runner(self, stage: int) -> StageRunner:
         if stage not in self._runners:
-            self._runners[stage] = StageRunner(stage, self._units, self._calls)
+            self._runners[stage] = StageRunner(stage, self._units, self._calls, self._recomputation)
         return self._runners[stage]
 
 

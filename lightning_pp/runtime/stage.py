@@ -17,6 +17,7 @@ from lightning_pp.runtime.deferred import (
     weight_gradients_not_deferrable,
 )
 from lightning_pp.runtime.randomness import StepRandomness
+from lightning_pp.runtime.recomputation import Recomputation
 from lightning_pp.runtime.stage_forward import InFlight, StageCalls, StageFinished, StageForward
 from lightning_pp.split.interception import UnitCalls
 from lightning_pp.split.plan import StepPlan
@@ -32,9 +33,17 @@ class StageRunner:
         stage: Number of the stage.
         units: All units of the model, owned or not.
         calls: Intercepts their calls; by default for this stage alone.
+        recomputation: Which units are run again in backward.
     """
 
-    def __init__(self, stage: int, units: Mapping[str, nn.Module], calls: UnitCalls | None = None) -> None:
+    def __init__(
+        self,
+        stage: int,
+        units: Mapping[str, nn.Module],
+        calls: UnitCalls | None = None,
+        recomputation: Recomputation | None = None,
+    ) -> None:
+        self.recomputation = recomputation or Recomputation(())
         self.stage = stage
         self._calls = calls or UnitCalls(units)
         self._units = units
@@ -68,7 +77,7 @@ class StageRunner:
             SplitError: The step calls other units than the plan says, or touches a value that is not here.
         """
         calls = self._prepare(plan)[1]
-        run = StageForward(calls, self._units, received, randomness, with_gradients)
+        run = StageForward(calls, self._units, received, randomness, with_gradients, self.recomputation)
         if calls.plan.last_call == -1:  # nothing of this stage is called in such a step
             return run.in_flight, None
         output = None

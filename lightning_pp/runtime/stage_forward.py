@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from lightning_pp.errors import SplitError
 from lightning_pp.runtime.deferred import WeightGradientQueue
 from lightning_pp.runtime.randomness import StepRandomness
+from lightning_pp.runtime.recomputation import Recomputation
+from lightning_pp.split.compute_dtype import cast_activations
 from lightning_pp.split.doors import DoorKeeper, StandInDoors
 from lightning_pp.split.placeholders import is_fake
 from lightning_pp.split.plan import StepPlan
@@ -100,6 +103,7 @@ class StageCalls:
     def __init__(self, plan: StepPlan, stage: int) -> None:
         self.plan = plan.stages[stage]
         self.glue_is_random = plan.record.glue_is_random
+        self.compute_dtype = plan.record.compute_dtype
         received = {edge.value for edge in self.plan.receives}
         self.sent = frozenset(edge.value for edge in self.plan.sends)
         # what nobody writes into can be the leaf itself
@@ -131,6 +135,7 @@ class StageForward:
         received: Value to tensor, as the plan's ``receives`` lists them.
         randomness: Seeds for glue that draws random numbers.
         with_gradients: Whether a backward follows.
+        recomputation: Which units are run again in backward.
     """
 
     def __init__(
@@ -140,7 +145,9 @@ class StageForward:
         received: Mapping[Value, Tensor],
         randomness: StepRandomness,
         with_gradients: bool,
+        recomputation: Recomputation,
     ) -> None:
+        self._recomputation = recomputation
         self.in_flight = InFlight()
         self.doors = StandInDoors()
         self._stage = calls
@@ -181,6 +188,10 @@ class StageForward:
             if call.has_doors:
                 self.doors.leave(call.record, self._units[unit], args, kwargs, self._tensor_of)
             return call.record.output_of(self._inputs) if call.stand_in is None else call.stand_in
+        if self._stage.compute_dtype is not None:
+            args, kwargs = cast_activations(call.record, args, kwargs, self._stage.compute_dtype)
+        if unit in self._recomputation.units:
+            original = partial(self._recomputation.run, original)
         with self._randomness.of_unit(index) if is_random else _NOTHING:
             if call.has_doors:
                 doors = DoorKeeper(call.record, self._units[unit], args, kwargs, self._stage.sent)

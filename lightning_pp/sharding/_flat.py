@@ -81,7 +81,7 @@ def unpack_gradients(parameters: Sequence[nn.Parameter], packed: Tensor) -> None
         if not is_used:
             continue
         if parameter.grad is None or parameter.grad.is_sparse:
-            parameter.grad = gradient_like(parameter, value.to(parameter.dtype, copy=True))
+            parameter.grad = gradient_like(parameter, value.to(parameter.grad_dtype or parameter.dtype, copy=True))
         else:
             gradient = local_tensor(parameter.grad)
             gradient.copy_(value.view(gradient.shape))

@@ -66,6 +66,7 @@ class GatherOnUse:
         if not self.is_paused:
             group.prepare()
             self._use(group)
+            group.reveal()
             if backward_pass() is not None:  # a checkpoint runs the unit again
                 self._free_all_after_backward()
         call.first_node = next_node_number()
@@ -80,6 +81,8 @@ class GatherOnUse:
                 for node in nodes_made_since(call.first_node, tensors_of(output)):
                     node.register_prehook(partial(self._before_backward, group))
             self._free_if_done(group)
+        if not self.is_paused and self._mp_policy.param_dtype is not None:
+            group.conceal()
         dtype = self._mp_policy.output_dtype
         return output if dtype is None else _cast(output, dtype)
 
@@ -95,6 +98,8 @@ class GatherOnUse:
             if other is not group:
                 self._free_if_done(other)
         self._use(group)
+        if self._mp_policy.param_dtype is not None:
+            group.conceal()
 
     def _free_all_after_backward(self) -> None:
         current = backward_pass()

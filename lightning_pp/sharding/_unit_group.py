@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +23,24 @@ class ParameterSlot:
         attribute: Its name there.
         gathered: The parameter that forwards see and that autograd and deferred weight gradients add ``.grad`` to.
             FSDP2 makes it when it gathers for the first time and uses the same object ever after.
+        others: Other places where it is registered.
+        sharded: What the module held before it was gathered.
     """
 
     name: str
     owner: nn.Module
     attribute: str
     gathered: nn.Parameter | None = None
+    others: list[tuple[nn.Module, str]] = field(default_factory=list)
+    sharded: nn.Parameter | None = None
+
+    def register(self, parameter: nn.Parameter | None) -> None:
+        """Has the module hold ``parameter``."""
+        for owner, attribute in [(self.owner, self.attribute), *self.others]:
+            if type(owner).__setattr__ is nn.Module.__setattr__:
+                owner._parameters[attribute] = parameter
+            else:  # recurrent layers keep lists of their own
+                setattr(owner, attribute, parameter)
 
     @property
     def registered(self) -> nn.Parameter:
@@ -74,6 +86,7 @@ class UnitGroup:
         self._leader = leader
         self._gradient_dtype = gradient_dtype
         self._under_way: UnshardHandle | None = None
+        self._is_concealed = False
 
     @property
     def name(self) -> str:
@@ -89,7 +102,11 @@ class UnitGroup:
     def is_gathered(self) -> bool:
         """Whether a forward can run now; a gather under way does not count."""
         # Asked of the module and not remembered, since saving and loading a state dict frees parameters as well.
-        return self.is_prepared and self.slots[0].registered is self.slots[0].gathered
+        if not self.is_prepared:
+            return False
+        if self._is_concealed:
+            return any(slot.gathered is not None and slot.gathered.untyped_storage().size() for slot in self.slots)
+        return self.slots[0].registered is self.slots[0].gathered
 
     def prepare(self) -> None:
         """Gathers once, to note the gathered parameters and to set the dtype of their gradients."""
@@ -113,6 +130,7 @@ class UnitGroup:
     def start_gather(self) -> None:
         """Starts to gather; :meth:`gather` waits for it."""
         if self._under_way is None and not self.is_gathered:
+            self._note_sharded()
             self._under_way = self._leader.unshard(async_op=True)
 
     def gather(self) -> None:
@@ -120,14 +138,39 @@ class UnitGroup:
         if self._under_way is not None:
             self._under_way.wait()
             self._under_way = None
+            self._is_concealed = False
         elif not self.is_gathered:
+            self._note_sharded()
             self._leader.unshard()
+            self._is_concealed = False
+
+    def reveal(self) -> None:
+        """Shows what is gathered to the module, for a call of it."""
+        if self._is_concealed:
+            for slot in self.slots:
+                slot.register(slot.gathered)
+            self._is_concealed = False
+
+    def conceal(self) -> None:
+        """Shows sharded parameters to the code between units, while what is gathered stays.
+
+        They have the dtype that the user knows, also where units compute in another.
+        """
+        if self._under_way is None and self.is_gathered and not self._is_concealed:
+            for slot in self.slots:
+                slot.register(slot.sharded)
+            self._is_concealed = True
+
+    def _note_sharded(self) -> None:
+        for slot in self.slots:
+            slot.sharded = slot.registered
 
     def free(self) -> None:
         """Frees the gathered parameters, those of a gather under way included; gradients stay."""
         if self._under_way is not None:
             self.gather()
         self._leader.reshard()
+        self._is_concealed = False
 
     def trainable_slots(self) -> list[ParameterSlot]:
         """The parameters to reduce; the group must not be gathered."""
@@ -158,8 +201,15 @@ def slots_of(units: Mapping[str, nn.Module], excluded: Iterable[nn.Parameter]) -
     """
     seen = set(excluded)
     slots: list[ParameterSlot] = []
+    places: dict[nn.Parameter, ParameterSlot] = {}
     for unit_name, unit in units.items():
-        for name, parameter in unit.named_parameters():
+        for name, parameter in unit.named_parameters(remove_duplicate=False):
+            if parameter in places:
+                prefix, _, attribute = name.rpartition(".")
+                owner = unit.get_submodule(prefix)
+                slot = places[parameter]
+                if (owner, attribute) not in [(slot.owner, slot.attribute), *slot.others]:
+                    slot.others.append((owner, attribute))
             if parameter in seen:
                 continue
             seen.add(parameter)
@@ -170,7 +220,8 @@ def slots_of(units: Mapping[str, nn.Module], excluded: Iterable[nn.Parameter]) -
                     "give unit parameters that nothing has sharded"
                 )
             prefix, _, attribute = name.rpartition(".")
-            slots.append(ParameterSlot(full_name, unit.get_submodule(prefix), attribute))
+            places[parameter] = ParameterSlot(full_name, unit.get_submodule(prefix), attribute)
+            slots.append(places[parameter])
     by_dtype: dict[torch.dtype, list[str]] = {}
     for slot in slots:
         if slot.registered.requires_grad:

@@ -48,12 +48,16 @@ class CheckpointedRegions:
 
     Args:
         replaying: Makes a context in which unit calls give what is in a list of calls.
+
+    Attributes:
+        num_regions: Regions that were opened so far.
     """
 
     def __init__(self, replaying: Callable[[Calls], AbstractContextManager[None]]) -> None:
         self._replaying = replaying
         self._open: list[Calls] = []
         self._num_opened = 0
+        self.num_regions = 0
 
     @property
     def running(self) -> int | None:
@@ -99,6 +103,7 @@ class CheckpointedRegions:
                     return function(*inputs, **named_inputs)
 
             self._num_opened += not self._open
+            self.num_regions += 1
             self._open.append(calls)
             try:
                 yield from generator(run_again, *args, **kwargs)

@@ -114,7 +114,7 @@ def _attempt(
             return loss()
 
         unit_calls = UnitCalls(units)
-        run.running_region = unit_calls.running_region
+        run.running_region, run.num_regions = unit_calls.running_region, unit_calls.num_regions
         with (
             run.recording(module),
             unit_calls.handled_by(run.on_call),

@@ -85,6 +85,10 @@ class UnitCalls:
         """A number for the outermost checkpointed region that runs now; None outside of one."""
         return self._regions.running
 
+    def num_regions(self) -> int:
+        """How many checkpointed regions were opened so far."""
+        return self._regions.num_regions
+
     @contextmanager
     def handled_by(self, handler: CallHandler) -> Iterator[None]:
         """Routes unit calls through ``handler`` within the context."""

@@ -42,7 +42,7 @@ class MemoryWatch:
         self._weights: dict[int, bool] = {}
         self._is_in_one_piece = False
         for parameter in parameters:
-            self._note_weight(parameter, parameter.requires_grad)
+            self.note_weight(parameter, parameter.requires_grad)
 
     @contextmanager
     def call_on_made_up_data(self) -> Iterator[None]:
@@ -93,7 +93,7 @@ class MemoryWatch:
         if packet in _CASTS and isinstance(args[0], Tensor):
             is_trainable = self.is_weight(args[0])
             if is_trainable is not None:
-                self._note_weight(result, is_trainable)
+                self.note_weight(result, is_trainable)
             return None
         places = _PRODUCTS.get(packet)
         if places is None or self._is_in_one_piece or not torch.is_grad_enabled() or not isinstance(result, Tensor):
@@ -125,7 +125,8 @@ class MemoryWatch:
         storage = storage_of(tensor)
         return None if storage is None else self._weights.get(storage)
 
-    def _note_weight(self, tensor: Tensor, is_trainable: bool) -> None:
+    def note_weight(self, tensor: Tensor, is_trainable: bool) -> None:
+        """Notes that ``tensor`` is a parameter, or a copy of one in another dtype."""
         storage = storage_of(tensor)
         if storage is not None:
             self._weights[storage] = is_trainable

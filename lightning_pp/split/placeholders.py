@@ -54,6 +54,10 @@ class Placeholders:
         self._order = {prefix: list(child._parameters) for prefix, child in module.named_modules()}
         self._fakes: dict[str, nn.Parameter] = {}
         self.released: set[str] = set()
+        # dtype that parameters have while their unit runs, but for those in `uncast`; None: their own
+        self.compute_dtype: torch.dtype | None = None
+        self.uncast: frozenset[str] = frozenset()
+        self._computing_fakes: dict[str, nn.Parameter] = {}
 
     def fake(self, spec: TensorSpec) -> Tensor:
         """A fake of the given shape and dtype on this rank's device."""
@@ -72,7 +76,67 @@ class Placeholders:
 
     def fakes(self) -> list[nn.Parameter]:
         """All placeholders made so far."""
-        return list(self._fakes.values())
+        return [*self._fakes.values(), *self._computing_fakes.values()]
+
+    def set_compute_dtype(self, dtype: torch.dtype | None, uncast: Collection[str] = ()) -> None:
+        """Has parameters be of ``dtype`` within calls of their units, as mixed precision keeps gathered parameters.
+
+        Args:
+            dtype: Of real floating-point parameters with a dimension; None: their own.
+            uncast: Canonical names of parameters that keep theirs.
+        """
+        self.compute_dtype, self.uncast = dtype, frozenset(uncast)
+        self._computing_fakes.clear()
+
+    def is_cast(self, name: str) -> bool:
+        """Whether the parameter of that canonical name has the dtype of computation while its unit runs."""
+        parameter = self.names[name]
+        return (
+            self.compute_dtype is not None
+            and name not in self.uncast
+            and parameter.dim() > 0
+            and parameter.is_floating_point()
+        )
+
+    @contextmanager
+    def computing(self, unit: str, tag: Callable[[nn.Parameter, str], None]) -> Iterator[None]:
+        """Within :meth:`all_fake`, for a call of ``unit``: its parameters have the dtype of computation.
+
+        ``tag(fake, canonical name)`` is called for each.
+        """
+        if self.compute_dtype is None:
+            yield
+            return
+        module = self.module.get_submodule(unit)
+        saved: list[tuple[nn.Module, str, nn.Parameter]] = []
+        fakes: dict[nn.Parameter, nn.Parameter] = {}
+        replaced: list[tuple[Any, Any, Any]] = []
+        try:
+            for name, parameter in list(module.named_parameters(unit, remove_duplicate=False)):
+                canonical = self.canonical_names[name]
+                if not self.is_cast(canonical):
+                    continue
+                parent, attribute = self._locate(name)
+                fake = fakes[parameter] = self._computing_fake(canonical, parameter)
+                saved.append((parent, attribute, parameter))
+                parent._parameters[attribute] = fake
+                tag(fake, canonical)
+            replaced = _replace_aliases(module, fakes)
+            yield
+        finally:
+            for container, key, held in replaced:
+                container[key] = held
+            for parent, attribute, original in reversed(saved):
+                parent._parameters[attribute] = original
+
+    def _computing_fake(self, canonical: str, like: nn.Parameter) -> nn.Parameter:
+        if canonical not in self._computing_fakes:
+            with self.mode:
+                empty = torch.empty_strided(like.shape, like.stride(), dtype=self.compute_dtype, device=self.device)
+            self._computing_fakes[canonical] = nn.Parameter(empty)
+        fake = self._computing_fakes[canonical]
+        fake.requires_grad_(like.requires_grad)
+        return fake
 
     def release(self, owned: Collection[str]) -> None:
         """Drops every parameter whose canonical name is not in ``owned`` and leaves its placeholder behind."""

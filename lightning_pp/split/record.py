@@ -178,7 +178,9 @@ class UnitCall:
         saved_bytes: What autograd keeps of it between forward and backward.
         memory: The same by memories, without the batch; and what is kept after the input gradient.
         given: Number to bytes of the memories of its arguments.
+        activations: Places, among the leaves of its arguments, of floating-point tensors that depend on weights.
         region: Number of the checkpointed region (of the user's) that it is called in; None outside of one.
+        num_regions_inside: Checkpointed regions that it has inside.
     """
 
     index: int
@@ -193,7 +195,9 @@ class UnitCall:
     saved_bytes: int = 0
     memory: HeldMemory = field(default_factory=HeldMemory)
     given: dict[int, int] = field(default_factory=dict)
+    activations: frozenset[int] = frozenset()
     region: int | None = None
+    num_regions_inside: int = 0
 
     def leaf(self, leaf: int) -> OutputLeaf:
         """What :attr:`Value.leaf` counts."""
@@ -240,6 +244,7 @@ class StepRecord:
         gradient_hooks: Hooks that the code outside units put on tensors (``register_hook``, ``retain_grad``).
         edits_batch: Whether the step writes into memory that it was given, so that whoever runs it more than once
             must give it a copy each time.
+        compute_dtype: The dtype in which units get their activations and parameters; None: as they are.
     """
 
     calls: list[UnitCall] = field(default_factory=list)
@@ -253,6 +258,7 @@ class StepRecord:
     step_edits_module: bool = False
     gradient_hooks: list[GradientHook] = field(default_factory=list)
     edits_batch: bool = False
+    compute_dtype: torch.dtype | None = None
 
     def first_calls(self) -> dict[str, int]:
         """Unit name to the index of its first call, in call order."""
@@ -260,6 +266,10 @@ class StepRecord:
         for call in self.calls:
             first.setdefault(call.unit, call.index)
         return first
+
+    def parameters_used_outside(self) -> set[str]:
+        """Canonical names of the parameters that are used outside the unit that holds them."""
+        return self.tail.parameters.union(*(call.reads.parameters for call in self.calls))
 
     def leaf(self, value: Value) -> OutputLeaf:
         """The output leaf that ``value`` names."""

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_pp.errors import SplitError
 from lightning_pp.split.checkpointed_regions import never_run_again
+from lightning_pp.split.compute_dtype import cast_activations
 from lightning_pp.split.data_flow import DataFlow
 from lightning_pp.split.doors import ChangingHookError, DoorWatch
 from lightning_pp.split.gradient_flow import gradient_sources
@@ -59,7 +60,7 @@ class DryRun:
         reads: Sequence[str] = (),
         seed_glue: Callable[[int], None] | None = None,
     ) -> None:
-        self.record = StepRecord()
+        self.record = StepRecord(compute_dtype=placeholders.compute_dtype)
         self._placeholders = placeholders
         self._num_calls = num_calls
         self._earlier_reads = list(reads)
@@ -77,6 +78,7 @@ class DryRun:
         self._graph = GraphReader()
         # which checkpointed region the running code is in; set by whoever intercepts unit calls
         self.running_region: Callable[[], int | None] = lambda: None
+        self.num_regions: Callable[[], int] = lambda: 0
         self._end_data = ExitStack()
         self._own_parameters = {
             name: frozenset(
@@ -140,6 +142,12 @@ class DryRun:
             self._refuse_reads(self.lines_of_value_reads(), unit)
         self.record.calls.append(call)
         flow.num_calls = len(self.record.calls)
+        call.activations = frozenset(
+            place
+            for place, leaf in enumerate(leaves_of((args, kwargs)))
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and flow.is_missing(leaf)
+        )
+        args, kwargs = cast_activations(call, args, kwargs, self.record.compute_dtype)
         self._note_given(call, args, kwargs)
         call.region = self.running_region()
         flow.call, flow.own_parameters = call, self._own_parameters[unit]
@@ -148,7 +156,10 @@ class DryRun:
         marked = None
         while marked is None:
             try:
-                result = self._run(call, lambda: original(*args, **kwargs), doors)
+                num_regions = self.num_regions()
+                with self._placeholders.computing(unit, self._note_computing_fake):
+                    result = self._run(call, lambda: original(*args, **kwargs), doors)
+                call.num_regions_inside = self.num_regions() - num_regions
                 flow.need(leaf for leaf in tensors_of(result) if passed_on.position_of(leaf) is None)
             finally:
                 flow.call, flow.own_parameters = None, frozenset()
@@ -337,6 +348,10 @@ class DryRun:
             "stages that do not hold the value cannot know which way the step goes. Move the read after the last unit "
             "(self.log needs no .item()), into a unit, or make the branch depend on the batch only."
         )
+
+    def _note_computing_fake(self, fake: nn.Parameter, name: str) -> None:
+        set_sources(fake, {Parameter(name)})
+        self._flow.watch.note_weight(fake, fake.requires_grad)
 
     def _note_given(self, call: UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = list(tensors_of((args, kwargs)))

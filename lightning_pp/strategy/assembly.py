@@ -79,6 +79,7 @@ def split_model(
     patterns: Sequence[str] | None,
     split_points: Sequence[str] | None,
     agree: Callable[[Any], Any],
+    compute_dtype: torch.dtype | None = None,
 ) -> SplitModel:
     """Finds the units of ``module``, records ``step`` and assigns units to stages and parameters to owners.
 
@@ -94,6 +95,7 @@ def split_model(
         split_points: Units that start a stage, or None to balance.
         agree: Returns rank 0's argument on every rank: replicas see batches of different lengths, and must still cut
             at the same places.
+        compute_dtype: The dtype of parameters while their unit runs; None: their own.
 
     Raises:
         ConfigurationError, SplitError: As :func:`partition_units` and :func:`dry_run` say.
@@ -105,6 +107,7 @@ def split_model(
         with_gradients=with_gradients,
         patterns=patterns,
         num_stages=placement.num_stages,
+        compute_dtype=compute_dtype,
     )
     return assign_stages(recording, placement=placement, split_points=split_points, agree=agree)
 
@@ -139,6 +142,7 @@ def record_model(
     with_gradients: bool,
     patterns: Sequence[str] | None,
     num_stages: int,
+    compute_dtype: torch.dtype | None = None,
 ) -> RecordedModel:
     """Finds the units of ``module``, at least ``num_stages`` of them if there are so many, and records ``step``.
 
@@ -146,9 +150,15 @@ def record_model(
     """
     materialize_buffers(module, device)
     placeholders = Placeholders(module, device)
+    placeholders.set_compute_dtype(compute_dtype)
     units, record = _recorded(
         module, discover_units(module, patterns), placeholders, step, with_gradients, patterns, num_stages
     )
+    used_outside = record.parameters_used_outside()
+    if compute_dtype is not None and used_outside:
+        # nobody casts these for their unit, and it runs with them as they are
+        placeholders.set_compute_dtype(compute_dtype, used_outside)
+        record = PlanBook(module, units, placeholders).record(step, with_gradients=with_gradients)
     return RecordedModel(module, units, placeholders, record)
 
 

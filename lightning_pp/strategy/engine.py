@@ -29,6 +29,7 @@ from lightning_pp.split.microbatch import Microbatch, batch_size_of, split_batch
 from lightning_pp.split.plan import StepPlan
 from lightning_pp.strategy.assembly import SplitModel, assign_stages, record_model
 from lightning_pp.strategy.attributes import StepAttributes, kept_by_step
+from lightning_pp.strategy.checkpointing import ActivationCheckpointing, recomputation_of
 from lightning_pp.strategy.control import make_control_groups
 from lightning_pp.strategy.cuts import CutOptions
 from lightning_pp.strategy.data import check_same_batch, fingerprint
@@ -38,6 +39,7 @@ from lightning_pp.strategy.logs import StepLogs, replay
 from lightning_pp.strategy.metrics import PipelineMetrics
 from lightning_pp.strategy.outputs import merge_outputs, share_result_of
 from lightning_pp.strategy.plans import signature_of
+from lightning_pp.strategy.precision import loss_scale, step_dtypes
 from lightning_pp.strategy.profiling import tuned_programs
 from lightning_pp.strategy.refusals import loss_of
 from lightning_pp.strategy.schedule_options import ScheduleOptions
@@ -87,6 +89,7 @@ class PipelineEngine:
         num_microbatches: Slices of a batch.
         timeout: How long a collective may wait.
         compile_options: Keyword arguments for ``torch.compile`` of each unit; None to leave units as they are.
+        activation_checkpointing: The strategy's argument.
     """
 
     def __init__(
@@ -104,6 +107,7 @@ class PipelineEngine:
         num_microbatches: int | Auto,
         timeout: timedelta | None,
         compile_options: Mapping[str, Any] | None = None,
+        activation_checkpointing: ActivationCheckpointing = False,
     ) -> None:
         self.module = module
         self.mesh = mesh
@@ -119,6 +123,7 @@ class PipelineEngine:
         self._num_microbatches = options.num_microbatches(num_microbatches)
         self._timeout = timeout
         self._compile_options = compile_options
+        self._activation_checkpointing = activation_checkpointing
         self._compiled_units: CompiledUnits | None = None
         self.groups = make_control_groups(sizes.pipeline, sizes.data_parallel, 0, timeout)
         self._seed = 0
@@ -149,6 +154,7 @@ class PipelineEngine:
             agree: Returns rank 0's argument on every rank.
         """
         training = step == "training_step"
+        dtypes = step_dtypes(self._precision)
         microbatches = self._cut(batch, for_training=training)
         request = LayoutRequest(self._options, self.sizes.pipeline, len(microbatches), cut, self.device.type)
         self._seed = agree(int(torch.initial_seed() % (1 << 40)))
@@ -163,6 +169,7 @@ class PipelineEngine:
                 with_gradients=training,
                 patterns=patterns,
                 num_stages=request.fewest_stages,
+                compute_dtype=dtypes.compute,
             )
             layout = decided_by_one(
                 lambda: choose_layout(recording.record, recording.num_parameters, request),
@@ -173,6 +180,9 @@ class PipelineEngine:
         finally:
             for child, mode in modes:
                 child.training = mode
+        recomputation = recomputation_of(
+            self._activation_checkpointing, self.module, self.split.units, self.split.record
+        )
         self.placement = layout.placement
         self.groups = replace(self.groups, last_stage_rank=self.placement.rank_of_stage[-1])
         self.metrics = PipelineMetrics(self.module, self.groups)
@@ -185,14 +195,18 @@ class PipelineEngine:
         self.module.to(self.device)
         self._parameters = list(self.module.parameters())
         self.gradients = StageGradients(
-            self.split, self.mesh, self._data_parallel, self.rank, self._sharding, self.groups
+            self.split, self.mesh, self._data_parallel, self.rank, self._sharding, self.groups, dtypes
         )
         self._programs.sharding = self.gradients.sharding
         if self._compile_options is not None:
             self._compiled_units = CompiledUnits(self.split.units_of(self.rank), self._compile_options)
         ranks = [int(rank) for rank in self.mesh["pipeline"].mesh.tolist()]
         self._executor = PipelineExecutor(
-            self.rank, self.split.units, Transport(ranks, self.rank, self.device, self._timeout), self.device
+            self.rank,
+            self.split.units,
+            Transport(ranks, self.rank, self.device, self._timeout),
+            self.device,
+            recomputation,
         )
         self._align_generators()
 
@@ -309,13 +323,14 @@ class PipelineEngine:
                     stack.enter_context(mean_losses.corrected(microbatch))
                 return getattr(self.module, step)(microbatches[microbatch].data, *rest, **kwargs)
 
+        scale = loss_scale(self._precision, self.device) if training else 1.0
         outputs, timer = self._executor.run(
             schedule,
             StepInputs(
                 plans,
                 run_step,
                 find_loss,
-                [w / accumulate for w in loss_weights],
+                [w * scale / accumulate for w in loss_weights],
                 seed,
                 self.gradients.stages,
                 self._programs.queued_bytes if training else None,

@@ -13,10 +13,12 @@ from torch.optim import Optimizer
 
 from lightning_pp.schedule import Schedule, Sharding
 from lightning_pp.sharding import ReplicatedUnits, ShardedStages
+from lightning_pp.sharding.accumulation import WideGradients
 from lightning_pp.sharding.clip import clip_by_norm_, clip_by_value_
 from lightning_pp.sharding.fsdp import ShardedUnits
 from lightning_pp.sharding.replicated import ReplicatedGradients, broadcast_parameters
 from lightning_pp.sharding.shared import SharedParameters
+from lightning_pp.split.memory import StepDtypes
 from lightning_pp.strategy.assembly import SplitModel
 from lightning_pp.strategy.control import ControlGroups
 from lightning_pp.strategy.meshes import sharding_mesh
@@ -37,6 +39,7 @@ class StageGradients:
         rank: This rank's place in the pipeline.
         sharding: What to shard and when.
         groups: Who has to agree on it.
+        dtypes: Of computation and of gradients, where they differ from the parameters'.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class StageGradients:
         rank: int,
         sharding: ShardingSettings,
         groups: ControlGroups,
+        dtypes: StepDtypes,
     ) -> None:
         self._module = split.module
         self._data_parallel = data_parallel
@@ -54,17 +58,25 @@ class StageGradients:
         self._units: ShardedUnits | ReplicatedUnits | None = None
         self._programs: ShardedPrograms | None = None
         self._replicated: ReplicatedGradients | None = None
-        if self._data_parallel.size() > 1:
+        # with one replica as well, parameters have the dtype of computation inside units
+        if self._data_parallel.size() > 1 or dtypes.compute is not None:
             group = self._data_parallel.get_group()
             broadcast_parameters(split.module, group)
-            names = split.placeholders.canonical_names
-            direct = [p for name, p in split.module.named_parameters() if names[name] in split.direct]
-            self._units = make_units(sharding, split.units_of(rank), sharding_mesh(mesh), direct)
+            names, is_cast = split.placeholders.canonical_names, split.placeholders.is_cast
+            direct = [
+                p
+                for name, p in split.module.named_parameters()
+                if names[name] in split.direct or (dtypes.compute is not None and not is_cast(names[name]))
+            ]
+            self._units = make_units(sharding, split.units_of(rank), sharding_mesh(mesh), direct, dtypes)
             split.placeholders.tie_names(lambda parameter: isinstance(parameter, DTensor))
             reduced = self._units.parameters if isinstance(self._units, ReplicatedUnits) else ()
             whole = [p for p in split.module.parameters() if not isinstance(p, DTensor) and p not in reduced]
             self._replicated = ReplicatedGradients(whole, group)
-            self._programs = ShardedPrograms(sharding, split, self._units, rank, groups)
+            if self._data_parallel.size() > 1:
+                self._programs = ShardedPrograms(sharding, split, self._units, rank, groups)
+        plain = [p for p in split.module.parameters() if not isinstance(p, DTensor)]
+        self._wide = None if dtypes.gradient is None else WideGradients(plain, dtypes.gradient)
         self._shared = self._shared_parameters(split, mesh)
         if self._shared is not None:
             self._shared.broadcast_initial()
@@ -109,6 +121,8 @@ class StageGradients:
         """Before the batch that ``schedule`` was made for; returns what to run for ``number`` microbatches."""
         if self._units is not None and not schedule.forward_only:
             self._units.begin_step()
+        if self._wide is not None and not schedule.forward_only:
+            self._wide.begin()
         return schedule if self._programs is None else self._programs.begin(schedule, number, reduce=reduce)
 
     def end(self, *, reduce: bool) -> None:
@@ -119,6 +133,8 @@ class StageGradients:
             return
         if self._replicated is not None:
             self._replicated.all_reduce()
+        if self._wide is not None:
+            self._wide.end()
         if self._shared is not None:
             self._shared.sum_gradients()
 
@@ -133,6 +149,8 @@ class StageGradients:
             self._units.abandon_step()
         if self._replicated is not None:
             self._replicated.abandon()
+        if self._wide is not None:
+            self._wide.end()
         for parameter in self._module.parameters():
             parameter.grad = None
 

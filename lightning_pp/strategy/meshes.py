@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_pp.sharding import flattened
@@ -27,3 +30,14 @@ def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Of the whole mesh, what the parameters at this rank's place are sharded over: (shard) or (replicate, shard)."""
     names = mesh.mesh_dim_names or ()
     return mesh[HSDP_AXES] if HSDP_AXES[0] in names else mesh[DATA_PARALLEL]
+
+
+def replicating(mesh: DeviceMesh) -> DeviceMesh:
+    """The ranks of ``mesh`` as (replicate, shard) with one shard; every rank of it has to call."""
+    ranks = mesh.mesh.flatten().unsqueeze(1)
+    return DeviceMesh.from_group([mesh.get_group(), _group_of_one()], mesh.device_type, ranks, mesh_dim_names=HSDP_AXES)
+
+
+def _group_of_one() -> Any:
+    """A group of this rank alone."""
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="one_shard")

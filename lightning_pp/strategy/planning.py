@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 from torch.optim import Optimizer
@@ -25,6 +24,7 @@ from lightning_pp.strategy.assembly import RecordedModel, SplitModel, assign_sta
 from lightning_pp.strategy.cuts import CutOptions
 from lightning_pp.strategy.data import first_batch
 from lightning_pp.strategy.dry_steps import first_arguments, recorded_step
+from lightning_pp.strategy.precision import step_dtypes
 from lightning_pp.strategy.refusals import refuse_unsupported, set_up_one_optimizer
 from lightning_pp.strategy.schedule_options import ScheduleOptions
 from lightning_pp.strategy.sizes import Auto, resolve_num_microbatches
@@ -158,6 +158,7 @@ class ModelCutter:
             with_gradients=True,
             patterns=self.options.units,
             num_stages=num_stages,
+            compute_dtype=self.dtypes.compute,
         )
         self._recordings.append((num_stages, recording))
         return recording
@@ -191,7 +192,7 @@ class DryStrategy(SingleDeviceStrategy):
         module = self.lightning_module
         assert self.accelerator is not None and module is not None
         self.accelerator.setup(trainer)
-        refuse_unsupported(trainer, module, self.precision_plugin)
+        refuse_unsupported(trainer, module, self.precision_plugin, torch.device("cuda"))  # planned for, not run
         self.model = self.precision_plugin.convert_module(module)
         batch = first_batch(trainer)
         set_up_one_optimizer(self, trainer)
@@ -203,7 +204,7 @@ class DryStrategy(SingleDeviceStrategy):
             )
 
         optimizer = self.optimizers[0] if self.optimizers else None
-        self._look(ModelCutter(module, batch, self._options, step, optimizer, _step_dtypes(self.precision_plugin)))
+        self._look(ModelCutter(module, batch, self._options, step, optimizer, step_dtypes(self.precision_plugin)))
         raise _LookedAt
 
     def model_to_device(self) -> None:
@@ -211,12 +212,6 @@ class DryStrategy(SingleDeviceStrategy):
 
     def teardown(self) -> None:
         """Nothing: there is nothing on a device."""
-
-
-def _step_dtypes(precision: Any) -> StepDtypes:
-    if isinstance(precision, MixedPrecision):
-        return StepDtypes(torch.bfloat16 if precision.precision == "bf16-mixed" else torch.float16, torch.float32)
-    return StepDtypes()
 
 
 def look_at_cuts(

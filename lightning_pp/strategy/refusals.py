@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.plugins.precision import MixedPrecision
+import torch
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -13,9 +14,12 @@ from torch import Tensor
 from torch.optim import LBFGS
 
 from lightning_pp.errors import ConfigurationError
+from lightning_pp.strategy.precision import refuse_precision
 
 
-def refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule, precision: Any) -> None:
+def refuse_unsupported(
+    trainer: pl.Trainer, module: pl.LightningModule, precision: Precision, device: torch.device
+) -> None:
     """Raises :class:`ConfigurationError` for steps, optimization and precision that a pipeline cannot run."""
     for step in ("training_step", "validation_step", "test_step", "predict_step"):
         if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
@@ -29,11 +33,7 @@ def refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule, precisio
             "backward of many microbatches, so it must run them itself: remove manual_backward and optimizer.step from "
             "training_step and return the loss."
         )
-    if isinstance(precision, MixedPrecision) and precision.scaler is not None:
-        raise ConfigurationError(
-            f"precision={precision.precision!r} scales the loss, and the scale would have to agree on all stages; use "
-            "'bf16-mixed', which needs no scale, or '32-true'."
-        )
+    refuse_precision(precision, device)
 
 
 def set_up_one_optimizer(strategy: Strategy, trainer: pl.Trainer) -> None:

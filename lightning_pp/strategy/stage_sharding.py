@@ -10,13 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.schedule import Schedule, ShardedProgram, Sharding, insert_sharding
 from lightning_pp.schedule.sharding import SHARDING_MODES, ShardingMode
 from lightning_pp.sharding import ReplicatedUnits, ShardedStages, ShardedUnits
+from lightning_pp.split.memory import StepDtypes
 from lightning_pp.strategy.assembly import SplitModel
 from lightning_pp.strategy.control import ControlGroups
+from lightning_pp.strategy.meshes import replicating
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,11 @@ class ShardingSettings:
 
 
 def make_units(
-    settings: ShardingSettings, units: dict[str, nn.Module], mesh: DeviceMesh, direct: list[nn.Parameter]
+    settings: ShardingSettings,
+    units: dict[str, nn.Module],
+    mesh: DeviceMesh,
+    direct: list[nn.Parameter],
+    dtypes: StepDtypes,
 ) -> ShardedUnits | ReplicatedUnits:
     """This rank's units, sharded or whole.
 
@@ -62,12 +69,16 @@ def make_units(
         units: The units of the rank's stages.
         mesh: (shard) or (replicate, shard).
         direct: Parameters used outside their unit, which stay whole: nobody would gather them there.
+        dtypes: Of computation and of gradients, where they differ from the parameters'.
     """
-    if settings.mode == "replicate":
-        return ReplicatedUnits(units, mesh.get_group(), replicated=direct)
+    if settings.mode == "replicate" and dtypes.compute is None:
+        return ReplicatedUnits(units, mesh.get_group(), replicated=direct, dtype=dtypes.gradient)
     return ShardedUnits(
         units,
-        mesh=mesh,
+        # whole parameters that are computed with in another dtype are one shard, gathered by a cast
+        mesh=replicating(mesh) if settings.mode == "replicate" else mesh,
+        # activations are cast by who knows what depends on weights, see lightning_pp.split.compute_dtype
+        mp_policy=MixedPrecisionPolicy(dtypes.compute, dtypes.gradient, cast_forward_inputs=False),
         replicated=direct,
         reshard_after_use=settings.mode == "full_shard",
         max_pending_reductions=max(1, len(units)),
@@ -152,7 +163,7 @@ def _describe(
     num_stages: int,
 ) -> Sharding:
     """What all ranks of the pipeline gather, and how large it is."""
-    if isinstance(units, ReplicatedUnits):
+    if settings.mode == "replicate" or isinstance(units, ReplicatedUnits):
         return Sharding(settings.mode, ((),) * num_stages, {})
     own = {
         stage: tuple(name for unit in names if (name := units.gathered_as(unit)) is not None)

@@ -25,11 +25,13 @@ from lightning_pp.errors import ConfigurationError
 from lightning_pp.runtime.compilation import check_compile_options
 from lightning_pp.schedule import StageCosts
 from lightning_pp.schedule.sharding import ShardingMode
+from lightning_pp.strategy.checkpointing import ActivationCheckpointing, check_activation_checkpointing
 from lightning_pp.strategy.cuts import CutOptions
 from lightning_pp.strategy.data import first_batch, seed_workers_by
 from lightning_pp.strategy.engine import PipelineEngine
 from lightning_pp.strategy.loop import PipelineOptimization
 from lightning_pp.strategy.mesh_strategy import MeshStrategy
+from lightning_pp.strategy.precision import agree_on_scale
 from lightning_pp.strategy.refusals import refuse_unsupported, set_up_one_optimizer
 from lightning_pp.strategy.schedule_options import DEFAULT_NUM_PROFILED_BATCHES, ScheduleOptions
 from lightning_pp.strategy.sizes import Auto, ParallelSizes
@@ -79,6 +81,10 @@ class PipelineParallelStrategy(MeshStrategy):
             ``data_parallel_size``. Gathers stay within ``data_parallel_size / data_parallel_replicate_size`` ranks.
         compile: True, or options of ``torch.compile``: every unit is compiled by itself. Weight gradients of compiled
             code are computed in I, so that zero-bubble schedules gain less.
+        activation_checkpointing: Units that keep their inputs only and run again in backward. True: those that are one
+            of a list of repeated blocks. Names or patterns of units: those. A policy, or a list of operations whose
+            outputs are saved, as ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes them: repeated
+            blocks, selectively.
         save_distributed_checkpoint: True: every rank writes its shard, into a folder that loads under any other layout.
             False: one plain ``.ckpt`` file that a ``Trainer()`` on one device resumes from.
         process_group_backend: ``"nccl"``, ``"gloo"``, ...; by default what suits the device.
@@ -114,6 +120,7 @@ class PipelineParallelStrategy(MeshStrategy):
         unshard_budget: int | None = None,
         data_parallel_replicate_size: int = 1,
         compile: bool | Mapping[str, Any] = False,
+        activation_checkpointing: ActivationCheckpointing = False,
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -148,6 +155,8 @@ class PipelineParallelStrategy(MeshStrategy):
         self.stages_per_rank = stages_per_rank
         self._unit_patterns = [units] if isinstance(units, str) else units
         self._cut = CutOptions(split_points, unit_weights, rank_speeds)
+        check_activation_checkpointing(activation_checkpointing)
+        self._activation_checkpointing = activation_checkpointing
         self._compile_options = check_compile_options(compile)
         self._engine: PipelineEngine | None = None
         self._state: PipelineState | None = None
@@ -184,7 +193,8 @@ class PipelineParallelStrategy(MeshStrategy):
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         module = self.lightning_module
-        refuse_unsupported(trainer, module, self.precision_plugin)
+        refuse_unsupported(trainer, module, self.precision_plugin, self.root_device)
+        agree_on_scale(self.precision_plugin)
         self.end_together_on_sigterm(trainer)
         for loop in (
             trainer.validate_loop,
@@ -233,6 +243,7 @@ class PipelineParallelStrategy(MeshStrategy):
             num_microbatches=self.num_microbatches,
             timeout=self._timeout,
             compile_options=self._compile_options,
+            activation_checkpointing=self._activation_checkpointing,
         )
         step = {
             TrainerFn.FITTING: "training_step",

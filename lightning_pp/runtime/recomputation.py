@@ -1,0 +1,43 @@
+"""Activation checkpointing of whole units: a unit keeps its inputs only, and runs again in I.
+
+Nothing is wrapped, so parameters keep their names. A unit runs again exactly once per microbatch, also where backward
+is split: I is one ordinary backward, and W needs what I has queued, not the unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+
+Policy = Callable[..., Any] | list[Any]
+"""As :func:`torch.utils.checkpoint.create_selective_checkpoint_contexts` takes it: a function, or a list to save."""
+
+
+class Recomputation:
+    """Runs the calls of some units so that they are run again in backward.
+
+    Args:
+        units: Names of the units.
+        policy: Which operations save their outputs even so; None for none of them.
+    """
+
+    def __init__(self, units: Collection[str], policy: Policy | None = None) -> None:
+        self.units = frozenset(units)
+        self._contexts = noop_context_fn
+        if policy is not None:
+            self._contexts = partial(create_selective_checkpoint_contexts, policy)
+
+    def run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls ``original``, one of the units; the random numbers that it draws are the same both times."""
+        if not torch.is_grad_enabled():
+            return original(*args, **kwargs)
+        num_args, names = len(args), list(kwargs)
+
+        def call(*given: Any) -> Any:  # the unit may have keywords that checkpoint() has too
+            return original(*given[:num_args], **dict(zip(names, given[num_args:], strict=True)))
+
+        return checkpoint(call, *args, *kwargs.values(), use_reentrant=False, context_fn=self._contexts)

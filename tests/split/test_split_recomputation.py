@@ -1,0 +1,168 @@
+"""Units that are run again in backward: gradients, how often they run, what they hold, what is refused."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from live_memory import LiveMemory
+from one_process import (
+    CPU,
+    TOLERANCE,
+    Architecture,
+    OneProcessPipeline,
+    build,
+    gradient_error,
+    logging_to,
+    run_whole,
+)
+from torch import Tensor, nn
+from zoo_parts import WIDTH, Block, doubled, next_token_loss, tokens_of
+
+from lightning_pp.errors import ConfigurationError
+from lightning_pp.runtime.randomness import StepRandomness
+from lightning_pp.runtime.recomputation import Recomputation
+from lightning_pp.split.memory import estimate_memory
+from lightning_pp.strategy.checkpointing import check_activation_checkpointing, recomputation_of
+
+PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+WEIGHTS = [0.25, 0.5]
+
+
+def checkpointed(name: str, policy: Any = None, *, splits_backward: bool = True) -> tuple[OneProcessPipeline, Any]:
+    batches = zoo.batches_of(name)
+    pipeline = OneProcessPipeline(zoo.ARCHITECTURES[name][0], batches[0], 3, splits_backward=splits_backward)
+    for stage in pipeline.stages:
+        stage.runner.recomputation = Recomputation(stage.units, policy)
+    return pipeline, batches
+
+
+@pytest.mark.parametrize(
+    ("name", "splits_backward", "policy"),
+    [
+        ("residual_mlp", True, None),
+        ("residual_mlp", True, PRODUCTS),
+        ("residual_mlp", False, PRODUCTS),
+        ("recurrent", True, None),
+        ("structured", False, None),
+        ("structured", True, PRODUCTS),
+        ("frozen_trunk", True, None),
+    ],
+)
+def test_gradients_are_the_same(name: str, splits_backward: bool, policy: Any) -> None:
+    pipeline, batches = checkpointed(name, policy, splits_backward=splits_backward)
+    expected = run_whole(build(zoo.ARCHITECTURES[name][0]), batches, WEIGHTS)
+    assert gradient_error(pipeline.run(batches, WEIGHTS), expected) < TOLERANCE
+
+
+class Noisy(Architecture):
+    """Dropout in every block."""
+
+    class NoisyBlock(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.dropout(super().forward(x), 0.5)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(24, WIDTH)
+        self.blocks = nn.ModuleList(self.NoisyBlock() for _ in range(4))
+        self.head = nn.Linear(WIDTH, 24)
+
+    def training_step(self, batch: Any) -> Tensor:
+        x = self.embedding(batch)
+        for block in self.blocks:
+            x = block(x)
+        return next_token_loss(self.head(x), batch)
+
+
+def test_each_unit_runs_again_once_with_the_same_random_numbers() -> None:
+    torch.manual_seed(7)
+    batches = [tokens_of(3), tokens_of(2)]
+    plain = OneProcessPipeline(Noisy, batches[0], 2, splits_backward=True).run(batches, WEIGHTS)
+    pipeline = OneProcessPipeline(Noisy, batches[0], 2, splits_backward=True)
+    runs: Counter[str] = Counter()
+    for stage in pipeline.stages:
+        stage.runner.recomputation = Recomputation([f"blocks.{index}" for index in range(4)])
+        for name, unit in stage.units.items():
+            inner = next(iter(unit.children()), None)
+            if name.startswith("blocks") and name in pipeline.split.partition.units_of_stage(stage.number):
+                assert inner is not None
+                inner.register_forward_pre_hook(lambda *_, name=name: runs.update([name]))
+    found = pipeline.run(batches, WEIGHTS)
+    assert gradient_error(found, plain) == 0
+    assert runs == {f"blocks.{index}": 2 * len(batches) for index in range(4)}
+
+
+def test_products_that_are_saved_do_not_run_again() -> None:
+    class Count(torch.utils._python_dispatch.TorchDispatchMode):
+        products = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.products += func in PRODUCTS
+            return func(*args, **(kwargs or {}))
+
+    def num_products(policy: Any) -> int:
+        pipeline, batches = checkpointed("residual_mlp", policy)
+        pipeline.plans(batches[0])
+        with Count() as count:
+            pipeline.run(batches[:1], WEIGHTS[:1])
+        return count.products
+
+    assert num_products(PRODUCTS) < num_products(None)
+
+
+def test_held_memory_is_the_estimate() -> None:
+    torch.manual_seed(7)
+    batch = doubled(zoo.ARCHITECTURES["residual_mlp"][1](40))
+    pipeline = OneProcessPipeline(zoo.ARCHITECTURES["residual_mlp"][0], batch, 3, splits_backward=True)
+    split = pipeline.split
+    plan = pipeline.plans(batch)[0]
+    stage = pipeline.stages[0]
+    stage.runner.recomputation = Recomputation(stage.units)
+    estimated = estimate_memory(
+        plan.record, split.partition, split.placement, split.parameter_sizes(), checkpointed_units=list(split.units)
+    ).stages[0]
+    with LiveMemory(threshold=100) as memory, logging_to(stage.module, lambda *_: None):
+        in_flight, _ = stage.runner.forward(
+            plan,
+            partial(stage.module.training_step, batch),
+            {},
+            StepRandomness(0, CPU),
+            with_gradients=True,
+            splits_backward=True,
+        )
+        sent = sum(tensor.nbytes for tensor in in_flight.outputs.values())
+        states = 2 * torch.get_rng_state().nbytes * len(plan.stages[0].owned_calls)
+        assert memory.live_bytes - sent == pytest.approx(estimated.held_after_forward_bytes, abs=states)
+
+
+def resolved(name: str, value: Any) -> Recomputation | None:
+    batch = zoo.batches_of(name)[0]
+    pipeline = OneProcessPipeline(zoo.ARCHITECTURES[name][0], batch, 2)
+    record = pipeline.plans(batch)[0].record
+    return recomputation_of(value, pipeline.split.module, pipeline.split.units, record)
+
+
+def test_units_are_chosen() -> None:
+    assert resolved("tied_by_hand", False) is None
+    chosen = {
+        key: resolved("tied_by_hand", value).units  # type: ignore[union-attr]
+        for key, value in {"all": True, "some": ["blocks.[01]"], "one": "blocks.2", "policy": PRODUCTS}.items()
+    }
+    assert chosen["all"] == chosen["policy"] == {name for name in chosen["all"] if name.startswith("blocks.")} != set()
+    assert chosen["some"] == {"blocks.0", "blocks.1"} and chosen["one"] == {"blocks.2"}
+
+
+def test_mistakes_are_named() -> None:
+    with pytest.raises(ConfigurationError, match=r"'block\.\*' matches none of the .* closest names are: .*blocks\.0"):
+        resolved("tied_by_hand", ["block.*"])
+    with pytest.raises(ConfigurationError, match=re.escape("is checkpointed by the model itself")):
+        resolved("checkpointed", True)
+    for value in (3, ["blocks.0", 3], None):
+        with pytest.raises(ConfigurationError, match="must be True, a list of names or patterns of units"):
+            check_activation_checkpointing(value)  # type: ignore[arg-type]
