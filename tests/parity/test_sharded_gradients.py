@@ -10,7 +10,7 @@ from itertools import islice, product
 
 import pytest
 from pool import WorkerPool
-from sharded_gradients import Case, largest_errors
+from sharded_gradients import Case, largest_error, largest_errors
 
 from lightning_pp.schedule import available_schedules
 
@@ -80,6 +80,15 @@ def check(pool: WorkerPool, cases: list[Case]) -> None:
 @pytest.mark.parametrize("cases", runs_of(COVERING), ids=lambda cases: str(cases[0]))
 def test_gradients_equal_one_device(pool: WorkerPool, cases: list[Case]) -> None:
     check(pool, cases)
+
+
+def test_unforeseen_gathers_of_uneven_replicas_are_refused(pool: WorkerPool) -> None:
+    """They would wait for each other for ever."""
+    case = Case("zb_h1", "full_shard", 2, 2, budget=2, variant="regions", ragged=True)
+    report = pool.run(largest_error, case, world_size=4, timeout=60, expect_failure=True)
+    messages = [failure.message for failure in report.failures if failure is not None]
+    assert any("used out of the order of its stage's calls" in message for message in messages)
+    assert report.seconds < 50
 
 
 @pytest.mark.nightly
