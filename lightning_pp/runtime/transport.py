@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_pp._process_groups import agreed_groups
 from lightning_pp.runtime.route import Message, Route, Stop
 from lightning_pp.runtime.sends import Send, Sends
 from lightning_pp.split.record import Value
@@ -51,18 +52,15 @@ class Transport:
 
     def _channel_groups(self, timeout: timedelta | None) -> dict[tuple[int, int], dist.ProcessGroup]:
         """A group per direction and pair: on a shared one NCCL would run sends and receives one after the other."""
-        groups = {}
-        for source in range(len(self._ranks)):
-            for target in range(len(self._ranks)):
-                if source != target and self._rank in (source, target):
-                    members = [self._ranks[source], self._ranks[target]]
-                    groups[source, target] = dist.new_group(
-                        members,
-                        timeout=timeout,
-                        use_local_synchronization=True,
-                        group_desc=f"pipeline {source}->{target}",
-                    )
-        return groups
+        places = range(len(self._ranks))
+        channels = {
+            (self._ranks[source], self._ranks[target]): (source, target)
+            for source in places
+            for target in places
+            if source != target and self._rank in (source, target)
+        }
+        groups = agreed_groups(list(channels), description="pipeline channel", timeout=timeout)
+        return {channel: groups[ranks] for ranks, channel in channels.items()}
 
     def begin(self, route: Route) -> None:
         """Starts a step; posts the first receives."""

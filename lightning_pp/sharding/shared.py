@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_pp._process_groups import agreed_groups
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.sharding._flat import (
     DEFAULT_BUCKET_BYTES,
@@ -62,15 +63,11 @@ class SharedParameters:
             self.holders[name] = ranks
         self._first_holder = {parameter: self.holders[name][0] for name, parameter in self.parameters.items()}
         self._rank = rank
-        # A set of ranks is sorted, and so are the sets: whoever is in two of them makes these in the same order as
-        # all others, and nobody waits in a circle.
-        rank_sets = sorted({tuple(sorted(ranks)) for ranks in self.holders.values() if len(ranks) > 1})
-        self._groups = {
-            ranks: dist.new_group(
-                list(ranks), timeout=timeout, use_local_synchronization=True, group_desc="shared_parameters"
-            )
-            for ranks in rank_sets
-        }
+        self._groups = agreed_groups(
+            {tuple(sorted(ranks)) for ranks in self.holders.values() if len(ranks) > 1},
+            description="shared_parameters",
+            timeout=timeout,
+        )
 
     def counts_here(self, parameter: nn.Parameter) -> bool:
         """Whether this rank is the one that counts ``parameter`` in a norm; True for one that is not shared."""

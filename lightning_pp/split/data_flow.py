@@ -9,19 +9,20 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import arg_tree_leaves, tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from lightning_pp.split.made_up_data import MadeUpData
 from lightning_pp.split.memory_watch import MemoryWatch
-from lightning_pp.split.placeholders import is_fake
+from lightning_pp.split.placeholders import Placeholders, is_fake
 from lightning_pp.split.record import GradientHook, Reads, UnitCall, Value
 from lightning_pp.split.source_lines import user_line
 from lightning_pp.split.sources import (
     NOTHING,
     Inside,
+    Parameter,
     Source,
     made_after,
     set_made_after,
@@ -113,8 +114,32 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._real_memory: dict[int, int] = {}
         self._own_memory = set(own_memory)
         self._contents_before: list[tuple[Tensor, Tensor]] = []
+        self._parameters: dict[Tensor, str] = {}
+        self._names_of_storages: dict[int | None, str] = {}
+        self._updates: dict[str, set[str]] = {}
         # real tensors that come from numbers that glue drew; a mark on them would be lost in views
         self._drawn: set[int | None] = set()
+
+    def watch_parameters(self, placeholders: Placeholders) -> None:
+        """From here on, what glue writes into fake parameters is noted."""
+        self._parameters = {fake: name for name, fake in placeholders.named_fakes().items()}
+        self._names_of_storages = {storage_of(fake): name for fake, name in self._parameters.items()}
+        for fake, name in self._parameters.items():  # for ``parameter.data``, which has no mark
+            storage = storage_of(fake)
+            if storage is not None:
+                self._sources_of_fakes[storage] = (frozenset({Parameter(name)}), fake.untyped_storage())
+
+    def parameter_updates(self) -> dict[str, frozenset[str]]:
+        """Parameters that glue wrote into, and those that it computed their new values from."""
+        for fake, name in self._parameters.items():
+            storage = storage_of(fake)
+            if storage not in self._names_of_storages:  # ``parameter.data = ...``
+                self._note_update(name, self._sources_of_fakes.get(storage or 0, (NOTHING,))[0])
+        return {name: frozenset(sources) for name, sources in self._updates.items()}
+
+    def _note_update(self, name: str, sources: Iterable[Source]) -> None:
+        others = {source.name for source in sources if isinstance(source, Parameter)}
+        self._updates.setdefault(name, set()).update(others - {name})
 
     def mark_output(self, tensor: Tensor, value: Value) -> None:
         """Makes ``tensor`` the source ``value``."""
@@ -146,8 +171,9 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = self._memory_of(tensor)
         if storage is None:
             return found
-        if not found and is_fake(tensor):  # ``.data`` and tensors saved for backward lose their mark
-            found = self._sources_of_fakes.get(storage, (NOTHING,))[0]
+        # ``.data`` and tensors saved for backward lose their mark; a parameter may have been given other ``.data``
+        if is_fake(tensor) and (not found or isinstance(tensor, nn.Parameter)):
+            found |= self._sources_of_fakes.get(storage, (NOTHING,))[0]
         return found | self._written[storage] if storage in self._written else found
 
     def read(self, tensor: Tensor) -> Tensor:
@@ -232,7 +258,8 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         set_made_after(tensor, self.num_calls)
         if is_fake(tensor):
             storage = storage_of(tensor)
-            if storage is not None:
+            # within a unit, a view of what comes from outside (of a parameter) does not change what its memory holds
+            if storage is not None and (self.call is None or storage not in self._sources_of_fakes):
                 self._sources_of_fakes[storage] = (sources, tensor.untyped_storage())
 
     def _run(self, func: Any, args: Any, kwargs: Any, sources: frozenset[Source]) -> Any:
@@ -322,6 +349,8 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage = self._memory_of(tensor)
             if storage is None:
                 continue
+            if self.call is None and storage in self._names_of_storages:
+                self._note_update(self._names_of_storages[storage], produced)
             if storage in self._output_storages:
                 self.edited.add(self._output_storages[storage])
             # other views of this memory must know what was written into it

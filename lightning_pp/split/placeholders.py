@@ -74,6 +74,10 @@ class Placeholders:
             self._fakes[canonical] = nn.Parameter(empty, requires_grad=real.requires_grad)
         return self._fakes[canonical]
 
+    def named_fakes(self) -> dict[str, nn.Parameter]:
+        """All placeholders made so far, by canonical name."""
+        return dict(self._fakes)
+
     def fakes(self) -> list[nn.Parameter]:
         """All placeholders made so far."""
         return [*self._fakes.values(), *self._computing_fakes.values()]

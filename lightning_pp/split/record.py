@@ -245,6 +245,7 @@ class StepRecord:
         edits_batch: Whether the step writes into memory that it was given, so that whoever runs it more than once
             must give it a copy each time.
         compute_dtype: The dtype in which units get their activations and parameters; None: as they are.
+        updates: Parameters that code outside units writes into, and those that their new values are computed from.
     """
 
     calls: list[UnitCall] = field(default_factory=list)
@@ -259,6 +260,7 @@ class StepRecord:
     gradient_hooks: list[GradientHook] = field(default_factory=list)
     edits_batch: bool = False
     compute_dtype: torch.dtype | None = None
+    updates: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def first_calls(self) -> dict[str, int]:
         """Unit name to the index of its first call, in call order."""

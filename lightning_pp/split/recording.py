@@ -105,6 +105,7 @@ class DryRun:
         }
         watch = MemoryWatch({*buffers, *held, *self._real_parameters}, self._placeholders.fakes())
         flow = self._flow = DataFlow(self._placeholders.mode, buffers | held, self._real_parameters, watch)
+        flow.watch_parameters(self._placeholders)
         with PythonReads(flow.is_missing, flow.read, flow.note_gradient_hook, watch.in_one_piece), flow, self._end_data:
             if self._num_calls == 0:
                 self._make_up_the_end()
@@ -192,6 +193,7 @@ class DryRun:
         self._note_randomness()
         record.edits_batch = flow.edits_batch
         record.gradient_hooks = flow.gradient_hooks
+        record.updates = flow.parameter_updates()
         for value in flow.edited:
             record.leaf(value).edited_in_place = True
         num_calls = len(record.calls)

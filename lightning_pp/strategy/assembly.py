@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from lightning_pp.split.placeholders import Placeholders
 from lightning_pp.split.plan import build_plan, direct_parameters
 from lightning_pp.split.record import StepRecord
 from lightning_pp.split.units import discover_units, is_block_list, refine_unit
+from lightning_pp.split.weight_updates import Updates
 from lightning_pp.strategy.plans import PlanBook
 
 _MOST_REFINEMENTS = 32
@@ -169,6 +171,7 @@ def assign_stages(
     split_points: Sequence[str] | None = None,
     agree: Callable[[Any], Any] = lambda decided: decided,
     partition: Partition | None = None,
+    updates: Updates = MappingProxyType({}),
 ) -> SplitModel:
     """Assigns the units to stages and the parameters to owners.
 
@@ -178,6 +181,7 @@ def assign_stages(
         split_points: Units that start a stage, or None to balance.
         agree: Returns rank 0's argument on every rank.
         partition: Which stage each unit is on, where that is decided; then the two before it mean nothing.
+        updates: Parameters that hooks write into, and those that they compute their new values from.
 
     Raises:
         ConfigurationError, SplitError: As :func:`partition_units` and :func:`build_plan` say.
@@ -194,12 +198,18 @@ def assign_stages(
                 record, placement=placement, num_parameters=recording.num_parameters, split_points=split_points
             )
         )
+    partition = _beside_what_they_follow(recording, partition, updates)
     build_plan(
         record, partition.stage_of_unit, placement.num_stages
     )  # raises what cannot be cut before anything changes
     plans = PlanBook(module, units, placeholders)
     plans.set_partition(partition.stage_of_unit, placement.num_stages)
     direct = direct_parameters(record, partition.stage_of_unit, placement.num_stages)
+    owners = _owners(placeholders, units, record, partition, direct)
+    for name, others in updates.items():
+        for other in others:
+            if missing := set(owners[name]) - set(owners[other]):
+                direct.setdefault(other, set()).update(missing)
     owners = _owners(placeholders, units, record, partition, direct)
     return SplitModel(
         module,
@@ -213,6 +223,23 @@ def assign_stages(
         recording.num_parameters,
         record,
     )
+
+
+def _beside_what_they_follow(recording: RecordedModel, partition: Partition, updates: Updates) -> Partition:
+    """Moves units that the step does not call (an averaged copy of the model) to the stages of what they follow."""
+    called = recording.record.first_calls()
+    unit_of = {
+        recording.placeholders.canonical_names[f"{unit}.{key}"]: unit
+        for unit, module in recording.units.items()
+        for key, _ in module.named_parameters(remove_duplicate=False)
+    }
+    stages = dict(partition.stage_of_unit)
+    for name, others in updates.items():
+        unit = unit_of.get(name)
+        followed = {unit_of[other] for other in others if other in unit_of}
+        if unit is not None and unit not in called and len(followed) == 1:
+            stages[unit] = partition.stage_of_unit[followed.pop()]
+    return replace(partition, stage_of_unit=stages)
 
 
 def _recorded(

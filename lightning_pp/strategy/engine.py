@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from itertools import compress
 from typing import Any, cast
 
@@ -27,6 +28,7 @@ from lightning_pp.split.materialize import materialize_parameters
 from lightning_pp.split.mean_losses import MeanLosses
 from lightning_pp.split.microbatch import Microbatch, batch_size_of, split_batch
 from lightning_pp.split.plan import StepPlan
+from lightning_pp.split.weight_updates import RepeatedUpdates
 from lightning_pp.strategy.assembly import SplitModel, assign_stages, record_model
 from lightning_pp.strategy.attributes import StepAttributes, kept_by_step
 from lightning_pp.strategy.checkpointing import ActivationCheckpointing, recomputation_of
@@ -46,6 +48,7 @@ from lightning_pp.strategy.schedule_options import ScheduleOptions
 from lightning_pp.strategy.sizes import Auto, ParallelSizes, resolve_num_microbatches
 from lightning_pp.strategy.stage_sharding import ShardingSettings
 from lightning_pp.strategy.tuning import LayoutRequest, choose_layout, decided_by_one
+from lightning_pp.strategy.update_hooks import UpdateHooks
 
 _BATCHES_CHECKED_BEFOREHAND = 2
 
@@ -130,6 +133,7 @@ class PipelineEngine:
         self._num_batches_run = 0
         self._fingerprint: int | None = None
         self._failed = False
+        self._attached = ExitStack()
         self.last_training_step: tuple[Schedule, StepTimer] | None = None
         self.last_num_samples = 0
 
@@ -176,7 +180,13 @@ class PipelineEngine:
                 decides=self.rank == 0 and self.groups.replica == 0,
                 agree=agree,
             )
-            self.split: SplitModel = assign_stages(recording, placement=layout.placement, partition=layout.partition)
+            self._update_hooks = UpdateHooks(self.module, recording.placeholders, batch)
+            self.split: SplitModel = assign_stages(
+                recording,
+                placement=layout.placement,
+                partition=layout.partition,
+                updates=self._update_hooks.updates if training else {},
+            )
         finally:
             for child, mode in modes:
                 child.training = mode
@@ -224,13 +234,15 @@ class PipelineEngine:
     def attach(self, trainer: pl.Trainer) -> None:
         """Takes over metrics and units for a run of the trainer."""
         self._trainer = trainer
+        self._attached.enter_context(self._update_hooks.seeing_all_parameters())
         self.metrics.attach()
         self.gradients.prepare()
         if self._compiled_units is not None:
             self._compiled_units.attach()
 
     def detach(self) -> None:
-        """Gives metrics and units back, and waits until the other ranks have what was sent, unless the run failed."""
+        """Gives metrics, hooks and units back, and waits until the other ranks have what was sent, unless the run failed."""
+        self._attached.close()
         self.metrics.detach()
         if self._compiled_units is not None:
             self._compiled_units.detach()
@@ -309,7 +321,15 @@ class PipelineEngine:
         ]
         logs = StepLogs()
         attributes = StepAttributes(self.module, self._kept_by(plans))
-        mean_losses, loss_weights = self._mean_losses(step, microbatches, plans, rest, kwargs, seeds)
+        updates = RepeatedUpdates(
+            self.split.placeholders, {name for plan in plans for name, others in plan.record.updates.items() if others}
+        )
+
+        def call_step(data: Any) -> Any:
+            with updates.of_step():
+                return getattr(self.module, step)(data, *rest, **kwargs)
+
+        mean_losses, loss_weights = self._mean_losses(microbatches, plans, call_step, seeds)
         last_stage = self.placement.num_stages - 1
 
         def run_step(microbatch: int, stage: int) -> Any:
@@ -321,7 +341,7 @@ class PipelineEngine:
                 stack.enter_context(attributes.of_microbatch(microbatch, active=is_last))
                 if is_last:
                     stack.enter_context(mean_losses.corrected(microbatch))
-                return getattr(self.module, step)(microbatches[microbatch].data, *rest, **kwargs)
+                return call_step(microbatches[microbatch].data)
 
         scale = loss_scale(self._precision, self.device) if training else 1.0
         outputs, timer = self._executor.run(
@@ -377,11 +397,9 @@ class PipelineEngine:
 
     def _mean_losses(
         self,
-        step: str,
         microbatches: list[Microbatch],
         plans: Sequence[StepPlan],
-        rest: list[Any],
-        kwargs: dict[str, Any],
+        call_step: Callable[[Any], Any],
         seeds: Sequence[Callable[[int], None]],
     ) -> tuple[MeanLosses, list[float]]:
         """Counts, on the last stage, what losses that are means divide by, so that the global batch's mean comes out.
@@ -404,7 +422,7 @@ class PipelineEngine:
                         index,
                         plan,
                         self.split.units,
-                        lambda data=microbatch.data: getattr(self.module, step)(data, *rest, **kwargs),  # type: ignore[misc]
+                        partial(call_step, microbatch.data),
                         self.module,
                         self.device,
                         seeds[index],

@@ -1,0 +1,116 @@
+"""Modules of many kinds, trained, validated and asked for predictions as pipelines: as on one device, in float64."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from architecture_models import ARCHITECTURES
+from parity_run import QUIET, tensor_difference, whole_weights
+from pool import WorkerPool
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
+
+from lightning_pp import PipelineParallelStrategy
+
+TOLERANCE = 1e-9
+# the last batch is smaller than the others, and smaller than the number of microbatches
+TRAINING_SIZES, VALIDATION_SIZES = (5, 4, 2), (4, 3)
+
+
+@dataclass
+class Run:
+    losses: list[float] = field(default_factory=list)
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    predictions: list[Tensor] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Notes(L.Callback):
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
+        self.run.losses.append(float(outputs["loss"]))
+
+    def on_validation_end(self, trainer: L.Trainer, module: Any) -> None:
+        self.run.metrics.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+
+def run(name: str, num_stages: int | None = None, schedule: str = "1f1b") -> Run:
+    """A plain training, or one as a pipeline of ``num_stages``."""
+    entry = ARCHITECTURES[name]
+    torch.manual_seed(11)
+    module = entry.make()
+    torch.manual_seed(5)
+    batches = {sizes: [entry.batch(size) for size in sizes] for sizes in (TRAINING_SIZES, VALIDATION_SIZES)}
+    strategy: Any = "auto"
+    if num_stages is not None:
+        strategy = PipelineParallelStrategy(
+            pipeline_parallel_size=num_stages, num_microbatches=entry.num_microbatches, schedule=schedule
+        )
+    result = Run()
+    trainer = L.Trainer(
+        **QUIET,
+        devices=num_stages or 1,
+        strategy=strategy,
+        max_epochs=2,
+        precision="64-true",
+        use_distributed_sampler=False,
+        callbacks=[Notes(result)],
+    )
+
+    def loader(sizes: tuple[int, ...]) -> DataLoader[Any]:
+        return DataLoader(batches[sizes], batch_size=None, collate_fn=lambda batch: batch)  # type: ignore[arg-type]
+
+    validates = type(module).validation_step is not L.LightningModule.validation_step
+    trainer.fit(module, loader(TRAINING_SIZES), loader(VALIDATION_SIZES) if validates else None)
+    result.weights = whole_weights(module)
+    if type(module).predict_step is not L.LightningModule.predict_step:
+        result.predictions = tree_leaves(trainer.predict(module, loader(VALIDATION_SIZES)))
+    return result
+
+
+@functools.cache
+def on_one_device(name: str) -> Run:
+    return run(name)
+
+
+def check(pool: WorkerPool, name: str, num_stages: int, schedule: str) -> None:
+    expected = on_one_device(name)
+    weights: dict[str, Tensor] = {}
+    for found in pool.run(run, name, num_stages, schedule, world_size=num_stages, timeout=100):
+        assert found.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+        assert len(found.metrics) == len(expected.metrics)
+        for mine, theirs in zip(found.metrics, expected.metrics, strict=True):
+            assert mine == pytest.approx(theirs, rel=TOLERANCE)
+        assert len(found.predictions) == len(expected.predictions)
+        for prediction, one in zip(found.predictions, expected.predictions, strict=True):
+            assert tensor_difference(prediction.double(), one.double()) < TOLERANCE
+        weights |= found.weights
+    assert sorted(weights) == sorted(expected.weights)
+    errors = {name: tensor_difference(weights[name], value) for name, value in expected.weights.items()}
+    assert max(errors.values()) < TOLERANCE, max(errors, key=lambda name: errors[name])
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_pipeline_equals_one_device(pool: WorkerPool, name: str) -> None:
+    check(pool, name, 2, "zb_h1")
+
+
+@pytest.mark.parametrize("name", ["bootstrap", "momentum_contrast"])
+def test_parameters_that_follow_others_across_three_stages(pool: WorkerPool, name: str) -> None:
+    """Groups of holders overlap here: the last stage shares parameters with both others."""
+    check(pool, name, 3, "1f1b")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_three_stages(pool: WorkerPool, name: str, schedule: str) -> None:
+    check(pool, name, 3, schedule)
