@@ -241,7 +241,7 @@ class PipelineEngine:
             self._compiled_units.attach()
 
     def detach(self) -> None:
-        """Gives metrics, hooks and units back, and waits until the other ranks have what was sent, unless the run failed."""
+        """Gives metrics, hooks and units back; waits until others have what was sent, unless the run failed."""
         self._attached.close()
         self.metrics.detach()
         if self._compiled_units is not None:
