@@ -101,6 +101,9 @@ class PipelineStrategyConf:
     compile: Any = False
     activation_checkpointing: Any = False
     save_distributed_checkpoint: bool = True
+    async_checkpoint: bool = False
+    meta_init: bool = False
+    initial_weights: str | None = None
     process_group_backend: str | None = None
     timeout: TimeoutConf = field(default_factory=TimeoutConf)
 

@@ -6,20 +6,35 @@ A single file is what a Trainer on one device writes and reads.
 
 from __future__ import annotations
 
+from lightning_pp.checkpoint.background import BackgroundSaver
 from lightning_pp.checkpoint.catalog import ParameterCatalog
-from lightning_pp.checkpoint.full import gather_full_optimizer_state, gather_full_state, load_full
+from lightning_pp.checkpoint.full import gather_full_optimizer_state, gather_full_state
 from lightning_pp.checkpoint.load import load_checkpoint
 from lightning_pp.checkpoint.local import local_state_dict
-from lightning_pp.checkpoint.sharded import is_sharded_checkpoint, load_sharded, save_sharded
+from lightning_pp.checkpoint.opened import OpenedCheckpoint, load_state, open_checkpoint
+from lightning_pp.checkpoint.sharded import (
+    ShardedSave,
+    is_sharded_checkpoint,
+    make_stager,
+    prepare_save,
+    save_sharded,
+)
+from lightning_pp.checkpoint.weights import load_weights
 
 __all__ = [
+    "BackgroundSaver",
+    "OpenedCheckpoint",
     "ParameterCatalog",
+    "ShardedSave",
     "gather_full_optimizer_state",
     "gather_full_state",
     "is_sharded_checkpoint",
     "load_checkpoint",
-    "load_full",
-    "load_sharded",
+    "load_state",
+    "load_weights",
     "local_state_dict",
+    "make_stager",
+    "open_checkpoint",
+    "prepare_save",
     "save_sharded",
 ]

@@ -1,12 +1,12 @@
 """A checkpoint folder appears whole or not at all.
 
-It is written beside its final place under a hidden name and renamed when every rank has finished. The folder that it
-replaces stays until then, is moved aside for the rename, and is moved back by the next load or save if the job died in
-between::
+It is written beside its final place under a hidden name and takes that place when every rank has finished. What it
+replaces stays until then: Linux swaps the two names in one step. Where the file system cannot, the old one is moved
+aside for a moment, and moved back by the next load or save if the job died in that moment::
 
     model.ckpt                 the checkpoint
     .model.ckpt.incomplete     a save in progress, or one that was interrupted
-    .model.ckpt.previous       the replaced checkpoint, between the two renames
+    .model.ckpt.previous       the replaced checkpoint, between two renames
 
 Inside, ``meta.pt`` has the rest of the Trainer's checkpoint (Lightning's name for it), ``*.distcp`` the shards, and
 ``.metadata``, which torch.distributed.checkpoint writes when all ranks are done, the table of what is where.
@@ -14,6 +14,7 @@ Inside, ``meta.pt`` has the rest of the Trainer's checkpoint (Lightning's name f
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 from pathlib import Path
@@ -40,13 +41,16 @@ def begin(path: Path) -> None:
 
 def commit(path: Path) -> None:
     """On the root: put the staged folder in its place."""
-    previous = _previous_path(path)
+    staged, previous = staging_path(path), _previous_path(path)
     _remove(previous)
-    if path.exists():
+    if not os.path.lexists(path):
+        staged.rename(path)
+    elif not _swap(staged, path):
         path.rename(previous)
-    staging_path(path).rename(path)
+        staged.rename(path)
     _sync(path.parent)
     _remove(previous)
+    _remove(staged)
 
 
 def abandon(path: Path) -> None:
@@ -94,6 +98,16 @@ def check_finished(path: Path) -> None:
                 f"{path} is not a complete checkpoint: {path / name} is missing, so its save was interrupted or it is "
                 "another kind of folder; use another checkpoint"
             )
+
+
+def _swap(first: Path, second: Path) -> bool:
+    """Exchange two names in one step; False where the system or the file system cannot."""
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None) if os.name == "posix" else None
+    if renameat2 is None:
+        return False
+    at_working_folder, exchange = -100, 2
+    arguments = (at_working_folder, os.fsencode(first), at_working_folder, os.fsencode(second), exchange)
+    return int(renameat2(*arguments)) == 0
 
 
 def _previous_path(path: Path) -> Path:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,21 +15,14 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lightning_pp.checkpoint.catalog import ParameterCatalog
-from lightning_pp.checkpoint.files import read_file
-from lightning_pp.checkpoint.fit import check_group_sizes, check_model, check_num_optimizers
 from lightning_pp.checkpoint.local import (
     by_canonical_name,
-    copy_whole,
     local_parameters,
     local_state_dict,
     read_optimizer,
-    set_extra_state,
-    shard_like,
     to_save,
-    write_optimizer,
 )
-from lightning_pp.checkpoint.ranks import Ranks, fail_together, from_root, gather_to_root
-from lightning_pp.errors import CheckpointError
+from lightning_pp.checkpoint.ranks import Ranks, fail_together, gather_to_root
 
 
 def gather_full_state(
@@ -115,78 +106,7 @@ def gather_full_optimizer_state(
     return {"state": state, "param_groups": hyper_parameters}
 
 
-def load_full(
-    path: str | os.PathLike[str],
-    *,
-    module: Module,
-    optimizers: Sequence[Optimizer],
-    catalog: ParameterCatalog,
-    mesh: DeviceMesh,
-    strict: bool = True,
-    weights_only: bool | None = None,
-) -> dict[str, Any]:
-    """Load a single-file checkpoint of any Trainer. Collective over all ranks.
-
-    Every rank maps the file into memory and reads only what it owns. Nothing is changed before all checks have passed
-    on all ranks.
-
-    Args:
-        path: The file; the root's path counts.
-        module: This rank's part; its parameters, all buffers and extra states are overwritten in place.
-        optimizers: Their state and hyper-parameters are replaced; empty to load the module only.
-        catalog: The unsplit module.
-        mesh: As in :func:`gather_full_state`.
-        strict: Whether names that are missing in the checkpoint or in the model are errors.
-        weights_only: As in ``torch.load``.
-
-    Returns:
-        The rest of the checkpoint, on every rank.
-
-    Raises:
-        CheckpointError: On all ranks: the file is missing or damaged, or does not fit the model.
-    """
-    path = Path(from_root(os.fspath(path), Ranks.from_mesh(mesh)))
-    with fail_together():
-        checkpoint = read_file(path, weights_only, mmap=True)
-        if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), Mapping):
-            raise CheckpointError(
-                f"{path} has no 'state_dict', so it is not a checkpoint of a Trainer; use another file"
-            )
-        saved: Mapping[str, Any] = checkpoint.pop("state_dict")
-        check_model(path, {name: _shape(value) for name, value in saved.items()}, catalog, strict)
-        saved_optimizers: list[dict[str, Any]] = checkpoint.pop("optimizer_states", [])
-        if optimizers:
-            check_num_optimizers(path, len(saved_optimizers), len(optimizers))
-            for index, (state, groups) in enumerate(zip(saved_optimizers, catalog.optimizer_groups, strict=True)):
-                check_group_sizes(path, index, [len(group["params"]) for group in state["param_groups"]], groups)
-    with fail_together():
-        values = local_state_dict(module, catalog)
-        for name, value in saved.items():
-            destination = values.get(catalog.canonical_name(name))
-            if isinstance(destination, torch.Tensor):
-                copy_whole(value, destination)
-            elif catalog.canonical_name(name) in values:
-                set_extra_state(module, name, value)
-        parameters = local_parameters(module, catalog)
-        for index, optimizer in enumerate(optimizers):
-            state, groups = saved_optimizers[index], catalog.optimizer_groups[index]
-            numbers = chain.from_iterable(group["params"] for group in state["param_groups"])
-            names = dict(zip(numbers, chain.from_iterable(groups), strict=True))
-            mine = {
-                names[number]: shard_like(kept, parameters[names[number]])
-                for number, kept in state["state"].items()
-                if names[number] in parameters
-            }
-            write_optimizer(optimizer, parameters, mine, state["param_groups"])
-    rest: dict[str, Any] = tree_map_only(torch.Tensor, torch.clone, checkpoint)  # lets go of the mapped file
-    return rest
-
-
 def _merge(labels: dict[str, str]) -> dict[str, str]:
     everywhere: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everywhere, labels)
     return {name: label for part in everywhere for name, label in part.items()}
-
-
-def _shape(value: Any) -> tuple[int, ...] | None:
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else None

@@ -1,21 +1,17 @@
-"""Loading a checkpoint of either format."""
+"""Loading a checkpoint of either format in one step."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_pp.checkpoint import folder
 from lightning_pp.checkpoint.catalog import ParameterCatalog
-from lightning_pp.checkpoint.full import load_full
-from lightning_pp.checkpoint.ranks import Ranks, from_root
-from lightning_pp.checkpoint.sharded import load_sharded
+from lightning_pp.checkpoint.opened import open_checkpoint
 
 
 def load_checkpoint(
@@ -28,25 +24,23 @@ def load_checkpoint(
     strict: bool = True,
     weights_only: bool | None = None,
 ) -> dict[str, Any]:
-    """Load a folder with :func:`load_sharded`, a file with :func:`load_full`; the root looks which it is.
+    """Load a folder or a file, of whatever layout, into this one. Collective over all ranks.
 
-    Args and errors are theirs.
+    Args:
+        path: As in :func:`~lightning_pp.checkpoint.opened.open_checkpoint`, as are ``mesh`` and ``weights_only``.
+        module: As in :meth:`~lightning_pp.checkpoint.opened.OpenedCheckpoint.load`, as are the other arguments.
+        optimizers: As there.
+        catalog: As there.
+        mesh: Axes ``pipeline`` and then those of data parallelism, over all ranks.
+        strict: Whether names that are missing in the checkpoint or in the model are errors.
+        weights_only: As in ``torch.load``.
 
     Returns:
         The rest of the checkpoint, on every rank.
+
+    Raises:
+        CheckpointError: On all ranks: as in those two.
     """
-    ranks = Ranks.from_mesh(mesh)
-    is_folder = False
-    if ranks.is_root:
-        folder.recover(Path(path))
-        is_folder = Path(path).is_dir()
-    load = load_sharded if from_root(is_folder, ranks) else load_full
-    return load(
-        path,
-        module=module,
-        optimizers=optimizers,
-        catalog=catalog,
-        mesh=mesh,
-        strict=strict,
-        weights_only=weights_only,
-    )
+    opened = open_checkpoint(path, mesh=mesh, weights_only=weights_only)
+    opened.load(module=module, optimizers=optimizers, catalog=catalog, strict=strict)
+    return {key: value for key, value in opened.content.items() if key not in ("state_dict", "optimizer_states")}

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
@@ -147,8 +148,9 @@ def shard_like(value: Any, parameter: torch.Tensor) -> Any:
     def shard(tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(parameter, DTensor) or tensor.ndim == 0:
             return tensor.clone()
-        placements = state_placements(tensor.shape, parameter)
-        return distribute_tensor(tensor, parameter.device_mesh, placements, src_data_rank=None).clone()
+        mesh, placements = parameter.device_mesh, state_placements(tensor.shape, parameter)
+        own = own_shard(tensor, mesh, placements).clone()
+        return DTensor.from_local(own, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
     return tree_map_only(torch.Tensor, shard, value)
 
@@ -164,10 +166,27 @@ def state_placements(shape: Sequence[int], parameter: DTensor) -> tuple[Any, ...
 def copy_whole(source: torch.Tensor, destination: torch.Tensor) -> None:
     """Copy a whole tensor into one of the module, of which this rank may have a shard; casts the dtype."""
     if isinstance(destination, DTensor):
-        shard = distribute_tensor(source, destination.device_mesh, destination.placements, src_data_rank=None)
-        destination.to_local().copy_(shard.to_local())
+        destination.to_local().copy_(own_shard(source, destination.device_mesh, destination.placements))
     else:
         destination.copy_(source)
+
+
+def own_shard(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
+    """The view of a whole tensor that this rank holds of it, so that of a mapped file nothing else is read.
+
+    Raises:
+        CheckpointError: It is neither sharded in even chunks nor replicated over an axis of the mesh.
+    """
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "every rank is in the mesh of its own parameters"
+    for axis, placement in enumerate(placements):
+        if type(placement) is Shard:
+            chunks = whole.chunk(mesh.size(axis), placement.dim)
+            index = coordinate[axis]
+            whole = chunks[index] if index < len(chunks) else whole.narrow(placement.dim, 0, 0)
+        elif not isinstance(placement, Replicate):
+            raise CheckpointError(f"a whole tensor cannot be loaded into one that is placed as {placement}")
+    return whole
 
 
 def set_extra_state(module: Module, name: str, value: Any) -> None:

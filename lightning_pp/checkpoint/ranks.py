@@ -49,10 +49,13 @@ class Ranks:
 
 
 @contextmanager
-def fail_together() -> Iterator[None]:
+def fail_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Run the body on every rank; an exception on any rank becomes a :class:`CheckpointError` on all of them.
 
     The body must not communicate: a rank that failed would be missing there.
+
+    Args:
+        group: All ranks, for a thread beside the training, whose collectives must not meet those of the default group.
     """
     error: Exception | None = None
     try:
@@ -60,7 +63,7 @@ def fail_together() -> Iterator[None]:
     except Exception as caught:  # reported below, on every rank
         error = caught
     messages: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, None if error is None else _describe(error))
+    dist.all_gather_object(messages, None if error is None else _describe(error), group=group)
     by_message: dict[str, list[int]] = {}
     for rank, message in enumerate(messages):
         if message is not None:

@@ -1,34 +1,35 @@
-"""Sharded checkpoints: every rank writes what it holds, under names that mean the same in every layout."""
+"""Saving sharded checkpoints: every rank writes what it holds, under names that mean the same in every layout."""
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_pp.checkpoint import folder, storage
 from lightning_pp.checkpoint.catalog import ParameterCatalog
-from lightning_pp.checkpoint.files import read_file
-from lightning_pp.checkpoint.fit import check_group_names, check_model, check_num_optimizers
 from lightning_pp.checkpoint.local import (
     by_canonical_name,
     local_parameters,
     local_state_dict,
     read_optimizer,
-    set_extra_state,
     to_save,
-    write_optimizer,
 )
 from lightning_pp.checkpoint.ranks import Ranks, fail_together, from_root
-from lightning_pp.checkpoint.storage import KeyPath, NamingReader, TyingWriter
-from lightning_pp.checkpoint.table import Table
+from lightning_pp.checkpoint.storage import KeyPath, TyingWriter
 from lightning_pp.errors import CheckpointError
+
+MODEL = "state_dict"
 
 
 def is_sharded_checkpoint(path: str | os.PathLike[str]) -> bool:
@@ -36,7 +37,74 @@ def is_sharded_checkpoint(path: str | os.PathLike[str]) -> bool:
     return any((Path(path) / name).is_file() for name in (folder.TABLE_FILENAME, folder.REST_FILENAME))
 
 
-def save_sharded(
+@dataclass(frozen=True)
+class ShardedSave:
+    """A save of which only the writing is left to do.
+
+    Attributes:
+        path: Where the folder goes.
+        entries: What this rank holds, by its path in the checkpoint.
+        rest: On the root the pickled rest of the checkpoint.
+        tied: For each container of names, the further names of tied parameters and what they stand for.
+        order: The paths of the model's names in its own order.
+        is_root: Whether this rank makes and moves the folder.
+    """
+
+    path: Path
+    entries: Mapping[KeyPath, Any]
+    rest: bytes
+    tied: Mapping[KeyPath, KeyPath]
+    order: Sequence[KeyPath]
+    is_root: bool
+
+    def write(self, group: dist.ProcessGroup | None = None) -> None:
+        """Write the folder and put it in its place. Collective over all ranks.
+
+        ::
+
+            root:  make an empty folder beside ``path``; write ``rest`` into it
+            all:   write own shards; the first owner of a name writes it, spread over its data-parallel ranks
+            root:  write the table of contents; move the folder to ``path``; remove the one that was there
+
+        Args:
+            group: All ranks; for a thread beside the training a group of its own, which it may not share.
+
+        Raises:
+            CheckpointError: On all ranks, if one of them failed; what was at ``path`` is untouched then.
+        """
+        staged = folder.staging_path(self.path)
+        try:
+            with fail_together(group):
+                if self.is_root:
+                    folder.begin(self.path)
+                    _write_through(self.rest, staged / folder.REST_FILENAME)
+            with fail_together(group):
+                if not staged.is_dir():
+                    raise CheckpointError(
+                        f"{staged}, made by the first rank, is not visible here: sharded checkpoints need a file "
+                        "system that all nodes share; choose a path on one, or set save_distributed_checkpoint=False"
+                    )
+            storage.save(self.entries, TyingWriter(staged, self.tied, self.order), group)
+            with fail_together(group):
+                if self.is_root:
+                    folder.commit(self.path)
+        except BaseException:
+            if self.is_root:
+                folder.abandon(self.path)
+            raise
+
+
+def save_sharded(path: str | os.PathLike[str], **what: Any) -> None:
+    """Save a folder that replaces what is at ``path`` once all ranks have finished. Collective over all ranks.
+
+    Args:
+        path: As in :func:`prepare_save`, as are the other arguments and errors.
+        what: The arguments of :func:`prepare_save`.
+    """
+    prepare_save(path, **what).write()
+
+
+def prepare_save(
     path: str | os.PathLike[str],
     *,
     module: Module,
@@ -45,14 +113,10 @@ def save_sharded(
     mesh: DeviceMesh,
     rest: Mapping[str, Any],
     state_dict: Mapping[str, Any] | None = None,
-) -> None:
-    """Save a folder that replaces what is at ``path`` once all ranks have finished. Collective over all ranks.
-
-    ::
-
-        root:  make an empty folder beside ``path``; write ``rest`` into it
-        all:   write own shards; the first owner of a name writes it, spread over its data-parallel ranks
-        root:  write the table of contents; move the folder to ``path``; remove the one that was there
+    further_states: Mapping[str, Mapping[str, Any]] | None = None,
+    stager: DefaultStager | None = None,
+) -> ShardedSave:
+    """Collect what a sharded checkpoint is to hold. Collective over all ranks; nothing is written yet.
 
     Args:
         path: On a file system that all ranks share; the root's counts.
@@ -64,123 +128,58 @@ def save_sharded(
         rest: Whatever else the checkpoint has; picklable; the root's counts.
         state_dict: What to save in place of the module's own tensors, such as averaged weights; in the form of
             :func:`~lightning_pp.checkpoint.local.local_state_dict`.
+        further_states: More of that form, saved beside ``state_dict`` under the name given.
+        stager: Copies tensors to the host, so that training may go on while they are written. Without one, the tensors
+            must not change before they are.
 
     Raises:
-        CheckpointError: On all ranks, if one of them failed; what was at ``path`` is untouched then.
-    """
-    ranks = Ranks.from_mesh(mesh)
-    path = _local_path(from_root(os.fspath(path), ranks))
-    try:
-        with fail_together():
-            entries = _entries_to_save(module, optimizers, catalog, ranks, state_dict)
-            if ranks.is_root:
-                folder.begin(path)
-                _write_rest(rest, folder.staging_path(path) / folder.REST_FILENAME)
-        with fail_together():
-            if not folder.staging_path(path).is_dir():
-                raise CheckpointError(
-                    f"{folder.staging_path(path)}, made by the first rank, is not visible here: sharded checkpoints "
-                    "need a file system that all nodes share; choose a path on one, or set "
-                    "save_distributed_checkpoint=False"
-                )
-        storage.save(entries, TyingWriter(folder.staging_path(path), catalog.canonical, "state_dict"))
-        with fail_together():
-            if ranks.is_root:
-                folder.commit(path)
-    except BaseException:
-        if ranks.is_root:
-            folder.abandon(path)
-        raise
-
-
-def load_sharded(
-    path: str | os.PathLike[str],
-    *,
-    module: Module,
-    optimizers: Sequence[Optimizer],
-    catalog: ParameterCatalog,
-    mesh: DeviceMesh,
-    strict: bool = True,
-    weights_only: bool | None = None,
-) -> dict[str, Any]:
-    """Load a sharded checkpoint, of whatever layout, into this one. Collective over all ranks.
-
-    Nothing is changed before all checks have passed on all ranks. Only load folders that you trust: the table of
-    contents and hyper-parameters are pickles whatever ``weights_only`` says.
-
-    Args:
-        path: The folder; the root's counts.
-        module: This rank's part; its parameters, all buffers and extra states are overwritten in place.
-        optimizers: Their state and hyper-parameters are replaced; empty to load the module only.
-        catalog: The unsplit module.
-        mesh: As in :func:`save_sharded`.
-        strict: Whether names that are missing in the checkpoint or in the model are errors.
-        weights_only: As in ``torch.load``, for the rest of the checkpoint.
-
-    Returns:
-        The rest of the checkpoint, on every rank.
-
-    Raises:
-        CheckpointError: On all ranks: the folder is incomplete or damaged, or does not fit the model.
+        CheckpointError: On all ranks: a name is missing or unknown, or something cannot be pickled.
     """
     ranks = Ranks.from_mesh(mesh)
     path = _local_path(from_root(os.fspath(path), ranks))
     with fail_together():
-        if ranks.is_root:
-            folder.recover(path)
-    with fail_together():
-        folder.check_finished(path)
-        table = Table(NamingReader(path).read_metadata(), path)
-        if ranks.is_root:
-            folder.check_complete(path, table.metadata)
-        rest: dict[str, Any] = read_file(path / folder.REST_FILENAME, weights_only)
-        check_model(path, table.model_shapes(), catalog, strict)
-        if optimizers:
-            check_num_optimizers(path, table.num_optimizers(), len(optimizers))
-    groups = _load_groups(path, table, len(optimizers))
-    with fail_together():
-        for index, names in enumerate(catalog.optimizer_groups[: len(optimizers)]):
-            check_group_names(path, index, [group["params"] for group in groups[index]], names)
-        values = local_state_dict(module, catalog)
-        parameters = local_parameters(module, catalog)
-        # A tied parameter is in the checkpoint under each of its names: the last counts, as in Module.load_state_dict.
-        keys = {catalog.canonical_name(name): table.model_key(name) for name in catalog.names if table.has(name)}
-        wanted = {keys[name]: table.destination(keys[name], value) for name, value in values.items() if name in keys}
-        for index in range(len(optimizers)):
-            wanted.update(table.optimizer_destinations(index, parameters))
-    loaded = storage.load(wanted, NamingReader(path))
-    with fail_together():
-        for name in values:
-            if name not in catalog.shapes and name in keys:
-                set_extra_state(module, name, loaded[keys[name]])
-        for index, optimizer in enumerate(optimizers):
-            write_optimizer(optimizer, parameters, table.optimizer_state(index, loaded), groups[index])
-    return rest
+        entries: dict[KeyPath, Any] = {}
+        tied: dict[KeyPath, KeyPath] = {}
+        order: list[KeyPath] = []
+        for container, state in {MODEL: state_dict, **(further_states or {})}.items():
+            values = local_state_dict(module, catalog)
+            if state is not None:
+                values = by_canonical_name(state, catalog)
+            # Extra state is one object even where it holds tensors: it goes back as get_extra_state gave it.
+            mine = to_save(values, catalog, ranks.pipeline_rank)
+            entries.update({(container, name): value for name, value in mine.items()})
+            tied.update({(container, alias): (container, first) for alias, first in catalog.canonical.items()})
+            order.extend((container, name) for name in catalog.names)
+        entries.update(_optimizer_entries(module, optimizers, catalog, ranks))
+        pickled = _pickled(rest) if ranks.is_root else b""
+        if stager is not None:
+            entries = dict(zip(entries, _staged(list(entries.values()), stager), strict=True))
+    return ShardedSave(path, entries, pickled, tied, order, ranks.is_root)
 
 
-def _load_groups(path: Path, table: Table, num_optimizers: int) -> list[list[dict[str, Any]]]:
-    """The parameter groups of each optimizer, with names; on every rank."""
-    keys = {index: table.below(f"optimizer_{index}", "param_groups") for index in range(num_optimizers)}
-    wanted = {key: table.destination(key) for paths in keys.values() for key in paths}
-    loaded = storage.load(wanted, NamingReader(path)) if wanted else {}
-    return [storage.unflatten({path: loaded[key] for key, path in keys[index].items()}) for index in keys]
+def make_stager() -> DefaultStager:
+    """Copies to the host memory that it keeps for the next save; pinned where there is CUDA."""
+    is_cuda = torch.cuda.is_available()
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=is_cuda,
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=is_cuda,
+        )
+    )
 
 
-def _entries_to_save(
-    module: Module,
-    optimizers: Sequence[Optimizer],
-    catalog: ParameterCatalog,
-    ranks: Ranks,
-    state_dict: Mapping[str, Any] | None,
+def _staged(values: list[Any], stager: DefaultStager) -> list[Any]:
+    staged = stager.stage({str(number): value for number, value in enumerate(values)})
+    assert isinstance(staged, dict)
+    return list(staged.values())
+
+
+def _optimizer_entries(
+    module: Module, optimizers: Sequence[Optimizer], catalog: ParameterCatalog, ranks: Ranks
 ) -> dict[KeyPath, Any]:
-    values = local_state_dict(module, catalog)
-    if state_dict is not None:
-        values = by_canonical_name(state_dict, catalog)
-    mine = to_save(values, catalog, ranks.pipeline_rank)
     entries: dict[KeyPath, Any] = {}
-    for name, value in mine.items():
-        # Extra state is one object even where it holds tensors: set_extra_state gets back what get_extra_state gave.
-        entries["state_dict", name] = value
     parameters = local_parameters(module, catalog)
     for index, optimizer in enumerate(optimizers):
         part, prefix = read_optimizer(optimizer, parameters), f"optimizer_{index}"
@@ -194,9 +193,15 @@ def _entries_to_save(
     return entries
 
 
-def _write_rest(rest: Mapping[str, Any], file: Path) -> None:
+def _pickled(rest: Mapping[str, Any]) -> bytes:
+    stream = io.BytesIO()
+    torch.save(dict(rest), stream)
+    return stream.getvalue()
+
+
+def _write_through(content: bytes, file: Path) -> None:
     with file.open("wb") as stream:
-        torch.save(dict(rest), stream)
+        stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
 

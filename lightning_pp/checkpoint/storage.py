@@ -10,22 +10,28 @@ A checkpoint is a flat table whose keys are paths joined by dots, as Lightning's
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import io
+import pickle
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.utils._pytree import tree_leaves
 
+from lightning_pp.checkpoint.folder import TABLE_FILENAME
+from lightning_pp.checkpoint.trusted_pickle import load_table
 from lightning_pp.errors import CheckpointError
 
 KeyPath: TypeAlias = tuple["str | int", ...]
@@ -65,8 +71,13 @@ def unflatten(leaves: Mapping[KeyPath, Any]) -> Any:
     return {key: unflatten(inner) for key, inner in parts.items()}
 
 
-def save(entries: Mapping[KeyPath, Any], writer: FileSystemWriter) -> None:
+def save(entries: Mapping[KeyPath, Any], writer: FileSystemWriter, group: dist.ProcessGroup | None = None) -> None:
     """Save each rank's entries; what several ranks enter under one key is written once.
+
+    Args:
+        entries: This rank's entries.
+        writer: Writes them.
+        group: All ranks; by default the default group.
 
     Raises:
         CheckpointError: On all ranks, if one of them failed.
@@ -74,27 +85,55 @@ def save(entries: Mapping[KeyPath, Any], writer: FileSystemWriter) -> None:
     paths = {".".join(map(str, path)): path for path in entries}
     state = {key: entries[path] for key, path in paths.items()}
     try:
-        state_dict_saver.save(state, storage_writer=writer, planner=_PathPlanner(paths))
+        state_dict_saver.save(state, storage_writer=writer, planner=_PathPlanner(paths), process_group=group)
     except CheckpointException as error:
         raise _together(error) from error
 
 
-def load(entries: Mapping[str, Any], reader: FileSystemReader) -> dict[str, Any]:
+def load(entries: Mapping[str, Any], reader: NamingReader, alone: bool = False) -> dict[str, Any]:
     """Fill the tensors, or replace the objects, that this rank asks for by key; ranks may ask for different ones.
+
+    Args:
+        entries: What to load, and the tensors to load it to.
+        reader: Reads the folder.
+        alone: Only this process reads, and no other takes part.
 
     Raises:
         CheckpointError: On all ranks, if one of them failed.
     """
     state = dict(entries)
+    if not state and alone:
+        return state
     try:
-        state_dict_loader.load(
-            state,
-            storage_reader=reader,
-            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process")
+            state_dict_loader.load(
+                state, storage_reader=reader, planner=_LoadPlanner(reader.weights_only), no_dist=alone
+            )
     except CheckpointException as error:
         raise _together(error) from error
     return state
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """Unpickles objects as ``weights_only`` says; DCP's own planner would run whatever they contain."""
+
+    def __init__(self, weights_only: bool) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._weights_only = weights_only
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        key = read_item.dest_index.fqn
+        try:
+            self.state_dict[key] = torch.load(value, weights_only=self._weights_only)
+        except pickle.UnpicklingError as error:
+            if not self._weights_only:
+                raise
+            first_line = str(error).partition("\n")[0]
+            raise CheckpointError(
+                f"{key} holds objects that weights_only=True does not allow; if you trust the checkpoint, pass "
+                f"weights_only=False ({first_line})"
+            ) from error
 
 
 class _PathPlanner(DefaultSavePlanner):
@@ -119,22 +158,24 @@ class TyingWriter(FileSystemWriter):
 
     Args:
         path: The folder.
-        tied: For each further key, the key whose bytes it shares.
-        prefix: The path of the keys' container in the nested state.
+        tied: For each further path, the path whose bytes it shares.
+        order: Paths in the order in which the table is to have them; others follow.
     """
 
-    def __init__(self, path: Path, tied: Mapping[str, str], prefix: str) -> None:
+    def __init__(self, path: Path, tied: Mapping[KeyPath, KeyPath], order: Sequence[KeyPath] = ()) -> None:
         super().__init__(path)
         self._tied = tied
-        self._prefix = prefix
+        self._order = order
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         further: dict[str, list[str]] = {}
         for alias, first in self._tied.items():
-            key, first_key = f"{self._prefix}.{alias}", f"{self._prefix}.{first}"
+            key, first_key = (".".join(map(str, path)) for path in (alias, first))
             further.setdefault(first_key, []).append(key)
             metadata.state_dict_metadata[key] = metadata.state_dict_metadata[first_key]
-            metadata.planner_data[key] = (self._prefix, alias)
+            metadata.planner_data[key] = alias
+        ordered = dict.fromkeys([*(".".join(map(str, path)) for path in self._order), *metadata.state_dict_metadata])
+        metadata.state_dict_metadata = {key: metadata.state_dict_metadata[key] for key in ordered}
         shared = [
             dataclasses.replace(result, index=MetadataIndex(key, result.index.offset, result.index.index))
             for rank_results in results
@@ -145,14 +186,31 @@ class TyingWriter(FileSystemWriter):
 
 
 class NamingReader(FileSystemReader):
-    """Raises :class:`CheckpointError` with the name of the file that cannot be read."""
+    """Raises :class:`CheckpointError` with the name of the file that cannot be read.
+
+    Args:
+        path: The folder.
+        weights_only: As in ``torch.load``: run no code that the folder contains.
+    """
+
+    def __init__(self, path: Path, weights_only: bool = True) -> None:
+        super().__init__(path)
+        self.weights_only = weights_only
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        file = self._get_metadata_path(kwargs.get("rank"))
+        file = Path(self.path) / TABLE_FILENAME
         try:
-            return super().read_metadata(*args, **kwargs)
+            with file.open("rb") as stream:
+                table: Metadata = load_table(stream, self.weights_only)
+            if not isinstance(table, Metadata):
+                raise TypeError(f"it holds a {type(table).__name__}")
+        except CheckpointError as error:
+            raise CheckpointError(f"{file} is not read: {error}") from error
         except Exception as error:
             raise _damaged(file, error) from error
+        table.storage_meta = table.storage_meta or StorageMeta()
+        table.storage_meta.load_id = self.load_id
+        return table
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         by_file: dict[str, list[Any]] = {}
@@ -161,6 +219,8 @@ class NamingReader(FileSystemReader):
         for name, items in by_file.items():
             try:
                 super().read_data(dataclasses.replace(plan, items=items), planner)
+            except CheckpointError:
+                raise
             except Exception as error:
                 raise _damaged(Path(self.path) / name, error) from error
         done: Future[None] = Future()

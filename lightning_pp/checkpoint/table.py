@@ -29,16 +29,29 @@ class Table:
         self.paths: dict[str, KeyPath] = {
             key: tuple(metadata.planner_data[key]) for key in metadata.state_dict_metadata
         }
-        self._model_keys = {str(path[1]): key for key, path in self.paths.items() if path[0] == "state_dict"}
+        self._places: dict[str, tuple[str, int]] | None = None
 
-    def has(self, name: str) -> bool:
-        return name in self._model_keys
+    def states(self) -> dict[str, dict[str, str]]:
+        """For ``state_dict`` and each container like it, the keys by name."""
+        found: dict[str, dict[str, str]] = {"state_dict": {}}
+        for key, path in self.paths.items():
+            if len(path) == 2 and not str(path[0]).startswith("optimizer_"):
+                found.setdefault(str(path[0]), {})[str(path[1])] = key
+        return found
 
-    def model_key(self, name: str) -> str:
-        return self._model_keys[name]
+    def place(self, key: str) -> tuple[str, int]:
+        """File and offset of the first piece of a key's bytes, which tied names share."""
+        if self._places is None:
+            self._places = {}
+            for index, stored in (self.metadata.storage_data or {}).items():
+                if not any(index.offset or ()):
+                    self._places[index.fqn] = (stored.relative_path, stored.offset)
+        return self._places[key]
 
-    def model_shapes(self) -> dict[str, tuple[int, ...] | None]:
-        return {name: self._shape(key) for name, key in self._model_keys.items()}
+    def tensor(self, key: str) -> TensorStorageMetadata | None:
+        """Shape and dtype of a key; None for an object."""
+        entry = self.metadata.state_dict_metadata[key]
+        return entry if isinstance(entry, TensorStorageMetadata) else None
 
     def num_optimizers(self) -> int:
         return len({path[0] for path in self.paths.values() if len(path) > 1 and path[1] == "param_groups"})

@@ -130,7 +130,7 @@ class PipelineEngine:
         self._compiled_units: CompiledUnits | None = None
         self.groups = make_control_groups(sizes.pipeline, sizes.data_parallel, 0, timeout)
         self._seed = 0
-        self._num_batches_run = 0
+        self._num_batches_run = {True: 0, False: 0}  # training, evaluation
         self._fingerprint: int | None = None
         self._failed = False
         self._attached = ExitStack()
@@ -231,6 +231,14 @@ class PipelineEngine:
         random.setstate(states[1])
         np.random.set_state(states[2])
 
+    def random_state(self) -> dict[str, int]:
+        """What the random numbers of the next training batch depend on."""
+        return {"seed": self._seed, "num_batches": self._num_batches_run[True]}
+
+    def load_random_state(self, state: Mapping[str, int]) -> None:
+        """Draws from here on what the run would have drawn whose :meth:`random_state` it is."""
+        self._seed, self._num_batches_run[True] = state["seed"], state["num_batches"]
+
     def attach(self, trainer: pl.Trainer) -> None:
         """Takes over metrics and units for a run of the trainer."""
         self._trainer = trainer
@@ -307,8 +315,9 @@ class PipelineEngine:
         self._check_first_batches(batch_idx)
         trainable = tuple(parameter.requires_grad for parameter in self._parameters) if training else None
         key = (step, signature_of(rest[1:]), trainable)
-        self._num_batches_run += 1
-        seed = ((self._seed * 1_000_003 + self._num_batches_run) * 8_191 + self.replica) % (1 << 50)
+        self._num_batches_run[training] += 1
+        number = 2 * self._num_batches_run[training] + training
+        seed = ((self._seed * 1_000_003 + number) * 8_191 + self.replica) % (1 << 50)
         seeds = [StepRandomness.of_microbatch(seed, index, self.device).seed_glue for index in range(len(microbatches))]
         plans = [
             self.split.plans.plan(

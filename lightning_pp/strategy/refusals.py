@@ -6,11 +6,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import LBFGS
 
 from lightning_pp.errors import ConfigurationError
@@ -20,7 +21,7 @@ from lightning_pp.strategy.precision import refuse_precision
 def refuse_unsupported(
     trainer: pl.Trainer, module: pl.LightningModule, precision: Precision, device: torch.device
 ) -> None:
-    """Raises :class:`ConfigurationError` for steps, optimization and precision that a pipeline cannot run."""
+    """Raises :class:`ConfigurationError` for steps, optimization, layers and precision that a pipeline cannot run."""
     for step in ("training_step", "validation_step", "test_step", "predict_step"):
         if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
             raise ConfigurationError(
@@ -32,6 +33,21 @@ def refuse_unsupported(
             f"{type(module).__name__} sets automatic_optimization=False. A pipeline interleaves the forward and "
             "backward of many microbatches, so it must run them itself: remove manual_backward and optimizer.step from "
             "training_step and return the loss."
+        )
+    synchronized = [name for name, child in module.named_modules() if isinstance(child, nn.SyncBatchNorm)]
+    if synchronized or trainer._accelerator_connector._layer_sync is not None:
+        what = f"{synchronized[0]} is a SyncBatchNorm" if synchronized else "sync_batchnorm=True"
+        raise ConfigurationError(
+            f"{what}: it takes its statistics over all ranks, and those of other stages never join in. Use BatchNorm, "
+            "which normalises each microbatch by itself, or a norm without statistics over samples (GroupNorm, "
+            "LayerNorm)."
+        )
+    callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
+    if any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks):
+        raise ConfigurationError(
+            "StochasticWeightAveraging copies the whole module before it is split and keeps the copy in its own state, "
+            "of which a checkpoint has the first rank's only. Use WeightAveraging (equal weights, as SWA) or "
+            "EMAWeightAveraging, with a learning rate schedule of your own."
         )
     refuse_precision(precision, device)
 

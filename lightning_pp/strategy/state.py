@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint.staging import DefaultStager
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_pp.checkpoint import (
+    OpenedCheckpoint,
     ParameterCatalog,
+    ShardedSave,
     gather_full_optimizer_state,
     gather_full_state,
     is_sharded_checkpoint,
-    load_checkpoint,
+    load_state,
+    load_weights,
     local_state_dict,
-    save_sharded,
+    open_checkpoint,
+    prepare_save,
 )
 from lightning_pp.strategy.assembly import SplitModel
+
+CURRENT_MODEL = "current_model_state"  # Lightning's name for the weights beside averaged ones
 
 
 class PipelineState:
@@ -55,11 +62,17 @@ class PipelineState:
         catalog = ParameterCatalog.from_module(split.module, owners).with_optimizers(split.module, optimizers)
         return cls(split, mesh, catalog, optimizers)
 
-    def model_state(self, *, full: bool) -> dict[str, Any]:
-        """The module's state by name: all of it on rank 0 and nothing elsewhere, or this rank's part."""
+    def model_state(self, *, full: bool, replaced: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The module's state by name: all of it on rank 0 and nothing elsewhere, or this rank's part.
+
+        Args:
+            full: All of it.
+            replaced: Values of this rank that stand in the place of the module's own, such as averaged weights.
+        """
+        part = {**local_state_dict(self._module, self._catalog), **(replaced or {})}
         if full:
-            return gather_full_state(self._module, catalog=self._catalog, mesh=self._mesh)
-        return local_state_dict(self._module, self._catalog)
+            return gather_full_state(self._module, catalog=self._catalog, mesh=self._mesh, state_dict=part)
+        return part
 
     def optimizer_state(self, optimizer: Optimizer, *, full: bool) -> dict[str, Any]:
         """The optimizer's state as one device would have it, on rank 0; nothing for a sharded checkpoint.
@@ -73,12 +86,13 @@ class PipelineState:
             optimizer, index, module=self._module, catalog=self._catalog, mesh=self._mesh
         )
 
-    def save_sharded(self, checkpoint: dict[str, Any], path: Path) -> None:
-        """Writes a folder from what the trainer has put together."""
+    def prepare_save(self, checkpoint: dict[str, Any], path: Path, stager: DefaultStager | None) -> ShardedSave:
+        """Collects a folder's content from what the trainer has put together; copies it if there is a stager."""
         rest = dict(checkpoint)
         state_dict = rest.pop("state_dict")
         with_optimizers = rest.pop("optimizer_states", None) is not None
-        save_sharded(
+        further_states = {key: rest.pop(key) for key in (CURRENT_MODEL,) if key in rest}
+        return prepare_save(
             path,
             module=self._module,
             optimizers=self._optimizers if with_optimizers else [],
@@ -86,6 +100,8 @@ class PipelineState:
             mesh=self._mesh,
             rest=rest,
             state_dict=state_dict,
+            further_states=further_states,
+            stager=stager,
         )
 
     def make_room_for_file(self, path: Path) -> None:
@@ -99,14 +115,24 @@ class PipelineState:
                 raise IsADirectoryError(f"A single-file checkpoint cannot replace the folder {path}.")
             shutil.rmtree(path)
 
-    def load(self, path: Path, *, strict: bool, weights_only: bool | None) -> dict[str, Any]:
-        """Reads a checkpoint of any layout into this rank's part; returns the trainer's own part of it."""
-        return load_checkpoint(
-            path,
+    def open(self, path: Path, weights_only: bool | None) -> OpenedCheckpoint:
+        """Opens a checkpoint of any layout."""
+        return open_checkpoint(path, mesh=self._mesh, weights_only=weights_only)
+
+    def load(self, opened: OpenedCheckpoint, content: Mapping[str, Any], *, strict: bool) -> None:
+        """Loads what hooks have left of an opened checkpoint into this rank's part, optimizers included."""
+        opened.load(
             module=self._module,
             optimizers=self._optimizers,
             catalog=self._catalog,
-            mesh=self._mesh,
+            content=content,
             strict=strict,
-            weights_only=weights_only,
         )
+
+    def load_initial_weights(self, path: Path, *, strict: bool) -> None:
+        """Reads weights of any kind of file into this rank's part."""
+        load_weights(path, module=self._module, catalog=self._catalog, mesh=self._mesh, strict=strict)
+
+    def load_weights(self, opened: OpenedCheckpoint | None, state_dict: Mapping[str, Any]) -> None:
+        """Loads named values into this rank's part as they are, without asking whether any are missing."""
+        load_state(state_dict, self._module, self._catalog, None if opened is None else opened.reader)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from os import PathLike
 from pathlib import Path
@@ -15,7 +16,6 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch.distributed.constants import default_pg_timeout
@@ -25,7 +25,9 @@ from lightning_pp.errors import ConfigurationError
 from lightning_pp.runtime.compilation import check_compile_options
 from lightning_pp.schedule import StageCosts
 from lightning_pp.schedule.sharding import ShardingMode
+from lightning_pp.strategy.averaging import average_own_part, leave_averages_to_strategy
 from lightning_pp.strategy.checkpointing import ActivationCheckpointing, check_activation_checkpointing
+from lightning_pp.strategy.checkpoints import Checkpoints, refuse_plugin
 from lightning_pp.strategy.cuts import CutOptions
 from lightning_pp.strategy.data import first_batch, seed_workers_by
 from lightning_pp.strategy.engine import PipelineEngine
@@ -87,6 +89,13 @@ class PipelineParallelStrategy(MeshStrategy):
             blocks, selectively.
         save_distributed_checkpoint: True: every rank writes its shard, into a folder that loads under any other layout.
             False: one plain ``.ckpt`` file that a ``Trainer()`` on one device resumes from.
+        async_checkpoint: Write checkpoints while training goes on; see :meth:`wait_for_checkpoint`.
+        meta_init: Run ``configure_model`` without memory for parameters, as ``trainer.init_module(empty_init=True)``
+            does: a rank gives memory to what it owns, filled by ``_init_weights`` or ``reset_parameters``. The values
+            are not those of one device, which draws them one after the other.
+        initial_weights: What to start from in place of the module's own values: a ``.safetensors`` file, a Hugging Face
+            model directory, a checkpoint of any kind, or a ``state_dict``; every rank reads what it owns. The names may
+            lack a prefix (``model.``) that all of the module's have.
         process_group_backend: ``"nccl"``, ``"gloo"``, ...; by default what suits the device.
         timeout: How long a collective may wait.
 
@@ -122,6 +131,9 @@ class PipelineParallelStrategy(MeshStrategy):
         compile: bool | Mapping[str, Any] = False,
         activation_checkpointing: ActivationCheckpointing = False,
         save_distributed_checkpoint: bool = True,
+        async_checkpoint: bool = False,
+        meta_init: bool = False,
+        initial_weights: str | Path | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
@@ -150,6 +162,9 @@ class PipelineParallelStrategy(MeshStrategy):
             save_costs=save_costs,
         )
         self._save_distributed_checkpoint = save_distributed_checkpoint
+        self._async_checkpoint = async_checkpoint
+        self._meta_init = meta_init
+        self._initial_weights = initial_weights
         self.num_microbatches: int | Auto = num_microbatches
         self.schedule_name = str(schedule)
         self.stages_per_rank = stages_per_rank
@@ -159,7 +174,7 @@ class PipelineParallelStrategy(MeshStrategy):
         self._activation_checkpointing = activation_checkpointing
         self._compile_options = check_compile_options(compile)
         self._engine: PipelineEngine | None = None
-        self._state: PipelineState | None = None
+        self._checkpoints: Checkpoints | None = None
 
     @property
     def engine(self) -> PipelineEngine:
@@ -185,6 +200,18 @@ class PipelineParallelStrategy(MeshStrategy):
 
     # ---------------------------------------------------------------- building the pipeline
 
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Parameters made within have no memory if ``empty_init``, by default if ``meta_init``."""
+        with super().tensor_init_context(self._meta_init if empty_init is None else empty_init):
+            yield
+
+    def setup_environment(self) -> None:
+        """Joins the process group; callbacks that would copy the whole module are told not to."""
+        super().setup_environment()
+        assert self.lightning_module is not None
+        leave_averages_to_strategy(self.lightning_module.trainer)
+
     def setup(self, trainer: pl.Trainer) -> None:
         """Cuts the module, keeps this rank's part of it, and makes optimizers over that part.
 
@@ -195,6 +222,7 @@ class PipelineParallelStrategy(MeshStrategy):
         module = self.lightning_module
         refuse_unsupported(trainer, module, self.precision_plugin, self.root_device)
         agree_on_scale(self.precision_plugin)
+        refuse_plugin(self._checkpoint_io, is_sharded=self._save_distributed_checkpoint)
         self.end_together_on_sigterm(trainer)
         for loop in (
             trainer.validate_loop,
@@ -206,7 +234,8 @@ class PipelineParallelStrategy(MeshStrategy):
         if self.sizes.data_parallel == 1:
             # with one replica the user's own sampler gives the order that one device would see
             trainer._accelerator_connector.use_distributed_sampler = False
-        if self._engine is None or self._engine.module is not module:
+        is_new = self._engine is None or self._engine.module is not module
+        if is_new:
             self._build(trainer, module)
         engine = self.engine
         engine.attach(trainer)
@@ -218,14 +247,30 @@ class PipelineParallelStrategy(MeshStrategy):
                 self._reset_optimizers_and_schedulers()
                 set_up_one_optimizer(self, trainer)
             optimizers = self.optimizers if is_fitting else []
-            self._state = PipelineState.of(engine.split, self.device_mesh, optimizers)
+            state = PipelineState.of(engine.split, self.device_mesh, optimizers)
         if is_fitting:
             engine.keep_owned_parameters(self.optimizers)
             _optimizers_to_device(self.optimizers, self.root_device)
             PipelineOptimization.install(trainer)
         self.setup_precision_plugin()
         engine.install_clipping(self.precision_plugin)
+        self._set_up_checkpoints(trainer, state)
+        if is_new and self._initial_weights is not None:
+            state.load_initial_weights(Path(self._initial_weights), strict=module.strict_loading)
         self.barrier()
+
+    def _set_up_checkpoints(self, trainer: pl.Trainer, state: PipelineState) -> None:
+        if self._checkpoints is None:
+            self._checkpoints = Checkpoints(
+                self.checkpoint_io,
+                is_sharded=self._save_distributed_checkpoint,
+                in_background=self._async_checkpoint,
+                timeout=self._timeout,
+            )
+        self._checkpoints.attach(trainer, state, self.engine)
+        if trainer.state.fn == TrainerFn.FITTING:
+            full = not self._save_distributed_checkpoint
+            average_own_part(trainer, self.engine.module, self._checkpoints, full=full)
 
     def _build(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self._schedule_options.check_num_ranks(self.sizes.pipeline)
@@ -319,7 +364,7 @@ class PipelineParallelStrategy(MeshStrategy):
         """This rank's part of the model, or with ``save_distributed_checkpoint=False`` all of it, on rank 0."""
         if self._is_interrupted:
             return {}
-        return self._pipeline_state.model_state(full=not self._save_distributed_checkpoint)
+        return self.checkpoints.state.model_state(full=not self._save_distributed_checkpoint)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """This rank's part of the optimizer's state, or all of it as one device would have it, on rank 0."""
@@ -327,7 +372,7 @@ class PipelineParallelStrategy(MeshStrategy):
             return {}
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
-        return self._pipeline_state.optimizer_state(optimizer, full=not self._save_distributed_checkpoint)
+        return self.checkpoints.state.optimizer_state(optimizer, full=not self._save_distributed_checkpoint)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Writes a checkpoint; every rank takes part.
@@ -342,36 +387,39 @@ class PipelineParallelStrategy(MeshStrategy):
                 "may not be there to write theirs. Resume from the last checkpoint that was saved between steps."
             )
             return
-        path = Path(self.broadcast(filepath))
-        if self._save_distributed_checkpoint:
-            if storage_options is not None:
-                raise TypeError(
-                    "storage_options apply to single files; set save_distributed_checkpoint=False to use them."
-                )
-            self._pipeline_state.save_sharded(checkpoint, path)
-        else:
-            if self.is_global_zero:
-                self._pipeline_state.make_room_for_file(path)
-            Strategy.save_checkpoint(self, checkpoint=checkpoint, filepath=path, storage_options=storage_options)
-            self.barrier()
+        self.checkpoints.save(checkpoint, Path(self.broadcast(filepath)), storage_options)
+
+    def wait_for_checkpoint(self) -> None:
+        """With ``async_checkpoint``: waits until the last checkpoint is in its place; every rank has to call it.
+
+        The next save, the next load and the end of the run wait by themselves.
+
+        Raises:
+            CheckpointError: On all ranks: it could not be written.
+        """
+        self.checkpoints.wait()
+
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        """Removes a checkpoint, once one that is being written is in its place."""
+        self.checkpoints.remove(Path(filepath))
 
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        """Reads a checkpoint of any layout, sharded or single-file, into this rank's part."""
-        path = Path(self.broadcast(checkpoint_path))
-        assert self.lightning_module is not None
-        return self._pipeline_state.load(path, strict=self.lightning_module.strict_loading, weights_only=weights_only)
+        """Opens a checkpoint of any layout, sharded or single-file; tensors are read when they are used."""
+        return self.checkpoints.open(Path(self.broadcast(checkpoint_path)), weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing: :meth:`load_checkpoint` has put the weights in place."""
+        """Loads weights and optimizer state, as ``on_load_checkpoint`` has left them, into this rank's part."""
+        self.checkpoints.load(checkpoint, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing: as the weights."""
+        """Nothing: :meth:`load_model_state_dict` has loaded it."""
 
     @property
-    def _pipeline_state(self) -> PipelineState:
-        if self._state is None:
+    def checkpoints(self) -> Checkpoints:
+        """What saves and loads; there from ``setup`` on."""
+        if self._checkpoints is None:
             raise RuntimeError("Checkpoints can be written and read from Strategy.setup on.")
-        return self._state
+        return self._checkpoints
 
     # ---------------------------------------------------------------- end
 
@@ -379,12 +427,17 @@ class PipelineParallelStrategy(MeshStrategy):
         """Lets go of the other ranks, so that none waits for this one."""
         if self._engine is not None:
             self._engine.abandon()
+        if self._checkpoints is not None:
+            self._checkpoints.give_up()
         super().on_exception(exception)
 
     def teardown(self) -> None:
         """Puts the module's metrics back; its parameters stay where they are, for the next run of the trainer."""
         if self._engine is not None:
             self._engine.detach()
+        if self._checkpoints is not None:
+            self._checkpoints.close()
+        self.checkpoint_io.teardown()
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()

@@ -1,0 +1,281 @@
+"""From a checkpoint to files that others read: in one process, a tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import re
+import shutil
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from lightning_pp.checkpoint import folder
+from lightning_pp.checkpoint.catalog import enumerate_names
+from lightning_pp.checkpoint.opened import FileCheckpoint, FolderCheckpoint, OpenedCheckpoint
+from lightning_pp.checkpoint.safetensors_file import INDEX_FILENAME, write_safetensors
+from lightning_pp.checkpoint.stored_tensor import StoredTensor
+from lightning_pp.errors import CheckpointError
+
+
+def open_alone(path: Path, weights_only: bool | None = None) -> OpenedCheckpoint:
+    """Open a checkpoint of either format in a process without peers.
+
+    Raises:
+        CheckpointError: There is none, it is incomplete or damaged, or holds what ``weights_only`` forbids.
+    """
+    folder.recover(path)
+    if path.is_dir():
+        return FolderCheckpoint.open(path, weights_only, check_files=True)
+    return FileCheckpoint.open(path, weights_only)
+
+
+class Weights:
+    """The tensors of a checkpoint's model under the names that they are to be written with.
+
+    Args:
+        opened: The checkpoint.
+        prefix: Only names that start with it are taken, without it.
+        dtype: What floating point tensors are cast to; None leaves them.
+
+    Attributes:
+        names: The names to write, of tied parameters the first, and the name in the checkpoint of each.
+        tied: For the further names of tied parameters, the name that is written.
+        left_out: Names in the checkpoint that are not taken.
+
+    Raises:
+        CheckpointError: No name starts with the prefix.
+    """
+
+    def __init__(self, opened: OpenedCheckpoint, prefix: str = "", dtype: torch.dtype | None = None) -> None:
+        self._tensors: Mapping[str, Any] = opened.content["state_dict"]
+        self._dtype = dtype
+        self.names: dict[str, str] = {}
+        self.tied: dict[str, str] = {}
+        self.left_out: list[str] = []
+        places: dict[Any, str] = {}
+        for name, value in self._tensors.items():
+            if not name.startswith(prefix) or not isinstance(value, torch.Tensor):
+                self.left_out.append(name)
+                continue
+            short = name.removeprefix(prefix)
+            first = places.setdefault(_place(opened, value), short)
+            if first == short:
+                self.names[short] = name
+            else:
+                self.tied[short] = first
+        if not self.names:
+            raise CheckpointError(
+                f"no tensor in {opened.path} has a name that starts with {prefix!r}; there are "
+                f"{enumerate_names(list(self._tensors))}"
+            )
+
+    def specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of what is written."""
+        return {
+            name: (tuple(self._tensors[own].shape), self._cast_to(self._tensors[own]))
+            for name, own in self.names.items()
+        }
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor, cast."""
+        value = self._tensors[self.names[name]]
+        tensor: torch.Tensor = value.read() if isinstance(value, StoredTensor) else value
+        return tensor.detach().to(self._cast_to(tensor))
+
+    def _cast_to(self, tensor: torch.Tensor) -> torch.dtype:
+        return self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
+def export_safetensors_file(weights: Weights, target: Path, *, overwrite: bool = False) -> None:
+    """Write one safetensors file; further names of tied parameters are noted in its header.
+
+    Raises:
+        CheckpointError: The target exists.
+    """
+    with _new(target, overwrite) as staged:
+        write_safetensors(staged, weights.specs(), weights.read, {"format": "pt", **weights.tied})
+
+
+def export_safetensors_folder(
+    weights: Weights,
+    target: Path,
+    *,
+    max_shard_bytes: int,
+    overwrite: bool = False,
+    also: Callable[[Path], None] = lambda folder: None,
+) -> None:
+    """Write a folder as Hugging Face models have it: ``model.safetensors``, or shards and their index.
+
+    Args:
+        weights: What to write.
+        target: The folder.
+        max_shard_bytes: A file holds at most that, or one tensor.
+        overwrite: Replace what is there.
+        also: Writes more into the folder, such as the model's configuration.
+
+    Raises:
+        CheckpointError: The target exists.
+    """
+    specs = weights.specs()
+    sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, (shape, dtype) in specs.items()}
+    shards: list[list[str]] = [[]]
+    for name, size in sizes.items():
+        if shards[-1] and sum(sizes[other] for other in shards[-1]) + size > max_shard_bytes:
+            shards.append([])
+        shards[-1].append(name)
+    with _new(target, overwrite) as staged:
+        staged.mkdir(parents=True)
+        files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+        files = files if len(shards) > 1 else ["model.safetensors"]
+        for file, names in zip(files, shards, strict=True):
+            metadata = {alias: first for alias, first in weights.tied.items() if first in names}
+            own = {name: specs[name] for name in names}
+            write_safetensors(staged / file, own, weights.read, {"format": "pt", **metadata})
+        if len(shards) > 1:
+            index = {
+                "metadata": {"total_size": sum(sizes.values())},
+                "weight_map": {name: file for file, names in zip(files, shards, strict=True) for name in names},
+            }
+            (staged / INDEX_FILENAME).write_text(json.dumps(index, indent=2))
+        also(staged)
+
+
+def export_ckpt(
+    opened: OpenedCheckpoint, weights: Weights, target: Path, *, with_optimizers: bool, overwrite: bool = False
+) -> None:
+    """Write the single file that a Trainer on one device resumes from.
+
+    The file is laid out first, with room for the tensors; then they are copied into it one by one.
+
+    Args:
+        opened: The checkpoint.
+        weights: Its weights.
+        target: The file.
+        with_optimizers: With their state; else weights, as with ``save_weights_only``.
+        overwrite: Replace what is there.
+
+    Raises:
+        CheckpointError: The target exists.
+    """
+    content = {key: value for key, value in opened.content.items() if key != "optimizer_states"}
+    tensors = {name: _Cast(weights, name) for name in weights.names}
+    content["state_dict"] = OrderedDict(
+        (name, tensors[weights.tied.get(name, name)] if isinstance(value, torch.Tensor) else value)
+        for name, value in opened.content["state_dict"].items()
+    )
+    if with_optimizers:
+        content["optimizer_states"] = _optimizer_states(opened)
+    else:
+        for key in ("lr_schedulers", "callbacks"):
+            content.pop(key, None)
+    with _new(target, overwrite) as staged:
+        _save_streaming(content, staged)
+
+
+class _Cast:
+    """A tensor of the model in what is about to be saved; the same object where names are tied."""
+
+    def __init__(self, weights: Weights, name: str) -> None:
+        self.shape, self.dtype = weights.specs()[name]
+        self.read = lambda: weights.read(name)
+
+
+def _optimizer_states(opened: OpenedCheckpoint) -> list[Any]:
+    if not isinstance(opened, FolderCheckpoint):
+        states: list[Any] = opened.content.get("optimizer_states", [])
+        return states
+    states = []
+    for index, groups in enumerate(opened.optimizer_groups()):
+        names = list(chain.from_iterable(group["params"] for group in groups))
+        numbers = {name: number for number, name in enumerate(names)}
+        kept = opened.optimizer_content(index)
+        states.append(
+            {
+                "state": {numbers[name]: kept[name] for name in names if name in kept},
+                "param_groups": [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups],
+            }
+        )
+    return states
+
+
+def _save_streaming(content: dict[str, Any], file: Path) -> None:
+    """``torch.save`` of a nest with tensors that are read while they are written."""
+    leaves, _ = tree_flatten(content)
+    sources = [leaf for leaf in leaves if isinstance(leaf, (torch.Tensor, _Cast))]
+    room: dict[int, torch.Tensor] = {}
+
+    def make_room(source: Any) -> torch.Tensor:
+        # not touched, so no memory is behind it
+        return room.setdefault(id(source), torch.empty(tuple(source.shape), dtype=source.dtype))
+
+    layout = tree_map_only((torch.Tensor, _Cast), make_room, content)
+    with torch.serialization.skip_data():
+        torch.save(layout, file)
+    num_records = sum(bool(re.search(r"/data/\d+$", name)) for name in zipfile.ZipFile(file).namelist())
+    if num_records != len(room):
+        # an object that is no container has tensors inside, whose place is not known: this needs the memory
+        everything = {id(source): _read(source) for source in sources}
+        torch.save(tree_map_only((torch.Tensor, _Cast), lambda source: everything[id(source)], content), file)
+        return
+    room.clear()
+    del layout
+    with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
+        written = torch.load(file, mmap=True, weights_only=False)
+    targets = [leaf for leaf in tree_flatten(written)[0] if isinstance(leaf, torch.Tensor)]
+    done: set[int] = set()
+    for source, target in zip(sources, targets, strict=True):
+        if id(source) not in done:
+            done.add(id(source))
+            target.copy_(_read(source))
+
+
+def _read(source: Any) -> torch.Tensor:
+    tensor: torch.Tensor = source.read() if isinstance(source, (StoredTensor, _Cast)) else source
+    return tensor
+
+
+def _place(opened: OpenedCheckpoint, value: torch.Tensor) -> Any:
+    """Where the bytes of a tensor are, which tied parameters share."""
+    if isinstance(value, StoredTensor):
+        assert isinstance(opened, FolderCheckpoint)
+        return opened.table.place(value.key)
+    if not value.numel():
+        return id(value)
+    return value.untyped_storage().data_ptr(), value.storage_offset(), tuple(value.shape), value.stride()
+
+
+@contextmanager
+def _new(target: Path, overwrite: bool) -> Iterator[Path]:
+    """A path beside ``target`` that takes its place when the body is done.
+
+    Raises:
+        CheckpointError: The target exists.
+    """
+    if os.path.lexists(target) and not overwrite:
+        raise CheckpointError(f"{target} exists; give another target, or --overwrite to replace it")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staged = folder.staging_path(target)
+    _remove(staged)
+    try:
+        yield staged
+        if target.is_dir() and not target.is_symlink():
+            shutil.rmtree(target)
+        staged.replace(target)
+    finally:
+        _remove(staged)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,117 @@
+"""Models that no process holds whole: each rank holds its own units, and starts from weights of any kind of file."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from pool import WorkerPool
+from torch.utils.data import DataLoader, StackDataset
+
+from lightning_pp import PipelineParallelStrategy
+from lightning_pp.recipes.causal_lm import CausalLM
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "large_models.py"
+CONFIG = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 64, "n_positions": 16}
+
+
+def benchmark() -> Any:
+    spec = importlib.util.spec_from_file_location("large_models", BENCHMARK)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def plan_7b() -> dict[str, float]:
+    figures: dict[str, float] = benchmark().plan()
+    return figures
+
+
+def test_a_7b_model_is_cut_without_its_memory(pool: WorkerPool) -> None:
+    """The shares make up the whole, are even, and no process takes more than a little memory to find them."""
+    ranks = pool.run(plan_7b, world_size=4, timeout=200)
+    whole = ranks[0]["whole_bytes"]
+    # 32 blocks of 4 (4096 x 4096) and 3 (4096 x 11008) matrices and 2 norms; embedding, head and the last norm
+    assert whole == 4 * (32 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096) + 2 * 32000 * 4096 + 4096)
+    assert sum(rank["own_bytes"] for rank in ranks) == whole
+    assert max(rank["own_bytes"] for rank in ranks) < 0.27 * whole
+    assert max(rank["added_bytes"] for rank in ranks) < 0.05 * whole / 4
+
+
+def data() -> DataLoader[Any]:
+    tokens = torch.randint(64, (8, 8), generator=torch.Generator().manual_seed(3))
+    return DataLoader(StackDataset(input_ids=tokens), batch_size=4)
+
+
+def trainer_for(strategy: Any, devices: int, folder: Path) -> pl.Trainer:
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy,
+        max_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+
+
+def validated(path: Path, **config: Any) -> tuple[float, int]:
+    """Validation loss of the weights at ``path``, and how many parameters this rank had on no real device before."""
+    strategy = PipelineParallelStrategy(2, num_microbatches=2, meta_init=True, initial_weights=path)
+    trainer = trainer_for(strategy, 2, path.parent)
+    pl.seed_everything(1, verbose=False)
+    module = CausalLM("gpt2", {**CONFIG, **config})
+    (metrics,) = trainer.validate(module, data(), verbose=False)
+    return metrics["val_loss"], sum(parameter.numel() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("kind", ["directory", "shards", "base_model", "state_dict"])
+def test_initial_weights(pool: WorkerPool, tmp_path: Path, kind: str) -> None:
+    """Hugging Face directories with their own names, whole or in shards; a tied head needs no name of its own."""
+    torch.manual_seed(8)
+    plain = CausalLM("gpt2", CONFIG)
+    plain.configure_model()
+    path = tmp_path / "weights"
+    if kind == "state_dict":
+        path = tmp_path / "weights.pt"
+        torch.save(plain.state_dict(), path)
+    else:
+        model = plain.model.transformer if kind == "base_model" else plain.model
+        model.save_pretrained(path, max_shard_size="5KB" if kind == "shards" else "5GB")
+    (metrics,) = trainer_for("auto", 1, tmp_path).validate(plain, data(), verbose=False)
+    results = pool.run(validated, path)
+    whole = sum(parameter.numel() for parameter in plain.parameters())
+    for loss, num_parameters in results:
+        assert abs(loss - metrics["val_loss"]) < 1e-5
+        assert num_parameters < whole
+
+
+def refusal(path: Path) -> list[str]:
+    messages = []
+    for where, config in ((path, {"n_layer": 3, "vocab_size": 65}), (path / "nothing", {}), (path / "a.pt", {})):
+        try:
+            validated(where, **config)
+        except Exception as error:
+            messages.append(f"{type(error).__name__}: {error}")
+    return messages
+
+
+def test_weights_that_do_not_fit(pool: WorkerPool, tmp_path: Path) -> None:
+    plain = CausalLM("gpt2", CONFIG)
+    plain.configure_model()
+    plain.model.save_pretrained(tmp_path)
+    torch.save([1, 2], tmp_path / "a.pt")
+    first, second = pool.run(refusal, tmp_path)
+    assert first == second
+    other, missing, nothing = first
+    assert "12 of the model's" in other and "are missing: model.transformer.h.2.ln_1.weight" in other
+    assert "model.transformer.wte.weight ((64, 16) in the checkpoint, (65, 16) in the model)" in other
+    assert "does not exist" in missing
+    assert "holds no tensors by name" in nothing
