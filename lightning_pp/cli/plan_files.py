@@ -56,7 +56,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
         "costs_from": plan.costs.about,
         "assumptions": list(plan.assumptions),
         "device_memory_bytes": plan.limit_bytes,
-        "configured": plan.strategy.schedule_name,
+        "configured": None if plan.configured is None else plan.table.usable.index(plan.configured),
         "best": None if best is None else plan.table.usable.index(best),
         "shown": plan.table.usable.index(plan.shown),
         "cuts": [_cut_as_json(cut) for cut in cuts],

@@ -40,6 +40,7 @@ class Plan:
         limit_bytes: The most that a rank may hold; None for no limit.
         table: All schedules.
         shown: The one that is drawn and exported.
+        configured: The one that the run would use, or begin with; None if it is not among them.
     """
 
     cutter: ModelCutter
@@ -50,17 +51,12 @@ class Plan:
     limit_bytes: float | None
     table: ScheduleTable
     shown: PlannedSchedule
+    configured: PlannedSchedule | None
 
     @property
     def timeline(self) -> Timeline:
         """The shown schedule, simulated."""
         return Timeline.simulated(self.shown.schedule, self.shown.cut.costs, self.costs.unit)
-
-    def is_configured(self, planned: PlannedSchedule) -> bool:
-        """Whether the run would use it."""
-        stages_per_rank = self.strategy.stages_per_rank
-        configured = self.table.named(self.strategy.schedule_name, stages_per_rank)
-        return planned is configured
 
 
 def print_plan(console: Console, plan: Plan) -> None:
@@ -228,7 +224,7 @@ def schedule_table(plan: Plan) -> Table:
         marks = []
         if planned is best:
             marks.append("best")
-        if plan.is_configured(planned):
+        if planned is plan.configured:
             marks.append("configured")
         if not planned.fits:
             marks.append("over the limit")

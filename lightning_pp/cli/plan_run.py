@@ -147,9 +147,10 @@ def _look(request: Request, cutter: ModelCutter, console: Console) -> Plan | Non
         return None
     costs.calibrate(cut)
     table = planner.table(name, stages_per_rank, config.schedules)
-    shown = _shown(config.show, table, name, stages_per_rank, limit)
+    configured = table.named(name, cut.split.placement)
+    shown = _shown(config.show, table, configured, limit)
     assumptions = tuple(filter(None, (request.devices_about, memory.assumed)))
-    plan = Plan(cutter, strategy, request.num_devices, assumptions, costs, limit, table, shown)
+    plan = Plan(cutter, strategy, request.num_devices, assumptions, costs, limit, table, shown, configured)
     print_plan(console, plan)
     if config.out is not None:
         for path in write_files(plan, Path(config.out)):
@@ -157,17 +158,14 @@ def _look(request: Request, cutter: ModelCutter, console: Console) -> Plan | Non
     return plan
 
 
-def _shown(
-    show: str, table: ScheduleTable, configured: str, stages_per_rank: int | None, limit: float | None
-) -> PlannedSchedule:
+def _shown(show: str, table: ScheduleTable, configured: PlannedSchedule | None, limit: float | None) -> PlannedSchedule:
     if show == "best":
         if table.best is None:
             raise _nothing_fits(table, limit)
         return table.best
-    name = configured if show == "configured" else show
-    found = table.named(name, stages_per_rank if show == "configured" else None)
+    found = configured if show == "configured" else table.named(show)
     if found is None:
-        reasons = [unusable.reason for unusable in table.unusable if unusable.name == name]
+        reasons = [unusable.reason for unusable in table.unusable if unusable.name == show]
         raise UserError(f"show={show} cannot be had here: {reasons[0] if reasons else 'it is not in schedules='}")
     return found
 

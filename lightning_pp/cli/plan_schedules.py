@@ -126,12 +126,12 @@ class ScheduleTable:
         short = [planned for planned in fitting if planned.step_time <= longest]
         return min(short, key=lambda planned: (round(planned.time_in_a_row, 9), planned.cut.summary.sent_bytes))
 
-    def named(self, name: str, stages_per_rank: int | None = None) -> PlannedSchedule | None:
-        """The schedule of that name, the shortest of several."""
+    def named(self, name: str, placement: Placement | None = None) -> PlannedSchedule | None:
+        """The schedule of that name, on that placement if one is given; the shortest of several."""
         found = [
             planned
             for planned in self.usable
-            if planned.name == name and stages_per_rank in (None, planned.stages_per_rank)
+            if planned.name == name and placement in (None, planned.schedule.placement)
         ]
         return min(found, key=lambda planned: (not planned.fits, planned.step_time), default=None)
 

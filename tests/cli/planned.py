@@ -26,6 +26,7 @@ TINY = [
     "data.num_val_crops=4",
     f"strategy.num_microbatches={NUM_MICROBATCHES}",
     "trainer.devices=2",
+    "strategy.schedule=zb_h1",
 ]
 
 
