@@ -11,6 +11,7 @@ import zoo
 from live_memory import LiveMemory
 from one_process import CPU, OneProcessPipeline, logging_to, loss_of
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from zoo_parts import doubled
 
 from lightning_pp.errors import ConfigurationError
@@ -225,3 +226,18 @@ def test_mistakes_are_named() -> None:
         estimate_memory(record, partition, Placement.interleaved(2), [], sharding="zero3")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="num_shards=2 with sharding='replicate'"):
         estimate_memory(record, partition, Placement.interleaved(2), [], num_shards=2)
+
+
+def test_nothing_holds_what_was_sent() -> None:
+    torch.manual_seed(7)
+    batch = doubled(zoo.ARCHITECTURES["residual_mlp"][1](6))
+    pipeline = OneProcessPipeline(zoo.ARCHITECTURES["residual_mlp"][0], batch, NUM_STAGES, splits_backward=True)
+    kept, output = pipeline.forward(batch)
+    sent = [StorageWeakRef(tensor.untyped_storage()) for in_flight in kept for tensor in in_flight.outputs.values()]
+    assert len(sent) == NUM_STAGES - 1 and not any(reference.expired() for reference in sent)
+    for in_flight in kept:  # as the executor does after sending
+        in_flight.outputs.clear()
+    assert all(reference.expired() for reference in sent)
+    kept[-1].loss = loss_of(output)
+    pipeline.backward(pipeline.plans(batch), kept, 1.0)
+    assert all(gradient is not None for stage in pipeline.stages for gradient in stage.gradients().values())

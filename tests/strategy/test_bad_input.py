@@ -33,6 +33,19 @@ class UsesLBFGS(Blocks):
         return torch.optim.LBFGS(self.parameters())
 
 
+class EvaluatesTwice(torch.optim.SGD):
+    """As sharpness-aware minimisation does."""
+
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        closure()
+        return super().step(closure)
+
+
+class UsesClosure(Blocks):
+    def configure_optimizers(self) -> Any:
+        return EvaluatesTwice(self.parameters(), lr=0.1)
+
+
 class ReadsItem(Blocks):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.blocks[0](x)
@@ -120,6 +133,7 @@ def check_everywhere(pool: WorkerPool, pattern: str, function: Any, *args: Any, 
         (ManualOptimization, r"ManualOptimization sets automatic_optimization=False.*return the loss"),
         (TwoOptimizers, r"TwoOptimizers returned several optimizers.*parameter groups"),
         (UsesLBFGS, r"LBFGS.*first-order optimizer"),
+        (UsesClosure, r"EvaluatesTwice\.step needs a closure.*one forward and backward per step"),
         (ReadsItem, r"test_bad_input\.py:\d+ in forward reads a value.*'blocks\.1' is called after it"),
         (Branches, r"test_bad_input\.py:\d+ in forward reads a value.*'blocks\.1' is called after it"),
         (ReturnsNoLoss, r"training_step returned dict without a loss.*'loss'"),
