@@ -211,6 +211,12 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             place, content = self._contents_before.pop()
             place.copy_(content)
 
+    def release(self) -> None:
+        """Lets go of all tensors, after the last question about any."""
+        self._kept_alive.clear()
+        self._sources_of_fakes.clear()
+        self.watch.release()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one operation."""
         kwargs = kwargs or {}

@@ -101,6 +101,7 @@ def _attempt(
 ) -> StepRecord:
     record = run.record
     with ExitStack() as stack:
+        stack.callback(run.release)
         stack.enter_context(preserved_random_state(placeholders.device))
         stack.enter_context(placeholders.all_fake(lambda fake, name: set_sources(fake, {Parameter(name)})))
         changes = stack.enter_context(preserved_state(module))

@@ -137,6 +137,11 @@ class MemoryWatch:
                 self._of_call.append(storage)
                 self._kept_for_call.append(tensor)
 
+    def release(self) -> None:
+        """Lets go of all tensors."""
+        self._kept.clear()
+        self._kept_for_call.clear()
+
 
 class GraphReader:
     """Reads off the autograd graph what the nodes between given places keep, each node once."""

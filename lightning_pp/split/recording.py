@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -367,12 +367,15 @@ class DryRun:
         with never_run_again():
             self._flow.keep(self._graph.saved_behind(tensors, self._marker_nodes.values()), reads.memory.saved)
 
-    def _saved_memory_counted(self, call: UnitCall) -> AbstractContextManager[Any]:
+    @contextmanager
+    def _saved_memory_counted(self, call: UnitCall) -> Iterator[None]:
         """Adds up what autograd keeps of a unit call between forward and backward, each memory once, parameters not."""
         if not torch.is_grad_enabled():
-            return ExitStack()
+            yield
+            return
         seen = {storage_of(fake) for fake in self._placeholders.fakes()}
         kept: list[Tensor] = []  # a memory that is freed would be counted as the next at its address
+        flow = self._flow
 
         def pack(tensor: Tensor) -> Tensor:
             storage = storage_of(tensor)
@@ -380,10 +383,19 @@ class DryRun:
                 seen.add(storage)
                 kept.append(tensor if is_fake(tensor) else tensor.detach())
                 call.saved_bytes += tensor.untyped_storage().nbytes()
-            self._flow.keep([tensor], call.memory.saved)
+            flow.keep([tensor], call.memory.saved)
             return tensor
 
-        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                yield
+        finally:
+            kept.clear()  # the graph holds ``pack``, and these hold the graph
+
+    def release(self) -> None:
+        """Lets go of all tensors, since they hold the graph, which holds this recording where no collector sees it."""
+        self._marker_nodes.clear()
+        self._flow.release()
 
 
 class _Arguments:

@@ -1,0 +1,42 @@
+"""A dry run leaves nothing behind that keeps the model alive."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import torch
+from one_process import CPU, build, recorded
+from torch import Tensor, nn
+from zoo_parts import Block, next_token_loss
+
+from lightning_pp.split import discover_units, dry_run
+from lightning_pp.split.placeholders import Placeholders
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(24, 8)
+        self.blocks = nn.Sequential(*(Block() for _ in range(3)))
+        self.head = nn.Linear(8, 24)
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return next_token_loss(self.head(self.blocks(self.embedding(batch))), batch)
+
+
+def test_a_recorded_model_is_freed() -> None:
+    module = build(Model)
+    placeholders = Placeholders(module, CPU)
+    record = dry_run(
+        recorded(module, torch.randint(0, 24, (3, 6))),
+        module=module,
+        units=discover_units(module),
+        placeholders=placeholders,
+        with_gradients=True,
+    )
+    assert record.calls[1].saved_bytes > 0  # the hooks that counted this held the graph, and the graph held them
+    alive = [weakref.ref(module), weakref.ref(placeholders), weakref.ref(module.blocks[0].up.weight)]
+    del module, placeholders, record
+    gc.collect()
+    assert [reference() for reference in alive] == [None, None, None]
