@@ -113,6 +113,8 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # for the fake of a real tensor, the real memory that it stands for
         self._real_memory: dict[int, int] = {}
         self._own_memory = set(own_memory)
+        # what code outside units has made, and the batch: a unit that writes there changes what other stages have
+        self._glue_memory: set[int | None] = set()
         self._contents_before: list[tuple[Tensor, Tensor]] = []
         self._parameters: dict[Tensor, str] = {}
         self._names_of_storages: dict[int | None, str] = {}
@@ -238,6 +240,8 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note_memory(func, inputs, result)
             if self.call is None and self.glue_is_random:
                 self._note_drawn(func, inputs, result)
+            if is_mutable and self.call is not None:
+                self._note_edits_by_unit(func, args, kwargs)
             return result
         if self.call is not None:
             self._note(sources)
@@ -326,7 +330,10 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note_memory(self, func: Any, inputs: list[Tensor], result: Any) -> None:
         """What an operation returns that is no view of what it was given lies in memory of the step's own."""
         made = {storage_of(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
-        self._own_memory |= made if func is _LIFT_FRESH else made - {storage_of(tensor) for tensor in inputs}
+        new = made if func is _LIFT_FRESH else made - {storage_of(tensor) for tensor in inputs}
+        self._own_memory |= new
+        if self.call is None:
+            self._glue_memory |= new
 
     def _note_drawn(self, func: Any, inputs: list[Tensor], result: Any) -> None:
         """Follows what glue draws, to see whether the way of the step hangs on it."""
@@ -348,7 +355,17 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             place = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
             self._contents_before.append((place, place.clone()))
             self.edits_batch = True
+            self._glue_memory.add(storage)
             self._own_memory.add(storage)
+
+    def _note_edits_by_unit(self, func: Any, args: Any, kwargs: Any) -> None:
+        """A unit runs on one stage only: what it writes into memory that is not its own exists there only."""
+        assert self.call is not None
+        for tensor in _written_by(func, args, kwargs):
+            storage = storage_of(tensor)
+            if storage is not None and storage in self._glue_memory:
+                self._written[storage] = self._written.get(storage, NOTHING) | {Inside(self.call.index)}
+                self._kept_alive.append(tensor)
 
     def _note_writes(self, func: Any, args: Any, kwargs: Any, produced: frozenset[Source]) -> None:
         for tensor in _written_by(func, args, kwargs):

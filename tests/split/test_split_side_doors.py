@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -385,3 +386,45 @@ def test_parameters_used_at_the_end_are_owned_there_too() -> None:
     stages = pipeline.split.partition.stage_of_unit
     assert pipeline.split.owners["blocks.1.up.weight"] == tuple(sorted({stages["blocks.1"], 2}))
     assert pipeline.split.owners["embedding.weight"] == (0,)
+
+
+class EditsTheMask(Small):
+    """The first block writes into a tensor that depends on the batch only, and the loss reads it."""
+
+    class block(Block):  # noqa: N801
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            mask.mul_(0.5)
+            return super().forward(x) + mask
+
+    def training_step(self, batch: Any) -> Tensor:
+        mask = (batch > 3).to(torch.float64).unsqueeze(-1)
+        h = self.embedding(batch)
+        for block in self.blocks:
+            h = block(h, mask)
+        return next_token_loss(self.head(h), batch) * mask.mean()
+
+
+class EditsTheBatch(EditsTheMask):
+    def training_step(self, batch: Any) -> Tensor:
+        tokens, mask = batch
+        h = self.embedding(tokens)
+        for block in self.blocks:
+            h = block(h, mask)
+        return next_token_loss(self.head(h), tokens) * mask.mean()
+
+
+def masked_batches() -> list[Any]:
+    return [(batch, torch.rand(*batch.shape, 1, dtype=torch.float64)) for batch in batches()]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "data"), [(EditsTheMask, batches), (EditsTheBatch, masked_batches)], ids=["glue", "batch"]
+)
+def test_what_a_unit_writes_into_a_tensor_of_others_keeps_its_readers_on_its_stage(
+    architecture: type[Small], data: Callable[[], list[Any]]
+) -> None:
+    pipeline, _ = compare(architecture, data(), 2)
+    stages = pipeline.split.partition.stage_of_unit
+    assert stages["embedding"] == 0 and {stages[f"blocks.{index}"] for index in range(4)} == {1}
+    with pytest.raises(SplitError, match=r"blocks\.0.*must share a stage.*edit in place"):
+        compare(architecture, data(), 3)
