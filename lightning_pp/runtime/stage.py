@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_pp.runtime.deferred import (
     collect_weight_gradients,
@@ -114,10 +113,10 @@ class StageRunner:
         Returns:
             The gradient of every received value that one is returned for.
         """
-        roots: list[GradientEdge] = []
+        roots: list[Any] = []  # tensors, and edges where a tensor has been sent
         root_gradients: list[Tensor] = []
         if in_flight.loss is not None:
-            roots.append(get_gradient_edge(in_flight.loss))
+            roots.append(in_flight.loss)
             root_gradients.append(torch.full_like(in_flight.loss, loss_weight))
         for value, parts in gradients.items():
             if value in in_flight.roots and parts:

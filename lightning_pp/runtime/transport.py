@@ -41,6 +41,7 @@ class Transport:
         self._device = device
         self._matches_by_tag = device.type == "cpu"
         self._groups = {} if self._matches_by_tag else self._channel_groups(timeout)
+        self._channels: dict[tuple[int, int], tuple[dist.ProcessGroup, int]] = {}
         self._step = 0
         self._receipts: Mapping[int, int] = {}
         self._waiting: dict[int, deque[Message]] = {}
@@ -65,6 +66,7 @@ class Transport:
     def begin(self, route: Route) -> None:
         """Starts a step; posts the first receives."""
         self._step += 1
+        self._channels.clear()  # the default group may be another one in another run
         self._receipts = route.receipts
         self._waiting = {sender: deque(messages) for sender, messages in route.incoming.items()}
         self._num_posted = dict.fromkeys(self._waiting, 0)
@@ -112,8 +114,8 @@ class Transport:
             work = None
             if tensor.numel() > 0:
                 tensor = tensor.contiguous()
-                group = self._groups.get((self._rank, receiver))
-                work = dist.isend(tensor, self._ranks[receiver], group=group, tag=self._tag(message))
+                group, peer = self._channel(self._rank, receiver)
+                work = group.send([_as_real(tensor)], peer, self._tag(message))
             self._sends.add(receiver, Send(work, tensor, message.is_gradient))
 
     def finish(self) -> None:
@@ -143,10 +145,28 @@ class Transport:
         tensor = torch.empty(message.spec.shape, dtype=message.spec.dtype, device=self._device)
         work = None
         if tensor.numel() > 0:
-            group = self._groups.get((sender, self._rank))
-            work = dist.irecv(tensor, self._ranks[sender], group=group, tag=self._tag(message))
+            group, peer = self._channel(sender, self._rank)
+            work = group.recv([_as_real(tensor)], peer, self._tag(message))
         self._posted[message.tag] = (work, tensor)
         self._num_posted[sender] += 1
 
+    def _channel(self, source: int, target: int) -> tuple[dist.ProcessGroup, int]:
+        """The group that messages from ``source`` to ``target`` go through, and the other side's rank in it.
+
+        ``dist.isend`` looks both up for every message, which takes as long as sending.
+        """
+        channel = self._channels.get((source, target))
+        if channel is None:
+            group = self._groups.get((source, target)) or dist.group.WORLD
+            assert group is not None
+            other = self._ranks[target if source == self._rank else source]
+            channel = self._channels[source, target] = (group, dist.get_group_rank(group, other))
+        return channel
+
     def _tag(self, message: Message) -> int:
         return (self._step * _TAGS_PER_STEP + message.tag) % _TAG_RANGE if self._matches_by_tag else 0
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    """The memory of ``tensor`` as numbers that every backend knows."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
