@@ -16,7 +16,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_pp.checkpoint import BackgroundSaver, OpenedCheckpoint, make_stager
@@ -193,7 +193,8 @@ class Checkpoints:
 
 def refuse_plugin(checkpoint_io: CheckpointIO | None, *, is_sharded: bool) -> None:
     """Raises :class:`ConfigurationError` for a plugin that a sharded checkpoint would not go through."""
-    if checkpoint_io is not None and is_sharded:
+    # Lightning puts its default in the place of none when it is first asked for
+    if checkpoint_io is not None and type(checkpoint_io) is not TorchCheckpointIO and is_sharded:
         raise ConfigurationError(
             f"The plugin {type(checkpoint_io).__name__} writes single files, and sharded checkpoints are written by "
             "every rank without it. Set save_distributed_checkpoint=False to use it; to write sharded checkpoints "
