@@ -33,13 +33,22 @@ class Transport:
         rank: This rank's place in ``ranks``.
         device: Where received tensors are put.
         timeout: How long a receive may wait.
+        group: The group to use where there is not one per channel, on the host; None for the default one.
     """
 
-    def __init__(self, ranks: Sequence[int], rank: int, device: torch.device, timeout: timedelta | None = None) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        device: torch.device,
+        timeout: timedelta | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         self._ranks = tuple(ranks)
         self._rank = rank
         self._device = device
         self._matches_by_tag = device.type == "cpu"
+        self._group = group
         self._groups = {} if self._matches_by_tag else self._channel_groups(timeout)
         self._channels: dict[tuple[int, int], tuple[dist.ProcessGroup, int]] = {}
         self._step = 0
@@ -157,7 +166,7 @@ class Transport:
         """
         channel = self._channels.get((source, target))
         if channel is None:
-            group = self._groups.get((source, target)) or dist.group.WORLD
+            group = self._groups.get((source, target), self._group) or dist.group.WORLD
             assert group is not None
             other = self._ranks[target if source == self._rank else source]
             channel = self._channels[source, target] = (group, dist.get_group_rank(group, other))

@@ -55,6 +55,11 @@ class StepAttributes:
         self._before = [_Snapshot(attributes.get(key, _MISSING)) for attributes, key in self._places]
         self._changes: dict[int, list[Any]] = {}
 
+    @property
+    def are_kept(self) -> bool:
+        """Whether there are any."""
+        return bool(self._places)
+
     @contextmanager
     def of_microbatch(self, microbatch: int, *, active: bool) -> Iterator[None]:
         """Around one microbatch's step; its changes are noted if ``active`` and undone in any case."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,9 +18,11 @@ T = TypeVar("T")
 # Most messages (a few logged values) fit into one frame, so they cost one collective; longer ones cost two.
 _FRAME_BYTES = 4096
 _LENGTH_BYTES = 8
+# of a message that nobody sends
+_TAG_OF_NOTHING = (1 << 30) + 5
 
 
-@dataclass(frozen=True)
+@dataclass
 class ControlGroups:
     """Who talks to whom outside the pipeline's schedule.
 
@@ -55,6 +58,18 @@ class ControlGroups:
     def is_last_stage(self) -> bool:
         return self.pipeline is None or self.pipeline.rank() == self.last_stage_rank
 
+    def abandon(self) -> None:
+        """After an error: ends what the other ranks wait for, and the groups with it; nothing is sent here again."""
+        for group in (self.pipeline, self.data_parallel):
+            hang_up(group)
+
+    def replace_by(self, others: ControlGroups) -> None:
+        """Frees the groups and takes on others of the same ranks."""
+        for group in (self.pipeline, self.data_parallel):
+            if group is not None:
+                dist.destroy_process_group(group)
+        self.pipeline, self.data_parallel = others.pipeline, others.data_parallel
+
     def share(self, produce: Callable[[], T], what: str) -> T:
         """Calls ``produce`` on the last stage and returns its result on every rank of the pipeline.
 
@@ -77,24 +92,29 @@ class ControlGroups:
             return result  # type: ignore[no-any-return]
         try:
             produced = produce()
-            payload = _pickled((False, produced), what)
+            payload = pickled((False, produced), what)
         except Exception as error:
-            _broadcast(_pickled_error(error), self.pipeline, self.last_stage_rank)
+            _broadcast(pickled_error(error), self.pipeline, self.last_stage_rank)
             raise
         _broadcast(payload, self.pipeline, self.last_stage_rank)
         return produced
 
     def gather(self, item: T) -> list[T]:
         """The ``item`` of every replica, in the order of the replicas; every rank of the group has to call this."""
+        return self.start_gather(item)()
+
+    def start_gather(self, item: T) -> Callable[[], list[T]]:
+        """:meth:`gather`, waited for when the returned function is called; nothing is gathered here before that."""
         if self.data_parallel is None or self.num_replicas == 1:
-            return [item]
-        return [pickle.loads(payload) for payload in _all_gather(pickle.dumps(item), self.data_parallel)]
+            return lambda: [item]
+        finish = _start_all_gather(pickle.dumps(item), self.data_parallel)
+        return lambda: [pickle.loads(payload) for payload in finish()]
 
     def gather_in_pipeline(self, item: T) -> list[T]:
         """Returns the ``item`` of every rank of the pipeline, in order; every one of them has to call it."""
         if self.pipeline is None or self.pipeline_size == 1:
             return [item]
-        return [pickle.loads(payload) for payload in _all_gather(pickle.dumps(item), self.pipeline)]
+        return [pickle.loads(payload) for payload in _start_all_gather(pickle.dumps(item), self.pipeline)()]
 
     def broadcast_tensor(self, tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
         """Overwrites ``tensor`` with the last stage's; any dtype, contiguous, on a device that ``group`` supports."""
@@ -130,7 +150,26 @@ def make_control_groups(
     )
 
 
-def _pickled(outcome: tuple[bool, Any], what: str) -> bytes:
+def hang_up(group: dist.ProcessGroup | None) -> None:
+    """Ends a gloo group: who waits in it for this rank, or will, gets an error now; the group is of no more use.
+
+    There is no call for it, and destroying a group waits for what is under way. A receive that times out does it: to
+    gloo, a timeout is the end of all connections of the group.
+    """
+    if group is None:
+        return
+    for peer in range(group.size()):
+        if peer != group.rank():
+            # one by one: with a peer that has hung up already, it fails at once and ends nothing
+            with contextlib.suppress(RuntimeError):
+                nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+                work = dist.irecv(nothing, group=group, group_src=peer, tag=_TAG_OF_NOTHING)
+                assert work is not None
+                work.wait(timedelta(milliseconds=1))
+
+
+def pickled(outcome: tuple[bool, Any], what: str) -> bytes:
+    """What :meth:`ControlGroups.share` sends; raises ``TypeError`` with the name of ``what`` cannot be pickled."""
     try:
         return pickle.dumps(outcome)
     except Exception as error:
@@ -140,7 +179,8 @@ def _pickled(outcome: tuple[bool, Any], what: str) -> bytes:
         ) from error
 
 
-def _pickled_error(error: Exception) -> bytes:
+def pickled_error(error: Exception) -> bytes:
+    """An error as :func:`pickled` would give it; one that does not survive pickling is described."""
     try:
         payload = pickle.dumps((True, error))
         pickle.loads(payload)  # exceptions with their own __init__ may pickle and yet not come back
@@ -179,15 +219,22 @@ def _broadcast(payload: bytes, group: dist.ProcessGroup, source: int) -> bytes:
     return head + rest.numpy().tobytes()
 
 
-def _all_gather(payload: bytes, group: dist.ProcessGroup) -> list[bytes]:
+def _start_all_gather(payload: bytes, group: dist.ProcessGroup) -> Callable[[], list[bytes]]:
     frames = [torch.empty(_FRAME_BYTES, dtype=torch.uint8) for _ in range(group.size())]
-    dist.all_gather(frames, _frame(payload), group=group)
-    opened = [_open_frame(frame) for frame in frames]
-    longest = max(length - len(head) for length, head in opened)
-    if longest == 0:
-        return [head for _, head in opened]
-    rests = [torch.empty(longest, dtype=torch.uint8) for _ in opened]
-    dist.all_gather(rests, _rest(payload, longest), group=group)
-    return [
-        head + rest.numpy().tobytes()[: length - len(head)] for (length, head), rest in zip(opened, rests, strict=True)
-    ]
+    work = dist.all_gather(frames, _frame(payload), group=group, async_op=True)
+
+    def finish() -> list[bytes]:
+        assert work is not None
+        work.wait()
+        opened = [_open_frame(frame) for frame in frames]
+        longest = max(length - len(head) for length, head in opened)
+        if longest == 0:
+            return [head for _, head in opened]
+        rests = [torch.empty(longest, dtype=torch.uint8) for _ in opened]
+        dist.all_gather(rests, _rest(payload, longest), group=group)
+        return [
+            head + rest.numpy().tobytes()[: length - len(head)]
+            for (length, head), rest in zip(opened, rests, strict=True)
+        ]
+
+    return finish

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -12,7 +12,9 @@ from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -32,18 +34,21 @@ from lightning_pp.split.weight_updates import RepeatedUpdates
 from lightning_pp.strategy.assembly import SplitModel, assign_stages, record_model
 from lightning_pp.strategy.attributes import StepAttributes, kept_by_step
 from lightning_pp.strategy.checkpointing import ActivationCheckpointing, recomputation_of
-from lightning_pp.strategy.control import make_control_groups
+from lightning_pp.strategy.control import ControlGroups, make_control_groups
 from lightning_pp.strategy.cuts import CutOptions
 from lightning_pp.strategy.data import check_same_batch, fingerprint
 from lightning_pp.strategy.dry_steps import first_arguments, recorded_step
 from lightning_pp.strategy.gradients import StageGradients
 from lightning_pp.strategy.logs import StepLogs, replay
+from lightning_pp.strategy.messages import MessageLine
 from lightning_pp.strategy.metrics import PipelineMetrics
 from lightning_pp.strategy.outputs import merge_outputs, share_result_of
 from lightning_pp.strategy.plans import signature_of
 from lightning_pp.strategy.precision import loss_scale, step_dtypes
 from lightning_pp.strategy.profiling import tuned_programs
 from lightning_pp.strategy.refusals import loss_of
+from lightning_pp.strategy.reports import Merged, report_batch
+from lightning_pp.strategy.results import BatchResults
 from lightning_pp.strategy.schedule_options import ScheduleOptions
 from lightning_pp.strategy.sizes import Auto, ParallelSizes, resolve_num_microbatches
 from lightning_pp.strategy.stage_sharding import ShardingSettings
@@ -60,6 +65,10 @@ class _Sealed:
         self.content = content
 
 
+def _nothing() -> None:
+    pass
+
+
 _Results = tuple[Any, list[Any], _Sealed]
 
 
@@ -72,12 +81,15 @@ class PipelineEngine:
         run this rank's program (:class:`PipelineExecutor`), the user's step once per microbatch and stage; on the last
             batch of an accumulation it also reduces gradients over replicas, unit by unit
         then: sum gradients over stages that share parameters
-        exchange what was logged and returned: the last stages of all replicas average, each tells its pipeline
-        replay the logs, on every rank alike
+        have the last stage tell what was logged and returned: those of all replicas average, each tells its pipeline
+        in evaluation: wait for it; in training: go on, and let :class:`BatchResults` take it up when it is looked at
 
-    Collectives in a batch: with more than one replica, one reduction per unit and step; one for shared parameters, if
-    there are any; one small gather among last stages and one small broadcast along each pipeline for logs and loss.
+    The collectives of a training step are listed at :class:`~lightning_pp.strategy.loop.PipelineOptimization`. A batch
+    of evaluation has one small gather among last stages, with replicas, and one small broadcast along each pipeline.
     Once in a training whose batches are measured: a few small gathers between two of them (:class:`TunedPrograms`).
+
+    An error on one rank ends what the other ranks of its pipeline wait for, so all of them leave the run with an error.
+    The next run makes new groups, and starts clean; the stages' parameters may then be one optimizer step apart.
 
     Args:
         trainer: The trainer.
@@ -128,14 +140,20 @@ class PipelineEngine:
         self._compile_options = compile_options
         self._activation_checkpointing = activation_checkpointing
         self._compiled_units: CompiledUnits | None = None
-        self.groups = make_control_groups(sizes.pipeline, sizes.data_parallel, 0, timeout)
+        self.groups = self._new_groups()
+        self.results = BatchResults(module)
         self._seed = 0
         self._num_batches_run = {True: 0, False: 0}  # training, evaluation
+        self.num_batches_trained = 0  # in this process
         self._fingerprint: int | None = None
         self._failed = False
+        self._is_connected = True
         self._attached = ExitStack()
         self.last_training_step: tuple[Schedule, StepTimer] | None = None
         self.last_num_samples = 0
+
+    def _new_groups(self) -> ControlGroups:
+        return make_control_groups(self.sizes.pipeline, self.sizes.data_parallel, 0, self._timeout)
 
     # ---------------------------------------------------------------- building
 
@@ -195,6 +213,7 @@ class PipelineEngine:
         )
         self.placement = layout.placement
         self.groups = replace(self.groups, last_stage_rank=self.placement.rank_of_stage[-1])
+        self._messages = MessageLine(replace(self._new_groups(), last_stage_rank=self.groups.last_stage_rank))
         self.metrics = PipelineMetrics(self.module, self.groups)
         self._programs = tuned_programs(
             self._options, layout, self.split, self.mesh, self._data_parallel, self.groups, self.device, agree
@@ -210,15 +229,16 @@ class PipelineEngine:
         self._programs.sharding = self.gradients.sharding
         if self._compile_options is not None:
             self._compiled_units = CompiledUnits(self.split.units_of(self.rank), self._compile_options)
-        ranks = [int(rank) for rank in self.mesh["pipeline"].mesh.tolist()]
-        self._executor = PipelineExecutor(
-            self.rank,
-            self.split.units,
-            Transport(ranks, self.rank, self.device, self._timeout),
-            self.device,
-            recomputation,
-        )
+        self._recomputation = recomputation
+        self._connect()
         self._align_generators()
+
+    def _connect(self) -> None:
+        """Makes what carries tensors between the stages; on the host over a group that is its alone."""
+        ranks = [int(rank) for rank in self.mesh["pipeline"].mesh.tolist()]
+        self._stage_groups = self._new_groups() if self.device.type == "cpu" else ControlGroups()
+        transport = Transport(ranks, self.rank, self.device, self._timeout, self._stage_groups.pipeline)
+        self._executor = PipelineExecutor(self.rank, self.split.units, transport, self.device, self._recomputation)
 
     def _align_generators(self) -> None:
         """Every rank of a pipeline draws the same from the host's generators from here on."""
@@ -240,30 +260,60 @@ class PipelineEngine:
         self._seed, self._num_batches_run[True] = state["seed"], state["num_batches"]
 
     def attach(self, trainer: pl.Trainer) -> None:
-        """Takes over metrics and units for a run of the trainer."""
+        """Takes over metrics and units for a run of the trainer; every rank has to call it."""
         self._trainer = trainer
+        self._recover()
         self._attached.enter_context(self._update_hooks.seeing_all_parameters())
         self.metrics.attach()
         self.gradients.prepare()
         if self._compiled_units is not None:
             self._compiled_units.attach()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.results.attach(trainer)
 
     def detach(self) -> None:
         """Gives metrics, hooks and units back; waits until others have what was sent, unless the run failed."""
         self._attached.close()
         self.metrics.detach()
+        self.results.detach()
         if self._compiled_units is not None:
             self._compiled_units.detach()
         if not self._failed and hasattr(self, "_executor"):
             self._executor.drain()
 
     def abandon(self) -> None:
-        """After an exception: what is left of the step is dropped before the next one.
+        """After an exception: ends what the other ranks of the pipeline wait for.
 
-        Not now, for that would wait for collectives that a rank with an error never joins.
+        What is left of the step is dropped before the next one. Not now, for that would wait for collectives that a
+        rank with an error never joins.
         """
         self._failed = True
-        self._programs.start_over()
+        if self._is_connected:
+            self._is_connected = False
+            for groups in (self.groups, self._messages.groups, self._stage_groups):
+                groups.abandon()
+
+    def _recover(self) -> None:
+        """Brings the ranks together again, if one of them has failed since the last run."""
+        if self.mesh.size() == 1:
+            return
+        run = self._num_batches_run
+        numbers = [not self._is_connected, run[True], run[False], self.num_batches_trained]
+        shared = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        dist.all_reduce(shared, dist.ReduceOp.MAX)
+        failed, run[True], run[False], self.num_batches_trained = shared.tolist()
+        if failed:
+            self._failed = True  # drops this rank's part of the step
+            self._is_connected = True
+            self._programs.start_over()
+            self.groups.replace_by(self._new_groups())
+            self._messages.groups.replace_by(self._new_groups())
+            self._messages = MessageLine(self._messages.groups)
+            if self.device.type == "cpu":
+                stage_groups = self._stage_groups
+                self._connect()
+                stage_groups.replace_by(ControlGroups())
+            self._align_generators()
 
     @property
     def costs(self) -> StageCosts | None:
@@ -274,6 +324,11 @@ class PipelineEngine:
 
     def train(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, accumulate: int, reduce: bool) -> Any:
         """Forward and backward of one batch; returns what the user's step would have returned for it."""
+        with self._abandoning():
+            return self._train(args, kwargs, accumulate, reduce)
+
+    def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any], accumulate: int, reduce: bool) -> Any:
+        self.results.make_room()
         batch, *rest = args
         microbatches = self._cut(batch, for_training=True)
         if self._failed:
@@ -287,6 +342,22 @@ class PipelineEngine:
 
     def evaluate(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forward of one batch; returns what the user's step would have returned for it."""
+        with self._abandoning():
+            return self._evaluate(step, args, kwargs)
+
+    @contextmanager
+    def _abandoning(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self.abandon()
+            if isinstance(error, RuntimeError) and "gloo" in str(error) and "has stopped" not in str(error):
+                raise RuntimeError(
+                    f"Another rank of the pipeline has stopped; look for its own error, which came first. ({error})"
+                ) from error
+            raise
+
+    def _evaluate(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch, *rest = args
         microbatches = self._cut(batch, for_training=False)
         most = self.gradients.most_microbatches(len(microbatches), reduce=False)
@@ -338,7 +409,10 @@ class PipelineEngine:
             with updates.of_step():
                 return getattr(self.module, step)(data, *rest, **kwargs)
 
-        mean_losses, loss_weights = self._mean_losses(microbatches, plans, call_step, seeds)
+        scale = loss_scale(self._precision, self.device) if training else 1.0
+        mean_losses, loss_weights, know_other_replicas = self._mean_losses(
+            microbatches, plans, call_step, seeds, scale / accumulate
+        )
         last_stage = self.placement.num_stages - 1
 
         def run_step(microbatch: int, stage: int) -> Any:
@@ -349,17 +423,17 @@ class PipelineEngine:
                 stack.enter_context(self.metrics.step() if is_last else self.metrics.suspended())
                 stack.enter_context(attributes.of_microbatch(microbatch, active=is_last))
                 if is_last:
+                    know_other_replicas()
                     stack.enter_context(mean_losses.corrected(microbatch))
                 return call_step(microbatches[microbatch].data)
 
-        scale = loss_scale(self._precision, self.device) if training else 1.0
         outputs, timer = self._executor.run(
             schedule,
             StepInputs(
                 plans,
                 run_step,
                 find_loss,
-                [w * scale / accumulate for w in loss_weights],
+                loss_weights,
                 seed,
                 self.gradients.stages,
                 self._programs.queued_bytes if training else None,
@@ -372,15 +446,35 @@ class PipelineEngine:
             self.last_num_samples = sum(num_samples)
         weights = [microbatch.weight for microbatch in microbatches]
 
+        mine, self._fingerprint = self._fingerprint, None
+
+        def merged() -> Merged:
+            return merge_outputs(outputs, num_samples, weights), attributes.merged(num_samples, weights)
+
+        if training:
+            self.num_batches_trained += 1
+            report = report_batch(
+                self._messages,
+                logs,
+                merged,
+                weights=weights,
+                num_samples=sum(num_samples),
+                fingerprint=mine,
+                device=self.device,
+            )
+            self.results.add(report.message, batch_idx, mine)
+            if attributes.are_kept:
+                attributes.apply(report.changes())
+            return report.outputs()
+
         def results() -> _Results:
             calls, total = logs.merge_over_replicas(weights, sum(num_samples), self.groups)
-            output = merge_outputs(outputs, num_samples, weights)
-            changes = attributes.merged(num_samples, weights)
-            return output, changes, _Sealed((calls, total, self._fingerprint))
+            return *merged(), _Sealed((calls, total, mine))
 
         output, changes, sealed = cast(_Results, share_result_of(results, self.groups, self.device))
         calls, total, fingerprint_of_last_stage = sealed.content
-        self._check_batch(fingerprint_of_last_stage, batch_idx)
+        if mine is not None and fingerprint_of_last_stage is not None:
+            check_same_batch([mine, fingerprint_of_last_stage], batch_idx)
         replay(self.module, calls, total)
         attributes.apply(changes)
         return output
@@ -393,12 +487,6 @@ class PipelineEngine:
         number = resolve_num_microbatches(self._num_microbatches, self.sizes.pipeline, batch_size_of(batch))
         return split_batch(batch, number)
 
-    def _check_batch(self, others: int | None, batch_idx: int) -> None:
-        """Raises unless the last stage saw the batch that this rank saw."""
-        mine, self._fingerprint = self._fingerprint, None
-        if mine is not None and others is not None:
-            check_same_batch([mine, others], batch_idx)
-
     def _check_first_batches(self, batch_idx: int) -> None:
         """Before a run's first batches are cut: later ones are checked by the message that ends a batch anyway."""
         if self._fingerprint is not None and batch_idx < _BATCHES_CHECKED_BEFOREHAND:
@@ -410,18 +498,21 @@ class PipelineEngine:
         plans: Sequence[StepPlan],
         call_step: Callable[[Any], Any],
         seeds: Sequence[Callable[[int], None]],
-    ) -> tuple[MeanLosses, list[float]]:
+        factor: float,
+    ) -> tuple[MeanLosses, list[float], Callable[[], None]]:
         """Counts, on the last stage, what losses that are means divide by, so that the global batch's mean comes out.
 
         Returns:
-            The losses, and the share of each microbatch in the samples of the global batch times the number of
-            replicas: the weights whose mean over replicas is the global batch's mean. Only the last stage uses them.
+            The losses; the share of each microbatch in the samples of the global batch times the number of replicas,
+            times ``factor``: the weights whose mean over replicas is the global batch's mean; and what waits for the
+            other replicas and sets both right. Only the last stage uses them, from its first loss on.
         """
         weights = [microbatch.weight for microbatch in microbatches]
         losses = MeanLosses(weights)
+        loss_weights = [weight * factor for weight in weights]
         num_replicas = self.groups.num_replicas
         if not self.groups.is_last_stage:
-            return losses, weights
+            return losses, loss_weights, _nothing
         if (len(microbatches) > 1 or num_replicas > 1) and any(plan.record.num_mean_losses for plan in plans):
             for index, (microbatch, plan) in enumerate(zip(microbatches, plans, strict=True)):
                 with ExitStack() as stack:
@@ -437,13 +528,22 @@ class PipelineEngine:
                         seeds[index],
                     )
         if num_replicas == 1:
-            return losses, weights
-        gathered = self.groups.gather((sum(microbatch.num_samples for microbatch in microbatches), losses.totals()))
-        num_samples = sum(samples for samples, _ in gathered)
-        shares = [microbatch.num_samples / num_samples for microbatch in microbatches]
-        per_loss = list(zip(*(totals for _, totals in gathered), strict=False))
-        losses.use_totals_of_all_replicas([None if None in totals else sum(totals) for totals in per_loss], shares)
-        return losses, [share * num_replicas for share in shares]
+            return losses, loss_weights, _nothing
+        samples = sum(microbatch.num_samples for microbatch in microbatches)
+        gather = self.groups.start_gather((samples, losses.totals()))
+        gathered: list[tuple[int, list[float | None]]] = []
+
+        def know_other_replicas() -> None:
+            if gathered:
+                return
+            gathered.extend(gather())
+            num_samples = sum(samples for samples, _ in gathered)
+            shares = [microbatch.num_samples / num_samples for microbatch in microbatches]
+            per_loss = list(zip(*(totals for _, totals in gathered), strict=False))
+            losses.use_totals_of_all_replicas([None if None in totals else sum(totals) for totals in per_loss], shares)
+            loss_weights[:] = [share * num_replicas * factor for share in shares]
+
+        return losses, loss_weights, know_other_replicas
 
     def _recorded_step(
         self, step: str, microbatch: Microbatch, rest: Sequence[Any], kwargs: dict[str, Any] | None = None

@@ -32,6 +32,7 @@ from torchmetrics import Metric
 from lightning_pp.errors import SplitError
 from lightning_pp.split.placeholders import is_fake
 from lightning_pp.strategy.control import ControlGroups
+from lightning_pp.strategy.host_copies import HostCopies
 from lightning_pp.strategy.log_calls import LogCall, merge_calls, reduction_name, to_numbers, to_tensors
 from lightning_pp.strategy.patching import replaced
 
@@ -100,6 +101,13 @@ class StepLogs:
                 yield
             finally:
                 connector._current_fx = current_fx
+
+    def to_host(self, copies: HostCopies) -> None:
+        """Puts copies in the place of the recorded values, which a next step may change."""
+        for index, recorded in self._microbatches.items():
+            self._microbatches[index] = [
+                item if item.value is None else replace(item, value=copies.copy(item.value)) for item in recorded
+            ]
 
     def merge(self, weights: Sequence[float], num_samples: int) -> list[LogCall]:
         """What the whole batch logged, from what its microbatches did.

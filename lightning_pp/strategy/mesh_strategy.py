@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import (
@@ -22,15 +20,12 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.strategy import TBroadcast
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core import rank_zero
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_pp.strategy.meshes import make_meshes
 from lightning_pp.strategy.sizes import Auto, ParallelSizes
-
-_log = logging.getLogger(__name__)
 
 
 class MeshStrategy(ParallelStrategy):
@@ -218,25 +213,3 @@ class MeshStrategy(ParallelStrategy):
     def _is_interrupted(self) -> bool:
         module = self.lightning_module
         return module is not None and module._trainer is not None and module.trainer.interrupted
-
-    def end_together_on_sigterm(self, trainer: pl.Trainer) -> None:
-        """Has a SIGTERM to any rank end the training between two batches, on all ranks at once.
-
-        Lightning's handler starts a collective wherever the signal finds it, also in the middle of a step, in which the
-        other ranks wait for this one. Here the handler only notes the signal, and the collective that Lightning has
-        before every batch anyway asks all ranks whether one came.
-        """
-        received = False
-
-        def note(signum: int, _: Any) -> None:
-            nonlocal received
-            _log.info(f"[rank: {self.global_rank}] Received signal {signum}; the run ends before the next batch.")
-            received = True
-
-        def ask_all_ranks() -> None:
-            if self.reduce_boolean_decision(received, all=False):
-                trainer._signal_connector.received_sigterm = True
-                raise SIGTERMException
-
-        trainer._signal_connector.__dict__["_sigterm_notifier_fn"] = note
-        trainer.fit_loop.epoch_loop.__dict__["_broadcast_sigterm_tensor"] = ask_all_ranks

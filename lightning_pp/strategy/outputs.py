@@ -18,6 +18,7 @@ from lightning_pp.errors import SplitError
 from lightning_pp.split.placeholders import is_fake
 from lightning_pp.split.tree import leaves_of, map_leaves, replace_leaves
 from lightning_pp.strategy.control import ControlGroups
+from lightning_pp.strategy.host_copies import HostCopies
 
 # Tensors up to this size travel inside the message that describes the outputs, so that a loss costs one message.
 _INLINE_BYTES = 1024
@@ -136,7 +137,7 @@ def share_result_of(
 
     def receive(leaf: Any) -> Any:
         if isinstance(leaf, _Inline):
-            return leaf.tensor.to(target) if leaf.on_accelerator else leaf.tensor
+            return leaf.unpacked(target)
         if isinstance(leaf, _Large):
             by_device = device_group is not None and leaf.on_accelerator
             tensor = torch.empty(leaf.shape, dtype=leaf.dtype, device=target if by_device else "cpu")
@@ -145,6 +146,23 @@ def share_result_of(
         return leaf
 
     return map_leaves(receive, description)
+
+
+def packed_outputs(outputs: Any, copies: HostCopies) -> Any:
+    """``outputs`` as they can be sent in one message, whatever their size, once ``copies`` are there.
+
+    Raises:
+        SplitError: The outputs hold a tensor without data, because it depends on what only another stage has.
+    """
+    _refuse_fakes(outputs)
+    return map_leaves(
+        lambda leaf: _Inline(copies.copy(leaf), not leaf.is_cpu) if isinstance(leaf, Tensor) else leaf, outputs
+    )
+
+
+def unpacked_outputs(outputs: Any, device: torch.device) -> Any:
+    """What :func:`packed_outputs` was given; tensors that were on an accelerator are on ``device``."""
+    return map_leaves(lambda leaf: leaf.unpacked(device) if isinstance(leaf, _Inline) else leaf, outputs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,9 +177,12 @@ class _Part:
 class _Inline:
     """Stands for a small tensor in a message."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor.cpu().clone()  # a clone, because pickling a view would take its whole storage along
-        self.on_accelerator = not tensor.is_cpu
+    def __init__(self, tensor: Tensor, on_accelerator: bool) -> None:
+        self.tensor = tensor
+        self.on_accelerator = on_accelerator
+
+    def unpacked(self, device: torch.device) -> Tensor:
+        return self.tensor.to(device) if self.on_accelerator else self.tensor
 
 
 class _Large:
@@ -190,7 +211,8 @@ def _packed(leaf: Any, large: list[Tensor]) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     if leaf.layout is not torch.strided or leaf.is_nested or leaf.numel() * leaf.element_size() <= _INLINE_BYTES:
-        return _Inline(leaf)
+        # a clone, because pickling a view would take its whole storage along
+        return _Inline(leaf.cpu().clone(), not leaf.is_cpu)
     large.append(leaf)
     return _Large(leaf)
 

@@ -120,16 +120,17 @@ class ShardedPrograms:
         self.sharding.check()
         # with one stage on a rank, and all gathers at the start, there is one order only
         self._order_depends = settings.mode == "full_shard" or len(stages) > 1
-        self._group = groups.data_parallel
+        self._groups = groups
         self._is_ragged = False
         self._programs: dict[tuple[int, int, bool], tuple[Schedule, ShardedProgram]] = {}
 
     def most_microbatches(self, number: int, *, reduce: bool) -> int:
         """The most microbatches of any replica, where the program depends on it; every replica has to call it."""
-        if self._group is None or not self._order_depends or not (reduce or self.sharding.mode == "full_shard"):
+        group = self._groups.data_parallel
+        if group is None or not self._order_depends or not (reduce or self.sharding.mode == "full_shard"):
             return number
         extremes = torch.tensor([number, -number])
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._group)
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
         most, negated_least = extremes.tolist()
         self._is_ragged = most != -negated_least
         return int(most)

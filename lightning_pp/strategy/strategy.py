@@ -17,6 +17,7 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
@@ -28,6 +29,7 @@ from lightning_pp.schedule.sharding import ShardingMode
 from lightning_pp.strategy.averaging import average_own_part, leave_averages_to_strategy
 from lightning_pp.strategy.checkpointing import ActivationCheckpointing, check_activation_checkpointing
 from lightning_pp.strategy.checkpoints import Checkpoints, refuse_plugin
+from lightning_pp.strategy.common_end import end_together_on_sigterm
 from lightning_pp.strategy.cuts import CutOptions
 from lightning_pp.strategy.data import first_batch, seed_workers_by
 from lightning_pp.strategy.engine import PipelineEngine
@@ -175,6 +177,7 @@ class PipelineParallelStrategy(MeshStrategy):
         self._compile_options = check_compile_options(compile)
         self._engine: PipelineEngine | None = None
         self._checkpoints: Checkpoints | None = None
+        self._num_runs = 0
 
     @property
     def engine(self) -> PipelineEngine:
@@ -223,7 +226,13 @@ class PipelineParallelStrategy(MeshStrategy):
         refuse_unsupported(trainer, module, self.precision_plugin, self.root_device)
         agree_on_scale(self.precision_plugin)
         refuse_plugin(self._checkpoint_io, is_sharded=self._save_distributed_checkpoint)
-        self.end_together_on_sigterm(trainer)
+        self._num_runs += 1
+        end_together_on_sigterm(
+            trainer,
+            self._num_runs,
+            num_batches=lambda: self.engine.num_batches_trained,
+            before_the_end=lambda: self.engine.results.catch_up(),
+        )
         for loop in (
             trainer.validate_loop,
             trainer.test_loop,
@@ -325,7 +334,8 @@ class PipelineParallelStrategy(MeshStrategy):
         """Runs the forward and backward of the whole batch through the pipeline.
 
         Returns:
-            What the user's step would have returned for the whole batch, detached, on every rank.
+            What the user's step would have returned for the whole batch, detached; on ranks without the last stage
+            (:class:`~lightning_pp.strategy.pending.PendingOutputs`) it is waited for when somebody looks at it.
         """
         trainer = self.lightning_module.trainer  # type: ignore[union-attr]
         is_last = not trainer.fit_loop._should_accumulate()
@@ -387,6 +397,7 @@ class PipelineParallelStrategy(MeshStrategy):
                 "may not be there to write theirs. Resume from the last checkpoint that was saved between steps."
             )
             return
+        self.engine.results.catch_up()  # an error that is on its way comes before the checkpoint
         self.checkpoints.save(checkpoint, Path(self.broadcast(filepath)), storage_options)
 
     def wait_for_checkpoint(self) -> None:
@@ -425,7 +436,7 @@ class PipelineParallelStrategy(MeshStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Lets go of the other ranks, so that none waits for this one."""
-        if self._engine is not None:
+        if self._engine is not None and not isinstance(exception, SIGTERMException):
             self._engine.abandon()
         if self._checkpoints is not None:
             self._checkpoints.give_up()
