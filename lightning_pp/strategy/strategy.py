@@ -102,11 +102,9 @@ class PipelineParallelStrategy(MeshStrategy):
         timeout: How long a collective may wait.
 
     Raises:
-        ConfigurationError: The sizes' product is not the number of devices, the schedule or the sharding is unknown,
-            the budget is less than one unit, a number is less than 1, or the module or the trainer asks for what a
-            pipeline cannot do.
-        ConfigurationError: The sizes' product is not the number of devices, a number is less than 1, a file is for
-            other sizes, or the module or the trainer asks for what a pipeline cannot do.
+        ConfigurationError: The sizes' product is not the number of devices, the sharding is unknown, the budget is less
+            than one unit, a number is less than 1, a file is for other sizes, or the module or the trainer asks for
+            what a pipeline cannot do.
         ScheduleError: The schedule is unknown, does not allow ``stages_per_rank``, its file cannot be run, or nothing
             keeps the memory limit.
     """
