@@ -280,6 +280,7 @@ class PipelineEngine:
             self._compiled_units.detach()
         if not self._failed and hasattr(self, "_executor"):
             self._executor.drain()
+            self._messages.drain()
 
     def abandon(self) -> None:
         """After an exception: ends what the other ranks of the pipeline wait for.

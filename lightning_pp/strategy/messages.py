@@ -92,6 +92,13 @@ class MessageLine:
             self._jobs.put(lambda: _listen(groups, tag, message))
         return message
 
+    def drain(self) -> None:
+        """Waits until all messages so far have left this rank, or arrived on it."""
+        if self._jobs is not None:
+            done = threading.Event()
+            self._jobs.put(done.set)
+            done.wait()
+
 
 def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (job := jobs.get()) is not None:
