@@ -9,9 +9,14 @@ Steps follow each other without a barrier. A bubble is ``1 - work / span``, with
 longest span from a rank's first to its last sleep in one step; work is what blocks measured themselves to sleep. A step
 time is the time from the first start to the last end, over the number of steps. Figures are medians over the turns.
 
+Simulated bubbles are of the same work, in the span of two simulations: ideal, where actions take as long as their
+sleeps and messages nothing; and with what an F, I and W of a block and a message take on this machine by plain autograd
+and torch.distributed with no runtime around them, on all ranks at once. A measured bubble beyond the latter is what the
+runtime loses.
+
 Python per action is what the main thread of a rank computes in a step of blocks that do not sleep, without the blocks'
-own forward and backward (by plain autograd) and without the sends and receives (by plain torch.distributed), both
-measured in the same process; by the number of F, I, W and B.
+forward, the autograd engine, the sends, the receives and the waits, which are timed where they are called; by the
+number of F, I, W and B.
 """
 
 from __future__ import annotations
@@ -32,7 +37,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from emulated_runs import CPU, SLEEPS, TORCHS, Ours, Pipeline, Torchs, block_us, message_us, sleep_precisely
+from emulated_runs import (
+    CPU,
+    NOT_PYTHON,
+    SLEEPS,
+    TORCHS,
+    Alone,
+    Aside,
+    Ours,
+    Pipeline,
+    Torchs,
+    measure_alone,
+    sleep_precisely,
+)
 
 from lightning_pp.runtime.transport import Transport
 from lightning_pp.schedule import Schedule, StageCosts, available_schedules, build_schedule
@@ -44,6 +61,8 @@ MOST_EXTRA_BUBBLE = {10.0: 0.015, 40.0: 0.015}
 MAX_STEP_RATIO = {2.0: 0.90, 10.0: 0.97}
 MAX_PYTHON_RATIO = 0.5
 _STEPS_OF_NO_LENGTH = 6
+_TURNS_OF_NO_LENGTH = 4
+_REPEATS_ALONE = 12
 
 
 @dataclass
@@ -55,7 +74,8 @@ class Row:
         num_ranks: Ranks.
         num_microbatches: Microbatches.
         ms: Length of a sleep.
-        simulated_bubble: By the simulator, with transfers that cost nothing.
+        ideal_bubble: Simulated with the sleeps alone.
+        simulated_bubble: Simulated with what blocks and messages take on this machine.
         bubble: Ours, measured.
         step_ms: Ours, measured.
         torch_bubble: Torch's.
@@ -69,6 +89,7 @@ class Row:
     num_ranks: int
     num_microbatches: int
     ms: float
+    ideal_bubble: float
     simulated_bubble: float
     bubble: float
     step_ms: float
@@ -149,10 +170,11 @@ def run_rank(rank: int, num_ranks: int, port: int, options: argparse.Namespace, 
     for name in options.schedules:
         schedule = build(name, num_ranks, m)
         pairs[name] = (Ours(schedule, transport), Torchs(schedule) if name in TORCHS else None)
-    python = {name: _python_us(pair, m) for name, pair in pairs.items()}
+    python = {name: _python_us(pair) for name, pair in pairs.items()}
     rows = []
     for ms in options.ms:
         num_steps, num_turns = TURNS.get(ms, (2, 2))
+        alone = measure_alone(ms, _REPEATS_ALONE)
         for name, (ours, theirs) in pairs.items():
             mine: list[Turn] = []
             torchs: list[Turn] = []
@@ -160,8 +182,7 @@ def run_rank(rank: int, num_ranks: int, port: int, options: argparse.Namespace, 
                 mine.append(take_turn(ours, ms, num_steps))
                 if theirs is not None:
                     torchs.append(take_turn(theirs, ms, num_steps))
-            bubble = ours.schedule.simulate(StageCosts(ms, ms, ms)).longest_span_bubble
-            rows.append(_row(name, num_ranks, ms, bubble, mine, torchs, python[name]))
+            rows.append(_row(ours.schedule, ms, alone, mine, torchs, python[name]))
             if rank == 0:
                 print(line(rows[-1]), flush=True)
     if rank == 0:
@@ -170,40 +191,53 @@ def run_rank(rank: int, num_ranks: int, port: int, options: argparse.Namespace, 
     dist.destroy_process_group()
 
 
-def _python_us(pair: tuple[Ours, Torchs | None], num_microbatches: int) -> list[float | None]:
+def _simulated_bubble(schedule: Schedule, costs: StageCosts, sleep_ms: float) -> float:
+    """``1 - work / span`` with the sleeps as work, whatever else ``costs`` has."""
+    of_all_stages = (costs.forward, costs.backward_input, costs.backward_weight)
+    mean_cost = statistics.mean(cost for cost in of_all_stages if isinstance(cost, float))
+    return 1 - (1 - schedule.simulate(costs).longest_span_bubble) * sleep_ms / mean_cost
+
+
+def _python_us(pair: tuple[Ours, Torchs | None]) -> list[float | None]:
     """Python per action of ours and torch's, the mean of the ranks, each rank's being the least of two turns."""
-    ours = pair[0]
     found: list[float | None] = []
     for pipeline in pair:
         if pipeline is None:
             found.append(None)
             continue
         pipeline.step()
-        turns = [take_turn(pipeline, 0.0, _STEPS_OF_NO_LENGTH) for _ in range(2)]
-        own = min(turn.thread_us[dist.get_rank()] for turn in turns)
-        bare = block_us() * pipeline.num_sleeps / 3 + message_us() * ours.num_messages
-        mine = torch.tensor((own - bare) / pipeline.num_actions)
+        own = []
+        for _ in range(_TURNS_OF_NO_LENGTH):
+            aside = Aside()
+            with aside.counting(NOT_PYTHON):
+                turn = take_turn(pipeline, 0.0, _STEPS_OF_NO_LENGTH)
+            own.append(turn.thread_us[dist.get_rank()] - aside.ns / 1e3 / _STEPS_OF_NO_LENGTH)
+        mine = torch.tensor(min(own) / pipeline.num_actions)
         dist.all_reduce(mine)
         found.append(float(mine) / dist.get_world_size())
     return found
 
 
 def _row(
-    name: str,
-    num_ranks: int,
+    schedule: Schedule,
     ms: float,
-    simulated_bubble: float,
+    alone: Alone,
     mine: list[Turn],
     torchs: list[Turn],
     python: list[float | None],
 ) -> Row:
     assert python[0] is not None
     return Row(
-        schedule=name,
-        num_ranks=num_ranks,
-        num_microbatches=SIZES[num_ranks],
+        schedule=schedule.name,
+        num_ranks=len(schedule.programs),
+        num_microbatches=schedule.num_microbatches,
         ms=ms,
-        simulated_bubble=simulated_bubble,
+        ideal_bubble=_simulated_bubble(schedule, StageCosts(ms, ms, ms), ms),
+        simulated_bubble=_simulated_bubble(
+            schedule,
+            StageCosts(alone.forward, alone.backward_input, alone.backward_weight, p2p=alone.message),
+            alone.sleep,
+        ),
         bubble=statistics.median(turn.bubble for turn in mine),
         step_ms=statistics.median(turn.step_ms for turn in mine),
         torch_bubble=statistics.median(turn.bubble for turn in torchs) if torchs else None,
@@ -217,8 +251,8 @@ def _row(
 
 
 COLUMNS = (
-    "schedule", "p, m", "ms", "bubble simulated", "ours", "torch's", "step ms", "by torch's", "Python us", "torch's",
-    "by torch's", "missed",
+    "schedule", "p, m", "ms", "bubble ideal", "simulated", "ours", "torch's", "step ms", "by torch's", "Python us",
+    "torch's", "by torch's", "missed",
 )  # fmt: skip
 
 
@@ -233,6 +267,7 @@ def line(row: Row) -> str:
         row.schedule,
         f"{row.num_ranks}, {row.num_microbatches}",
         f"{row.ms:g}",
+        figure(row.ideal_bubble, 3),
         figure(row.simulated_bubble, 3),
         figure(row.bubble, 3),
         figure(row.torch_bubble, 3),

@@ -8,8 +8,8 @@ nothing of the graph.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -160,8 +160,34 @@ class _Collector:
 COLLECTOR = _Collector()
 
 
-@contextmanager
-def collect_weight_gradients(queue: WeightGradientQueue) -> Iterator[None]:
+class _Collecting:
+    """A class, and not a generator, which would cost more than all that is done."""
+
+    __slots__ = ("_previous", "_queue")
+
+    def __init__(self, queue: WeightGradientQueue) -> None:
+        self._queue = queue
+
+    def __enter__(self) -> None:
+        queue, thread_id = self._queue, threading.get_ident()
+        self._previous = COLLECTOR.queue
+        if self._previous is not None and COLLECTOR.thread_id != thread_id:
+            raise RuntimeError(
+                "another thread is collecting weight gradients: a process runs one split backward at a time"
+            )
+        COLLECTOR.thread_id = thread_id
+        COLLECTOR.queue = queue
+        queue._num_collecting += 1
+        queue._is_owing = True
+
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        if error_type is not None:
+            self._queue.clear()
+        self._queue._num_collecting -= 1
+        COLLECTOR.queue = self._previous
+
+
+def collect_weight_gradients(queue: WeightGradientQueue) -> AbstractContextManager[None]:
     """Sends the weight gradients of the backward inside to ``queue`` instead of computing them; goes around I.
 
     The backward must be an ordinary one that accumulates into ``.grad`` (``torch.autograd.backward``). Gradients that
@@ -177,21 +203,7 @@ def collect_weight_gradients(queue: WeightGradientQueue) -> Iterator[None]:
     Raises:
         RuntimeError: Another thread is collecting.
     """
-    previous = COLLECTOR.queue
-    if previous is not None and COLLECTOR.thread_id != threading.get_ident():
-        raise RuntimeError("another thread is collecting weight gradients: a process runs one split backward at a time")
-    COLLECTOR.thread_id = threading.get_ident()
-    COLLECTOR.queue = queue
-    queue._num_collecting += 1
-    queue._is_owing = True
-    try:
-        yield
-    except BaseException:
-        queue.clear()
-        raise
-    finally:
-        queue._num_collecting -= 1
-        COLLECTOR.queue = previous
+    return _Collecting(queue)
 
 
 def delayed_weight_gradient_modules(root: nn.Module) -> list[nn.Module]:

@@ -66,7 +66,7 @@ class PipelineExecutor:
                one ordinary backward; linear-like operations queue their weight gradients
                send the gradients of what was received
             W: empty the queue into the parameters' gradients
-            B: I and W in one, nothing queued
+            B: I and W in one, nothing queued but by modules that keep their weight gradients back
             UNSHARD, RESHARD, REDUCE: handed to who shards the stages; collectives run beside the rest
         wait until the values that were sent have left; gradients may take until the next step
 
@@ -169,6 +169,8 @@ class PipelineExecutor:
                         transport.send(entry.stop, gradients)
                         if kind is ActionKind.B:
                             del in_flight[stage, microbatch]
+                            if kept.queue:  # of modules that keep their weight gradients back
+                                kept.run_weight_gradients()
                         del kept, gradients
                     received.clear()
                     timer.stop(entry.stop.action)

@@ -82,7 +82,7 @@ def host_generators_untouched(seed: int, device: torch.device) -> Iterator[None]
     """
     host_state = torch.get_rng_state()
     with _python_generators_untouched():
-        torch.manual_seed(seed % (1 << 63))
+        _seed_torch_generators(seed % (1 << 63), device)
         _seed_python_generators(seed)
         try:
             yield

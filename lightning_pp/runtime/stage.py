@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
 
 from lightning_pp.runtime.deferred import (
     collect_weight_gradients,
@@ -101,14 +102,16 @@ class StageRunner:
         *,
         split: bool,
     ) -> dict[Value, Tensor]:
-        """Runs the backward of one microbatch: I if ``split``, else B.
+        """Runs the backward of one microbatch: I if ``split``, else B but for what modules keep back themselves.
+
+        That is left in ``in_flight.queue`` in both cases, for it need not be done before gradients are sent.
 
         Args:
             plan: The plan of the microbatch's signature.
             in_flight: What :meth:`forward` kept. Its graph is freed.
             gradients: For each sent value the gradients that came back, one per stage that uses it.
             loss_weight: What the loss is multiplied by.
-            split: Whether weight gradients stay in ``in_flight.queue`` until W.
+            split: Whether all weight gradients stay in ``in_flight.queue`` until W.
 
         Returns:
             The gradient of every received value that one is returned for.
@@ -128,13 +131,11 @@ class StageRunner:
             with _deferrable(split):
                 if split:
                     with collect_weight_gradients(in_flight.queue):
-                        torch.autograd.backward(roots, root_gradients)
-                    for module in delayed:
-                        in_flight.queue.defer_module(module)
+                        _run_backward(roots, root_gradients)
                 else:
-                    torch.autograd.backward(roots, root_gradients)
-                    for module in delayed:
-                        module.backward_dw()  # type: ignore[operator]
+                    _run_backward(roots, root_gradients)
+            for module in delayed:
+                in_flight.queue.defer_module(module)
         returned = {}
         for edge in plan.stages[self.stage].receives:
             if edge.has_gradient:
@@ -161,6 +162,14 @@ class StageRunner:
             # the plan is kept with what came of it, so that its id stays its own
             prepared = self._prepared[id(plan)] = (plan, StageCalls(plan, self.stage), delayed)
         return prepared
+
+
+def _run_backward(roots: Sequence[Any], gradients: Sequence[Tensor]) -> None:
+    """:func:`torch.autograd.backward` without its first look at the shapes, which the engine checks again."""
+    keep_graph, create_graph, inputs = False, False, ()
+    _engine_run_backward(
+        tuple(roots), tuple(gradients), keep_graph, create_graph, inputs, allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def _deferrable(splits_backward: bool) -> AbstractContextManager[None]:

@@ -263,5 +263,7 @@ class StageForward:
         # code after the unit may edit what left it by a door, and nothing can give it a copy
         edited_later = value.leaf < 0 and expected.edited_in_place
         kept = self.in_flight.outputs[value] = tensor.clone() if edited_later else tensor
-        if kept.requires_grad:
+        if kept.grad_fn is not None:
+            self.in_flight.roots[value] = GradientEdge(kept.grad_fn, kept.output_nr, None)
+        elif kept.requires_grad:
             self.in_flight.roots[value] = get_gradient_edge(kept)

@@ -115,7 +115,9 @@ class Transport:
     def send(self, stop: Stop, tensors: Mapping[Value, Tensor]) -> None:
         """Sends what the action has to send, without waiting for it to arrive."""
         for message in stop.departures:
-            tensor = tensors[message.value].detach()
+            tensor = tensors[message.value]
+            if tensor.requires_grad:
+                tensor = tensor.detach()
             receiver = message.receiver
             if receiver == self._rank:
                 self._handed_over[message.tag] = tensor

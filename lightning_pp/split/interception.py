@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -89,39 +89,36 @@ class UnitCalls:
         """How many checkpointed regions were opened so far."""
         return self._regions.num_regions
 
-    @contextmanager
-    def handled_by(self, handler: CallHandler) -> Iterator[None]:
+    def handled_by(self, handler: CallHandler) -> AbstractContextManager[None]:
         """Routes unit calls through ``handler`` within the context."""
-        if not self._is_installed:
-            with self.installed(), self.handled_by(handler):
-                yield
-            return
-        before, running = self._handler, self._running_original
-        self._handler, self._running_original = handler, False
-        try:
+        return _InCharge(self, handler) if self._is_installed else self._installed_for(handler)
+
+    @contextmanager
+    def _installed_for(self, handler: CallHandler) -> Iterator[None]:
+        with self.installed(), _InCharge(self, handler):
             yield
-        finally:
-            self._handler, self._running_original = before, running
-            if before is None:
-                self._regions.close()
 
     def _patched_call(self, name: str, unit: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
+        run = partial(self._run, original)
+
         def call(*args: Any, **kwargs: Any) -> Any:
             handler = self._handler
             if handler is None or self._running_original:
                 return original(*args, **kwargs)
             if unit._forward_pre_hooks or unit._forward_hooks:
                 return self._call_with_hooks(handler, name, unit, original, args, kwargs)
-            return self._route(handler, name, original, args, kwargs)
+            return self._route(handler, name, run, args, kwargs)
 
         return call
 
     def _patched_forward(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        run = partial(self._run, original)
+
         def forward(*args: Any, **kwargs: Any) -> Any:
             handler = self._handler
             if handler is None or self._running_original:
                 return original(*args, **kwargs)
-            return self._route(handler, name, original, args, kwargs)
+            return self._route(handler, name, run, args, kwargs)
 
         return forward
 
@@ -136,7 +133,7 @@ class UnitCalls:
     ) -> Any:
         before, after = hooks_of_users(unit._forward_pre_hooks), hooks_of_users(unit._forward_hooks)
         if not before and not after:
-            return self._route(handler, name, call, args, kwargs)
+            return self._route(handler, name, partial(self._run, call), args, kwargs)
         for key, hook in before.items():
             args, kwargs = _replaced_inputs(hook, unit, args, kwargs, key in unit._forward_pre_hooks_with_kwargs)
 
@@ -144,7 +141,7 @@ class UnitCalls:
             with without_hooks(unit._forward_pre_hooks, before), without_hooks(unit._forward_hooks, after):
                 return call(*args, **kwargs)
 
-        output = self._route(handler, name, call_without, args, kwargs)
+        output = self._route(handler, name, partial(self._run, call_without), args, kwargs)
         for key, hook in after.items():
             given = (unit, args, kwargs) if key in unit._forward_hooks_with_kwargs else (unit, args)
             replacement = hook(*given, output)
@@ -155,14 +152,14 @@ class UnitCalls:
         self,
         handler: CallHandler,
         name: str,
-        original: Callable[..., Any],
+        run: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
         num_ran = self._num_ran
         given: Any = RAN
         try:
-            output = handler(name, partial(self._run, original), args, kwargs)
+            output = handler(name, run, args, kwargs)
             if self._num_ran == num_ran:
                 given = output = _with_passed_on(output, args, kwargs)
         finally:
@@ -195,6 +192,27 @@ class UnitCalls:
 
         with self.handled_by(replay):
             yield
+
+
+class _InCharge:
+    """A handler in charge; a class, and not a generator, which would cost more than all that is done."""
+
+    __slots__ = ("_before", "_calls", "_handler")
+
+    def __init__(self, calls: UnitCalls, handler: CallHandler) -> None:
+        self._calls = calls
+        self._handler = handler
+
+    def __enter__(self) -> None:
+        calls = self._calls
+        self._before = calls._handler, calls._running_original
+        calls._handler, calls._running_original = self._handler, False
+
+    def __exit__(self, *_: object) -> None:
+        calls = self._calls
+        calls._handler, calls._running_original = self._before
+        if calls._handler is None:
+            calls._regions.close()
 
 
 def _with_passed_on(output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
