@@ -60,12 +60,14 @@ def unpack(data: bytes) -> Any:
 
 def worker_main(connection: Connection, stack_file: str) -> None:
     import faulthandler
+    import gc
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process decides when to stop
     threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
     with open(stack_file, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         _import_heavy()
+        gc.freeze()  # what was imported stays; collections need not look through it
         environ = dict(os.environ)
         folder = os.getcwd()
         connection.send_bytes(b"ready")
