@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -59,8 +59,8 @@ class PipelineExecutor:
 
         post the first receives
         for action in program:                     # this rank's row of the schedule
-            F: wait for the values that the stage's calls read
-               run the user's step up to the stage's last call, un-owned units standing in
+            F: run the user's step up to the stage's last call, un-owned units standing in
+               wait for values of other stages where it comes to the calls that they stand in for
                send what later stages read
             I: wait for the gradients of what was sent
                one ordinary backward; linear-like operations queue their weight gradients
@@ -127,21 +127,19 @@ class PipelineExecutor:
                     kind, stage, microbatch = entry.kind, entry.stage, entry.microbatch
                     if microbatch is None:
                         if sharded is not None:
-                            timer.start_waiting()
-                            timer.start_working()
+                            timer.start()
                             run_sharding_action(sharded, entry.stop.action)
                             timer.stop(entry.stop.action)
                         continue
                     if sharded is not None:
                         sharded.before(entry.stop.action)
-                    timer.start_waiting()
-                    received = transport.receive(entry.stop)
-                    timer.start_working()
+                    timer.start()
+                    received = _Arrivals(entry.stop, transport, timer)
                     if kind is ActionKind.F:
                         kept, output = entry.runner.forward(
                             inputs.plans[microbatch],
                             partial(inputs.run_step, microbatch, stage),
-                            dict(received),
+                            received,
                             StepRandomness.of_microbatch(inputs.seed, microbatch, self._device),
                             with_gradients=loss_of is not None,
                             splits_backward=entry.splits_backward,
@@ -172,7 +170,7 @@ class PipelineExecutor:
                             if kept.queue:  # of modules that keep their weight gradients back
                                 kept.run_weight_gradients()
                         del kept, gradients
-                    received.clear()
+                    del received
                     timer.stop(entry.stop.action)
                     if sharded is not None:
                         sharded.after(entry.stop.action)
@@ -192,12 +190,10 @@ class PipelineExecutor:
         """Returns when the other ranks have received what was sent; to be called before this process ends."""
         self._transport.drain()
 
-    def _backward(
-        self, entry: _Entry, inputs: StepInputs, kept: InFlight, received: Sequence[tuple[Value, Tensor]]
-    ) -> dict[Value, Tensor]:
+    def _backward(self, entry: _Entry, inputs: StepInputs, kept: InFlight, received: _Arrivals) -> dict[Value, Tensor]:
         assert entry.microbatch is not None
         gradients: dict[Value, list[Tensor]] = {}
-        for value, gradient in received:
+        for value, gradient in received.all():
             gradients.setdefault(value, []).append(gradient)
         return entry.runner.backward(
             inputs.plans[entry.microbatch],
@@ -255,6 +251,38 @@ class _Entry:
     runner: StageRunner
     splits_backward: bool
     is_last_stage: bool
+
+
+class _Arrivals(Mapping[Value, Tensor]):
+    """What an action receives, waited for when it is looked at."""
+
+    __slots__ = ("_stop", "_tensors", "_timer", "_transport")
+
+    def __init__(self, stop: Stop, transport: Transport, timer: StepTimer) -> None:
+        self._stop = stop
+        self._transport = transport
+        self._timer = timer
+        self._tensors: dict[Value, Tensor] | None = None
+
+    def all(self) -> list[tuple[Value, Tensor]]:
+        """Everything; a value comes once for each stage that sends its gradient. To be called once."""
+        if not self._stop.arrivals:
+            return []
+        self._timer.start_waiting()
+        received = self._transport.receive(self._stop)
+        self._timer.stop_waiting()
+        return received
+
+    def __getitem__(self, value: Value) -> Tensor:
+        if self._tensors is None:
+            self._tensors = dict(self.all())
+        return self._tensors[value]
+
+    def __iter__(self) -> Iterator[Value]:
+        return iter(dict.fromkeys(message.value for message in self._stop.arrivals))
+
+    def __len__(self) -> int:
+        return len({message.value for message in self._stop.arrivals})
 
 
 @dataclass(frozen=True, slots=True)

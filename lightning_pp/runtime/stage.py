@@ -65,7 +65,7 @@ class StageRunner:
         Args:
             plan: The plan of the microbatch's signature.
             step: Runs the user's step on the microbatch.
-            received: Value to tensor, as the plan's ``receives`` lists them.
+            received: Value to tensor, as the plan's ``receives`` lists them; may wait for what is looked up.
             randomness: Seeds for glue that draws random numbers.
             with_gradients: Whether a backward follows.
             splits_backward: Whether that backward is I, with W to follow.
@@ -87,10 +87,14 @@ class StageRunner:
                 output = step()
             except StageFinished:
                 pass
+            except Exception:
+                run.raise_failure()
+                raise
             else:
                 run.check_complete()
             finally:
                 run.doors.undo()
+        run.end()
         return run.in_flight, output
 
     def backward(

@@ -81,6 +81,7 @@ class _Call:
         is_owned: Whether it runs here.
         sent: For each output leaf, its name if another stage needs it.
         has_doors: Whether the unit leaves anything behind besides its outputs.
+        is_received: Whether the stage receives any of its outputs.
         stand_in: The tensor that it gives where it does not run here, if that is all that it gives and always the same.
     """
 
@@ -89,6 +90,7 @@ class _Call:
     is_owned: bool
     sent: tuple[Value | None, ...]
     has_doors: bool
+    is_received: bool
     stand_in: Tensor | None
 
 
@@ -104,7 +106,7 @@ class StageCalls:
         self.plan = plan.stages[stage]
         self.glue_is_random = plan.record.glue_is_random
         self.compute_dtype = plan.record.compute_dtype
-        received = {edge.value for edge in self.plan.receives}
+        self.received = received = frozenset(edge.value for edge in self.plan.receives)
         self.sent = frozenset(edge.value for edge in self.plan.sends)
         # what nobody writes into can be the leaf itself
         self.edited = {value for value in received if plan.record.leaf(value).edited_in_place}
@@ -112,7 +114,8 @@ class StageCalls:
         for call in plan.record.calls:
             values = [Value(call.index, position) for position in range(len(call.leaves))]
             stand_in = None
-            if call.output is None and not received.intersection(values):
+            is_received = not received.isdisjoint(values)
+            if call.output is None and not is_received:
                 stand_in = call.leaves[0].stand_in if isinstance(call.leaves[0].stand_in, Tensor) else None
             self.calls.append(
                 _Call(
@@ -121,6 +124,7 @@ class StageCalls:
                     call.index in self.plan.owned_calls,
                     tuple(value if value in self.sent else None for value in values),
                     bool(call.doors),
+                    is_received,
                     stand_in,
                 )
             )
@@ -129,10 +133,13 @@ class StageCalls:
 class StageForward:
     """One forward, as the handler of its unit calls.
 
+    What other stages send is looked at when the step comes to the calls that it stands in for: the code before them
+    runs while it is under way.
+
     Args:
         calls: The stage's calls.
         units: All units of the model.
-        received: Value to tensor, as the plan's ``receives`` lists them.
+        received: Value to tensor, as the plan's ``receives`` lists them; may wait for what is looked up.
         randomness: Seeds for glue that draws random numbers.
         with_gradients: Whether a backward follows.
         recomputation: Which units are run again in backward.
@@ -154,14 +161,10 @@ class StageForward:
         self._units = units
         self._randomness = randomness
         self._next_call = 0
+        self._received: Mapping[Value, Tensor] | None = received
+        self._with_gradients = with_gradients
         self._inputs: dict[Value, Tensor] = {}
-        for edge in calls.plan.receives:
-            value = edge.value
-            tensor = received[value]
-            if with_gradients and edge.has_gradient:
-                leaf = self.in_flight.received[value] = tensor.requires_grad_()
-                tensor = _AsNonLeaf.apply(leaf) if value in calls.edited else leaf  # type: ignore[no-untyped-call]
-            self._inputs[value] = tensor
+        self._failure: Exception | None = None
 
     def on_call(self, unit: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the unit, or gives what stands in for it.
@@ -187,7 +190,11 @@ class StageForward:
                 self._randomness.seed_glue(index)
             if call.has_doors:
                 self.doors.leave(call.record, self._units[unit], args, kwargs, self._tensor_of)
-            return call.record.output_of(self._inputs) if call.stand_in is None else call.stand_in
+            if call.stand_in is not None:
+                return call.stand_in
+            if call.is_received:
+                self._take_received()
+            return call.record.output_of(self._inputs)
         if self._stage.compute_dtype is not None:
             args, kwargs = cast_activations(call.record, args, kwargs, self._stage.compute_dtype)
         if unit in self._recomputation.units:
@@ -207,6 +214,16 @@ class StageForward:
             self._randomness.seed_glue(index)
         return output
 
+    def end(self) -> None:
+        """The user's step was left, at its end or before; takes what was received and has not been looked at."""
+        self.raise_failure()
+        self._take_received()
+
+    def raise_failure(self) -> None:
+        """Raises what receiving has failed with, if it has, whatever the user's code made of it."""
+        if self._failure is not None:
+            raise self._failure
+
     def check_complete(self) -> None:
         """The step ended: no call may be missing."""
         calls = self._stage.calls
@@ -216,7 +233,27 @@ class StageForward:
                 f"saw {len(calls)}; the next would have been {calls[self._next_call].unit!r}."
             )
 
+    def _take_received(self) -> None:
+        if self._received is None:
+            return
+        received, self._received = self._received, None
+        for edge in self._stage.plan.receives:
+            value = edge.value
+            try:
+                tensor = received[value]
+            except RuntimeError as error:
+                self._failure = error
+                raise
+            if self._with_gradients and edge.has_gradient:
+                tensor = self.in_flight.received[value] = tensor.requires_grad_()
+                if value in self._stage.edited:
+                    with torch.enable_grad():  # the user's code may have switched it off for this call
+                        tensor = _AsNonLeaf.apply(tensor)  # type: ignore[no-untyped-call]
+            self._inputs[value] = tensor
+
     def _tensor_of(self, value: Value) -> Tensor:
+        if value in self._stage.received:
+            self._take_received()
         tensor = self._inputs.get(value)
         stand_in: Tensor = self._stage.calls[value.call].record.leaf(value.leaf).stand_in
         return stand_in if tensor is None else tensor

@@ -17,25 +17,27 @@ class ActionTimes:
 
     Attributes:
         action: The action.
-        asked_ms: When the rank began to wait for what the action needs.
-        start_ms: When it began to work.
+        asked_ms: When the rank came to the action.
+        start_ms: When it had what it needs of other stages.
         end_ms: When it was done.
+        early_ms: How long it worked before it needed that.
     """
 
     action: Action
     asked_ms: float
     start_ms: float
     end_ms: float
+    early_ms: float = 0.0
 
     @property
     def wait_ms(self) -> float:
         """How long the rank waited for other stages."""
-        return self.start_ms - self.asked_ms
+        return self.start_ms - self.asked_ms - self.early_ms
 
     @property
     def work_ms(self) -> float:
         """How long the action took."""
-        return self.end_ms - self.start_ms
+        return self.end_ms - self.start_ms + self.early_ms
 
 
 class StepTimer:
@@ -47,21 +49,26 @@ class StepTimer:
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._origin: Any = self._now()
-        self._asked: Any = self._origin
-        self._started: Any = self._origin
-        self._marks: list[tuple[Action, Any, Any, Any]] = []
+        self._begun: Any = self._origin
+        self._waiting: Any = self._origin
+        self._arrived: Any = self._origin
+        self._marks: list[tuple[Action, Any, Any, Any, Any]] = []
+
+    def start(self) -> None:
+        """The next action is due."""
+        self._begun = self._waiting = self._arrived = self._now()
 
     def start_waiting(self) -> None:
-        """The next action is due."""
-        self._asked = self._now()
+        """It cannot go on without what other stages send."""
+        self._waiting = self._now()
 
-    def start_working(self) -> None:
+    def stop_waiting(self) -> None:
         """All that it needs is there."""
-        self._started = self._now()
+        self._arrived = self._now()
 
     def stop(self, action: Action) -> None:
         """It is done."""
-        self._marks.append((action, self._asked, self._started, self._now()))
+        self._marks.append((action, self._begun, self._waiting, self._arrived, self._now()))
 
     def times(self) -> list[ActionTimes]:
         """The times of all F, I, W and B so far; on CUDA waits for the last of them."""
@@ -73,11 +80,12 @@ class StepTimer:
 
     def _all_times(self) -> list[ActionTimes]:
         if self._cuda and self._marks:
-            self._marks[-1][3].synchronize()
-        return [
-            ActionTimes(action, self._since(asked), self._since(started), self._since(ended))
-            for action, asked, started, ended in self._marks
-        ]
+            self._marks[-1][-1].synchronize()
+        times = []
+        for action, *moments in self._marks:
+            begun, waiting, arrived, ended = map(self._since, moments)
+            times.append(ActionTimes(action, begun, arrived, ended, waiting - begun))
+        return times
 
     def _now(self) -> Any:
         if not self._cuda:

@@ -228,12 +228,12 @@ class FitMeasurement:
         self, own: Sequence[ActionTimes], actions: Sequence[Sequence[Action]]
     ) -> list[list[ActionTimes]] | None:
         """The times of all ranks' ``actions``, on rank 0."""
-        row = [moment for times in own for moment in (times.asked_ms, times.start_ms, times.end_ms)]
-        rows = self._gather(row, 3 * max(map(len, actions)))
+        row = [number for times in own for number in (times.asked_ms, times.start_ms, times.end_ms, times.early_ms)]
+        rows = self._gather(row, 4 * max(map(len, actions)))
         if rows is None:
             return None
         return [
-            [ActionTimes(action, *row[3 * index : 3 * index + 3]) for index, action in enumerate(of_rank)]
+            [ActionTimes(action, *row[4 * index : 4 * index + 4]) for index, action in enumerate(of_rank)]
             for of_rank, row in zip(actions, rows, strict=True)
         ]
 

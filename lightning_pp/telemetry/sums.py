@@ -79,7 +79,7 @@ class RankSums:
         return cls(
             num_steps=1.0,
             work_ms=sum(moment.work_ms for moment in times),
-            span_ms=times[-1].end_ms - times[0].start_ms if times else 0.0,
+            span_ms=times[-1].end_ms - times[0].start_ms + times[0].early_ms if times else 0.0,
             stages=tuple(StageSums(**sums[stage]) for stage in stages),
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_pp.runtime.timing import ActionTimes
 from lightning_pp.schedule import Action, ActionKind, Schedule, StageCosts
@@ -46,7 +46,7 @@ class Timeline:
     def bubble_fraction(self, rank: int) -> float:
         """``1 - work / span`` of one rank."""
         times = self.ranks[rank]
-        span = times[-1].end_ms - times[0].start_ms if times else 0.0
+        span = times[-1].end_ms - times[0].start_ms + times[0].early_ms if times else 0.0
         return 1.0 - sum(moment.work_ms for moment in times) / span if span else 0.0
 
     def kinds(self) -> dict[ActionKind, str]:
@@ -130,7 +130,9 @@ def sharding_actions(schedule: Schedule, rank: int) -> list[Action]:
 
 
 def _shifted(moment: ActionTimes, by_ms: float) -> ActionTimes:
-    return ActionTimes(moment.action, moment.asked_ms + by_ms, moment.start_ms + by_ms, moment.end_ms + by_ms)
+    return replace(
+        moment, asked_ms=moment.asked_ms + by_ms, start_ms=moment.start_ms + by_ms, end_ms=moment.end_ms + by_ms
+    )
 
 
 @dataclass(frozen=True)

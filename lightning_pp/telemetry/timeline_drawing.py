@@ -142,7 +142,7 @@ def _box(moment: ActionTimes, top: int, scale: float, unit: str, *, is_first_sta
     return Box(
         _LABEL_WIDTH + moment.start_ms * scale,
         top + indent,
-        max(moment.work_ms * scale, 0.2),
+        max((moment.end_ms - moment.start_ms) * scale, 0.2),
         _ROW_HEIGHT - indent,
         action.kind,
         (action.microbatch or 0) % 2 == 1,

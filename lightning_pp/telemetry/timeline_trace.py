@@ -22,10 +22,16 @@ def chrome_trace(timeline: Timeline) -> str:
         events.append(_named("thread_name", f"rank {rank}, stage {stages}", rank))
         for moment in times:
             action = moment.action
-            if moment.wait_ms > _LEAST_WAIT_MS:
-                events.append(_event(f"wait for {action}", "wait", rank, moment.asked_ms, moment.wait_ms, {}))
             about = {"stage": action.stage, "microbatch": action.microbatch}
-            events.append(_event(str(action), action.kind.value, rank, moment.start_ms, moment.work_ms, about))
+            start_ms, work_ms = moment.start_ms, moment.end_ms - moment.start_ms
+            if moment.wait_ms > _LEAST_WAIT_MS:
+                if moment.early_ms > _LEAST_WAIT_MS:
+                    events.append(_event(str(action), action.kind.value, rank, moment.asked_ms, moment.early_ms, about))
+                wait_from_ms = moment.asked_ms + moment.early_ms
+                events.append(_event(f"wait for {action}", "wait", rank, wait_from_ms, moment.wait_ms, {}))
+            else:
+                start_ms, work_ms = start_ms - moment.early_ms, moment.work_ms
+            events.append(_event(str(action), action.kind.value, rank, start_ms, work_ms, about))
     for rank, times in enumerate(timeline.sharding):
         thread = len(timeline.ranks) + rank
         events.append(_named("thread_name", f"rank {rank}, gathers and reductions", thread))

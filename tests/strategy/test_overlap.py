@@ -189,6 +189,44 @@ def test_a_rank_begins_the_next_step_before_the_last_one_has_ended(
     assert len(set(losses)) == 1
 
 
+class Early(Logs):
+    """The first stage does not begin a microbatch before the last one has begun the same microbatch's step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun: Counter[int] = Counter()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        strategy = self.trainer.strategy
+        if batch_idx >= 2:  # the batches before are compared first, and costs are measured in them
+            self.begun[batch_idx] += 1
+            key = f"early/{batch_idx}/{self.begun[batch_idx]}"
+            if strategy.pipeline_rank == 1:
+                _get_default_store().set(key, "yes")
+            else:
+                try:
+                    _get_default_store().wait([key], timedelta(seconds=LONGEST_WAIT_S))
+                except dist.DistStoreError:
+                    message = f"stage 1 waits for stage 0 before it runs any code of batch {batch_idx}"
+                    raise AssertionError(message) from None
+        return super().training_step(batch, batch_idx)
+
+    def loss(self, batch: Any) -> Any:
+        x, y = batch
+        return (self(x) - y).square().sum()  # a mean would have the last stage count what it divides by first
+
+
+def early_fit() -> float:
+    run = trainer(2, strategy(), log_every_n_steps=100)
+    run.fit(Early(), data())
+    return float(run.callback_metrics["loss"])
+
+
+def test_code_before_a_received_value_runs_while_it_is_under_way(pool: WorkerPool) -> None:
+    losses = pool.run(early_fit, world_size=2, timeout=3 * LONGEST_WAIT_S)
+    assert len(set(losses)) == 1
+
+
 # ---------------------------------------------------------------- what is read in between is right
 
 
