@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_pp.errors import SplitError
+from lightning_pp.split.argument_objects import ArgumentObjects, attributes_of
 from lightning_pp.split.hooks import hooks_of_users, with_replaced_hooks
 from lightning_pp.split.record import ArgumentPlace, AttributePlace, Door, Handed, HookPlace, PassedOn, UnitCall, Value
 from lightning_pp.split.tree import children_of, leaves_of, map_leaves
@@ -50,7 +51,8 @@ class DoorWatch:
             if key not in _TORCHS_OWN and type(value) in _CONTAINERS
         ]
         self._arguments = _containers_in((args, kwargs))
-        self._contents = {id(value): (value, value.copy()) for value in [*held, *self._arguments]}
+        self._objects = ArgumentObjects((args, kwargs))
+        self._contents = {id(value): (value, value.copy()) for value in [*held, *self._arguments.values()]}
         self._deferred: list[tuple[HookPlace, Any, tuple[Any, ...]]] = []
 
     @contextmanager
@@ -66,6 +68,7 @@ class DoorWatch:
             attributes.update({key: value for key, value in before.items() if attributes.get(key) is not value})
         for value, content in self._contents.values():
             _set_content(value, content)
+        self._objects.restore()
         self._deferred.clear()
 
         def keep(place: HookPlace, hook: Any, *given: Any) -> Any:
@@ -113,8 +116,8 @@ class DoorWatch:
                 elif _can_be_handed_on(value):
                     content, attributes[key] = note(value)
                     yield Door(AttributePlace(name, key, grows=False), content)
-        for position, container in enumerate(self._arguments):
-            yield from self._grown(ArgumentPlace(position), container, note)
+        for path, container in self._arguments.items():
+            yield from self._grown(ArgumentPlace(path), container, note)
         for place, hook, given in self._deferred:
             content, marked = note(given[1:])
             result = hook(given[0], *marked)
@@ -163,7 +166,7 @@ class DoorKeeper:
     ) -> None:
         self._call = call
         self._unit = unit
-        self._arguments = _containers_in((args, kwargs)) if call.doors else []
+        self._arguments = _containers_in((args, kwargs)) if call.doors else {}
         self._doors = [
             door
             for door in call.doors
@@ -200,7 +203,7 @@ class DoorKeeper:
                 left = self._unit.get_submodule(place.module).__dict__.get(place.key)
                 self._keep(door, _last_entries(left, door.content) if place.grows else left)
             elif isinstance(place, ArgumentPlace):
-                self._keep(door, _last_entries(self._arguments[place.position], door.content))
+                self._keep(door, _last_entries(self._arguments[place.path], door.content))
             missing = [
                 leaf.value
                 for leaf in leaves_of(door.content)
@@ -263,7 +266,7 @@ class StandInDoors:
                     hook(unit.get_submodule(place.module), *content)
                 continue
             if isinstance(place, ArgumentPlace):
-                _add_entries(containers[place.position], content)
+                _add_entries(containers[place.path], content)
                 continue
             attributes = unit.get_submodule(place.module).__dict__
             if place.grows:
@@ -325,19 +328,24 @@ def _hook_at(unit: nn.Module, place: HookPlace) -> Any:
     return hooks[place.number] if place.number < len(hooks) else None
 
 
-def _containers_in(tree: Any) -> list[Any]:
-    """The lists and dicts in ``tree`` that its owner can still see once a unit has written into them."""
-    found: list[Any] = []
+def _containers_in(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[tuple[int | str, ...], Any]:
+    """The lists and dicts in the arguments that their owner can still see once a unit has written into them."""
+    found: dict[tuple[int | str, ...], Any] = {}
+    seen: set[int] = set()
 
-    def visit(node: Any, is_own: bool) -> None:
-        if type(node) in _CONTAINERS and not is_own:
-            found.append(node)
-        for child in children_of(node):
-            visit(child, False)
+    def visit(node: Any, path: tuple[int | str, ...]) -> None:
+        if id(node) in seen:
+            return
+        seen.add(id(node))
+        if type(node) in _CONTAINERS:
+            found[path] = node
+        children: Any = list(enumerate(children_of(node))) or attributes_of(node).items()
+        for key, child in children:
+            visit(child, (*path, key))
 
-    args, kwargs = tree
-    for child in (*args, *kwargs.values()):
-        visit(child, False)
+    args, kwargs = arguments
+    for number, child in enumerate((*args, *kwargs.values())):
+        visit(child, (number,))
     return found
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from lightning_pp.errors import SplitError
+from lightning_pp.split.conversion import convertible_fakes
 from lightning_pp.split.interception import UnitCalls
 from lightning_pp.split.mean_losses import intercepted_mean_losses
 from lightning_pp.split.module_state import preserved_random_state, preserved_state
@@ -107,6 +108,7 @@ def _attempt(
         changes = stack.enter_context(preserved_state(module))
         stack.enter_context(torch.set_grad_enabled(with_gradients))
         stack.enter_context(_uncompiled())
+        stack.enter_context(convertible_fakes())
         stack.enter_context(_quiet())
 
         def on_mean_loss(_: Any, loss: Callable[..., torch.Tensor]) -> torch.Tensor:

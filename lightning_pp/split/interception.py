@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_pp.errors import SplitError
 from lightning_pp.split.checkpointed_regions import RAN, Calls, CheckpointedRegions
+from lightning_pp.split.distributions import distributions_check_what_is_here
 from lightning_pp.split.hooks import hooks_of_users, without_hooks
 from lightning_pp.split.record import PassedOn
 from lightning_pp.split.tree import leaves_of, map_leaves
@@ -64,7 +65,7 @@ class UnitCalls:
             yield
             return
         saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        with _plain_attention(), self._regions.remembered():
+        with _plain_attention(), distributions_check_what_is_here(), self._regions.remembered():
             self._is_installed = True
             try:
                 for name, unit in self._units.items():

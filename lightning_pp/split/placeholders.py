@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_pp.errors import ConfigurationError
 from lightning_pp.split.record import TensorSpec
 from lightning_pp.split.stand_in_mode import StandInMode
 
@@ -39,9 +40,20 @@ class Placeholders:
     Args:
         module: The whole model.
         device: Where the parameters of this rank live while it computes.
+
+    Raises:
+        ConfigurationError: A module with parameters is TorchScript, which takes no fakes.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
+        scripted = {name: child for name, child in module.named_modules() if isinstance(child, torch.jit.ScriptModule)}
+        for name, child in scripted.items():
+            if next(child.parameters(), None) is not None:
+                raise ConfigurationError(
+                    f"{name!r} is a TorchScript module with parameters, and those cannot be taken from it, as every "
+                    "stage but its own has to. Use the module that it was made from; compile=True compiles units with "
+                    "torch.compile."
+                )
         self.module = module
         self.device = device
         self.mode = StandInMode()
@@ -51,7 +63,9 @@ class Placeholders:
         first: dict[nn.Parameter, str] = {}
         for name, parameter in self.names.items():
             self.canonical_names[name] = first.setdefault(parameter, name)
-        self._order = {prefix: list(child._parameters) for prefix, child in module.named_modules()}
+        self._order = {
+            prefix: list(child._parameters) for prefix, child in module.named_modules() if prefix not in scripted
+        }
         self._fakes: dict[str, nn.Parameter] = {}
         self.released: set[str] = set()
         # dtype that parameters have while their unit runs, but for those in `uncast`; None: their own

@@ -68,9 +68,13 @@ class AttributePlace:
 
 @dataclass(frozen=True)
 class ArgumentPlace:
-    """The ``position``-th list or dict among the arguments, which got more entries."""
+    """A list or dict in the arguments, which got more entries.
 
-    position: int
+    Attributes:
+        path: The way there: a number for each container, an attribute's name for each object.
+    """
+
+    path: tuple[int | str, ...]
 
     def __str__(self) -> str:
         return "entries in a list or dict that it is called with"

@@ -33,7 +33,7 @@ from lightning_pp.split.record import (
     Value,
     spec_of,
 )
-from lightning_pp.split.source_lines import innermost_user_line
+from lightning_pp.split.source_lines import innermost_user_line, running_autograd_function, user_line
 from lightning_pp.split.sources import NOTHING, Parameter, Source, set_sources, storage_of
 from lightning_pp.split.stand_in_mode import NOT_FAKEABLE, NeedsDataError
 from lightning_pp.split.tree import leaves_of, map_leaves, tensors_of
@@ -137,6 +137,18 @@ class DryRun:
     def on_call(self, unit: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one unit on fakes and records it."""
         flow = self._flow
+        if not torch.is_grad_enabled() and running_autograd_function():
+            raise SplitError(
+                f"{user_line()} calls the unit {unit!r} in the forward of a torch.autograd.Function, whose backward "
+                "works on all that was called there, so no cut is possible within. Name the module that applies the "
+                "function with units=, so that it stays whole on one stage."
+            )
+        if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors_of((args, kwargs)))):
+            raise SplitError(
+                f"{user_line()} calls the unit {unit!r} within a transform of torch.func (vmap, grad, jvp, ...), which "
+                "no stage can do without the others. Name a module that applies the transform with units=, so that it "
+                "stays whole on one stage."
+            )
         self._end_glue()
         call = UnitCall(index=len(self.record.calls), unit=unit, reads=flow.reads)
         if call.index == self._num_calls:

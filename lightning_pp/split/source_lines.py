@@ -11,6 +11,7 @@ import torch
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__)
 _OWN_FOLDER = os.path.dirname(os.path.dirname(__file__))
+_APPLY_FUNCTION = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _SKIPPED = (_TORCH_FOLDER + os.sep, _OWN_FOLDER + os.sep, "<")
 
 
@@ -30,3 +31,13 @@ def innermost_user_line(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     outside = [frame for frame in frames if not frame.filename.startswith(_SKIPPED)]
     return f"{outside[-1].filename}:{outside[-1].lineno} in {outside[-1].name}" if outside else "an unknown line"
+
+
+def running_autograd_function() -> bool:
+    """Whether the caller runs within the ``forward`` of a :class:`torch.autograd.Function`."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _APPLY_FUNCTION:
+            return True
+        frame = frame.f_back
+    return False
