@@ -5,6 +5,9 @@ transport is gloo, and each stage is one block that sleeps a given time in each 
 few cores emulates many devices. ``lightning_pp`` runs through its executor with a plan from a real dry run, torch
 through the schedule classes of ``torch.distributed.pipelining``; for each schedule the two take turns.
 
+The blocks of ``lightning_pp`` keep back their weight gradients (``backward_dw``), as some libraries' modules do; where
+backwards are whole, gradients of inputs leave before these are computed. With ``--plain`` blocks there do not.
+
 Steps follow each other without a barrier. A bubble is ``1 - work / span``, with the mean work of the ranks and the
 longest span from a rank's first to its last sleep in one step; work is what blocks measured themselves to sleep. A step
 time is the time from the first start to the last end, over the number of steps. Figures are medians over the turns.
@@ -44,9 +47,12 @@ from emulated_runs import (
     TORCHS,
     Alone,
     Aside,
+    Block,
+    DelayedBlock,
     Ours,
     Pipeline,
     Torchs,
+    has_whole_backwards,
     measure_alone,
     sleep_precisely,
 )
@@ -169,7 +175,8 @@ def run_rank(rank: int, num_ranks: int, port: int, options: argparse.Namespace, 
     pairs: dict[str, tuple[Ours, Torchs | None]] = {}
     for name in options.schedules:
         schedule = build(name, num_ranks, m)
-        pairs[name] = (Ours(schedule, transport), Torchs(schedule) if name in TORCHS else None)
+        block = Block if options.plain and has_whole_backwards(schedule) else DelayedBlock
+        pairs[name] = (Ours(schedule, transport, block), Torchs(schedule) if name in TORCHS else None)
     python = {name: _python_us(pair) for name, pair in pairs.items()}
     rows = []
     for ms in options.ms:
@@ -287,6 +294,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--ms", type=float, nargs="+", default=list(TURNS), help="lengths of a sleep")
     parser.add_argument("--schedules", nargs="+", default=list(available_schedules()), choices=available_schedules())
+    parser.add_argument(
+        "--plain", action="store_true", help="blocks do not keep back weight gradients where backwards are whole"
+    )
     parser.add_argument("--turns", type=float, default=1.0, help="factor on the number of turns")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all figures there")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")

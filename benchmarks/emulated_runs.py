@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 from unittest.mock import patch
 
 import torch
@@ -24,7 +24,7 @@ import lightning_pp.runtime.stage
 from lightning_pp.runtime.deferred import WeightGradientQueue, collect_weight_gradients, weight_gradients_deferrable
 from lightning_pp.runtime.executor import PipelineExecutor, StepInputs
 from lightning_pp.runtime.transport import Transport
-from lightning_pp.schedule import Schedule
+from lightning_pp.schedule import ActionKind, Schedule
 from lightning_pp.strategy.assembly import split_model
 from lightning_pp.strategy.plans import signature_of
 
@@ -33,23 +33,28 @@ WIDTH = 8
 _PR_SET_TIMERSLACK = 29
 
 
+Kind = Literal["F", "I", "W"]
+
+
 class Sleeps:
-    """How long a block sleeps in each of F, I and W, and when it did.
+    """How long blocks sleep in F, I and W, and when they did.
 
     Attributes:
         seconds: The length of one sleep.
+        of_stage: Lengths for single stages and kinds, instead.
         intervals: Start and end of every sleep of this process, by ``time.perf_counter``.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self.of_stage: dict[tuple[int, Kind], float] = {}
         self.intervals: list[tuple[float, float]] = []
 
-    def sleep(self) -> None:
+    def sleep(self, stage: int, kind: Kind) -> None:
         """One sleep, noted."""
         start = time.perf_counter()
-        if self.seconds:
-            time.sleep(self.seconds)
+        if seconds := self.of_stage.get((stage, kind), self.seconds):
+            time.sleep(seconds)
         self.intervals.append((start, time.perf_counter()))
 
 
@@ -65,27 +70,29 @@ class _SleepInInput(torch.autograd.Function):
     """The identity; sleeps in F and in I."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        SLEEPS.sleep()
+    def forward(ctx: Any, tensor: Tensor, stage: int) -> Tensor:
+        ctx.stage = stage
+        SLEEPS.sleep(stage, "F")
         return tensor.clone()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        SLEEPS.sleep()
-        return grad_outputs[0]
+        SLEEPS.sleep(ctx.stage, "I")
+        return grad_outputs[0], None
 
 
 class _SleepInWeight(torch.autograd.Function):
     """The identity on a parameter; sleeps when the parameter's gradient is computed."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, stage: int) -> Tensor:
+        ctx.stage = stage
         return weight.clone()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        SLEEPS.sleep()
-        return grad_outputs[0]
+        SLEEPS.sleep(ctx.stage, "W")
+        return grad_outputs[0], None
 
 
 class Block(nn.Module):
@@ -94,35 +101,36 @@ class Block(nn.Module):
     The shift is trained as well, so that the first block's I, which returns no gradient to anybody, has to be run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stage: int = 0) -> None:
         super().__init__()
+        self.stage = stage
         self.shift = nn.Parameter(torch.zeros(WIDTH))
         self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
         self.bias = nn.Parameter(torch.zeros(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(_SleepInInput.apply(x + self.shift))  # type: ignore[no-untyped-call]
-        return y + _SleepInWeight.apply(self.bias)  # type: ignore[no-untyped-call]
+        y: Tensor = self.linear(_SleepInInput.apply(x + self.shift, self.stage))  # type: ignore[no-untyped-call]
+        return y + _SleepInWeight.apply(self.bias, self.stage)  # type: ignore[no-untyped-call]
 
 
 class DelayedBlock(Block):
     """The same block with W by ``backward_dw()``, as modules that keep back their own weight gradients have it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(_SleepInInput.apply(x + self.shift))  # type: ignore[no-untyped-call]
+        y: Tensor = self.linear(_SleepInInput.apply(x + self.shift, self.stage))  # type: ignore[no-untyped-call]
         return y + self.bias
 
     def backward_dw(self) -> None:
         """The W of the oldest microbatch that owes one."""
-        SLEEPS.sleep()
+        SLEEPS.sleep(self.stage, "W")
 
 
 class Model(nn.Module):
     """A chain of blocks with a training step, as a LightningModule has it."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, block: type[Block]) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*[DelayedBlock() for _ in range(num_blocks)])
+        self.blocks = nn.Sequential(*[block(stage) for stage in range(num_blocks)])
 
     def training_step(self, batch: Tensor) -> Tensor:
         """The loss of a batch ``[B, WIDTH]``."""
@@ -151,15 +159,21 @@ class Pipeline(Protocol):
 
 
 class Ours:
-    """A rank of lightning_pp: a plan from a dry run, the executor, the transport."""
+    """A rank of lightning_pp: a plan from a dry run, the executor, the transport.
 
-    def __init__(self, schedule: Schedule, transport: Transport) -> None:
+    Args:
+        schedule: The programs.
+        transport: Of all pipelines of this rank.
+        block: What the stages are; a program with W needs :class:`DelayedBlock`.
+    """
+
+    def __init__(self, schedule: Schedule, transport: Transport, block: type[Block] = DelayedBlock) -> None:
         rank, m = dist.get_rank(), schedule.num_microbatches
         self.num_actions = len(schedule.programs[rank])
         self.num_sleeps = 3 * m * len(schedule.placement.stages_of_rank(rank))
         torch.manual_seed(0)
         batches = torch.randn(m, 2, WIDTH).unbind()
-        module = Model(schedule.placement.num_stages)
+        module = Model(schedule.placement.num_stages, block)
         split = split_model(
             module,
             device=CPU,
@@ -193,6 +207,11 @@ class Ours:
         self.executor.drain()
 
 
+def has_whole_backwards(schedule: Schedule) -> bool:
+    """Whether no microbatch has a W of its own."""
+    return not any(action.kind is ActionKind.W for program in schedule.programs for action in program)
+
+
 def _loss_of(output: Tensor) -> Tensor:
     return output
 
@@ -216,7 +235,7 @@ class Torchs:
         self.num_sleeps = 3 * m * len(owned)
         torch.manual_seed(0)
         batch = torch.randn(2 * m, WIDTH)
-        stages = [pipelining.PipelineStage(Block(), stage, placement.num_stages, CPU) for stage in owned]
+        stages = [pipelining.PipelineStage(Block(stage), stage, placement.num_stages, CPU) for stage in owned]
         self.arguments = (batch,) if 0 in owned else ()
         self.options: dict[str, Any] = {}
         if placement.num_stages - 1 in owned:
