@@ -97,8 +97,14 @@ def load(path: Path, layout: tuple[int, int]) -> tuple[int, int]:
     return touched + bytes_read() - before, own
 
 
-@pytest.mark.parametrize("layout", [(2, 1), (1, 2), (2, 2)])
-@pytest.mark.parametrize("kind", ["file", "folder", "safetensors", "shards"])
+KINDS = ("file", "folder", "safetensors", "shards")
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [(kind, (2, 2)) for kind in KINDS]
+    + [pytest.param(kind, layout, marks=pytest.mark.nightly) for kind in KINDS for layout in ((2, 1), (1, 2))],
+)
 def test_a_rank_reads_what_it_owns(pool: WorkerPool, tmp_path: Path, kind: str, layout: tuple[int, int]) -> None:
     if kind == "file":
         path = tmp_path / "a.ckpt"

@@ -50,8 +50,19 @@ def train_and_save(
     return whole
 
 
-@pytest.mark.parametrize("single_file", [False, True], ids=["sharded", "single_file"])
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adagrad", "adamw_named"])
+@pytest.mark.parametrize(
+    ("optimizer", "single_file"),
+    [
+        ("adamw", False),
+        ("adamw", True),
+        ("sgd", False),
+        ("adagrad", True),
+        ("adamw_named", False),
+        pytest.param("sgd", True, marks=pytest.mark.nightly),
+        pytest.param("adagrad", False, marks=pytest.mark.nightly),
+        pytest.param("adamw_named", True, marks=pytest.mark.nightly),
+    ],
+)
 def test_resume_through_three_layouts(pool: WorkerPool, tmp_path: Path, optimizer: str, single_file: bool) -> None:
     # torch refuses an empty parameter group next to one with names; four ranks would have one
     middle = (1, 2) if optimizer == "adamw_named" else (4, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from command import TINY_RUN, run_command, torchrun
+from command import TINY_RUN, run_command, run_forked, torchrun
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from command import TINY_RUN, run_command, torchrun
     ],
 )
 def test_override_that_does_not_fit_is_refused_with_what_would(override: str, said: list[str], tmp_path: Path) -> None:
-    finished = run_command([override], tmp_path)
+    finished = run_forked([override], tmp_path)
     assert finished.code == 1
     for part in said:
         assert part in finished.output
@@ -31,7 +31,7 @@ def test_override_that_does_not_fit_is_refused_with_what_would(override: str, sa
 
 def test_every_unreadable_data_file_is_named_before_anything_is_launched(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
-    finished = run_command(["data.files=[nope.txt, folder, '*.md']"], tmp_path)
+    finished = run_forked(["data.files=[nope.txt, folder, '*.md']"], tmp_path)
     assert finished.code == 1
     assert "nope.txt: does not exist" in finished.output
     assert "folder: is a folder" in finished.output
@@ -41,14 +41,14 @@ def test_every_unreadable_data_file_is_named_before_anything_is_launched(tmp_pat
 
 
 def test_missing_checkpoint_is_named_before_anything_is_launched(tmp_path: Path) -> None:
-    finished = run_command(["mode=test", "ckpt_path=nope.ckpt"], tmp_path)
+    finished = run_forked(["mode=test", "ckpt_path=nope.ckpt"], tmp_path)
     assert finished.code == 1
     assert "ckpt_path=nope.ckpt does not exist" in finished.output
     assert "Traceback" not in finished.output
 
 
 def test_bad_option_of_strategy_or_model_is_one_message(tmp_path: Path) -> None:
-    finished = run_command(["strategy.schedule=zb_h9"], tmp_path)
+    finished = run_forked(["strategy.schedule=zb_h9"], tmp_path)
     assert finished.code == 1
     assert "zb_h9" in finished.output
     assert "zb_h1" in finished.output  # the list of those there are
@@ -71,7 +71,7 @@ def test_under_torchrun_a_mistake_is_told_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flag", ["-m", "--multirun"])
 def test_self_launched_multirun_is_refused_with_the_torchrun_command(flag: str, tmp_path: Path) -> None:
-    finished = run_command([flag, "data.seed=1,2", "strategy.schedule=1f1b"], tmp_path)
+    finished = run_forked([flag, "data.seed=1,2", "strategy.schedule=1f1b"], tmp_path)
     assert finished.code == 1
     assert f"torchrun --nproc-per-node 2 -m lightning_pp {flag} data.seed=1,2 strategy.schedule=1f1b" in finished.output
     assert "Traceback" not in finished.output

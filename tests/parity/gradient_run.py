@@ -37,12 +37,12 @@ class Block(nn.Module):
 
 
 class Tower(L.LightningModule):
-    """Eight blocks between an embedding and a head that share their weight: ten units, for up to eight stages."""
+    """Blocks between an embedding and a head that share their weight."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_blocks: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(8))
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
         self.head.weight = self.embedding.weight
 
@@ -97,12 +97,18 @@ class GradientRecorder(L.Callback):
 
 
 def record_gradients(
-    strategy: PipelineParallelStrategy | None, devices: int, *, batch_size: int, num_batches: int, accumulate: int = 1
+    strategy: PipelineParallelStrategy | None,
+    devices: int,
+    *,
+    num_blocks: int,
+    batch_size: int,
+    num_batches: int,
+    accumulate: int = 1,
 ) -> GradientRecorder:
     """Trains ``num_batches`` batches: of ``batch_size`` samples, and of about two thirds of it, in turn."""
     recorder = GradientRecorder()
     torch.manual_seed(3)
-    module = Tower()
+    module = Tower(num_blocks)
     trainer = L.Trainer(
         **QUIET,
         devices=devices,

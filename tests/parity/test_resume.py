@@ -154,11 +154,17 @@ def uninterrupted(settings: Settings) -> Outcome:
     return joined(reference(settings))
 
 
-@pytest.mark.parametrize("single_file", [False, True], ids=["sharded", "single_file"])
 @pytest.mark.parametrize(
-    ("settings", "layout"),
-    [(SETTINGS, TWO_STAGES), (SETTINGS, TWO_BY_TWO), (SPLIT_CONVOLUTIONS, THREE_STAGES)],
-    ids=["gpt2-2x1", "gpt2-2x2", "unet-3x1"],
+    ("settings", "layout", "single_file"),
+    [
+        (SETTINGS, TWO_BY_TWO, False),
+        (SPLIT_CONVOLUTIONS, THREE_STAGES, True),
+        pytest.param(SETTINGS, TWO_STAGES, False, marks=pytest.mark.nightly),
+        pytest.param(SETTINGS, TWO_STAGES, True, marks=pytest.mark.nightly),
+        pytest.param(SETTINGS, TWO_BY_TWO, True, marks=pytest.mark.nightly),
+        pytest.param(SPLIT_CONVOLUTIONS, THREE_STAGES, False, marks=pytest.mark.nightly),
+    ],
+    ids=lambda value: value.model if isinstance(value, Settings) else str(value),
 )
 def test_stop_and_resume(
     pool: WorkerPool, tmp_path: Path, settings: Settings, layout: Layout, single_file: bool
@@ -191,6 +197,8 @@ def test_resume_within_an_accumulating_run(pool: WorkerPool, tmp_path: Path) -> 
     assert_continues(joined(first, second), uninterrupted(settings))
 
 
+# those that the elastic training below has as well, in another order, are left to the night
+AT_NIGHT = ("sharded-2x1-1x2-3x1", "pipeline-one_device-pipeline")
 CHAINS: dict[str, list[tuple[Layout | None, bool]]] = {
     "sharded-2x1-1x2-3x1": [(TWO_STAGES, False), (TWO_REPLICAS, False), (THREE_STAGES, False)],
     "pipeline-one_device-pipeline": [(TWO_STAGES, True), (ONE_DEVICE, True), (TWO_BY_TWO, True)],
@@ -199,7 +207,9 @@ CHAINS: dict[str, list[tuple[Layout | None, bool]]] = {
 }
 
 
-@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize(
+    "chain", [pytest.param(name, marks=pytest.mark.nightly) if name in AT_NIGHT else name for name in CHAINS]
+)
 def test_layout_changes_at_every_stop(pool: WorkerPool, tmp_path: Path, chain: str) -> None:
     """Stops after 2 and after 4 of 6 steps: in the middle of the first epoch and of the second."""
     parts, path = [], None

@@ -33,6 +33,10 @@ THREE_STAGES = Layout("zb_h1", 3, 1, 4)
 TWO_BY_TWO = Layout("zb_h1", 2, 2, 2)
 
 
+def at_night(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.nightly)
+
+
 def trained_part(module: L.LightningModule, layout: Layout | None) -> dict[str, float]:
     """A number for each parameter, whole on every rank: ranks tell each other theirs."""
     sums = {name: float(value.double().square().sum()) for name, value in whole_weights(module).items()}
@@ -107,7 +111,7 @@ def monitored(layout: Layout | None, folder: Path) -> Any:
     }
 
 
-@pytest.mark.parametrize("layout", [THREE_STAGES, TWO_BY_TWO], ids=str)
+@pytest.mark.parametrize("layout", [at_night(THREE_STAGES), TWO_BY_TWO], ids=str)
 def test_callbacks_that_monitor_agree(pool: WorkerPool, tmp_path: Path, layout: Layout) -> None:
     expected = check_on_every_rank(pool, monitored, layout, tmp_path)
     assert 0 < expected["stopped epoch"] < 19 and expected["lr"] < 0.8, "the run must exercise both callbacks"
@@ -166,7 +170,7 @@ def logging_forms(layout: Layout | None, accumulate: int) -> Any:
     return notes.taken
 
 
-@pytest.mark.parametrize(("layout", "accumulate"), [(TWO_STAGES, 1), (THREE_STAGES, 2)], ids=str)
+@pytest.mark.parametrize(("layout", "accumulate"), [at_night(TWO_STAGES, 1), (THREE_STAGES, 2)], ids=str)
 def test_every_form_of_log(pool: WorkerPool, layout: Layout, accumulate: int) -> None:
     expected = check_on_every_rank(pool, logging_forms, layout, accumulate)
     final = dict(expected)["train epoch"]["callback"]
@@ -245,7 +249,7 @@ def metrics(layout: Layout | None, by_hand: bool) -> Any:
 
 
 @pytest.mark.parametrize("by_hand", [False, True], ids=["as_object", "by_hand"])
-@pytest.mark.parametrize("layout", [TWO_STAGES, TWO_BY_TWO], ids=str)
+@pytest.mark.parametrize("layout", [at_night(TWO_STAGES), TWO_BY_TWO], ids=str)
 def test_torchmetrics(pool: WorkerPool, layout: Layout, by_hand: bool) -> None:
     expected = check_on_every_rank(pool, metrics, layout, by_hand)
     final = dict(expected)["train epoch"]["callback"]
@@ -328,7 +332,7 @@ def kept_outputs(layout: Layout | None) -> Any:
     return {"epochs": module.epochs, "notes": notes.taken}
 
 
-@pytest.mark.parametrize("layout", [TWO_STAGES, THREE_STAGES], ids=str)
+@pytest.mark.parametrize("layout", [at_night(TWO_STAGES), THREE_STAGES], ids=str)
 def test_what_steps_append_to_the_module(pool: WorkerPool, layout: Layout) -> None:
     expected = check_on_every_rank(pool, kept_outputs, layout)
     assert expected["epochs"][0]["logits"].shape == (10, NUM_CLASSES)
@@ -341,7 +345,7 @@ def predictions(layout: Layout | None) -> Any:
     return make_trainer(layout).predict(make(), Data())
 
 
-@pytest.mark.parametrize("layout", [TWO_STAGES, Layout("zb_v", 2, 1, 3), THREE_STAGES], ids=str)
+@pytest.mark.parametrize("layout", [at_night(TWO_STAGES), Layout("zb_v", 2, 1, 3), THREE_STAGES], ids=str)
 def test_predictions_on_every_rank_of_the_pipeline(pool: WorkerPool, layout: Layout) -> None:
     expected = check_on_every_rank(pool, predictions, layout)
     assert [len(batch["label"]) for batch in expected] == [4, 4, 2]
@@ -360,8 +364,16 @@ def evaluated_alone(layout: Layout | None, verb: str) -> Any:
     return [plain(metrics) for metrics in getattr(trainer, verb)(make(), Data(), verbose=False)]
 
 
-@pytest.mark.parametrize("layout", [THREE_STAGES, TWO_BY_TWO], ids=str)
-@pytest.mark.parametrize("verb", ["validate", "test"])
+@pytest.mark.parametrize(
+    ("verb", "layout"),
+    [
+        ("validate", THREE_STAGES),
+        ("test", TWO_BY_TWO),
+        at_night("validate", TWO_BY_TWO),
+        at_night("test", THREE_STAGES),
+    ],
+    ids=str,
+)
 def test_evaluation_without_training(pool: WorkerPool, verb: str, layout: Layout) -> None:
     check_on_every_rank(pool, evaluated_alone, layout, verb)
 
@@ -381,7 +393,7 @@ def one_after_the_other(layout: Layout | None) -> Any:
     return results
 
 
-@pytest.mark.parametrize("layout", [TWO_STAGES, THREE_STAGES], ids=str)
+@pytest.mark.parametrize("layout", [at_night(TWO_STAGES), THREE_STAGES], ids=str)
 def test_one_trainer_for_everything(pool: WorkerPool, layout: Layout) -> None:
     expected = check_on_every_rank(pool, one_after_the_other, layout)
     assert (expected["steps"], expected["more steps"]) == (6, 9)
@@ -465,25 +477,34 @@ def with_precision(layout: Layout | None, precision: str) -> Any:
     }
 
 
+TOLERANCES = {"32-true": 2e-6, "bf16-true": 3e-2, "bf16-mixed": 1e-2}
+
+
 @pytest.mark.parametrize(
-    ("precision", "tolerance"),
-    [("32-true", 2e-6), ("bf16-true", 3e-2), ("bf16-mixed", 1e-2)],
-    ids=lambda value: str(value),
+    ("precision", "layout"),
+    [
+        ("32-true", TWO_STAGES),
+        ("bf16-true", THREE_STAGES),
+        ("bf16-mixed", TWO_STAGES),
+        at_night("32-true", THREE_STAGES),
+        at_night("bf16-true", TWO_STAGES),
+        at_night("bf16-mixed", THREE_STAGES),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("layout", [TWO_STAGES, THREE_STAGES], ids=str)
-def test_precisions(pool: WorkerPool, layout: Layout, precision: str, tolerance: float) -> None:
-    expected = check_on_every_rank(pool, with_precision, layout, precision, tolerance=tolerance)
+def test_precisions(pool: WorkerPool, precision: str, layout: Layout) -> None:
+    expected = check_on_every_rank(pool, with_precision, layout, precision, tolerance=TOLERANCES[precision])
     dtypes = {"32-true": "torch.float32", "bf16-true": "torch.bfloat16", "bf16-mixed": "torch.bfloat16"}
     assert expected["outputs"][0]["dtype"] == dtypes[precision]
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("bf16-true", 3e-2), ("bf16-mixed", 1e-2)])
-def test_precisions_with_shards(pool: WorkerPool, precision: str, tolerance: float) -> None:
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+def test_precisions_with_shards(pool: WorkerPool, precision: str) -> None:
     """Outputs are of a replica's batch there, and the validation loss of all."""
     expected = with_precision(None, precision)["validation"]
     for found in pool.run(with_precision, TWO_BY_TWO, precision, world_size=4, timeout=120):
         for mine, theirs in zip(found["validation"], expected, strict=True):
-            assert_equal_trees(mine["val_loss"], theirs["val_loss"], tolerance=tolerance)
+            assert_equal_trees(mine["val_loss"], theirs["val_loss"], tolerance=TOLERANCES[precision])
 
 
 # ---------------------------------------------------------------- where the data comes from
@@ -525,7 +546,7 @@ def shuffled(layout: Layout | None) -> Any:
     return {"notes": notes.taken, "weights": trained_part(module, layout)}
 
 
-@pytest.mark.parametrize("layout", [TWO_STAGES, THREE_STAGES], ids=str)
+@pytest.mark.parametrize("layout", [at_night(TWO_STAGES), THREE_STAGES], ids=str)
 def test_one_replica_shuffles_as_one_device(pool: WorkerPool, layout: Layout) -> None:
     check_on_every_rank(pool, shuffled, layout)
 

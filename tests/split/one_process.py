@@ -23,7 +23,7 @@ from lightning_pp.schedule import Placement
 from lightning_pp.split.dry_run import DryRun
 from lightning_pp.split.microbatch import copy_of
 from lightning_pp.split.placeholders import Placeholders, has_data, is_fake
-from lightning_pp.split.plan import StepPlan
+from lightning_pp.split.plan import StepPlan, build_plan
 from lightning_pp.split.record import Value
 from lightning_pp.split.tree import tensors_of
 from lightning_pp.strategy.assembly import SplitModel, split_model
@@ -165,6 +165,11 @@ class OneProcessPipeline:
             Stage(number, build(architecture).train(training), self.split, splits_backward=splits_backward)
             for number in range(num_stages)
         ]
+        self._first = (
+            signature_of(batch),
+            build_plan(self.split.record, self.split.partition.stage_of_unit, num_stages),
+        )
+        self._records_itself = own_dry_runs
         self._books = [self.split.plans] * num_stages
         self._modules = [self.split.module] * num_stages
         if own_dry_runs:
@@ -178,7 +183,10 @@ class OneProcessPipeline:
         return "training_step" if self._training else "validation_step"
 
     def plans(self, batch: Any) -> list[StepPlan]:
-        """Every stage's plan for ``batch``."""
+        """Every stage's plan for ``batch``; the cut has recorded the step on the batch that it was made with."""
+        signature, plan = self._first
+        if signature == signature_of(batch) and not self._records_itself:
+            return [plan] * len(self.stages)
         return [
             book.plan(signature_of(batch), recorded(module, batch, self.step_name), with_gradients=self._training)
             for book, module in zip(self._books, self._modules, strict=True)

@@ -10,7 +10,8 @@ import transformers_zoo as zoo
 from one_process import OneProcessPipeline, compare, compare_evaluation
 from torch import Tensor, nn
 
-CASES = [(name, 3) for name in zoo.ARCHITECTURES] + [(name, n) for name in ("gpt2", "llama", "t5") for n in (2, 4)]
+CASES: list[Any] = [(name, 3) for name in zoo.ARCHITECTURES] + [("gpt2", 2), ("llama", 4)]
+CASES += [pytest.param(*case, marks=pytest.mark.nightly) for case in (("gpt2", 4), ("llama", 2), ("t5", 2), ("t5", 4))]
 
 
 @pytest.mark.parametrize(("name", "num_stages"), CASES)
