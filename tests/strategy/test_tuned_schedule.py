@@ -116,12 +116,12 @@ def test_given_costs_count_from_the_first_batch(pool: WorkerPool, tmp_path: Path
         "schedule": "auto",
         "pipeline_parallel_size": 2,
         "costs": str(tmp_path / "costs.json"),
-        "num_microbatches": 5,
+        "num_microbatches": 3,
         "memory_limit_gib": 8.0,
     }
     first, second = pool.run(run, options, timeout=120)
     assert first["schedules"] == second["schedules"] and first["costs"] == (costs, costs)
-    request: dict[str, Any] = {"num_ranks": 2, "num_microbatches": 5, "costs": costs, "memory_limit": 8.0}
+    request: dict[str, Any] = {"num_ranks": 2, "num_microbatches": 3, "costs": costs, "memory_limit": 8.0}
     expected = [
         build_schedule("auto", placement=placement, stages_per_rank=2, **request)
         for placement in (Placement.v_shaped(2), Placement.interleaved(2, 2))
