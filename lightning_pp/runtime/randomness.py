@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+
+from lightning_pp.split.record import RandomGlue
 
 
 class StepRandomness:
@@ -17,8 +19,8 @@ class StepRandomness:
     On one device a step draws all its numbers from one generator, in order. Stages run parts of that order, so each
     stretch of glue gets a stream that depends on the seed, the step, the microbatch and its place in the step, but not
     on the stage: noise that several stages use (diffusion time steps, masks) is the same on all of them. Units draw
-    from the stage's own stream. Where the dry run saw no random glue none of this is called. Glue may draw from the
-    generators of torch, Python and NumPy.
+    from the stage's own stream. The generators change hands only where glue draws, as the dry run saw it. Glue may draw
+    from the generators of torch, Python and NumPy.
 
     Args:
         seed: Depends on the run's seed, the data-parallel rank, the step and the microbatch; equal on all stages.
@@ -28,7 +30,9 @@ class StepRandomness:
     def __init__(self, seed: int, device: torch.device) -> None:
         self._seed = seed
         self._device = device
-        self._unit_state: list[torch.Tensor] = []
+        self._seeds_python = True
+        # the units' stream, while the generators are at the glue's
+        self._unit_state: list[torch.Tensor] | None = None
 
     @classmethod
     def of_microbatch(cls, step_seed: int, microbatch: int, device: torch.device) -> StepRandomness:
@@ -36,30 +40,35 @@ class StepRandomness:
         return cls(step_seed * 1_009 + microbatch, device)
 
     @contextmanager
-    def of_glue(self) -> Iterator[None]:
-        """Around a step's forward on a stage."""
-        self._unit_state = self._states()
+    def of_glue(self, draws: RandomGlue) -> Iterator[None]:
+        """Around a step's forward on a stage.
+
+        Args:
+            draws: Where its glue draws; :meth:`seed_glue` is called after these unit calls.
+        """
+        self._seeds_python = draws.in_python
         try:
-            with _python_generators_untouched():
-                self.seed_glue(-1)
+            with _python_generators_untouched() if draws.in_python else nullcontext():
+                if -1 in draws.after:
+                    self.seed_glue(-1)
                 yield
         finally:
-            self._set_states(self._unit_state)
+            self.enter_unit()
 
     def seed_glue(self, index: int) -> None:
         """Seeds the generators for the stretch of glue after call ``index``."""
         seed = (self._seed * 1_000_003 + index + 1) % (1 << 63)
-        _seed_torch_generators(seed, self._device)
-        _seed_python_generators(seed)
-
-    @contextmanager
-    def of_unit(self, index: int) -> Iterator[None]:
-        """Around an owned unit's call."""
-        self._set_states(self._unit_state)
-        try:
-            yield
-        finally:
+        if self._unit_state is None:
             self._unit_state = self._states()
+        _seed_torch_generators(seed, self._device)
+        if self._seeds_python:
+            _seed_python_generators(seed)
+
+    def enter_unit(self) -> None:
+        """Before an owned unit's call: gives the generators back to the units."""
+        if self._unit_state is not None:
+            self._set_states(self._unit_state)
+            self._unit_state = None
 
     def _states(self) -> list[torch.Tensor]:
         states = [torch.get_rng_state()]

@@ -81,7 +81,7 @@ class StageRunner:
         if calls.plan.last_call == -1:  # nothing of this stage is called in such a step
             return run.in_flight, None
         output = None
-        glue = randomness.of_glue() if calls.glue_is_random else nullcontext()
+        glue = randomness.of_glue(calls.random_glue) if calls.random_glue.after else nullcontext()
         with self._calls.handled_by(run.on_call), _deferrable(splits_backward), glue:
             try:
                 output = step()

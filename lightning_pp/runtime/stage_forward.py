@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,8 +21,6 @@ from lightning_pp.split.placeholders import is_fake
 from lightning_pp.split.plan import StepPlan
 from lightning_pp.split.record import UnitCall, Value
 from lightning_pp.split.tree import leaves_of, replace_leaves
-
-_NOTHING = nullcontext()
 
 
 class StageFinished(BaseException):
@@ -104,7 +101,7 @@ class StageCalls:
 
     def __init__(self, plan: StepPlan, stage: int) -> None:
         self.plan = plan.stages[stage]
-        self.glue_is_random = plan.record.glue_is_random
+        self.random_glue = plan.record.random_glue
         self.compute_dtype = plan.record.compute_dtype
         self.received = received = frozenset(edge.value for edge in self.plan.receives)
         self.sent = frozenset(edge.value for edge in self.plan.sends)
@@ -184,9 +181,9 @@ class StageForward:
                 "make the choice inside a unit, or let it depend on a shape or on self.training."
             )
         call = calls[index]
-        is_random = self._stage.glue_is_random
+        glue_draws = index in self._stage.random_glue.after
         if not call.is_owned:
-            if is_random:
+            if glue_draws:
                 self._randomness.seed_glue(index)
             if call.has_doors:
                 self.doors.leave(call.record, self._units[unit], args, kwargs, self._tensor_of)
@@ -199,18 +196,18 @@ class StageForward:
             args, kwargs = cast_activations(call.record, args, kwargs, self._stage.compute_dtype)
         if unit in self._recomputation.units:
             original = partial(self._recomputation.run, original)
-        with self._randomness.of_unit(index) if is_random else _NOTHING:
-            if call.has_doors:
-                doors = DoorKeeper(call.record, self._units[unit], args, kwargs, self._stage.sent)
-                with doors.watching():
-                    output = self._keep(call, original(*args, **kwargs))
-                for value, tensor in doors.kept().items():
-                    self._keep_value(call, value, tensor)
-            else:
+        self._randomness.enter_unit()
+        if call.has_doors:
+            doors = DoorKeeper(call.record, self._units[unit], args, kwargs, self._stage.sent)
+            with doors.watching():
                 output = self._keep(call, original(*args, **kwargs))
+            for value, tensor in doors.kept().items():
+                self._keep_value(call, value, tensor)
+        else:
+            output = self._keep(call, original(*args, **kwargs))
         if index == self._stage.plan.last_call:
             raise StageFinished
-        if is_random:
+        if glue_draws:
             self._randomness.seed_glue(index)
         return output
 

@@ -72,7 +72,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         call_reads_data: Whether the running call has looked at a value of a fake.
         value_reads: Where glue did.
         edited: Unit outputs that code after the unit writes into.
-        glue_is_random: Whether glue draws random numbers.
+        random_glue: Calls after which glue draws random numbers, up to the next; -1: before the first.
         branches_at_random: Whether Python looked at a number that glue drew.
         gradient_hooks: Hooks that glue put on weight-dependent tensors.
         edits_batch: Whether the step wrote into memory that it did not make.
@@ -94,7 +94,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.call_reads_data = False
         self.value_reads: list[ValueRead] = []
         self.edited: set[Value] = set()
-        self.glue_is_random = False
+        self.random_glue: set[int] = set()
         self.branches_at_random = False
         self.gradient_hooks: list[GradientHook] = []
         self.edits_batch = False
@@ -231,14 +231,14 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if found:
                 sources = sources | found if sources else found
         if self.call is None and torch.Tag.nondeterministic_seeded in func.tags:
-            self.glue_is_random = True
+            self.random_glue.add(self.num_calls - 1)
         is_mutable = func._schema.is_mutable
         if is_mutable:
             self._keep_contents(func, args, kwargs)
         if not any_fake and not sources:
             result = func(*args, **kwargs)
             self._note_memory(func, inputs, result)
-            if self.call is None and self.glue_is_random:
+            if self.call is None and self.random_glue:
                 self._note_drawn(func, inputs, result)
             if is_mutable and self.call is not None:
                 self._note_edits_by_unit(func, args, kwargs)

@@ -230,6 +230,19 @@ class GradientHook:
     made_after: int
 
 
+@dataclass(frozen=True)
+class RandomGlue:
+    """Where code outside units draws random numbers.
+
+    Attributes:
+        after: Indices of the calls after which it does, up to the next call; -1: before the first.
+        in_python: Whether some of it draws from the generators of Python or NumPy.
+    """
+
+    after: frozenset[int] = frozenset()
+    in_python: bool = False
+
+
 @dataclass
 class StepRecord:
     """One step as seen by a dry run.
@@ -239,7 +252,7 @@ class StepRecord:
         tail: What the code after the last call, the returned value and the logged values need.
         gradient_sources: For each value and for the loss (``None``), the values it depends on differentiably with no
             other unit's output in between. Empty for a step without gradients.
-        glue_is_random: Whether code outside units draws random numbers.
+        random_glue: Where code outside units draws random numbers.
         may_branch_at_random: Whether Python may look at such a number, so that another draw may call other units.
         value_reads_in_tail: Lines after the last call that read a weight-dependent value (``.item()``).
         mutated_attributes: ``(module name, attribute)`` that the step set or whose content it changed.
@@ -255,7 +268,7 @@ class StepRecord:
     calls: list[UnitCall] = field(default_factory=list)
     tail: Reads = field(default_factory=Reads)
     gradient_sources: dict[Value | None, frozenset[Value]] = field(default_factory=dict)
-    glue_is_random: bool = False
+    random_glue: RandomGlue = RandomGlue()
     may_branch_at_random: bool = False
     value_reads_in_tail: list[str] = field(default_factory=list)
     mutated_attributes: tuple[tuple[str, str], ...] = ()

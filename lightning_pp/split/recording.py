@@ -26,6 +26,7 @@ from lightning_pp.split.record import (
     HeldMemory,
     OutputLeaf,
     PassedOn,
+    RandomGlue,
     Reads,
     StepRecord,
     TensorSpec,
@@ -66,7 +67,7 @@ class DryRun:
         self._earlier_reads = list(reads)
         self._seed_glue = seed_glue
         self._python_generators: Any = None
-        self._python_draws = False
+        self._python_glue: set[int] = set()
         # seen now, before fakes take their places
         self._real_parameters: dict[int, frozenset[Source]] = {}
         for name, parameter in placeholders.module.named_parameters():
@@ -194,8 +195,9 @@ class DryRun:
         self._python_generators = python_generators()
 
     def _end_glue(self) -> None:
-        """Whether the code since the last call has drawn from the generators of Python or NumPy."""
-        self._python_draws = self._python_draws or self._python_generators != python_generators()
+        """Notes whether the code since the last call has drawn from the generators of Python or NumPy."""
+        if self._python_generators != python_generators():
+            self._python_glue.add(len(self.record.calls) - 1)
 
     def finish(self, result: Any, with_gradients: bool) -> None:
         """Completes the record with what the end of the step needs."""
@@ -235,9 +237,10 @@ class DryRun:
 
     def _note_randomness(self) -> None:
         self._end_glue()
-        self.record.glue_is_random = self._flow.glue_is_random or self._python_draws
+        after = frozenset(self._flow.random_glue | self._python_glue)
+        self.record.random_glue = RandomGlue(after, in_python=bool(self._python_glue))
         # what Python does with numbers of its own generators cannot be seen
-        self.record.may_branch_at_random = self._python_draws or self._flow.branches_at_random
+        self.record.may_branch_at_random = bool(self._python_glue) or self._flow.branches_at_random
 
     def merge_end(self) -> None:
         """Adds what sinks were given to what the end needs."""

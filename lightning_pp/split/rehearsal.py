@@ -59,7 +59,7 @@ def rehearse(
         num_calls += 1
         doors.leave(call, units[unit], args, kwargs, lambda value: call.leaf(value.leaf).stand_in)
         output = call.output_of({})
-        if record.glue_is_random:
+        if call.index in record.random_glue.after:
             seed_glue(call.index)
         return output
 
@@ -71,7 +71,7 @@ def rehearse(
         stack.enter_context(_values_made_up(record))
         stack.enter_context(UnitCalls(units).handled_by(stand_in))
         stack.enter_context(torch.no_grad())
-        if record.glue_is_random:
+        if -1 in record.random_glue.after:
             seed_glue(-1)
         try:
             step()

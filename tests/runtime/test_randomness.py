@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from lightning_pp.runtime.randomness import StepRandomness, host_generators_untouched
+from lightning_pp.split.record import RandomGlue
 
 CPU = torch.device("cpu")
 
@@ -13,12 +14,12 @@ def draw(owned: set[int], seed: int = 7) -> tuple[list[float], list[float]]:
     """What glue and units draw on a stage that owns the calls in ``owned``, of three."""
     glue, units = [], []
     randomness = StepRandomness(seed, CPU)
-    with randomness.of_glue():
+    with randomness.of_glue(RandomGlue(frozenset({-1, 0, 1, 2}))):
         for call in range(3):
             glue.append(torch.rand(()).item())
             if call in owned:
-                with randomness.of_unit(call):
-                    units.append(torch.rand(()).item())
+                randomness.enter_unit()
+                units.append(torch.rand(()).item())
             randomness.seed_glue(call)
         glue.append(torch.rand(()).item())
     return glue, units

@@ -18,7 +18,7 @@ from zoo_parts import WIDTH, Block, next_token_loss
 
 from lightning_pp.split import StepRecord, discover_units, dry_run
 from lightning_pp.split.placeholders import Placeholders, has_data
-from lightning_pp.split.record import PassedOn, TensorSpec, Value
+from lightning_pp.split.record import PassedOn, RandomGlue, TensorSpec, Value
 
 # In these a unit hands on what it was given, which has no identity of its own in the record.
 HANDS_ON = {"structured"}
@@ -103,9 +103,9 @@ def test_random_glue_and_edits_are_noted() -> None:
             def forward(self, x: Tensor) -> Tensor:
                 return nn.functional.dropout(super().forward(x), 0.5)
 
-    assert record_of(build(Noisy), batches()[0]).glue_is_random
-    assert record_of(build(InUnit), batches()[0]).glue_is_random
-    assert not record_of(build(Dropping), batches()[0]).glue_is_random
+    assert record_of(build(Noisy), batches()[0]).random_glue == RandomGlue(frozenset({0}))
+    assert record_of(build(InUnit), batches()[0]).random_glue == RandomGlue(frozenset({-1}))
+    assert record_of(build(Dropping), batches()[0]).random_glue == RandomGlue()
     record = record_of(build(zoo.ARCHITECTURES["in_place_glue"][0]), zoo.batches_of("in_place_glue")[0])
     assert [record.leaf(Value(index, 0)).edited_in_place for index in range(6)] == [True] * 5 + [False]
 
