@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -59,6 +59,8 @@ class ShardedUnits:
             unit at a time, a gather for each F and each I). Otherwise they stay until the unit is reduced.
         mp_policy: dtypes of computation and reduction. Inputs and outputs of units are cast as FSDP2 does.
         max_pending_reductions: How many units' flat gradients may wait for their collective at a time.
+        before_sharding: Called with those units that are about to be sharded together, to give their parameters memory
+            and values: nothing of the ones that follow has to have any yet.
 
     Raises:
         ConfigurationError: The mesh has neither one nor two named dimensions; a unit contains another; a parameter is
@@ -74,6 +76,7 @@ class ShardedUnits:
         reshard_after_use: bool = False,
         mp_policy: MixedPrecisionPolicy | None = None,
         max_pending_reductions: int = 2,
+        before_sharding: Callable[[Mapping[str, nn.Module]], None] | None = None,
     ) -> None:
         check_mesh(mesh)
         if max_pending_reductions < 1:
@@ -90,11 +93,13 @@ class ShardedUnits:
         self._reduce_requests: set[str] = set()
         self._is_in_batch = False
 
-        whole = list(dict.fromkeys([*never_sharded(units), *replicated]))
-        owned = {parameter for unit in units.values() for parameter in unit.parameters()}
-        self._replicated = tuple(parameter for parameter in whole if parameter in owned)
+        # no list of all parameters may outlive this line: each is freed as soon as it is sharded
+        self._replicated = _of_units([*never_sharded(units), *replicated], units)
         for names in groups_sharing_parameters(units, set(self._replicated)):
-            self._shard(names, units)
+            together = {name: units[name] for name in names}
+            if before_sharding is not None:
+                before_sharding(together)
+            self._shard(together)
 
     @property
     def replicated(self) -> tuple[nn.Parameter, ...]:
@@ -279,22 +284,22 @@ class ShardedUnits:
         finally:
             self._hooks.is_paused = before
 
-    def _shard(self, names: Sequence[str], units: Mapping[str, nn.Module]) -> None:
-        slots = slots_of({name: units[name] for name in names}, self._replicated)
+    def _shard(self, units: Mapping[str, nn.Module]) -> None:
+        slots = slots_of(units, self._replicated)
         if not slots:
             return
         for slot in slots:
             parameter = slot.registered
             if not parameter.is_contiguous():
                 parameter.data = parameter.data.contiguous()  # FSDP2 refuses others, as those in channels_last
-        modules = list(dict.fromkeys(units[name] for name in names))
+        modules = list(dict.fromkeys(units.values()))
         num_bytes = gathered_bytes(
             (slot.registered for slot in slots), self.mesh.size(self.mesh.ndim - 1), self.mp_policy.param_dtype
         )
         leader = shard_together(modules, self.mesh, self.mp_policy, self._replicated)
-        group = UnitGroup(names, leader, slots, self.mp_policy.reduce_dtype, num_bytes)
+        group = UnitGroup(tuple(units), leader, slots, self.mp_policy.reduce_dtype, num_bytes)
         self._groups.append(group)
-        for name in names:
+        for name in units:
             self._group_of[name] = group
         self._hooks.attach(group, modules)
 
@@ -303,3 +308,9 @@ class ShardedUnits:
             return self._group_of[unit]
         except KeyError:
             raise ValueError(f"no unit {unit!r} on this rank; it has {', '.join(self._group_of)}") from None
+
+
+def _of_units(parameters: Iterable[nn.Parameter], units: Mapping[str, nn.Module]) -> tuple[nn.Parameter, ...]:
+    """Those of ``parameters`` that belong to ``units``, each once."""
+    own = {parameter for unit in units.values() for parameter in unit.parameters()}
+    return tuple(parameter for parameter in dict.fromkeys(parameters) if parameter in own)

@@ -98,7 +98,13 @@ def broadcast_parameters(module: nn.Module, group: dist.ProcessGroup | None = No
     Raises:
         ConfigurationError: A parameter is sharded already.
     """
-    tensors: list[Tensor] = list(dict.fromkeys([*module.parameters(), *module.buffers()]))
+    broadcast_values([*module.parameters(), *module.buffers()], group)
+
+
+@torch.no_grad()
+def broadcast_values(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """As :func:`broadcast_parameters`, of some tensors."""
+    tensors = list(dict.fromkeys(tensors))
     _refuse_sharded(tensors)
     if dist.get_world_size(group) > 1:
         first = dist.get_global_rank(group or dist.group.WORLD, 0)  # type: ignore[arg-type]

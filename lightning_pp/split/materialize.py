@@ -64,6 +64,25 @@ def materialize_parameters(module: nn.Module, owned: Collection[str], device: to
     _fill(module, fresh)
 
 
+@contextmanager
+def without_parameters(module: nn.Module, hidden: Collection[nn.Parameter]) -> Iterator[None]:
+    """Within, ``module.to(...)`` and the like do not see the parameters ``hidden``."""
+    places = [
+        (child, key)
+        for child in module.modules()
+        for key, parameter in child._parameters.items()
+        if parameter in hidden
+    ]
+    held = [child._parameters[key] for child, key in places]
+    for child, key in places:
+        child._parameters[key] = None
+    try:
+        yield
+    finally:
+        for (child, key), parameter in zip(places, held, strict=True):
+            setattr(child, key, parameter)  # recurrent layers keep lists of their own
+
+
 def _fill(root: nn.Module, fresh: dict[str, Tensor]) -> None:
     """Runs the initialisers of all modules with something fresh in them, and nothing else is changed.
 

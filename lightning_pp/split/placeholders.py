@@ -167,8 +167,8 @@ class Placeholders:
             if parent._parameters.pop(attribute, None) is not None:
                 parent.__dict__[attribute] = fake
             self.released.add(name)
-            # a fake is as good as the original for its shape, dtype and identity, and holds no memory
-            self.names[name] = fake
+        # a fake is as good as the original for its shape and dtype, and does not keep the memory of what is sharded
+        self.names = {name: self.parameter(name) for name in self.names}
         _replace_aliases(self.module, fakes)
 
     def restore_names(self) -> None:

@@ -26,7 +26,6 @@ from lightning_pp.runtime.timing import StepTimer
 from lightning_pp.runtime.transport import Transport
 from lightning_pp.schedule import Schedule, StageCosts
 from lightning_pp.split.dry_run import DryRun
-from lightning_pp.split.materialize import materialize_parameters
 from lightning_pp.split.mean_losses import MeanLosses
 from lightning_pp.split.microbatch import Microbatch, batch_size_of, split_batch
 from lightning_pp.split.plan import StepPlan
@@ -218,14 +217,11 @@ class PipelineEngine:
         self._programs = tuned_programs(
             self._options, layout, self.split, self.mesh, self._data_parallel, self.groups, self.device, agree
         )
-        owned = self.split.owned_by(self.rank)
-        self.split.placeholders.release(owned)
-        materialize_parameters(self.module, owned, self.device)
-        self.module.to(self.device)
-        self._parameters = list(self.module.parameters())
+        self.split.placeholders.release(self.split.owned_by(self.rank))
         self.gradients = StageGradients(
-            self.split, self.mesh, self._data_parallel, self.rank, self._sharding, self.groups, dtypes
+            self.split, self.mesh, self._data_parallel, self.rank, self.device, self._sharding, self.groups, dtypes
         )
+        self._parameters = list(self.module.parameters())
         self._programs.sharding = self.gradients.sharding
         if self._compile_options is not None:
             self._compiled_units = CompiledUnits(self.split.units_of(self.rank), self._compile_options)

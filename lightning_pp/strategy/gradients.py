@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,12 +17,13 @@ from lightning_pp.sharding import ReplicatedUnits, ShardedStages
 from lightning_pp.sharding.accumulation import WideGradients
 from lightning_pp.sharding.clip import clip_by_norm_, clip_by_value_
 from lightning_pp.sharding.fsdp import ShardedUnits
-from lightning_pp.sharding.replicated import ReplicatedGradients, broadcast_parameters
+from lightning_pp.sharding.replicated import ReplicatedGradients
 from lightning_pp.sharding.shared import SharedParameters
 from lightning_pp.split.memory import StepDtypes
 from lightning_pp.strategy.assembly import SplitModel
 from lightning_pp.strategy.control import ControlGroups
 from lightning_pp.strategy.meshes import sharding_mesh
+from lightning_pp.strategy.placing import ParameterPlacing
 from lightning_pp.strategy.stage_sharding import ShardedPrograms, ShardingSettings, make_units
 
 
@@ -33,10 +35,11 @@ class StageGradients:
     freed and reduced within a batch is in its program.
 
     Args:
-        split: The split model, with only this rank's parameters left in it, on the device.
+        split: The split model, with only this rank's parameters left in it; they get memory here.
         mesh: The whole mesh.
         data_parallel: Of it, the replicas at this rank's place, as one axis.
         rank: This rank's place in the pipeline.
+        device: Where this rank computes.
         sharding: What to shard and when.
         groups: Who has to agree on it.
         dtypes: Of computation and of gradients, where they differ from the parameters'.
@@ -48,6 +51,7 @@ class StageGradients:
         mesh: DeviceMesh,
         data_parallel: DeviceMesh,
         rank: int,
+        device: torch.device,
         sharding: ShardingSettings,
         groups: ControlGroups,
         dtypes: StepDtypes,
@@ -59,20 +63,22 @@ class StageGradients:
         self._programs: ShardedPrograms | None = None
         self._replicated: ReplicatedGradients | None = None
         # with one replica as well, parameters have the dtype of computation inside units
-        if self._data_parallel.size() > 1 or dtypes.compute is not None:
-            group = self._data_parallel.get_group()
-            broadcast_parameters(split.module, group)
-            names, is_cast = split.placeholders.canonical_names, split.placeholders.is_cast
-            direct = [
-                p
-                for name, p in split.module.named_parameters()
-                if names[name] in split.direct or (dtypes.compute is not None and not is_cast(names[name]))
-            ]
-            self._units = make_units(sharding, split.units_of(rank), sharding_mesh(mesh), direct, dtypes)
+        has_units = self._data_parallel.size() > 1 or dtypes.compute is not None
+        names, is_cast = split.placeholders.canonical_names, split.placeholders.is_cast
+        group = self._data_parallel.get_group()
+        units = split.units_of(rank)
+        owned = split.owned_by(rank)
+        whole = {name for name in owned if name in split.direct or (dtypes.compute is not None and not is_cast(name))}
+        replaced = units if has_units and sharding.replaces_parameters(dtypes) else {}
+        placing = ParameterPlacing(split, replaced, whole, device, group)
+        placing.place_whole(owned)
+        if has_units:
+            direct = [p for name, p in split.module.named_parameters() if names[name] in whole]
+            self._units = make_units(sharding, units, sharding_mesh(mesh), direct, dtypes, placing.place_units)
             split.placeholders.tie_names(lambda parameter: isinstance(parameter, DTensor))
             reduced = self._units.parameters if isinstance(self._units, ReplicatedUnits) else ()
-            whole = [p for p in split.module.parameters() if not isinstance(p, DTensor) and p not in reduced]
-            self._replicated = ReplicatedGradients(whole, group)
+            others = [p for p in split.module.parameters() if not isinstance(p, DTensor) and p not in reduced]
+            self._replicated = ReplicatedGradients(others, group)
             if self._data_parallel.size() > 1:
                 self._programs = ShardedPrograms(sharding, split, self._units, rank, groups)
         plain = [p for p in split.module.parameters() if not isinstance(p, DTensor)]

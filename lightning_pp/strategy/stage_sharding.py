@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,10 @@ class ShardingSettings:
     mode: ShardingMode = "shard_grad_op"
     unshard_budget: int | None = None
 
+    def replaces_parameters(self, dtypes: StepDtypes) -> bool:
+        """Whether units compute with other tensors than those that are kept between steps."""
+        return self.mode != "replicate" or dtypes.compute is not None
+
     def check(self, data_parallel_replicate_size: int = 1) -> None:
         """Raises :class:`ConfigurationError` for an unknown mode, and for arguments that the mode has no use for."""
         if self.mode not in SHARDING_MODES:
@@ -61,6 +65,7 @@ def make_units(
     mesh: DeviceMesh,
     direct: list[nn.Parameter],
     dtypes: StepDtypes,
+    before_sharding: Callable[[Mapping[str, nn.Module]], None],
 ) -> ShardedUnits | ReplicatedUnits:
     """This rank's units, sharded or whole.
 
@@ -70,8 +75,9 @@ def make_units(
         mesh: (shard) or (replicate, shard).
         direct: Parameters used outside their unit, which stay whole: nobody would gather them there.
         dtypes: Of computation and of gradients, where they differ from the parameters'.
+        before_sharding: Gives the parameters of units memory and values.
     """
-    if settings.mode == "replicate" and dtypes.compute is None:
+    if not settings.replaces_parameters(dtypes):
         return ReplicatedUnits(units, mesh.get_group(), replicated=direct, dtype=dtypes.gradient)
     return ShardedUnits(
         units,
@@ -82,6 +88,7 @@ def make_units(
         replicated=direct,
         reshard_after_use=settings.mode == "full_shard",
         max_pending_reductions=max(1, len(units)),
+        before_sharding=before_sharding,
     )
 
 
