@@ -97,6 +97,7 @@ class PipelineStrategyConf:
     rank_speeds: list[float] | None = None
     sharding: str = "shard_grad_op"
     unshard_budget: int | None = None
+    cpu_offload: bool = False
     data_parallel_replicate_size: int = 1
     compile: Any = False
     activation_checkpointing: Any = False

@@ -35,6 +35,7 @@ class RankBytes:
             included.
         buffers: What is received ahead of need, and what is being sent.
         peak: The most at any time of a step, the reduction of gradients included.
+        host: With ``cpu_offload``, what lies on the host and is in none of the others.
     """
 
     rank: int
@@ -45,6 +46,7 @@ class RankBytes:
     activations: int
     buffers: int
     peak: int
+    host: int
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class MemoryModel:
         sharding: What data-parallel ranks share.
         num_shards: How many share it.
         unshard_budget: Bytes of gathered parameters with ``full_shard``.
+        cpu_offload: Whether what is sharded lies on the host.
         assumed: What had to be assumed, in words; empty if nothing.
     """
 
@@ -65,6 +68,7 @@ class MemoryModel:
     sharding: Sharding
     num_shards: int
     unshard_budget: int | None = None
+    cpu_offload: bool = False
     assumed: str = ""
 
     @classmethod
@@ -84,9 +88,10 @@ class MemoryModel:
         return cls(
             optimizer_bytes,
             cutter.dtypes,
-            "replicate" if num_shards == 1 else mode,
+            "replicate" if num_shards == 1 and not strategy.sharding.cpu_offload else mode,
             1 if mode == "replicate" else num_shards,
             strategy.sharding.unshard_budget,
+            strategy.sharding.cpu_offload,
             assumed,
         )
 
@@ -114,6 +119,7 @@ class MemoryModel:
                     (rank.activations_bytes or 0) + rank.recomputed_bytes,
                     rank.edge_buffers_bytes,
                     rank.peak_bytes,
+                    state.host_bytes,
                 )
             )
         return found
@@ -136,5 +142,6 @@ class MemoryModel:
             sharding=self.sharding,
             num_shards=self.num_shards,
             unshard_budget_bytes=self.unshard_budget,
+            cpu_offload=self.cpu_offload,
             schedule=schedule,
         )

@@ -191,13 +191,16 @@ def memory_table(plan: Plan) -> Table:
         title_justify="left",
     )
     headings = ("parameters", "gathered", "gradients", "optimizer", "activations", "buffers", "peak")
-    for heading in ("rank", "stages", *headings):
+    offloads = any(rank.host for rank in plan.shown.memory)
+    for heading in ("rank", "stages", *headings, *(("on host",) if offloads else ())):
         table.add_column(heading, justify="right")
     placement = plan.shown.schedule.placement
     for rank in plan.shown.memory:
         parts = (rank.parameters, rank.gathered, rank.gradients, rank.optimizer_state, rank.activations, rank.buffers)
         stages = ", ".join(map(str, placement.stages_of_rank(rank.rank)))
-        table.add_row(str(rank.rank), stages, *map(numbers.gib, (*parts, rank.peak)))
+        table.add_row(
+            str(rank.rank), stages, *map(numbers.gib, (*parts, rank.peak, *((rank.host,) if offloads else ())))
+        )
     return table
 
 

@@ -25,7 +25,8 @@ from lightning_pp.sharding._unit_group import ParameterSlot
 class GradientReduction:
     """The mean over the data-parallel ranks of a unit's gradients, under way since construction.
 
-    On an accelerator all of it runs on ``stream`` and the host never waits. On a CPU the backend's threads carry out
+    On an accelerator all of it runs on ``stream`` and the host does not wait, except in :meth:`finish` where sharded
+    parameters lie on the host, for the copy of the result. On a CPU the backend's threads carry out
     each collective, and the all-reduce between replicas starts in :meth:`wait_for_shards`.
 
     Args:
@@ -51,6 +52,8 @@ class GradientReduction:
         # rows of a shard are padded to those of the first, as FSDP2 does
         self._lengths = [-(-p.shape[0] // self._num_shards) * p.shape[1:].numel() for p in self._sharded]
         self._divide_first = dtype == torch.float16  # a sum over many ranks leaves its range
+        assert slots[0].gathered is not None
+        self._device = slots[0].gathered.device
 
         self._input = self._pack([slot.gradient for slot in slots], dtype)
         for slot in slots:
@@ -58,6 +61,7 @@ class GradientReduction:
         self._output = self._input[0] if self._num_shards == 1 else torch.empty_like(self._input[0])
         self._work: dist.Work | None = None
         self._event: torch.Event | None = None
+        self._on_host: Tensor | None = None
         self._start(mesh, stream)
 
     @property
@@ -77,14 +81,18 @@ class GradientReduction:
     def finish(self) -> None:
         """Waits, and adds the means to the gradients of the sharded parameters."""
         self.wait()
-        means = self._output[: sum(self._lengths)]
+        output = self._output
+        if self._on_host is not None and self._event is not None:
+            self._event.synchronize()
+            output = self._on_host
+        means = output[: sum(self._lengths)]
         if self._num_ranks > 1 and not self._divide_first:
             means.div_(self._num_ranks)
         means = means.to(self._sharded[0].dtype)
         is_anywhere = self._is_here
         if not all(is_anywhere):
             # only here does the host wait for the device
-            is_anywhere = [count > 0 for count in self._output[sum(self._lengths) :].tolist()]
+            is_anywhere = [count > 0 for count in output[sum(self._lengths) :].tolist()]
         for parameter, mean, is_used in zip(self._sharded, torch.split(means, self._lengths), is_anywhere, strict=True):
             if is_used:
                 _add_gradient(parameter, mean)
@@ -102,9 +110,7 @@ class GradientReduction:
         """What is sent: (N, L + P)."""
         has_gaps = not all(self._is_here) or any(p.shape[0] % self._num_shards for p in self._sharded)
         make = torch.zeros if has_gaps else torch.empty
-        packed = make(
-            (self._num_shards, sum(self._lengths) + len(self._lengths)), dtype=dtype, device=self._sharded[0].device
-        )
+        packed = make((self._num_shards, sum(self._lengths) + len(self._lengths)), dtype=dtype, device=self._device)
         sources: list[Tensor] = []
         targets: list[Tensor] = []
         columns = torch.split(packed, [*self._lengths, len(self._lengths)], dim=1)
@@ -147,6 +153,9 @@ class GradientReduction:
                 reduce_scatter(self._output, flat, group=shard_group)
             if self._replicate_group is not None:
                 dist.all_reduce(self._output, group=self._replicate_group)
+            if self._sharded[0].device != self._device:
+                self._on_host = torch.empty_like(self._output, device="cpu", pin_memory=True)
+                self._on_host.copy_(self._output, non_blocking=True)
             self._event = stream.record_event()
 
     def _start_all_reduce(self) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 # torch 2.13 renamed these
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -28,6 +28,8 @@ def shard_together(
     mesh: DeviceMesh,
     mp_policy: MixedPrecisionPolicy,
     ignored_parameters: Collection[nn.Parameter],
+    *,
+    cpu_offload: bool = False,
 ) -> FSDPModule:
     """Shards the parameters of ``modules`` as one group that neither gathers, frees nor reduces by itself.
 
@@ -36,6 +38,7 @@ def shard_together(
         mesh: One dimension (shard) or two (replicate, shard).
         mp_policy: Its ``param_dtype`` is the dtype of gathered parameters.
         ignored_parameters: Parameters that stay as they are.
+        cpu_offload: Keep shards on the host, in pinned memory if there is an accelerator.
 
     Returns:
         The module through which the group is gathered and freed: ``unshard()`` and ``reshard()``.
@@ -48,6 +51,7 @@ def shard_together(
         mesh=mesh,
         reshard_after_forward=False,
         mp_policy=mp_policy,
+        offload_policy=CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if cpu_offload else OffloadPolicy(),
         ignored_params=set(ignored_parameters),
     )
     leader = modules[0]

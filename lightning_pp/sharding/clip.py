@@ -32,11 +32,11 @@ def global_norm(
             without gradient are left out.
         group: All ranks of the pipeline × the data-parallel mesh; None: all ranks. Every one of them has to call.
         mesh: The data-parallel mesh. A plain parameter counts as held by all its ranks, a DTensor as its placements
-            say. None: no data parallelism.
+            say. None: no data parallelism, and all parameters on one device.
         norm_type: p of the p-norm: any number but 0, infinities included.
 
     Returns:
-        The norm, a float64 scalar on the device of the parameters; non-finite if a gradient is.
+        The norm, a float64 scalar on the device of the mesh, or else of the parameters; non-finite if a gradient is.
 
     Raises:
         ValueError: ``norm_type`` is 0.
@@ -47,13 +47,15 @@ def global_norm(
     norms: list[Tensor] = []
     num_copies: list[int] = []
     for parameter, counts_here in {id(parameter): (parameter, counts) for parameter, counts in parameters}.values():
-        device = parameter.device
+        if mesh is None:
+            device = parameter.device
         if not counts_here or parameter.grad is None:
             continue
         gradient = local_tensor(parameter.grad)
         if gradient.numel() > 0:  # an empty shard has no extreme
             accurate = torch.promote_types(gradient.dtype, torch.float32)
-            norms.append(torch.linalg.vector_norm(gradient, norm_type, dtype=accurate).to(torch.float64))
+            norm = torch.linalg.vector_norm(gradient, norm_type, dtype=accurate)
+            norms.append(norm.to(device, torch.float64))  # shards may lie on the host, and others not
             num_copies.append(_num_copies(parameter.grad, mesh))
     local_norms = torch.stack(norms) if norms else torch.zeros(0, dtype=torch.float64, device=device)
     if math.isinf(norm_type):

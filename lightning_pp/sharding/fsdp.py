@@ -59,6 +59,9 @@ class ShardedUnits:
             unit at a time, a gather for each F and each I). Otherwise they stay until the unit is reduced.
         mp_policy: dtypes of computation and reduction. Inputs and outputs of units are cast as FSDP2 does.
         max_pending_reductions: How many units' flat gradients may wait for their collective at a time.
+        cpu_offload: Keep shards, their gradients and so the optimizer's state on the host, as FSDP2's
+            ``CPUOffloadPolicy``: a gather copies the shard to the device first, a reduction ends with a copy to the
+            host, and the optimizer steps there.
         before_sharding: Called with those units that are about to be sharded together, to give their parameters memory
             and values: nothing of the ones that follow has to have any yet.
 
@@ -76,6 +79,7 @@ class ShardedUnits:
         reshard_after_use: bool = False,
         mp_policy: MixedPrecisionPolicy | None = None,
         max_pending_reductions: int = 2,
+        cpu_offload: bool = False,
         before_sharding: Callable[[Mapping[str, nn.Module]], None] | None = None,
     ) -> None:
         check_mesh(mesh)
@@ -85,6 +89,7 @@ class ShardedUnits:
         self.reshard_after_use = reshard_after_use
         self.mp_policy = mp_policy or MixedPrecisionPolicy()
         self._max_pending = max_pending_reductions
+        self._cpu_offload = cpu_offload
         self._stream = None if mesh.device_type == "cpu" else torch.Stream(mesh.device_type)
         self._groups: list[UnitGroup] = []
         self._group_of: dict[str, UnitGroup | None] = dict.fromkeys(units)
@@ -296,7 +301,7 @@ class ShardedUnits:
         num_bytes = gathered_bytes(
             (slot.registered for slot in slots), self.mesh.size(self.mesh.ndim - 1), self.mp_policy.param_dtype
         )
-        leader = shard_together(modules, self.mesh, self.mp_policy, self._replicated)
+        leader = shard_together(modules, self.mesh, self.mp_policy, self._replicated, cpu_offload=self._cpu_offload)
         group = UnitGroup(tuple(units), leader, slots, self.mp_policy.reduce_dtype, num_bytes)
         self._groups.append(group)
         for name in units:

@@ -99,6 +99,8 @@ class StateMemory:
         reduced_gradients_bytes: Gradients after the reduction, from then until they are set to zero; 0 where those
             that accumulated are reduced in place.
         optimizer_state_bytes: What the optimizer keeps of its own.
+        host_bytes: With offloading, what lies on the host instead: parameters of units, their reduced gradients and
+            their optimizer state, none of which the other numbers have.
     """
 
     parameters_bytes: int
@@ -106,6 +108,7 @@ class StateMemory:
     gradients_bytes: int
     reduced_gradients_bytes: int
     optimizer_state_bytes: int
+    host_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -219,6 +222,7 @@ def estimate_memory(
     sharding: Sharding = "replicate",
     num_shards: int = 1,
     unshard_budget_bytes: int | None = None,
+    cpu_offload: bool = False,
     checkpointed_units: Collection[str] = (),
     schedule: Schedule | None = None,
     num_receives_ahead: int = 2,
@@ -237,12 +241,14 @@ def estimate_memory(
             all of them and are sharded when they are reduced.
         num_shards: Ranks that share the parameters of a stage; 1 with ``replicate``.
         unshard_budget_bytes: With ``full_shard``, what gathered parameters may take; by default the largest unit's.
+        cpu_offload: Whether what is sharded lies on the host between its uses.
         checkpointed_units: Units that keep their inputs only and run again in I.
         schedule: The order of actions; without it the activations of a whole step are not known.
         num_receives_ahead: Messages that are received ahead of the next one, for each sender.
 
     Raises:
-        ConfigurationError: ``sharding`` is unknown, ``num_shards`` is below 1, or above 1 with ``replicate``.
+        ConfigurationError: ``sharding`` is unknown, ``num_shards`` is below 1, or above 1 with ``replicate``, which
+            cannot be offloaded either.
         ScheduleError: ``schedule`` is for another number of stages.
     """
     if sharding not in SHARDINGS:
@@ -251,8 +257,10 @@ def estimate_memory(
         raise ConfigurationError(
             f"num_shards={num_shards} with sharding={sharding!r}; it must be at least 1, and 1 if parameters are whole"
         )
+    if cpu_offload and sharding == "replicate":
+        raise ConfigurationError("cpu_offload=True with sharding='replicate'; only what is sharded can be offloaded")
     state = _StateSizes(
-        dtypes or StepDtypes(), sharding, num_shards, unshard_budget_bytes, optimizer_bytes_per_parameter
+        dtypes or StepDtypes(), sharding, num_shards, unshard_budget_bytes, optimizer_bytes_per_parameter, cpu_offload
     )
     plan = build_plan(record, partition.stage_of_unit, partition.num_stages)
     stages = []
@@ -372,22 +380,32 @@ class _StateSizes:
     num_shards: int
     unshard_budget_bytes: int | None
     optimizer_bytes: float
+    cpu_offload: bool
 
     def of(self, parameters: Iterable[ParameterSize]) -> StateMemory:
         parameters = list(parameters)
         trainable = [parameter for parameter in parameters if parameter.is_trainable]
         gathered = [parameter for parameter in parameters if self._is_gathered(parameter)]
+        offloaded = set(gathered) if self.cpu_offload else set()
+        on_device = [parameter for parameter in parameters if parameter not in offloaded]
         return StateMemory(
-            parameters_bytes=sum(p.num_elements_held(self.num_shards) * p.dtype.itemsize for p in parameters),
+            parameters_bytes=self._kept(on_device),
             gathered_parameters_bytes=self._gathered_at_a_time(gathered),
             gradients_bytes=sum(p.num_elements * self._gradient_dtype(p).itemsize for p in trainable),
-            reduced_gradients_bytes=sum(
-                p.num_elements_held(self.num_shards) * p.dtype.itemsize for p in trainable if self._is_gathered(p)
-            ),
-            optimizer_state_bytes=round(
-                sum(p.num_elements_held(self.num_shards) for p in trainable) * self.optimizer_bytes
-            ),
+            reduced_gradients_bytes=self._reduced(on_device),
+            optimizer_state_bytes=self._optimizer_state(on_device),
+            host_bytes=self._kept(offloaded) + self._reduced(offloaded) + self._optimizer_state(offloaded),
         )
+
+    def _kept(self, parameters: Iterable[ParameterSize]) -> int:
+        return sum(p.num_elements_held(self.num_shards) * p.dtype.itemsize for p in parameters)
+
+    def _reduced(self, parameters: Iterable[ParameterSize]) -> int:
+        return self._kept(p for p in parameters if p.is_trainable and self._is_gathered(p))
+
+    def _optimizer_state(self, parameters: Iterable[ParameterSize]) -> int:
+        num_elements = sum(p.num_elements_held(self.num_shards) for p in parameters if p.is_trainable)
+        return round(num_elements * self.optimizer_bytes)
 
     def flat_gradients_of(self, parameters: Iterable[ParameterSize]) -> int:
         """The largest unit's gradients, padded to whole shards."""

@@ -63,7 +63,8 @@ class StageGradients:
         self._programs: ShardedPrograms | None = None
         self._replicated: ReplicatedGradients | None = None
         # with one replica as well, parameters have the dtype of computation inside units
-        has_units = self._data_parallel.size() > 1 or dtypes.compute is not None
+        gathers = self._data_parallel.size() > 1 or sharding.cpu_offload
+        has_units = gathers or dtypes.compute is not None
         names, is_cast = split.placeholders.canonical_names, split.placeholders.is_cast
         group = self._data_parallel.get_group()
         units = split.units_of(rank)
@@ -79,7 +80,7 @@ class StageGradients:
             reduced = self._units.parameters if isinstance(self._units, ReplicatedUnits) else ()
             others = [p for p in split.module.parameters() if not isinstance(p, DTensor) and p not in reduced]
             self._replicated = ReplicatedGradients(others, group)
-            if self._data_parallel.size() > 1:
+            if gathers:
                 self._programs = ShardedPrograms(sharding, split, self._units, rank, groups)
         plain = [p for p in split.module.parameters() if not isinstance(p, DTensor)]
         self._wide = None if dtypes.gradient is None else WideGradients(plain, dtypes.gradient)
@@ -111,12 +112,12 @@ class StageGradients:
 
     @property
     def stages(self) -> ShardedStages | None:
-        """What carries out the sharding actions of programs; None with one replica, where there are none."""
+        """What carries out the sharding actions of programs; None where there are none."""
         return None if self._programs is None else self._programs.stages
 
     @property
     def sharding(self) -> Sharding | None:
-        """What the stages gather and reduce; None with one replica."""
+        """What the stages gather and reduce; None if nothing."""
         return None if self._programs is None else self._programs.sharding
 
     def most_microbatches(self, number: int, *, reduce: bool) -> int:
@@ -166,8 +167,7 @@ class StageGradients:
         def clip_by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
             parameters = list(precision.main_params(optimizer))
             owned = [(p, True) for p in parameters] if self._shared is None else self._shared.with_ownership(parameters)
-            mesh = self._data_parallel if self._data_parallel.size() > 1 else None
-            clip_by_norm_(owned, clip_val, mesh=mesh)
+            clip_by_norm_(owned, clip_val, mesh=self._data_parallel)
 
         def clip_by_value(optimizer: Optimizer, clip_val: int | float) -> None:
             clip_by_value_(precision.main_params(optimizer), clip_val)

@@ -39,6 +39,8 @@ class MeshStrategy(ParallelStrategy):
         process_group_backend: ``"nccl"``, ``"gloo"``, ...; by default what suits the device.
         timeout: How long a collective may wait.
         data_parallel_replicate_size: Of the replicas, how many hold the same shards.
+        has_shards_on_host: Whether collectives on tensors of the host have to work as well: those of tied parameters,
+            of checkpoints, and what users ask of sharded parameters.
     """
 
     def __init__(
@@ -48,6 +50,8 @@ class MeshStrategy(ParallelStrategy):
         process_group_backend: str | None,
         timeout: timedelta | None,
         data_parallel_replicate_size: int = 1,
+        *,
+        has_shards_on_host: bool = False,
     ) -> None:
         super().__init__()
         self.num_nodes = 1  # set by the trainer
@@ -56,6 +60,7 @@ class MeshStrategy(ParallelStrategy):
         self._data_parallel_replicate_size = data_parallel_replicate_size
         self._process_group_backend = process_group_backend
         self._timeout = timeout
+        self._has_shards_on_host = has_shards_on_host
         self._sizes: ParallelSizes | None = None
         self._device_mesh: DeviceMesh | None = None
         self._data_parallel_mesh: DeviceMesh | None = None
@@ -103,6 +108,10 @@ class MeshStrategy(ParallelStrategy):
             # by default every process would take all cores, and the pipeline would run many times slower
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.num_processes))
         device_id = self.root_device if self.root_device.type != "cpu" else None
+        if self._has_shards_on_host and device_id is not None:
+            if ":" not in backend:
+                backend = f"cpu:gloo,{device_id.type}:{backend}"
+            device_id = None  # groups of a default group that is bound to a device are split off it, which gloo cannot
         _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
         self._sizes = self._resolve_sizes(self.world_size)
         if self._device_mesh is None:
@@ -112,7 +121,7 @@ class MeshStrategy(ParallelStrategy):
     def barrier(self, name: str | None = None) -> None:
         """Waits for all ranks; after an exception it does not, since the others may never come."""
         if _distributed_is_initialized() and not self._is_interrupted:
-            on_gpu = dist.get_backend() == "nccl"
+            on_gpu = "nccl" in dist.get_backend()
             dist.barrier(device_ids=[self.root_device.index] if on_gpu else None)
 
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:

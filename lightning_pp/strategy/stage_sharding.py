@@ -29,10 +29,12 @@ class ShardingSettings:
     Attributes:
         mode: See :mod:`lightning_pp.schedule.sharding`.
         unshard_budget: With ``full_shard``, the most bytes of gathered parameters on a rank at any time; None chooses.
+        cpu_offload: Keep what is sharded on the host between steps.
     """
 
     mode: ShardingMode = "shard_grad_op"
     unshard_budget: int | None = None
+    cpu_offload: bool = False
 
     def replaces_parameters(self, dtypes: StepDtypes) -> bool:
         """Whether units compute with other tensors than those that are kept between steps."""
@@ -46,6 +48,14 @@ class ShardingSettings:
             raise ConfigurationError(
                 f"data_parallel_replicate_size={data_parallel_replicate_size} shards within groups of replicas, but "
                 "sharding='replicate' shards nothing: leave it at 1, or choose shard_grad_op or full_shard."
+            )
+        if not isinstance(self.cpu_offload, bool):
+            raise ConfigurationError(f"cpu_offload={self.cpu_offload!r} must be True or False.")
+        if self.cpu_offload and self.mode == "replicate":
+            raise ConfigurationError(
+                "cpu_offload=True keeps shards on the host and gathers them for a step, but sharding='replicate' has "
+                "whole parameters on every device and gathers nothing: choose shard_grad_op or full_shard, which do so "
+                "with one replica too, or leave cpu_offload out."
             )
         budget = self.unshard_budget
         if budget is None:
@@ -88,6 +98,7 @@ def make_units(
         replicated=direct,
         reshard_after_use=settings.mode == "full_shard",
         max_pending_reductions=max(1, len(units)),
+        cpu_offload=settings.cpu_offload,
         before_sharding=before_sharding,
     )
 

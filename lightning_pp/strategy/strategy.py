@@ -81,6 +81,8 @@ class PipelineParallelStrategy(MeshStrategy):
             step. ``"full_shard"``: parameters are gathered ahead of each window of use, and freed after it.
         unshard_budget: With ``"full_shard"``, the most bytes of gathered parameters on a rank at any time; by default
             two stages, but at most half of what the rank holds and at least its two largest units.
+        cpu_offload: Keep parameters, gradients and optimizer states of units on the host between uses, and run the
+            optimizer there; with one replica too. Not with ``"replicate"``.
         data_parallel_replicate_size: How many of the data-parallel ranks hold the same shards (HSDP); a divisor of
             ``data_parallel_size``. Gathers stay within ``data_parallel_size / data_parallel_replicate_size`` ranks.
         compile: True, or options of ``torch.compile``: every unit is compiled by itself. Weight gradients of compiled
@@ -127,6 +129,7 @@ class PipelineParallelStrategy(MeshStrategy):
         rank_speeds: Sequence[float] | None = None,
         sharding: ShardingMode = "shard_grad_op",
         unshard_budget: int | None = None,
+        cpu_offload: bool = False,
         data_parallel_replicate_size: int = 1,
         compile: bool | Mapping[str, Any] = False,
         activation_checkpointing: ActivationCheckpointing = False,
@@ -138,9 +141,14 @@ class PipelineParallelStrategy(MeshStrategy):
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
         super().__init__(
-            pipeline_parallel_size, data_parallel_size, process_group_backend, timeout, data_parallel_replicate_size
+            pipeline_parallel_size,
+            data_parallel_size,
+            process_group_backend,
+            timeout,
+            data_parallel_replicate_size,
+            has_shards_on_host=cpu_offload,
         )
-        self.sharding = ShardingSettings(sharding, unshard_budget)
+        self.sharding = ShardingSettings(sharding, unshard_budget, cpu_offload)
         self.sharding.check(data_parallel_replicate_size)
         # only what needs no devices is checked here; sizes are, once the number of devices is known
         ParallelSizes.resolve(
@@ -257,7 +265,8 @@ class PipelineParallelStrategy(MeshStrategy):
             state = PipelineState.of(engine.split, self.device_mesh, optimizers)
         if is_fitting:
             engine.keep_owned_parameters(self.optimizers)
-            _optimizers_to_device(self.optimizers, self.root_device)
+            if not self.sharding.cpu_offload:  # states are made where their parameters are
+                _optimizers_to_device(self.optimizers, self.root_device)
             PipelineOptimization.install(trainer)
         self.setup_precision_plugin()
         engine.install_clipping(self.precision_plugin)

@@ -35,9 +35,11 @@ class Case:
         budget: Units of the size of a block that may be gathered; None: the strategy chooses.
         checkpointing: Blocks run again in backward.
         accumulate: Batches per optimizer step.
-        variant: What is special about the module: "", "tied", "frozen", "adapters", or "regions", where
-            pairs of blocks are run again together, which calls units out of the usual order of a backward.
+        variant: What is special about the module: "", "tied", "frozen", "adapters", "bare" with units that have no
+            parameters, or "regions", where pairs of blocks are run again together, which calls units out of the usual
+            order of a backward.
         ragged: The replicas have batches of other sizes, hence other numbers of microbatches.
+        offload: Shards lie on the host, which is the device here.
     """
 
     schedule: str
@@ -50,6 +52,7 @@ class Case:
     accumulate: int = 1
     variant: str = ""
     ragged: bool = False
+    offload: bool = False
 
     @property
     def world_size(self) -> int:
@@ -75,6 +78,7 @@ class Case:
             sharding=self.sharding,  # type: ignore[arg-type]
             unshard_budget=padded,
             data_parallel_replicate_size=self.replicate,
+            cpu_offload=self.offload,
         )
 
     def __str__(self) -> str:
@@ -113,6 +117,8 @@ class Module(L.LightningModule):
         self.case = case
         self.embedding = nn.Embedding(WORDS, WIDTH)
         self.blocks = nn.ModuleList(Block(case.checkpointing, case.variant) for _ in range(NUM_BLOCKS))
+        if case.variant == "bare":
+            self.blocks[2], self.blocks[5] = nn.Tanh(), nn.Softsign()
         self.head = nn.Linear(WIDTH, WORDS)
         self.never_called = nn.Linear(2, 3)
         if case.variant == "tied":

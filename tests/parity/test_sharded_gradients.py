@@ -38,7 +38,7 @@ VARIANTS = [
         [(2, 2, 1), (1, 4, 1), (1, 4, 2)],
         ("1f1b", "interleaved_1f1b", "zb_v"),
         MODES,
-        ("tied", "frozen", "adapters", "regions"),
+        ("tied", "frozen", "adapters", "regions", "bare"),
     )
     if mode != "replicate" or replicate == 1
 ]
@@ -46,7 +46,19 @@ RAGGED = [
     Case(schedule, mode, 2, 2, budget=budget, accumulate=accumulate, ragged=True)
     for schedule, (mode, budget), accumulate in product(("zb_h1", "interleaved_zb", "zb_v"), MODES, (1, 2))
 ]
-ALL = [*PRODUCT, *HSDP, *VARIANTS, *RAGGED]
+OFFLOADED = [
+    Case(schedule, mode, pipeline, replicas, replicate, budget, checkpointing, accumulate, variant, offload=True)
+    for (pipeline, replicas, replicate), (schedule, mode, budget, checkpointing, accumulate, variant) in product(
+        [(2, 2, 1), (4, 1, 1), (1, 4, 2)],
+        [
+            ("zb_v", "shard_grad_op", None, False, 1, ""),
+            ("1f1b", "full_shard", 2, True, 3, ""),
+            ("interleaved_zb", "full_shard", None, False, 2, "tied"),
+            ("zb_h1", "full_shard", 2, False, 1, "frozen"),
+        ],
+    )
+]
+ALL = [*PRODUCT, *HSDP, *VARIANTS, *RAGGED, *OFFLOADED]
 
 
 def _covering() -> list[Case]:
@@ -62,6 +74,7 @@ def _covering() -> list[Case]:
     chosen += list(islice(HSDP, 4, None, 47))
     chosen += list(islice(VARIANTS, 1, None, 13))
     chosen += list(islice(RAGGED, 1, None, 5))
+    chosen += OFFLOADED[1:8:2]
     return chosen
 
 

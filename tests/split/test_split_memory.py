@@ -165,6 +165,14 @@ def test_state_by_mode() -> None:
     assert sharded.reduced_gradients_bytes == 30 * 4
     assert sharded.optimizer_state_bytes == (30 + 70) * 8
 
+    offloaded = state_of("shard_grad_op", 4, 0, cpu_offload=True)
+    assert offloaded.parameters_bytes == 70 * 4 and offloaded.optimizer_state_bytes == 70 * 8
+    assert offloaded.reduced_gradients_bytes == 0
+    assert offloaded.host_bytes == (250 + 30) * 4 + 30 * 4 + 30 * 8
+    assert (offloaded.gathered_parameters_bytes, offloaded.gradients_bytes) == (1120 * 4, 170 * 4)
+    alone = state_of("full_shard", 1, 1, cpu_offload=True)  # one replica gathers from its own host
+    assert (alone.parameters_bytes, alone.gathered_parameters_bytes) == (70 * 4, 90 * 4)
+
     mixed = state_of("full_shard", 3, 1, dtypes=StepDtypes(torch.bfloat16, torch.float32))
     assert mixed.parameters_bytes == (30 + 70) * 4
     assert mixed.gathered_parameters_bytes == 90 * 2
@@ -226,6 +234,8 @@ def test_mistakes_are_named() -> None:
         estimate_memory(record, partition, Placement.interleaved(2), [], sharding="zero3")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="num_shards=2 with sharding='replicate'"):
         estimate_memory(record, partition, Placement.interleaved(2), [], num_shards=2)
+    with pytest.raises(ConfigurationError, match="only what is sharded can be offloaded"):
+        estimate_memory(record, partition, Placement.interleaved(2), [], cpu_offload=True)
 
 
 def test_nothing_holds_what_was_sent() -> None:

@@ -160,6 +160,8 @@ def test_tied_ends_on_one_rank_cost_no_communication(pool: WorkerPool) -> None:
         ({"sharding": "full_shard", "unshard_budget": 0}, "unshard_budget=0 must be a number of bytes"),
         ({"sharding": "full_shard", "unshard_budget": "6GiB"}, "unshard_budget='6GiB' must be a number of bytes"),
         ({"sharding": "replicate", "data_parallel_replicate_size": 2}, "sharding='replicate' shards nothing"),
+        ({"sharding": "replicate", "cpu_offload": True}, "sharding='replicate' has whole parameters on every device"),
+        ({"cpu_offload": "optimizer"}, "cpu_offload='optimizer' must be True or False"),
     ],
 )
 def test_arguments_that_do_not_fit(arguments: dict[str, Any], error: str) -> None:
