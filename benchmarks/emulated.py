@@ -202,7 +202,7 @@ def _simulated_bubble(schedule: Schedule, costs: StageCosts, sleep_ms: float) ->
     """``1 - work / span`` with the sleeps as work, whatever else ``costs`` has."""
     of_all_stages = (costs.forward, costs.backward_input, costs.backward_weight)
     mean_cost = statistics.mean(cost for cost in of_all_stages if isinstance(cost, float))
-    return 1 - (1 - schedule.simulate(costs).longest_span_bubble) * sleep_ms / mean_cost
+    return 1 - (1 - schedule.simulate(costs).bubble_fraction) * sleep_ms / mean_cost
 
 
 def _python_us(pair: tuple[Ours, Torchs | None]) -> list[float | None]:

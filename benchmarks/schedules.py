@@ -44,7 +44,7 @@ def costs_of(row: dict[str, Any], factor: float = 1.0, held: float = 1.0) -> Sta
 def show(label: str, published: float, schedule: Schedule, costs: StageCosts, seconds: float) -> None:
     """One line: our bubble beside the published one."""
     simulation = schedule.simulate(costs)
-    bubble = simulation.longest_span_bubble
+    bubble = simulation.bubble_fraction
     verdict = "at or below" if round(bubble, 4) <= published else "ABOVE"
     print(
         f"{label:<34} {bubble:.5f}  published {published:.4f}  {verdict:<11} "
@@ -151,7 +151,7 @@ def search_time() -> None:
                 memory_limit=2 * num_ranks,
             )
             seconds = time.process_time() - begin
-            bubble = schedule.simulate(costs).longest_span_bubble
+            bubble = schedule.simulate(costs).bubble_fraction
             print(
                 f"p={num_ranks} m={num_microbatches} stages_per_rank={stages_per_rank}: {seconds:.1f} s, "
                 f"bubble {bubble:.4f}, {schedule.name}",

@@ -16,11 +16,12 @@ from lightning_pp.schedule.program import Schedule
 from lightning_pp.schedule.registry import available_schedules, build_schedule
 from lightning_pp.schedule.search import auto as _auto  # noqa: F401 - importing registers it
 from lightning_pp.schedule.sharding import ShardedProgram, Sharding, insert_sharding
-from lightning_pp.schedule.simulation import Simulation, TimedAction
+from lightning_pp.schedule.simulation import BubbleFraction, Simulation, TimedAction
 
 __all__ = [
     "Action",
     "ActionKind",
+    "BubbleFraction",
     "Placement",
     "Schedule",
     "ShardedProgram",

@@ -6,6 +6,7 @@ needs has arrived. Gathers and reductions run one after the other beside the com
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -27,6 +28,36 @@ class TimedAction:
     action: Action
     start_ms: float
     end_ms: float
+
+
+class BubbleFraction(float):
+    """A step's bubble, and each rank's.
+
+    As a number it is ``1 - work / longest span``, the zero-bubble papers' definition (arXiv:2401.10241); work is the
+    mean over the ranks, which for even stages is ``m * (F + I + W)`` as in the papers. Its items, by rank, are
+    ``1 - work / span``: the part of a rank's own span in which it waits.
+
+    Args:
+        work_ms: For each rank, the time it computes.
+        span_ms: For each rank, the time from its first start to its last end.
+    """
+
+    per_rank: tuple[float, ...]
+
+    def __new__(cls, work_ms: Sequence[float], span_ms: Sequence[float]) -> BubbleFraction:
+        longest = max(span_ms)
+        bubble = super().__new__(cls, 1 - sum(work_ms) / len(work_ms) / longest if longest else 0.0)
+        bubble.per_rank = tuple(1 - work / span if span else 0.0 for work, span in zip(work_ms, span_ms, strict=True))
+        return bubble
+
+    def __getitem__(self, rank: int) -> float:
+        return self.per_rank[rank]
+
+    def __iter__(self) -> Iterator[float]:
+        return iter(self.per_rank)
+
+    def __len__(self) -> int:
+        return len(self.per_rank)
 
 
 @dataclass(frozen=True)
@@ -52,18 +83,9 @@ class Simulation:
     peak_memory: tuple[float, ...]
 
     @property
-    def bubble_fraction(self) -> tuple[float, ...]:
-        """For each rank, ``1 - work / span``: the part of its span in which it waits."""
-        return tuple(1 - work / span if span else 0.0 for work, span in zip(self.work_ms, self.span_ms, strict=True))
-
-    @property
-    def longest_span_bubble(self) -> float:
-        """``1 - work / longest span``: the zero-bubble papers' definition (arXiv:2401.10241), one number a step.
-
-        Work is the mean over the ranks, which for even stages is ``m * (F + I + W)`` as in the papers.
-        """
-        longest = max(self.span_ms)
-        return 1 - sum(self.work_ms) / len(self.work_ms) / longest if longest else 0.0
+    def bubble_fraction(self) -> BubbleFraction:
+        """The part of the step in which ranks wait, as a number; its items are those of the single ranks."""
+        return BubbleFraction(self.work_ms, self.span_ms)
 
     @cached_property
     def timeline(self) -> tuple[tuple[TimedAction, ...], ...]:

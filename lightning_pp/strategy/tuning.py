@@ -269,7 +269,7 @@ def _reason(best: Layout, found: Sequence[Layout], failures: Sequence[Exception]
     """What was compared."""
     lines = [
         f"{'> ' if layout is best else '  '}{layout.placement.kind} ({layout.placement.num_stages} stages): "
-        f"{_step_ms(layout):.4g} ms a step, bubble {layout.start.simulate(layout.costs).longest_span_bubble:.3f}"
+        f"{_step_ms(layout):.4g} ms a step, bubble {layout.start.simulate(layout.costs).bubble_fraction:.3f}"
         for layout in found
     ]
     return "\n".join(lines + [f"  not possible: {error}" for error in failures])

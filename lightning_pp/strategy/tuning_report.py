@@ -94,7 +94,7 @@ def comparison(measured: Measured, found: Schedule, before: Schedule, limit: flo
             continue
         simulation = schedule.simulate(costs)
         lines.append(
-            f"  {name:<30} {max(simulation.span_ms):9.4g} {simulation.longest_span_bubble:8.3f} "
+            f"  {name:<30} {max(simulation.span_ms):9.4g} {simulation.bubble_fraction:8.3f} "
             f"{max(simulation.peak_memory):12.3g}"
         )
     return lines

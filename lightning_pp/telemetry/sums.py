@@ -93,7 +93,7 @@ class RankSums:
 
     @property
     def bubble_fraction(self) -> float:
-        """``1 - work / span``, as :attr:`lightning_pp.schedule.Simulation.bubble_fraction` has it."""
+        """``1 - work / span``, as the items of :attr:`lightning_pp.schedule.Simulation.bubble_fraction` have it."""
         return 1.0 - self.work_ms / self.span_ms if self.span_ms else 0.0
 
     def to_row(self) -> list[float]:
@@ -120,7 +120,7 @@ def longest_span_bubble(ranks: Sequence[RankSums]) -> float:
     """``1 - work / longest span``, work being the mean over the ranks: one number for the pipeline.
 
     The definition of the zero-bubble papers (arXiv:2401.10241), as in
-    :attr:`lightning_pp.schedule.Simulation.longest_span_bubble`.
+    :attr:`lightning_pp.schedule.Simulation.bubble_fraction`.
     """
     longest = max(rank.span_ms for rank in ranks)
     return 1.0 - sum(rank.work_ms for rank in ranks) / len(ranks) / longest if longest else 0.0

@@ -36,7 +36,7 @@ def test_published_bubbles(row: dict[str, Any], name: str, tolerance: float) -> 
     schedule = build_schedule(
         name, num_ranks=row["stages"], num_microbatches=row["microbatches"], stages_per_rank=stages_per_rank
     )
-    bubble = schedule.simulate(chunk_costs(row, 1 / stages_per_rank)).longest_span_bubble
+    bubble = schedule.simulate(chunk_costs(row, 1 / stages_per_rank)).bubble_fraction
     assert bubble == pytest.approx(row["bubble"][name], abs=tolerance)
 
 
@@ -49,7 +49,7 @@ def test_published_bubbles_of_two_chunks(row: dict[str, Any], name: str, toleran
     schedule = build_schedule(
         name, num_ranks=row["ranks"], num_microbatches=row["microbatches"], stages_per_rank=stages_per_rank
     )
-    bubble = schedule.simulate(chunk_costs(row, 2 / stages_per_rank)).longest_span_bubble
+    bubble = schedule.simulate(chunk_costs(row, 2 / stages_per_rank)).bubble_fraction
     assert bubble == pytest.approx(row["bubble"][name], abs=tolerance)
 
 
@@ -101,7 +101,7 @@ def test_forward_only_runs_on_every_placement(placement: Placement, m: int) -> N
 def test_zb_h2_and_zb_v_have_no_bubble_when_all_is_equal(p: int, extra: int, t: float) -> None:
     for name, peak in (("zb_h2", 2 * p - 1), ("zb_v", 2 * p)):
         simulation = build_schedule(name, num_ranks=p, num_microbatches=2 * p + extra).simulate(StageCosts(t, t, t))
-        assert simulation.longest_span_bubble == pytest.approx(0, abs=1e-9)
+        assert simulation.bubble_fraction == pytest.approx(0, abs=1e-9)
         assert max(simulation.peak_memory) <= peak
 
 

@@ -143,7 +143,7 @@ def test_a_simulated_timeline_is_what_a_timer_would_have_seen() -> None:
     simulation = schedule.simulate(costs)
     assert simulated.span_ms == pytest.approx(simulation.makespan)
     bubbles = [simulated.bubble_fraction(rank) for rank in range(schedule.placement.num_ranks)]
-    assert bubbles == pytest.approx(simulation.bubble_fraction)
+    assert bubbles == pytest.approx(simulation.bubble_fraction.per_rank)
 
 
 def test_svg_has_a_time_axis_a_legend_and_the_unit_of_time() -> None:
