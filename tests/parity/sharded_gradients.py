@@ -33,7 +33,7 @@ class Case:
         replicas: Data-parallel size.
         replicate: Data-parallel ranks with the same shards.
         budget: Units of the size of a block that may be gathered; None: the strategy chooses.
-        checkpointing: Blocks run again in backward.
+        checkpointing: Blocks run again in backward: "units" by the strategy's argument, "inside" by their own doing.
         accumulate: Batches per optimizer step.
         variant: What is special about the module: "", "tied", "frozen", "adapters", "bare" with units that have no
             parameters, or "regions", where pairs of blocks are run again together, which calls units out of the usual
@@ -48,7 +48,7 @@ class Case:
     replicas: int
     replicate: int = 1
     budget: int | None = None
-    checkpointing: bool = False
+    checkpointing: str = ""
     accumulate: int = 1
     variant: str = ""
     ragged: bool = False
@@ -67,7 +67,7 @@ class Case:
         return self.num_microbatches - 2 * (replica % 2) if self.ragged else self.num_microbatches
 
     def strategy(self) -> PipelineParallelStrategy:
-        block_bytes = 8 * sum(p.numel() for p in Block(False, self.variant).parameters())
+        block_bytes = 8 * sum(p.numel() for p in Block("", self.variant).parameters())
         # rows padded to a multiple of four shards
         padded = None if self.budget is None else self.budget * int(1.4 * block_bytes)
         return PipelineParallelStrategy(
@@ -79,6 +79,7 @@ class Case:
             unshard_budget=padded,
             data_parallel_replicate_size=self.replicate,
             cpu_offload=self.offload,
+            activation_checkpointing=["blocks.*"] if self.checkpointing == "units" else False,
         )
 
     def __str__(self) -> str:
@@ -88,13 +89,13 @@ class Case:
 class Block(nn.Module):
     """A residual MLP with a parameter that nothing uses, and on request an adapter beside frozen weights."""
 
-    def __init__(self, checkpointing: bool, variant: str) -> None:
+    def __init__(self, checkpointing: str, variant: str) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.up = nn.Linear(WIDTH, HIDDEN)
         self.down = nn.Linear(HIDDEN, WIDTH)
         self.without_gradient = nn.Parameter(torch.ones(3))
-        self.checkpointing = checkpointing
+        self.runs_body_again = checkpointing == "inside"
         self.has_adapter = variant == "adapters"
         if self.has_adapter:
             self.requires_grad_(False)
@@ -106,7 +107,7 @@ class Block(nn.Module):
         return y + self.expand(self.reduce(x)) if self.has_adapter else y
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + (checkpoint(self.body, x, use_reentrant=False) if self.checkpointing else self.body(x))
+        return x + (checkpoint(self.body, x, use_reentrant=False) if self.runs_body_again else self.body(x))
 
 
 class Module(L.LightningModule):
