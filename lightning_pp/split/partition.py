@@ -99,7 +99,7 @@ def partition_units(
         )
     groups = _inseparable_groups(record, order)
     if split_points is not None:
-        starts = _starts_from_split_points(order, groups, split_points, num_stages)
+        starts = _starts_from_split_points(record, order, groups, split_points, num_stages)
     else:
         if num_stages > len(groups):
             tied = max(groups, key=len)
@@ -249,12 +249,21 @@ def _why_inseparable(record: StepRecord, units: Sequence[str]) -> str:
                     "hook, an attribute, a list, an edit in place or torch.autograd.grad) and is used by "
                     f"{consumer!r} at {line}; return it from the unit"
                 )
-    repeated = sorted({call.unit for call in record.calls if call.index != record.first_calls()[call.unit]} & members)
-    return f"{', '.join(repeated)} is called again after units that its later call depends on"
+    first = record.first_calls()
+    again = [call for call in record.calls if call.unit in members and call.index != first[call.unit]]
+    repeated = ", ".join(sorted({call.unit for call in again}))
+    return (
+        f"{repeated} is called again after units that its later call depends on, at {again[0].line}; use fewer stages, "
+        "or name a larger module that makes all these calls with units="
+    )
 
 
 def _starts_from_split_points(
-    order: Sequence[str], groups: Sequence[Sequence[str]], split_points: Sequence[str], num_stages: int
+    record: StepRecord,
+    order: Sequence[str],
+    groups: Sequence[Sequence[str]],
+    split_points: Sequence[str],
+    num_stages: int,
 ) -> list[int]:
     if len(split_points) != num_stages - 1:
         raise ConfigurationError(
@@ -278,8 +287,8 @@ def _starts_from_split_points(
         if all(group[0] != name for group in groups):
             group = next(group for group in groups if name in group)
             raise ConfigurationError(
-                f"split_points cannot cut before {name!r}: {', '.join(group[:6])} must share a stage, because a later "
-                "unit's value flows back to an earlier one. Cut before another unit."
+                f"split_points cannot cut before {name!r}: {', '.join(group[:6])} must share a stage, because "
+                f"{_why_inseparable(record, group)}. Or cut before another unit."
             )
         starts.append(start)
     return starts

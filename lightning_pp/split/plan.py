@@ -148,7 +148,7 @@ def _check_gradient_hooks(record: StepRecord, stage_of_call: list[int], last_sta
 
 def _check_flow(record: StepRecord, stage_of_call: list[int], last_stage: int) -> None:
     for reads, consumer, stage in [
-        *((call.reads, f"the unit {call.unit!r}", stage_of_call[call.index]) for call in record.calls),
+        *((call.reads, f"the unit {call.unit!r} at {call.line}", stage_of_call[call.index]) for call in record.calls),
         (record.tail, "the end of the step", last_stage),
     ]:
         for value in reads.values:

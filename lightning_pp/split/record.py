@@ -173,6 +173,7 @@ class UnitCall:
         index: Its place in that order.
         unit: Name of the unit.
         reads: What it needs, with the code before it.
+        line: The user's line that calls it.
         output: The containers of what it returned; None where that is a tensor.
         leaves: What is in them.
         doors: What else the call leaves behind.
@@ -190,6 +191,7 @@ class UnitCall:
     index: int
     unit: str
     reads: Reads
+    line: str = "an unknown line"
     output: Any = None
     leaves: list[OutputLeaf] = field(default_factory=list)
     doors: list[Door] = field(default_factory=list)

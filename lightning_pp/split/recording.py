@@ -151,7 +151,7 @@ class DryRun:
                 "stays whole on one stage."
             )
         self._end_glue()
-        call = UnitCall(index=len(self.record.calls), unit=unit, reads=flow.reads)
+        call = UnitCall(index=len(self.record.calls), unit=unit, reads=flow.reads, line=user_line())
         if call.index == self._num_calls:
             self._refuse_reads(self.lines_of_value_reads(), unit)
         self.record.calls.append(call)

@@ -27,7 +27,7 @@ def chain_plan(num_stages: int, skip: bool = True, length: int = 3) -> StepPlan:
         if skip and index == num_stages - 1 and index > 1:
             reads.values.add(Value(0, 0))
         leaf = OutputLeaf(spec, None, requires_grad=True)
-        record.calls.append(UnitCall(index, f"unit{index}", reads, None, [leaf]))
+        record.calls.append(UnitCall(index, f"unit{index}", reads, leaves=[leaf]))
         record.gradient_sources[Value(index, 0)] = frozenset(reads.values)
     record.tail.values.add(Value(num_stages - 1, 0))
     record.gradient_sources[None] = frozenset({Value(num_stages - 1, 0)})

@@ -64,8 +64,28 @@ class CallsAgain(Blocks):
         h = batch[0]
         for _ in range(2):
             for block in self.blocks:
-                h = torch.tanh(block(h)) + self.head(h)
+                h = torch.tanh(block(h)) + self.head(h)  # the line that the message names
         return h.mean()
+
+
+class Doubling(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2)
+        return super().forward(x)
+
+
+class EditsItsInput(Blocks):
+    """What the first block does to its input is seen by the end of the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0] = Doubling(8, 8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        h = first = torch.tanh(batch[0])
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h + first).mean()  # the line that the message names
 
 
 def fit_with(module: type[Blocks]) -> None:
@@ -81,7 +101,15 @@ def fit_with(module: type[Blocks]) -> None:
         ),
         (SecondOrder, r"torch\.autograd\.grad.*HERE.*return it from the unit"),
         (HooksAGradient, r"HERE puts a hook on the gradient.*stages 0 \(which runs 'blocks\.\d'\) to 1.*inside a unit"),
-        (CallsAgain, r"must share a stage, because .*is called again after units that its later call depends on"),
+        (
+            CallsAgain,
+            r"must share a stage, because .*is called again after units that its later call depends on, at .*HERE.*"
+            r"fewer stages.*units=",
+        ),
+        (
+            EditsItsInput,
+            r"made inside 'blocks\.0' leaves it by another way than its outputs.*edit in place.*HERE.*return it",
+        ),
     ],
 )
 def test_every_rank_says_why_and_ends(pool: WorkerPool, module: type[Blocks], pattern: str) -> None:

@@ -1,0 +1,34 @@
+"""Architectures of transformers that nobody adapted anything to, cut without hints into stages that run in turn."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from many_transformers import MODEL_TYPES, Case, generic
+from one_process import compare
+from special_transformers import CASES
+from zoo_parts import doubled
+
+
+def check(case: Case) -> None:
+    torch.manual_seed(7)
+    compare(case.make, [doubled(case.batch(3))], 3, splits_backward=True)
+
+
+@pytest.mark.parametrize("name", ["mixtral_with_cache", "switch"])
+def test_some_special_ones(name: str) -> None:
+    check(CASES[name])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", CASES)
+def test_special_ones(name: str) -> None:
+    check(CASES[name])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("task", "model_type"), [(task, name) for task, names in MODEL_TYPES.items() for name in names]
+)
+def test_generic_ones(task: str, model_type: str) -> None:
+    check(generic(task, model_type))
