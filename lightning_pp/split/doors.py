@@ -358,11 +358,11 @@ def _can_be_handed_on(tree: Any) -> bool:
 
 
 def _new_entries(container: Any, before: Any) -> Any:
-    """What was added to ``container``; nothing if it changed in any other way."""
+    """What was added to ``container``, and what took the place of something in a dict; nothing if anything is gone."""
     if isinstance(container, dict):
-        if any(container.get(key, _MISSING) is not item for key, item in before.items()):
+        if any(key not in container for key in before):
             return {}
-        return {key: item for key, item in container.items() if key not in before}
+        return {key: item for key, item in container.items() if key not in before or before[key] is not item}
     kept = container[: len(before)]
     if len(kept) < len(before) or any(mine is not theirs for mine, theirs in zip(kept, before, strict=True)):
         return []

@@ -167,8 +167,8 @@ class DryRun:
         flow.call, flow.own_parameters = call, self._own_parameters[unit]
         passed_on = _Arguments(args, kwargs)
         doors = DoorWatch(self._units[unit], args, kwargs)
-        marked = None
-        while marked is None:
+        is_marked, marked = False, None
+        while not is_marked:
             try:
                 num_regions = self.num_regions()
                 with self._placeholders.computing(unit, self._note_computing_fake):
@@ -180,6 +180,7 @@ class DryRun:
             reads, flow.reads = flow.reads, Reads()
             try:
                 marked = self._marked(call, result, passed_on, doors)
+                is_marked = True
             except ChangingHookError as error:
                 self._part_of_units.append(error.hook)
                 flow.reads = reads

@@ -70,6 +70,34 @@ def test_what_units_put_into_the_lists_of_an_object_is_there_for_later_ones(read
     compare(lambda: Cached(reads_others), [tokens_of(3), tokens_of(2)], 3)
 
 
+class InDict(Block):
+    """Takes its input from a dict and puts its output in the place."""
+
+    def forward(self, state: dict[str, Tensor]) -> None:  # type: ignore[override]
+        state["hidden"] = super().forward(state["hidden"])
+        state["norm"] = state["hidden"].norm()
+
+
+class InDicts(text.SharedInList):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(InDict() for _ in range(4))
+
+    def training_step(self, batch: Any) -> Tensor:
+        state = {"hidden": self.embedding(batch)}
+        norms = []
+        for layer in self.layers:
+            layer(state)
+            norms.append(state["norm"])
+        return next_token_loss(self.head(state["hidden"]), batch) + torch.stack(norms).mean()
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_what_units_replace_in_a_dict_is_there_for_later_ones(num_stages: int) -> None:
+    torch.manual_seed(7)
+    compare(InDicts, [tokens_of(3), tokens_of(2)], num_stages, splits_backward=True)
+
+
 class Converting(Block):
     """Switch Transformers' router sets its own dtype whenever it is called."""
 
