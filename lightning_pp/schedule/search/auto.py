@@ -36,6 +36,8 @@ _JUSTIFYING_ACTIONS = 300_000
 _CLIMBING_ACTIONS = 1_200_000
 _MAX_CLIMBING_STEPS = 6_000
 _MIN_CLIMBING_STEPS = 100
+_CLIMBING_STEPS_PER_ACTION = 40
+"""Small problems have fewer orders to visit."""
 _TEMPERATURES = (0.03, 0.06, 0.1, 0.03, 0.02)
 """Of the climbs of a small problem; the hotter ones leave the start behind."""
 _SMALL = 400
@@ -214,7 +216,7 @@ def _improved(candidates: list[_Candidate], problems: list[Problem]) -> list[_Ca
 def _improve(candidates: list[_Candidate]) -> list[_Candidate]:
     """Justify the best few, and anneal or climb from the best of those: first for makespan, then for the span."""
     num_actions = _num_actions(candidates[0].problem)
-    num_steps = min(_MAX_CLIMBING_STEPS, _CLIMBING_ACTIONS // num_actions)
+    num_steps = min(_MAX_CLIMBING_STEPS, _CLIMBING_ACTIONS // num_actions, _CLIMBING_STEPS_PER_ACTION * num_actions)
     num_rounds = max(2, _JUSTIFYING_ACTIONS // num_actions)
     num_justified = max(1, min(4, num_rounds // 4))
     improved: list[_Candidate] = []

@@ -6,7 +6,9 @@ An *order* is a program as integers: the action of kind k (F 0, I 1, W 2, B 3), 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias
 
 from lightning_pp.schedule.action import Action, ActionKind
@@ -21,6 +23,18 @@ Orders: TypeAlias = list[list[int]]
 F, I, W, B = range(4)  # noqa: E741
 _KINDS = (ActionKind.F, ActionKind.I, ActionKind.W, ActionKind.B)
 UNLIMITED = float("inf")
+
+
+@dataclass(frozen=True)
+class CodeTables:
+    """Attributes of :class:`Problem` of the same names, indexed by code; rows are codes, of the same microbatch."""
+
+    duration: list[float]
+    needs: list[int]
+    needs_latency: list[float]
+    feeds: list[int]
+    feeds_latency: list[float]
+    publishes: list[int]
 
 
 @dataclass(frozen=True)
@@ -58,6 +72,26 @@ class Problem:
     @property
     def num_stages(self) -> int:
         return self.placement.num_stages
+
+    @cached_property
+    def by_code(self) -> CodeTables:
+        """The rows' numbers again, by code: what is looked up millions of times should not be computed each time."""
+        m = self.num_microbatches
+
+        def spread(values: Sequence[float]) -> list[float]:
+            return [value for value in values for _ in range(m)]
+
+        def codes(rows: Sequence[int]) -> list[int]:
+            return [row * m + microbatch if row >= 0 else -1 for row in rows for microbatch in range(m)]
+
+        return CodeTables(
+            duration=spread(self.duration),
+            needs=codes(self.needs),
+            needs_latency=spread(self.needs_latency),
+            feeds=codes(self.feeds),
+            feeds_latency=spread(self.feeds_latency),
+            publishes=codes(self.publishes),
+        )
 
     @classmethod
     def build(

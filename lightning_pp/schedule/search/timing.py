@@ -62,9 +62,9 @@ def length_of(problem: Problem, orders: Orders, starts: Times) -> Length:
 
 def earliest(problem: Problem, orders: Sequence[Sequence[int]]) -> Times | None:
     """Start every action as early as its order allows; None if the orders deadlock."""
-    m, duration, needs = problem.num_microbatches, problem.duration, problem.needs
-    latency, publishes = problem.needs_latency, problem.publishes
-    done = [-1.0] * (3 * problem.num_stages * m)
+    tables = problem.by_code
+    duration, needs, latency, publishes = tables.duration, tables.needs, tables.needs_latency, tables.publishes
+    done = [-1.0] * (3 * problem.num_stages * problem.num_microbatches)
     waiting: dict[int, int] = {}
     starts: Times = [[] for _ in orders]
     clock = [0.0] * len(orders)
@@ -73,21 +73,18 @@ def earliest(problem: Problem, orders: Sequence[Sequence[int]]) -> Times | None:
         rank = ready.pop()
         now, times, order = clock[rank], starts[rank], orders[rank]
         for code in order[len(times) :] if times else order:
-            row = code // m
-            microbatch = code - row * m
-            needed = needs[row]
+            needed = needs[code]
             if needed >= 0:
-                needed = needed * m + microbatch
                 arrived = done[needed]
                 if arrived < 0.0:
                     waiting[needed] = rank
                     break
-                arrived += latency[row]
+                arrived += latency[code]
                 if arrived > now:
                     now = arrived
             times.append(now)
-            now += duration[row]
-            published = publishes[row] * m + microbatch
+            now += duration[code]
+            published = publishes[code]
             done[published] = now
             if published in waiting:
                 ready.append(waiting.pop(published))
@@ -97,9 +94,9 @@ def earliest(problem: Problem, orders: Sequence[Sequence[int]]) -> Times | None:
 
 def latest(problem: Problem, orders: Orders, due: Sequence[float]) -> Times:
     """Start every action as late as its order and the latest end of each rank allow."""
-    m, duration, feeds = problem.num_microbatches, problem.duration, problem.feeds
-    latency, publishes = problem.feeds_latency, problem.publishes
-    begun: list[float | None] = [None] * (3 * problem.num_stages * m)
+    tables = problem.by_code
+    duration, feeds, latency, publishes = tables.duration, tables.feeds, tables.feeds_latency, tables.publishes
+    begun: list[float | None] = [None] * (3 * problem.num_stages * problem.num_microbatches)
     waiting: dict[int, int] = {}
     starts: Times = [[] for _ in orders]
     clock = list(due)
@@ -108,18 +105,17 @@ def latest(problem: Problem, orders: Orders, due: Sequence[float]) -> Times:
         rank = ready.pop()
         now, times, order = clock[rank], starts[rank], orders[rank]
         for index in range(len(order) - 1 - len(times), -1, -1):
-            row, microbatch = divmod(order[index], m)
-            fed = feeds[row]
+            code = order[index]
+            fed = feeds[code]
             if fed >= 0:
-                fed = fed * m + microbatch
                 begin = begun[fed]
                 if begin is None:
                     waiting[fed] = rank
                     break
-                now = min(now, begin - latency[row])
-            now -= duration[row]
+                now = min(now, begin - latency[code])
+            now -= duration[code]
             times.append(now)
-            published = publishes[row] * m + microbatch
+            published = publishes[code]
             begun[published] = now
             if published in waiting:
                 ready.append(waiting.pop(published))
