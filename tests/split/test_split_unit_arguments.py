@@ -190,7 +190,9 @@ def test_distributions_between_units_are_not_checked_where_their_arguments_are_m
 
 class Diverged(Autoencoder):
     def training_step(self, batch: Tensor) -> Tensor:
-        return torch.distributions.Normal(self.decoder(self.encoder(batch)[..., :WIDTH]) * torch.nan, 1.0).mean.mean()
+        decoded = self.decoder(self.encoder(batch)[..., :WIDTH]) * torch.nan
+        # asked for: whoever compiles something in this process switches the checks of distributions off by default
+        return torch.distributions.Normal(decoded, 1.0, validate_args=True).mean.mean()
 
 
 def test_distributions_are_checked_on_the_stage_that_has_their_arguments() -> None:

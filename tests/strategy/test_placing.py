@@ -58,8 +58,8 @@ def whole_weights(sharding: str, on_meta: bool) -> tuple[list[int], int]:
         counts.append(num_whole())
 
     strategy = PipelineParallelStrategy(1, 2, 2, sharding=sharding, meta_init=on_meta)  # type: ignore[arg-type]
+    before = num_whole()  # what others have left in this process
     module = Configured() if on_meta else Blocks(NUM_BLOCKS, WIDTH)
-    before = num_whole() if on_meta else 0
     with patch.object(ParameterPlacing, "place_units", count):
         trainer(strategy=strategy, max_steps=0).fit(module, loader(width=WIDTH))
     return [number - before for number in counts], num_whole() - before
