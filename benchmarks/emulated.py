@@ -40,20 +40,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from emulated_alone import NOT_PYTHON, Alone, Aside, measure_alone
 from emulated_runs import (
     CPU,
-    NOT_PYTHON,
     SLEEPS,
     TORCHS,
-    Alone,
-    Aside,
     Block,
     DelayedBlock,
     Ours,
     Pipeline,
     Torchs,
     has_whole_backwards,
-    measure_alone,
     sleep_precisely,
 )
 
@@ -200,9 +197,9 @@ def run_rank(rank: int, num_ranks: int, port: int, options: argparse.Namespace, 
 
 def _simulated_bubble(schedule: Schedule, costs: StageCosts, sleep_ms: float) -> float:
     """``1 - work / span`` with the sleeps as work, whatever else ``costs`` has."""
-    of_all_stages = (costs.forward, costs.backward_input, costs.backward_weight)
-    mean_cost = statistics.mean(cost for cost in of_all_stages if isinstance(cost, float))
-    return 1 - (1 - schedule.simulate(costs).bubble_fraction) * sleep_ms / mean_cost
+    longest_span = max(schedule.simulate(costs).span_ms)
+    sleeps_of_a_rank = 3 * schedule.num_microbatches * schedule.placement.num_stages / schedule.placement.num_ranks
+    return 1 - sleeps_of_a_rank * sleep_ms / longest_span
 
 
 def _python_us(pair: tuple[Ours, Torchs | None]) -> list[float | None]:
