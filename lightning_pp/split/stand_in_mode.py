@@ -42,6 +42,18 @@ class NeedsDataError(SplitError):
         self.line = line
 
 
+class LostEditError(SplitError):
+    """A hook writes what only another stage has into a tensor of this rank, which would keep its old values."""
+
+    def __init__(self, operation: str, edited: Tensor, line: str) -> None:
+        super().__init__(
+            f"{line} writes what it computes from parameters of another stage into a tensor of shape "
+            f"{tuple(edited.shape)} ({operation}), and this rank does not have them. An average of parameters is kept "
+            "where they are if it is a Parameter with requires_grad=False in place of a buffer; what is to be logged "
+            "can be computed in the step."
+        )
+
+
 class StandInMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """A fake mode that finds out the shapes that follow from real inputs, such as masks, by trying.
 
@@ -52,6 +64,16 @@ class StandInMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         super().__init__(allow_non_fake_inputs=True)
         self._depth = 0
         self._makes_up = False
+        self._refuses_edits = False
+
+    @contextmanager
+    def refusing_edits(self) -> Iterator[None]:
+        """Within, a fake written into a tensor with data raises :class:`LostEditError`."""
+        before, self._refuses_edits = self._refuses_edits, True
+        try:
+            yield
+        finally:
+            self._refuses_edits = before
 
     @contextmanager
     def making_up(self) -> Iterator[None]:
@@ -69,6 +91,11 @@ class StandInMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self._depth:  # a decomposition of what is being tried further up
             return super().__torch_dispatch__(func, types, args, kwargs)
+        if self._refuses_edits and func._schema.is_mutable:
+            for argument, value in zip(func._schema.arguments, args, strict=False):
+                is_written = argument.alias_info is not None and argument.alias_info.is_write
+                if is_written and isinstance(value, Tensor) and not isinstance(value, FakeTensor):
+                    raise LostEditError(str(func), value, user_line())
         self._depth += 1
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)

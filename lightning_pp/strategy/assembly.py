@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -210,6 +210,8 @@ def assign_stages(
         for other in others:
             if missing := set(owners[name]) - set(owners[other]):
                 direct.setdefault(other, set()).update(missing)
+    for name in _kept_whole_with_others([updates, record.updates], direct, in_units=set(_unit_of(recording))):
+        direct.setdefault(name, set())
     owners = _owners(placeholders, units, record, partition, direct)
     return SplitModel(
         module,
@@ -228,11 +230,7 @@ def assign_stages(
 def _beside_what_they_follow(recording: RecordedModel, partition: Partition, updates: Updates) -> Partition:
     """Moves units that the step does not call (an averaged copy of the model) to the stages of what they follow."""
     called = recording.record.first_calls()
-    unit_of = {
-        recording.placeholders.canonical_names[f"{unit}.{key}"]: unit
-        for unit, module in recording.units.items()
-        for key, _ in module.named_parameters(remove_duplicate=False)
-    }
+    unit_of = _unit_of(recording)
     stages = dict(partition.stage_of_unit)
     for name, others in updates.items():
         unit = unit_of.get(name)
@@ -240,6 +238,27 @@ def _beside_what_they_follow(recording: RecordedModel, partition: Partition, upd
         if unit is not None and unit not in called and len(followed) == 1:
             stages[unit] = partition.stage_of_unit[followed.pop()]
     return replace(partition, stage_of_unit=stages)
+
+
+def _unit_of(recording: RecordedModel) -> dict[str, str]:
+    """Canonical names of the parameters in units to their unit."""
+    return {
+        recording.placeholders.canonical_names[f"{unit}.{key}"]: unit
+        for unit, module in recording.units.items()
+        for key, _ in module.named_parameters(remove_duplicate=False)
+    }
+
+
+def _kept_whole_with_others(updates: Iterable[Updates], direct: Collection[str], in_units: Collection[str]) -> set[str]:
+    """Parameters computed from, or into, others of which one is kept whole: a shard and a whole one do not mix."""
+    groups = [{name, *others} for found in updates for name, others in found.items()]
+    whole = set(direct)
+    grew = True
+    while grew:
+        joined = {name for group in groups if any(n in whole or n not in in_units for n in group) for name in group}
+        grew = not joined <= whole
+        whole |= joined
+    return whole - set(direct)
 
 
 def _recorded(

@@ -259,7 +259,7 @@ class PipelineEngine:
         """Takes over metrics and units for a run of the trainer; every rank has to call it."""
         self._trainer = trainer
         self._recover()
-        self._attached.enter_context(self._update_hooks.seeing_all_parameters())
+        self._attached.enter_context(self._update_hooks.attached())
         self.metrics.attach()
         self.gradients.prepare()
         if self._compiled_units is not None:

@@ -1,10 +1,10 @@
-"""Hooks of the module that write into parameters, as the update of a momentum encoder does."""
+"""Hooks of the module that see parameters: those that write into them, as the update of a momentum encoder does."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,19 @@ _HOOKS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
     "on_after_backward": lambda batch: (),
     "on_train_batch_end": lambda batch: ({"loss": torch.zeros(())}, batch, 0),
 }
+
+_OUTSIDE_STEPS = (
+    "on_fit_start",
+    "on_train_start",
+    "on_train_epoch_start",
+    *_HOOKS,
+    "on_before_backward",
+    "on_before_optimizer_step",
+    "on_train_epoch_end",
+    "on_validation_epoch_start",
+    "on_validation_epoch_end",
+    "on_train_end",
+)
 
 
 class UpdateHooks:
@@ -63,13 +76,21 @@ class UpdateHooks:
                 trainer.loggers = loggers
 
     @contextmanager
-    def seeing_all_parameters(self) -> Iterator[None]:
-        """Within, these hooks see every parameter, in the order of one device; those of other stages are fakes."""
+    def attached(self) -> Iterator[None]:
+        """Within, these hooks see every parameter, in the order of one device; those of other stages are fakes.
 
-        def run(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            with self._placeholders.all_parameters():
+        No hook may write a fake into a tensor that has data.
+        """
+
+        def run(hook: Callable[..., Any], sees_all: bool, *args: Any, **kwargs: Any) -> Any:
+            placeholders = self._placeholders
+            with placeholders.mode.refusing_edits(), placeholders.all_parameters() if sees_all else nullcontext():
                 return hook(*args, **kwargs)
 
-        hooks = {name: partial(run, getattr(self._module, name)) for name in self._names}
+        hooks = {
+            name: partial(run, getattr(self._module, name), name in self._names)
+            for name in _OUTSIDE_STEPS
+            if getattr(type(self._module), name) is not getattr(pl.LightningModule, name)
+        }
         with replaced(self._module, **hooks):
             yield

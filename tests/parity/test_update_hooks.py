@@ -1,0 +1,185 @@
+"""Hooks of the module around the update, where replicas share a stage and its parameters lie in shards."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from feature_parts import Classifier, Data, assert_equal_trees, make, make_trainer
+from parity_run import Layout, whole_weights
+from pool import WorkerPool
+from torch import Tensor, nn
+
+LAYOUT = Layout("1f1b", 2, 2, 2)
+
+
+class ScalesGradients(Classifier):
+    """Edits gradients before the update, by their own size."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.clamp_(-0.05, 0.05)
+                parameter.grad.div_(1 + parameter.grad.square().sum().sqrt())
+
+
+class WarmsUp(Classifier):
+    """The recipe of Lightning's documentation: a learning rate set in ``optimizer_step``."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+        for group in optimizer.param_groups:
+            group["lr"] = self.lr / (1 + self.trainer.global_step)
+
+
+class SkipsUpdates(Classifier):
+    """Updates with every other batch; the closure runs all the same."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx % 2 == 0:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+
+class ClampsWeights(Classifier):
+    """Weights are clamped after every update, all of them and those of one layer further."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.clamp_(-0.2, 0.2)
+            self.layers[4].weight.clamp_(-0.1, 0.1)
+
+
+class NormalizesWeights(Classifier):
+    """Rows of every matrix are divided by their length, and each matrix by its own."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                if parameter.dim() == 2:
+                    parameter.div_(parameter.norm(dim=1, keepdim=True).clamp_min(1.0))
+                    parameter.mul_(1 / parameter.norm().clamp_min(1.0))
+
+
+class FollowsItself(Classifier):
+    """A target network that follows the online one by ``lerp_`` after every batch, and that the loss looks at."""
+
+    def __init__(self, lr: float = 0.3) -> None:
+        super().__init__(lr)
+        self.target = copy.deepcopy(self.layers).requires_grad_(False)
+
+    def follow(self) -> None:
+        with torch.no_grad():
+            for target, online in zip(self.target.parameters(), self.layers.parameters(), strict=True):
+                target.lerp_(online, 0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self(batch[0])
+        return F.cross_entropy(logits, batch[1]) + F.mse_loss(logits, self.target(batch[0]))
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.follow()
+
+
+class FollowsInStep(FollowsItself):
+    """The same at the start of the step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.follow()
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        pass
+
+
+class FollowsAnotherUnit(Classifier):
+    """A frozen root parameter that follows the weights of a block on another stage than the one that reads it."""
+
+    def __init__(self, lr: float = 0.3) -> None:
+        super().__init__(lr)
+        self.shadow = nn.Parameter(torch.zeros(10, 10), requires_grad=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        h = self.layers[:5](batch[0])
+        return F.cross_entropy(self.layers[5:](h + h.tanh() @ self.shadow), batch[1])
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        with torch.no_grad():
+            self.shadow.mul_(0.5).add_(self.layers[2].weight, alpha=0.5)
+
+
+class AveragesIntoABuffer(Classifier):
+    """A buffer that follows the weights of a block."""
+
+    def __init__(self, lr: float = 0.3) -> None:
+        super().__init__(lr)
+        self.register_buffer("average", torch.zeros(10, 10))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        h = self.layers[:5](batch[0])
+        return F.cross_entropy(self.layers[5:](h + h.tanh() @ self.average), batch[1])
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        with torch.no_grad():
+            self.average.lerp_(self.layers[2].weight, 0.5)  # the line that the message names
+
+
+HOOKS = {
+    kind.__name__: kind
+    for kind in (
+        ScalesGradients,
+        WarmsUp,
+        SkipsUpdates,
+        ClampsWeights,
+        NormalizesWeights,
+        FollowsItself,
+        FollowsInStep,
+        FollowsAnotherUnit,
+    )
+}
+
+
+def train(kind: type[Classifier], layout: Layout | None = None, sharding: Any = "replicate") -> Any:
+    strategy = {} if layout is None else {"strategy": layout.strategy(sharding=sharding)}
+    trainer, module = make_trainer(layout, **strategy), make(kind)
+    trainer.fit(module, Data(num_train=24))
+    return {
+        "weights": whole_weights(module),
+        "val_loss": float(trainer.callback_metrics["val_loss"]),
+        "lr": trainer.optimizers[0].param_groups[0]["lr"],
+    }
+
+
+@pytest.mark.parametrize(
+    "sharding", ["replicate", pytest.param("shard_grad_op", marks=pytest.mark.nightly), "full_shard"]
+)
+@pytest.mark.parametrize("hooks", HOOKS)
+def test_weights_are_those_of_one_device(pool: WorkerPool, hooks: str, sharding: str) -> None:
+    expected = train(HOOKS[hooks])
+    found: dict[str, Tensor] = {}
+    for result in pool.run(train, HOOKS[hooks], LAYOUT, sharding, world_size=4, timeout=120):
+        assert result["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-9)
+        assert result["lr"] == expected["lr"]
+        found |= result["weights"]
+    assert_equal_trees(found, expected["weights"])
+
+
+def test_an_average_in_a_buffer_is_refused(pool: WorkerPool) -> None:
+    """Other stages have the buffer too, and no parameter to follow."""
+    report = pool.run(
+        train, AveragesIntoABuffer, Layout("1f1b", 2, 1, 2), world_size=2, timeout=60, expect_failure=True
+    )
+    with open(__file__) as source:
+        line = next(number for number, text in enumerate(source, 1) if "# the line that the message names" in text)
+    failure = report.failures[1]  # the rank without the block
+    assert failure is not None and report.failures[0] is not None
+    assert failure.type == "LostEditError"
+    assert re.search(rf"test_update_hooks\.py:{line} in on_train_batch_end writes .*shape \(10, 10\)", failure.message)
+    assert "a Parameter with requires_grad=False" in failure.message
+    assert report.seconds < 15
