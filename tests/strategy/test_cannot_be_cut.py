@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,6 +41,18 @@ class GlobalCache(Blocks):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.loss(batch) + CACHE["keys"].mean()  # the line that the message names
+
+
+class Branches(Blocks):
+    """Goes one way or the other by what the first block gave."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        h = torch.tanh(self.blocks[0](batch[0]))
+        for block in self.blocks[1:]:
+            if h.sum() > 0:  # the line that the message names
+                h = -h
+            h = block(h)
+        return self.head(h).mean()
 
 
 class SecondOrder(Blocks):
@@ -88,38 +107,126 @@ class EditsItsInput(Blocks):
         return self.head(h + first).mean()  # the line that the message names
 
 
-def fit_with(module: type[Blocks]) -> None:
-    fit(module(), strategy=PipelineParallelStrategy(2, num_microbatches=2))
+class CallsBetween(Blocks):
+    """Two units share a stage, since what the first keeps is used by the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = Caching(8, 8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        h = self.blocks[1](self.blocks[0](batch[0]))
+        h = self.blocks[2](h) + CACHE["keys"]  # the line that the message names
+        h = self.blocks[3](h)
+        return self.head(h).mean()
 
 
-@pytest.mark.parametrize(
-    ("module", "pattern"),
-    [
-        (
-            GlobalCache,
-            r"made inside 'blocks\.0' leaves it by another way than its outputs.*HERE.*return it from the unit",
-        ),
-        (SecondOrder, r"torch\.autograd\.grad.*HERE.*return it from the unit"),
-        (HooksAGradient, r"HERE puts a hook on the gradient.*stages 0 \(which runs 'blocks\.\d'\) to 1.*inside a unit"),
-        (
-            CallsAgain,
-            r"must share a stage, because .*is called again after units that its later call depends on, at .*HERE.*"
-            r"fewer stages.*units=",
-        ),
-        (
-            EditsItsInput,
-            r"made inside 'blocks\.0' leaves it by another way than its outputs.*edit in place.*HERE.*return it",
-        ),
-    ],
-)
-def test_every_rank_says_why_and_ends(pool: WorkerPool, module: type[Blocks], pattern: str) -> None:
-    report = pool.run(fit_with, module, world_size=2, timeout=60, expect_failure=True)
+def fit_with(module: type[Blocks], **options: Any) -> None:
+    fit(module(), strategy=PipelineParallelStrategy(2, num_microbatches=2, **options))
+
+
+CANNOT_BE_CUT: list[tuple[type[Blocks], str]] = [
+    (GlobalCache, r"made inside 'blocks\.0' leaves it by another way than its outputs.*HERE.*return it from the unit"),
+    (Branches, r"HERE reads a value that depends on weights \(blocks\.0\).*'blocks\.1' is called after.*into a unit"),
+    (SecondOrder, r"torch\.autograd\.grad.*HERE.*return it from the unit"),
+    (HooksAGradient, r"HERE puts a hook on the gradient.*stages 0 \(which runs 'blocks\.\d'\) to 1.*inside a unit"),
+    (
+        CallsAgain,
+        r"must share a stage, because .*is called again after units that its later call depends on, at .*HERE.*"
+        r"fewer stages.*units=",
+    ),
+    (
+        EditsItsInput,
+        r"made inside 'blocks\.0' leaves it by another way than its outputs.*edit in place.*HERE.*return it",
+    ),
+]
+
+
+def with_line(pattern: str, module: type[Blocks]) -> str:
+    """``pattern`` with the line in ``module`` that is marked in this file in the place of HERE."""
     with open(__file__) as source:
         lines = source.read().splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith(f"class {module.__name__}("))
     named = [n for n, line in enumerate(lines, 1) if n > start and "# the line that the message names" in line]
-    pattern = pattern.replace("HERE", rf"test_cannot_be_cut\.py:{named[0]} in \w+") if named else pattern
+    return pattern.replace("HERE", rf"test_cannot_be_cut\.py:{named[0]} in \w+") if named else pattern
+
+
+def check_everywhere(pool: WorkerPool, pattern: str, module: type[Blocks], **options: Any) -> None:
+    report = pool.run(fit_with, module, world_size=2, timeout=60, expect_failure=True, **options)
+    pattern = with_line(pattern, module)
     for rank, failure in enumerate(report.failures):
         assert failure is not None, f"rank {rank} went on"
         assert re.search(pattern, failure.message), f"rank {rank} says: {failure.type}: {failure.message}"
     assert report.seconds < LONGEST_S
+
+
+@pytest.mark.parametrize(("module", "pattern"), CANNOT_BE_CUT)
+def test_every_rank_says_why_and_ends(pool: WorkerPool, module: type[Blocks], pattern: str) -> None:
+    check_everywhere(pool, pattern, module)
+
+
+@pytest.mark.parametrize(
+    ("module", "split_point", "pattern"),
+    [
+        (
+            CallsAgain,
+            "blocks.2",
+            r"split_points cannot cut before 'blocks\.2': .* must share a stage.*HERE.*another unit",
+        ),
+        (
+            CallsBetween,
+            "blocks.2",
+            r"split_points cannot cut before 'blocks\.2'.*blocks\.1.*used by 'blocks\.\d' at .*HERE",
+        ),
+    ],
+)
+def test_split_points_where_no_cut_is_possible(
+    pool: WorkerPool, module: type[Blocks], split_point: str, pattern: str
+) -> None:
+    check_everywhere(pool, pattern, module, split_points=[split_point])
+
+
+RUN = """
+import sys, time
+sys.path[:0] = {folders!r}
+import test_cannot_be_cut as here
+print("BEGINS", time.time(), flush=True)
+here.fit_with(getattr(here, {name!r}))
+"""
+
+
+def process_of(rank: int, port: int, module: type[Blocks], log: Any) -> subprocess.Popen[bytes]:
+    """One rank of a training in a process of its own, with what ``torchrun`` would tell it."""
+    folders = [os.path.dirname(__file__), os.path.dirname(os.path.dirname(__file__))]
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    told |= {"MASTER_ADDR": "127.0.0.1", "GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "refused"}
+    return subprocess.Popen(
+        [sys.executable, "-c", RUN.format(folders=folders, name=module.__name__)],
+        env={**os.environ, **{name: str(value) for name, value in told.items()}},
+        stdout=log,
+        stderr=subprocess.STDOUT,
+    )
+
+
+@pytest.mark.parametrize(
+    ("module", "pattern"),
+    [pytest.param(*case, marks=[pytest.mark.nightly] if case[0] is not Branches else []) for case in CANNOT_BE_CUT],
+)
+def test_every_process_exits(tmp_path: Path, module: type[Blocks], pattern: str) -> None:
+    """Processes that nobody watches over: each ends by itself, with the message, soon after the training began."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    logs = [tmp_path / f"{rank}.log" for rank in range(2)]
+    with ExitStack() as stack:
+        running = [process_of(rank, port, module, stack.enter_context(log.open("wb"))) for rank, log in enumerate(logs)]
+        for process in running:
+            stack.callback(process.kill)
+        codes = [process.wait(timeout=120) for process in running]
+        ended = time.time()
+    for rank, (code, log) in enumerate(zip(codes, logs, strict=True)):
+        said = log.read_text()
+        begun = re.search(r"BEGINS ([\d.]+)", said)
+        assert code != 0 and begun is not None, f"rank {rank}: {said}"
+        assert re.search(with_line(pattern, module), said), f"rank {rank}: {said}"
+        assert ended - float(begun.group(1)) < LONGEST_S, f"rank {rank}: {said}"
