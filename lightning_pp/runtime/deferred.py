@@ -42,7 +42,7 @@ __all__ = [
 
 
 class _Deferrable:
-    """A class, and not a generator, which would cost more than all that is done."""
+    """A class, and not a generator, which would cost more than all that is done; without state, so one is enough."""
 
     def __enter__(self) -> None:
         INSTALLATION.enter()
@@ -59,6 +59,10 @@ class _NotDeferrable:
         INSTALLATION.resume()
 
 
+_DEFERRABLE = _Deferrable()
+_NOT_DEFERRABLE = _NotDeferrable()
+
+
 def weight_gradients_deferrable() -> AbstractContextManager[None]:
     """Makes linear operations run so that their weight gradients can be deferred. Goes around F and I.
 
@@ -71,9 +75,9 @@ def weight_gradients_deferrable() -> AbstractContextManager[None]:
     when the outermost is left. Entering and leaving the outermost cost some ten microseconds, the inner ones hardly
     anything: let one scope go around a whole step.
     """
-    return _Deferrable()
+    return _DEFERRABLE
 
 
 def weight_gradients_not_deferrable() -> AbstractContextManager[None]:
     """Makes linear operations run as outside of :func:`weight_gradients_deferrable`, though it is within it."""
-    return _NotDeferrable()
+    return _NOT_DEFERRABLE

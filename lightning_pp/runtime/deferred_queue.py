@@ -72,7 +72,10 @@ class WeightGradientQueue:
                 "defer only what delayed_weight_gradient_modules() finds"
             )
         delaying = cast(DelaysWeightGradient, module)
-        if not any(queued is delaying for queued in self._modules):
+        for queued in self._modules:
+            if queued is delaying:
+                break
+        else:
             self._modules.append(delaying)
         self._is_owing = True
 
@@ -109,7 +112,8 @@ class WeightGradientQueue:
         entries, modules = self._entries, self._modules
         self.clear()
         if on_complete is None:
-            _add_all(entries)
+            if entries:
+                _add_all(entries)
         else:
             _add_all_and_tell(entries, modules, on_complete)
         for module in modules:
@@ -221,7 +225,7 @@ def delayed_weight_gradient_modules(root: nn.Module) -> list[nn.Module]:
 def _add_all(entries: list[Entry]) -> None:
     """Adds every entry's gradient, first to last, and empties the list on the way, so that each is freed once added."""
     entries.reverse()
-    device_type = entries[0][1].device.type if entries else "cpu"
+    device_type = entries[0][1].device.type
     # What is queued already has the dtype to compute in; autocast would round it once more.
     has_autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
     with torch.no_grad(), torch.autocast(device_type, enabled=False) if has_autocast else nullcontext():

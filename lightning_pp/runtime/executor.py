@@ -96,6 +96,7 @@ class PipelineExecutor:
         self._transport = transport
         self._device = device
         self._recomputation = recomputation
+        self._no_randomness = StepRandomness(0, device)  # for steps whose glue draws nothing
         self._runners: dict[int, StageRunner] = {}
         self._programs: dict[tuple[int, ...], _Program] = {}
 
@@ -116,6 +117,7 @@ class PipelineExecutor:
         transport, sharded = self._transport, inputs.sharded
         program = self._program(schedule, inputs.plans)
         loss_of = inputs.loss_of
+        trains = loss_of is not None
         transport.begin(program.route)
         try:
             with ExitStack() as stack:
@@ -134,14 +136,16 @@ class PipelineExecutor:
                     if sharded is not None:
                         sharded.before(entry.stop.action)
                     timer.start()
-                    received = _Arrivals(entry.stop, transport, timer)
                     if kind is ActionKind.F:
+                        plan = inputs.plans[microbatch]
                         kept, output = entry.runner.forward(
-                            inputs.plans[microbatch],
+                            plan,
                             partial(inputs.run_step, microbatch, stage),
-                            received,
-                            StepRandomness.of_microbatch(inputs.seed, microbatch, self._device),
-                            with_gradients=loss_of is not None,
+                            _Arrivals(entry.stop, transport, timer) if entry.stop.arrivals else _NOTHING,
+                            StepRandomness.of_microbatch(inputs.seed, microbatch, self._device)
+                            if plan.record.random_glue.after
+                            else self._no_randomness,
+                            with_gradients=trains,
                             splits_backward=entry.splits_backward,
                         )
                         if entry.is_last_stage:
@@ -149,9 +153,10 @@ class PipelineExecutor:
                                 kept.loss = loss_of(output)
                             # a graph kept alive by what the step returned would keep its activations
                             outputs[microbatch] = map_leaves(_detached, output)
-                        transport.send(entry.stop, kept.outputs)
-                        kept.outputs.clear()  # the transport keeps them as long as it needs to
-                        if loss_of is not None:
+                        if entry.stop.departures:
+                            transport.send(entry.stop, kept.outputs)
+                            kept.outputs.clear()  # the transport keeps them as long as it needs to
+                        if trains:
                             in_flight[stage, microbatch] = kept
                         del kept, output
                     elif kind is ActionKind.W:
@@ -163,14 +168,14 @@ class PipelineExecutor:
                         del kept
                     else:
                         kept = in_flight[stage, microbatch]
-                        gradients = self._backward(entry, inputs, kept, received)
-                        transport.send(entry.stop, gradients)
+                        gradients = self._backward(entry, inputs, kept, timer)
+                        if entry.stop.departures:
+                            transport.send(entry.stop, gradients)
                         if kind is ActionKind.B:
                             del in_flight[stage, microbatch]
                             if kept.queue:  # of modules that keep their weight gradients back
                                 kept.run_weight_gradients()
                         del kept, gradients
-                    del received
                     timer.stop(entry.stop.action)
                     if sharded is not None:
                         sharded.after(entry.stop.action)
@@ -190,11 +195,14 @@ class PipelineExecutor:
         """Returns when the other ranks have received what was sent; to be called before this process ends."""
         self._transport.drain()
 
-    def _backward(self, entry: _Entry, inputs: StepInputs, kept: InFlight, received: _Arrivals) -> dict[Value, Tensor]:
+    def _backward(self, entry: _Entry, inputs: StepInputs, kept: InFlight, timer: StepTimer) -> dict[Value, Tensor]:
         assert entry.microbatch is not None
         gradients: dict[Value, list[Tensor]] = {}
-        for value, gradient in received.all():
-            gradients.setdefault(value, []).append(gradient)
+        if entry.stop.arrivals:
+            timer.start_waiting()
+            for value, gradient in self._transport.receive(entry.stop):  # one for each stage that uses the value
+                gradients.setdefault(value, []).append(gradient)
+            timer.stop_waiting()
         return entry.runner.backward(
             inputs.plans[entry.microbatch],
             kept,
@@ -254,7 +262,7 @@ class _Entry:
 
 
 class _Arrivals(Mapping[Value, Tensor]):
-    """What an action receives, waited for when it is looked at."""
+    """What a forward receives, waited for when it is looked at."""
 
     __slots__ = ("_stop", "_tensors", "_timer", "_transport")
 
@@ -264,25 +272,22 @@ class _Arrivals(Mapping[Value, Tensor]):
         self._timer = timer
         self._tensors: dict[Value, Tensor] | None = None
 
-    def all(self) -> list[tuple[Value, Tensor]]:
-        """Everything; a value comes once for each stage that sends its gradient. To be called once."""
-        if not self._stop.arrivals:
-            return []
-        self._timer.start_waiting()
-        received = self._transport.receive(self._stop)
-        self._timer.stop_waiting()
-        return received
-
     def __getitem__(self, value: Value) -> Tensor:
-        if self._tensors is None:
-            self._tensors = dict(self.all())
-        return self._tensors[value]
+        tensors = self._tensors
+        if tensors is None:
+            self._timer.start_waiting()
+            tensors = self._tensors = dict(self._transport.receive(self._stop))
+            self._timer.stop_waiting()
+        return tensors[value]
 
     def __iter__(self) -> Iterator[Value]:
         return iter(dict.fromkeys(message.value for message in self._stop.arrivals))
 
     def __len__(self) -> int:
         return len({message.value for message in self._stop.arrivals})
+
+
+_NOTHING: Mapping[Value, Tensor] = {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,11 +103,12 @@ class Sends:
             return
         if self._of_last_step:
             self._of_last_step.pop(receiver, None)
-        under_way = self._of_step.get(receiver)
-        if under_way is not None:
-            for _ in range(num_sends - self._num_done[receiver]):
+        num_done = self._num_done.get(receiver, 0)
+        if num_sends > num_done:
+            under_way = self._of_step[receiver]
+            for _ in range(num_sends - num_done):
                 under_way.popleft()
-            self._num_done[receiver] = max(num_sends, self._num_done[receiver])
+            self._num_done[receiver] = num_sends
 
     def end_step(self) -> None:
         """Returns when the values of this step and all of the step before have left."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from lightning_pp.runtime.deferred import (
 )
 from lightning_pp.runtime.randomness import StepRandomness
 from lightning_pp.runtime.recomputation import Recomputation
-from lightning_pp.runtime.stage_forward import InFlight, StageCalls, StageFinished, StageForward
+from lightning_pp.runtime.stage_forward import InFlight, StageCalls, StageForward
 from lightning_pp.split.interception import UnitCalls
 from lightning_pp.split.plan import StepPlan
 from lightning_pp.split.record import Value
@@ -80,21 +80,12 @@ class StageRunner:
         run = StageForward(calls, self._units, received, randomness, with_gradients, self.recomputation)
         if calls.plan.last_call == -1:  # nothing of this stage is called in such a step
             return run.in_flight, None
-        output = None
-        glue = randomness.of_glue(calls.random_glue) if calls.random_glue.after else nullcontext()
-        with self._calls.handled_by(run.on_call), _deferrable(splits_backward), glue:
-            try:
-                output = step()
-            except StageFinished:
-                pass
-            except Exception:
-                run.raise_failure()
-                raise
+        with self._calls.handled_by(run.on_call), _deferrable(splits_backward):
+            if calls.random_glue.after:
+                with randomness.of_glue(calls.random_glue):
+                    output = run.run(step)
             else:
-                run.check_complete()
-            finally:
-                run.doors.undo()
-        run.end()
+                output = run.run(step)
         return run.in_flight, output
 
     def backward(
@@ -129,7 +120,7 @@ class StageRunner:
             if value in in_flight.roots and parts:
                 roots.append(in_flight.roots[value])
                 root_gradients.append(parts[0] if len(parts) == 1 else torch.stack(list(parts)).sum(0))
-        delayed = self._prepare(plan)[2]
+        _, calls, delayed = self._prepare(plan)
         if roots:
             in_flight.ran_backward = True
             with _deferrable(split):
@@ -141,14 +132,12 @@ class StageRunner:
             for module in delayed:
                 in_flight.queue.defer_module(module)
         returned = {}
-        for edge in plan.stages[self.stage].receives:
+        for edge in calls.plan.receives:
             if edge.has_gradient:
                 leaf = in_flight.received[edge.value]
-                returned[edge.value] = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
-        in_flight.loss = None
-        in_flight.roots.clear()
-        in_flight.outputs.clear()
-        in_flight.received.clear()
+                gradient = leaf.grad
+                returned[edge.value] = torch.zeros_like(leaf) if gradient is None else gradient
+        in_flight.end_backward()
         return returned
 
     def _prepare(self, plan: StepPlan) -> tuple[StepPlan, StageCalls, list[nn.Module]]:

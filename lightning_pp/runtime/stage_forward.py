@@ -47,6 +47,11 @@ class InFlight:
     queue: WeightGradientQueue = field(default_factory=WeightGradientQueue)
     ran_backward: bool = False
 
+    def end_backward(self) -> None:
+        """I is over: nothing is kept but what W needs."""
+        self.loss = None
+        self.received, self.outputs, self.roots = {}, {}, {}
+
     def run_weight_gradients(self, on_complete: Callable[[nn.Parameter], None] | None = None) -> None:
         """W: computes what I has queued; see :meth:`WeightGradientQueue.run`."""
         if self.ran_backward:
@@ -76,6 +81,8 @@ class _Call:
         unit: Name of the unit.
         record: What the dry run saw.
         is_owned: Whether it runs here.
+        is_last: Whether the step ends with it here.
+        glue_draws: Whether code after it draws random numbers.
         sent: For each output leaf, its name if another stage needs it.
         has_doors: Whether the unit leaves anything behind besides its outputs.
         is_received: Whether the stage receives any of its outputs.
@@ -85,6 +92,8 @@ class _Call:
     unit: str
     record: UnitCall
     is_owned: bool
+    is_last: bool
+    glue_draws: bool
     sent: tuple[Value | None, ...]
     has_doors: bool
     is_received: bool
@@ -119,6 +128,8 @@ class StageCalls:
                     call.unit,
                     call,
                     call.index in self.plan.owned_calls,
+                    call.index == self.plan.last_call,
+                    call.index in self.random_glue.after,
                     tuple(value if value in self.sent else None for value in values),
                     bool(call.doors),
                     is_received,
@@ -141,6 +152,11 @@ class StageForward:
         with_gradients: Whether a backward follows.
         recomputation: Which units are run again in backward.
     """
+
+    __slots__ = (
+        "_failure", "_inputs", "_next_call", "_randomness", "_received", "_recomputation", "_stage", "_units",
+        "_with_gradients", "doors", "in_flight",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -181,22 +197,22 @@ class StageForward:
                 "make the choice inside a unit, or let it depend on a shape or on self.training."
             )
         call = calls[index]
-        glue_draws = index in self._stage.random_glue.after
         if not call.is_owned:
-            if glue_draws:
+            if call.glue_draws:
                 self._randomness.seed_glue(index)
             if call.has_doors:
                 self.doors.leave(call.record, self._units[unit], args, kwargs, self._tensor_of)
             if call.stand_in is not None:
                 return call.stand_in
-            if call.is_received:
-                self._take_received()
+            if call.is_received and self._received is not None:
+                self._take_received(self._received)
             return call.record.output_of(self._inputs)
         if self._stage.compute_dtype is not None:
             args, kwargs = cast_activations(call.record, args, kwargs, self._stage.compute_dtype)
         if unit in self._recomputation.units:
             original = partial(self._recomputation.run, original)
-        self._randomness.enter_unit()
+        if self._stage.random_glue.after:
+            self._randomness.enter_unit()
         if call.has_doors:
             doors = DoorKeeper(call.record, self._units[unit], args, kwargs, self._stage.sent)
             with doors.watching():
@@ -205,16 +221,34 @@ class StageForward:
                 self._keep_value(call, value, tensor)
         else:
             output = self._keep(call, original(*args, **kwargs))
-        if index == self._stage.plan.last_call:
+        if call.is_last:
             raise StageFinished
-        if glue_draws:
+        if call.glue_draws:
             self._randomness.seed_glue(index)
         return output
 
-    def end(self) -> None:
-        """The user's step was left, at its end or before; takes what was received and has not been looked at."""
+    def run(self, step: Callable[[], Any]) -> Any:
+        """Runs the user's step, in which unit calls come to :meth:`on_call`, up to the stage's last call.
+
+        Returns:
+            What it returned; None where it was left before.
+        """
+        output = None
+        try:
+            output = step()
+        except StageFinished:
+            pass
+        except Exception:
+            self.raise_failure()
+            raise
+        else:
+            self.check_complete()
+        finally:
+            self.doors.undo()
         self.raise_failure()
-        self._take_received()
+        if self._received is not None:  # and has not been looked at
+            self._take_received(self._received)
+        return output
 
     def raise_failure(self) -> None:
         """Raises what receiving has failed with, if it has, whatever the user's code made of it."""
@@ -230,10 +264,8 @@ class StageForward:
                 f"saw {len(calls)}; the next would have been {calls[self._next_call].unit!r}."
             )
 
-    def _take_received(self) -> None:
-        if self._received is None:
-            return
-        received, self._received = self._received, None
+    def _take_received(self, received: Mapping[Value, Tensor]) -> None:
+        self._received = None
         for edge in self._stage.plan.receives:
             value = edge.value
             try:
@@ -249,8 +281,8 @@ class StageForward:
             self._inputs[value] = tensor
 
     def _tensor_of(self, value: Value) -> Tensor:
-        if value in self._stage.received:
-            self._take_received()
+        if value in self._stage.received and self._received is not None:
+            self._take_received(self._received)
         tensor = self._inputs.get(value)
         stand_in: Tensor = self._stage.calls[value.call].record.leaf(value.leaf).stand_in
         return stand_in if tensor is None else tensor
@@ -267,7 +299,7 @@ class StageForward:
         for position, (leaf, expected, value) in enumerate(zip(leaves, record.leaves, call.sent, strict=True)):
             if expected.spec is None:
                 continue
-            if not isinstance(leaf, Tensor) or is_fake(leaf):
+            if type(leaf) is not Tensor and (not isinstance(leaf, Tensor) or is_fake(leaf)):
                 raise SplitError(
                     f"The unit {call.unit!r} on stage {self._stage.plan.stage} computed with a value of another stage "
                     "that the dry run did not see it use. The values that a unit reads must not depend on more than "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,7 @@ class StepTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
+        self._now: Callable[[], Any] = _recorded_event if self._cuda else time.perf_counter_ns
         self._origin: Any = self._now()
         self._begun: Any = self._origin
         self._waiting: Any = self._origin
@@ -87,14 +89,13 @@ class StepTimer:
             times.append(ActionTimes(action, begun, arrived, ended, waiting - begun))
         return times
 
-    def _now(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter_ns()
-        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
     def _since(self, moment: Any) -> float:
         if not self._cuda:
             return float((moment - self._origin) / 1e6)
         return float(self._origin.elapsed_time(moment))
+
+
+def _recorded_event() -> Any:
+    event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event

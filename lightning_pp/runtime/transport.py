@@ -50,7 +50,10 @@ class Transport:
         self._matches_by_tag = device.type == "cpu"
         self._group = group
         self._groups = {} if self._matches_by_tag else self._channel_groups(timeout)
-        self._channels: dict[tuple[int, int], tuple[dist.ProcessGroup, int]] = {}
+        # for each other place of the pipeline: the group and the other side's rank in it
+        self._to: dict[int, tuple[dist.ProcessGroup, int]] = {}
+        self._from: dict[int, tuple[dist.ProcessGroup, int]] = {}
+        self._first_tag = 0
         self._step = 0
         self._receipts: Mapping[int, int] = {}
         self._waiting: dict[int, deque[Message]] = {}
@@ -75,7 +78,8 @@ class Transport:
     def begin(self, route: Route) -> None:
         """Starts a step; posts the first receives."""
         self._step += 1
-        self._channels.clear()  # the default group may be another one in another run
+        self._first_tag = self._step * _TAGS_PER_STEP
+        self._to, self._from = {}, {}  # the default group may be another one in another run
         self._receipts = route.receipts
         self._waiting = {sender: deque(messages) for sender, messages in route.incoming.items()}
         self._num_posted = dict.fromkeys(self._waiting, 0)
@@ -86,19 +90,20 @@ class Transport:
         """Waits for everything that the action needs."""
         received = []
         for message in stop.arrivals:
-            sender = message.sender
+            sender, tag = message.sender, message.tag
             if sender == self._rank:
-                received.append((message.value, self._handed_over.pop(message.tag)))
+                received.append((message.value, self._handed_over.pop(tag)))
                 continue
-            while message.tag not in self._posted:
+            while tag not in self._posted:
                 self._post(sender)
-            work, tensor = self._posted.pop(message.tag)
+            work, tensor = self._posted.pop(tag)
             self._num_posted[sender] -= 1
-            self._post_ahead(sender)
+            if self._waiting[sender]:
+                self._post_ahead(sender)
             if work is not None:
                 self._wait(work, message, stop)
                 # one that is empty is not sent, and proves nothing
-                self._sends.acknowledge(sender, self._receipts[message.tag])
+                self._sends.acknowledge(sender, self._receipts[tag])
             received.append((message.value, tensor))
         return received
 
@@ -125,8 +130,13 @@ class Transport:
             work = None
             if tensor.numel() > 0:
                 tensor = tensor.contiguous()
-                group, peer = self._channel(self._rank, receiver)
-                work = group.send([_as_real(tensor)], peer, self._tag(message))
+                channel = self._to.get(receiver)
+                if channel is None:
+                    channel = self._to[receiver] = self._channel(self._rank, receiver)
+                memory = (
+                    torch.view_as_real(tensor) if tensor.is_complex() else tensor
+                )  # backends know no complex numbers
+                work = channel[0].send([memory], channel[1], self._tag(message.tag))
             self._sends.add(receiver, Send(work, tensor, message.is_gradient))
 
     def finish(self) -> None:
@@ -156,8 +166,11 @@ class Transport:
         tensor = torch.empty(message.spec.shape, dtype=message.spec.dtype, device=self._device)
         work = None
         if tensor.numel() > 0:
-            group, peer = self._channel(sender, self._rank)
-            work = group.recv([_as_real(tensor)], peer, self._tag(message))
+            channel = self._from.get(sender)
+            if channel is None:
+                channel = self._from[sender] = self._channel(sender, self._rank)
+            memory = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            work = channel[0].recv([memory], channel[1], self._tag(message.tag))
         self._posted[message.tag] = (work, tensor)
         self._num_posted[sender] += 1
 
@@ -166,18 +179,9 @@ class Transport:
 
         ``dist.isend`` looks both up for every message, which takes as long as sending.
         """
-        channel = self._channels.get((source, target))
-        if channel is None:
-            group = self._groups.get((source, target), self._group) or dist.group.WORLD
-            assert group is not None
-            other = self._ranks[target if source == self._rank else source]
-            channel = self._channels[source, target] = (group, dist.get_group_rank(group, other))
-        return channel
+        group = self._groups.get((source, target), self._group) or dist.group.WORLD
+        assert group is not None
+        return group, dist.get_group_rank(group, self._ranks[target if source == self._rank else source])
 
-    def _tag(self, message: Message) -> int:
-        return (self._step * _TAGS_PER_STEP + message.tag) % _TAG_RANGE if self._matches_by_tag else 0
-
-
-def _as_real(tensor: Tensor) -> Tensor:
-    """The memory of ``tensor`` as numbers that every backend knows."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    def _tag(self, tag_in_step: int) -> int:
+        return (self._first_tag + tag_in_step) % _TAG_RANGE if self._matches_by_tag else 0

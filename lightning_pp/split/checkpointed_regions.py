@@ -50,28 +50,29 @@ class CheckpointedRegions:
         replaying: Makes a context in which unit calls give what is in a list of calls.
 
     Attributes:
+        open: The calls of each region that runs now.
         num_regions: Regions that were opened so far.
     """
 
     def __init__(self, replaying: Callable[[Calls], AbstractContextManager[None]]) -> None:
         self._replaying = replaying
-        self._open: list[Calls] = []
+        self.open: list[Calls] = []
         self._num_opened = 0
         self.num_regions = 0
 
     @property
     def running(self) -> int | None:
         """A number for the outermost region that runs now; None outside of one."""
-        return self._num_opened if self._open else None
+        return self._num_opened if self.open else None
 
     def note(self, given: Any) -> None:
         """A unit call gave ``given``, :data:`RAN` if the unit ran."""
-        for calls in self._open:
+        for calls in self.open:
             calls.append(given)
 
     def close(self) -> None:
         """No region is open: a stage that ended its step inside one may have left it so."""
-        self._open.clear()
+        self.open.clear()
 
     @contextmanager
     def remembered(self) -> Iterator[None]:
@@ -102,13 +103,13 @@ class CheckpointedRegions:
                 with self._replaying(calls):
                     return function(*inputs, **named_inputs)
 
-            self._num_opened += not self._open
+            self._num_opened += not self.open
             self.num_regions += 1
-            self._open.append(calls)
+            self.open.append(calls)
             try:
                 yield from generator(run_again, *args, **kwargs)
             finally:
-                self._open = [others for others in self._open if others is not calls]
+                self.open = [others for others in self.open if others is not calls]
 
         return wrapped
 

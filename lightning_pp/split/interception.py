@@ -162,9 +162,12 @@ class UnitCalls:
         try:
             output = handler(name, run, args, kwargs)
             if self._num_ran == num_ran:
-                given = output = _with_passed_on(output, args, kwargs)
+                if not isinstance(output, Tensor):
+                    output = _with_passed_on(output, args, kwargs)
+                given = output
         finally:
-            self._regions.note(given)
+            if self._regions.open:
+                self._regions.note(given)
         return output
 
     def _run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -212,13 +215,13 @@ class _InCharge:
     def __exit__(self, *_: object) -> None:
         calls = self._calls
         calls._handler, calls._running_original = self._before
-        if calls._handler is None:
+        if calls._handler is None and calls._regions.open:
             calls._regions.close()
 
 
 def _with_passed_on(output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What stands in for a unit's output, with what it would have passed on taken from its arguments."""
-    if isinstance(output, Tensor) or not any(isinstance(leaf, PassedOn) for leaf in leaves_of(output)):
+    if not any(isinstance(leaf, PassedOn) for leaf in leaves_of(output)):
         return output
     given = leaves_of((args, kwargs))
     return map_leaves(lambda leaf: given[leaf.position] if isinstance(leaf, PassedOn) else leaf, output)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,8 +12,7 @@ from torch import Tensor
 from lightning_pp.split.tree import replace_leaves
 
 
-@dataclass(frozen=True, order=True)
-class Value:
+class Value(NamedTuple):
     """A tensor that a unit call made for others: leaf number ``leaf`` of the outputs of call number ``call``.
 
     A negative ``leaf`` counts the tensors that left the unit by other doors, from -1 down.
@@ -215,8 +214,11 @@ class UnitCall:
 
     def output_of(self, tensors: Mapping[Value, Any]) -> Any:
         """What stands in for what the call returned: ``tensors`` where they are known, else fakes."""
-        leaves = [tensors.get(Value(self.index, place), leaf.stand_in) for place, leaf in enumerate(self.leaves)]
-        return leaves[0] if self.output is None else replace_leaves(self.output, leaves)
+        index = self.index
+        if self.output is None:
+            return tensors.get(Value(index, 0), self.leaves[0].stand_in)
+        leaves = [tensors.get(Value(index, place), leaf.stand_in) for place, leaf in enumerate(self.leaves)]
+        return replace_leaves(self.output, leaves)
 
 
 @dataclass(frozen=True)
