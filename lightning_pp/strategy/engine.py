@@ -4,42 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from datetime import timedelta
-from functools import partial
-from itertools import compress
 from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
 
 from lightning_pp.runtime.compilation import CompiledUnits
 from lightning_pp.runtime.executor import PipelineExecutor, StepInputs
 from lightning_pp.runtime.randomness import StepRandomness
 from lightning_pp.runtime.timing import StepTimer
-from lightning_pp.runtime.transport import Transport
 from lightning_pp.schedule import Schedule, StageCosts
 from lightning_pp.split.dry_run import DryRun
-from lightning_pp.split.mean_losses import MeanLosses
 from lightning_pp.split.microbatch import Microbatch, batch_size_of, split_batch
 from lightning_pp.split.plan import StepPlan
 from lightning_pp.split.weight_updates import RepeatedUpdates
 from lightning_pp.strategy.assembly import SplitModel, assign_stages, record_model
 from lightning_pp.strategy.attributes import StepAttributes, kept_by_step
 from lightning_pp.strategy.checkpointing import ActivationCheckpointing, recomputation_of
-from lightning_pp.strategy.control import ControlGroups, make_control_groups
+from lightning_pp.strategy.connection import Connection
+from lightning_pp.strategy.control import ControlGroups
 from lightning_pp.strategy.cuts import CutOptions
 from lightning_pp.strategy.data import check_same_batch, fingerprint
 from lightning_pp.strategy.dry_steps import first_arguments, recorded_step
+from lightning_pp.strategy.global_means import GlobalMeans
 from lightning_pp.strategy.gradients import StageGradients
 from lightning_pp.strategy.logs import StepLogs, replay
-from lightning_pp.strategy.messages import MessageLine
 from lightning_pp.strategy.metrics import PipelineMetrics
 from lightning_pp.strategy.outputs import merge_outputs, share_result_of
 from lightning_pp.strategy.plans import signature_of
@@ -62,10 +56,6 @@ class _Sealed:
 
     def __init__(self, content: Any) -> None:
         self.content = content
-
-
-def _nothing() -> None:
-    pass
 
 
 _Results = tuple[Any, list[Any], _Sealed]
@@ -135,24 +125,24 @@ class PipelineEngine:
         self._precision = precision
         self._options = options
         self._num_microbatches = options.num_microbatches(num_microbatches)
-        self._timeout = timeout
         self._compile_options = compile_options
         self._activation_checkpointing = activation_checkpointing
         self._compiled_units: CompiledUnits | None = None
-        self.groups = self._new_groups()
+        self._connection = Connection(mesh, sizes, device, timeout)
         self.results = BatchResults(module)
         self._seed = 0
         self._num_batches_run = {True: 0, False: 0}  # training, evaluation
         self.num_batches_trained = 0  # in this process
         self._fingerprint: int | None = None
         self._failed = False
-        self._is_connected = True
         self._attached = ExitStack()
         self.last_training_step: tuple[Schedule, StepTimer] | None = None
         self.last_num_samples = 0
 
-    def _new_groups(self) -> ControlGroups:
-        return make_control_groups(self.sizes.pipeline, self.sizes.data_parallel, 0, self._timeout)
+    @property
+    def groups(self) -> ControlGroups:
+        """Joins the ranks of the pipeline and the replicas of this rank."""
+        return self._connection.groups
 
     # ---------------------------------------------------------------- building
 
@@ -211,9 +201,9 @@ class PipelineEngine:
             self._activation_checkpointing, self.module, self.split.units, self.split.record
         )
         self.placement = layout.placement
-        self.groups = replace(self.groups, last_stage_rank=self.placement.rank_of_stage[-1])
-        self._messages = MessageLine(replace(self._new_groups(), last_stage_rank=self.groups.last_stage_rank))
+        self._connection.set_last_stage(self.placement.rank_of_stage[-1])
         self.metrics = PipelineMetrics(self.module, self.groups)
+        self._means = GlobalMeans(self.module, self.split.units, self.groups, self.metrics, self.device)
         self._programs = tuned_programs(
             self._options, layout, self.split, self.mesh, self._data_parallel, self.groups, self.device, agree
         )
@@ -226,26 +216,12 @@ class PipelineEngine:
         if self._compile_options is not None:
             self._compiled_units = CompiledUnits(self.split.units_of(self.rank), self._compile_options)
         self._recomputation = recomputation
-        self._connect()
-        self._align_generators()
+        self._make_executor()
+        self._connection.align_generators()
 
-    def _connect(self) -> None:
-        """Makes what carries tensors between the stages; on the host over a group that is its alone."""
-        ranks = [int(rank) for rank in self.mesh["pipeline"].mesh.tolist()]
-        self._stage_groups = self._new_groups() if self.device.type == "cpu" else ControlGroups()
-        transport = Transport(ranks, self.rank, self.device, self._timeout, self._stage_groups.pipeline)
+    def _make_executor(self) -> None:
+        transport = self._connection.new_transport()
         self._executor = PipelineExecutor(self.rank, self.split.units, transport, self.device, self._recomputation)
-
-    def _align_generators(self) -> None:
-        """Every rank of a pipeline draws the same from the host's generators from here on."""
-        import random
-
-        import numpy as np
-
-        states = self.groups.gather_in_pipeline((torch.get_rng_state(), random.getstate(), np.random.get_state()))[0]
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])
 
     def random_state(self) -> dict[str, int]:
         """What the random numbers of the next training batch depend on."""
@@ -276,7 +252,7 @@ class PipelineEngine:
             self._compiled_units.detach()
         if not self._failed and hasattr(self, "_executor"):
             self._executor.drain()
-            self._messages.drain()
+            self._connection.drain()
 
     def abandon(self) -> None:
         """After an exception: ends what the other ranks of the pipeline wait for.
@@ -285,32 +261,19 @@ class PipelineEngine:
         rank with an error never joins.
         """
         self._failed = True
-        if self._is_connected:
-            self._is_connected = False
-            for groups in (self.groups, self._messages.groups, self._stage_groups):
-                groups.abandon()
+        self._connection.abandon()
 
     def _recover(self) -> None:
         """Brings the ranks together again, if one of them has failed since the last run."""
-        if self.mesh.size() == 1:
-            return
         run = self._num_batches_run
-        numbers = [not self._is_connected, run[True], run[False], self.num_batches_trained]
-        shared = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        dist.all_reduce(shared, dist.ReduceOp.MAX)
-        failed, run[True], run[False], self.num_batches_trained = shared.tolist()
+        failed, counters = self._connection.recover([run[True], run[False], self.num_batches_trained])
+        run[True], run[False], self.num_batches_trained = counters
         if failed:
             self._failed = True  # drops this rank's part of the step
-            self._is_connected = True
             self._programs.start_over()
-            self.groups.replace_by(self._new_groups())
-            self._messages.groups.replace_by(self._new_groups())
-            self._messages = MessageLine(self._messages.groups)
             if self.device.type == "cpu":
-                stage_groups = self._stage_groups
-                self._connect()
-                stage_groups.replace_by(ControlGroups())
-            self._align_generators()
+                self._make_executor()
+            self._connection.align_generators()
 
     @property
     def costs(self) -> StageCosts | None:
@@ -407,9 +370,7 @@ class PipelineEngine:
                 return getattr(self.module, step)(data, *rest, **kwargs)
 
         scale = loss_scale(self._precision, self.device) if training else 1.0
-        mean_losses, loss_weights, know_other_replicas = self._mean_losses(
-            microbatches, plans, call_step, seeds, scale / accumulate
-        )
+        means = self._means.of_batch(microbatches, plans, call_step, seeds, scale / accumulate)
         last_stage = self.placement.num_stages - 1
 
         def run_step(microbatch: int, stage: int) -> Any:
@@ -420,8 +381,8 @@ class PipelineEngine:
                 stack.enter_context(self.metrics.step() if is_last else self.metrics.suspended())
                 stack.enter_context(attributes.of_microbatch(microbatch, active=is_last))
                 if is_last:
-                    know_other_replicas()
-                    stack.enter_context(mean_losses.corrected(microbatch))
+                    means.know_other_replicas()
+                    stack.enter_context(means.losses.corrected(microbatch))
                 return call_step(microbatches[microbatch].data)
 
         outputs, timer = self._executor.run(
@@ -430,7 +391,7 @@ class PipelineEngine:
                 plans,
                 run_step,
                 find_loss,
-                loss_weights,
+                means.loss_weights,
                 seed,
                 self.gradients.stages,
                 self._programs.queued_bytes if training else None,
@@ -451,7 +412,7 @@ class PipelineEngine:
         if training:
             self.num_batches_trained += 1
             report = report_batch(
-                self._messages,
+                self._connection.messages,
                 logs,
                 merged,
                 weights=weights,
@@ -489,59 +450,6 @@ class PipelineEngine:
         if self._fingerprint is not None and batch_idx < _BATCHES_CHECKED_BEFOREHAND:
             check_same_batch(self.groups.gather_in_pipeline(self._fingerprint), batch_idx)
 
-    def _mean_losses(
-        self,
-        microbatches: list[Microbatch],
-        plans: Sequence[StepPlan],
-        call_step: Callable[[Any], Any],
-        seeds: Sequence[Callable[[int], None]],
-        factor: float,
-    ) -> tuple[MeanLosses, list[float], Callable[[], None]]:
-        """Counts, on the last stage, what losses that are means divide by, so that the global batch's mean comes out.
-
-        Returns:
-            The losses; the share of each microbatch in the samples of the global batch times the number of replicas,
-            times ``factor``: the weights whose mean over replicas is the global batch's mean; and what waits for the
-            other replicas and sets both right. Only the last stage uses them, from its first loss on.
-        """
-        weights = [microbatch.weight for microbatch in microbatches]
-        losses = MeanLosses(weights)
-        loss_weights = [weight * factor for weight in weights]
-        num_replicas = self.groups.num_replicas
-        if not self.groups.is_last_stage:
-            return losses, loss_weights, _nothing
-        if (len(microbatches) > 1 or num_replicas > 1) and any(plan.record.num_mean_losses for plan in plans):
-            for index, (microbatch, plan) in enumerate(zip(microbatches, plans, strict=True)):
-                with ExitStack() as stack:
-                    stack.enter_context(StepLogs().recording(self.module, active=False))
-                    stack.enter_context(self.metrics.suspended())
-                    losses.count(
-                        index,
-                        plan,
-                        self.split.units,
-                        partial(call_step, microbatch.data),
-                        self.module,
-                        self.device,
-                        seeds[index],
-                    )
-        if num_replicas == 1:
-            return losses, loss_weights, _nothing
-        samples = sum(microbatch.num_samples for microbatch in microbatches)
-        gather = self.groups.start_gather((samples, losses.totals()))
-        gathered: list[tuple[int, list[float | None]]] = []
-
-        def know_other_replicas() -> None:
-            if gathered:
-                return
-            gathered.extend(gather())
-            num_samples = sum(samples for samples, _ in gathered)
-            shares = [microbatch.num_samples / num_samples for microbatch in microbatches]
-            per_loss = list(zip(*(totals for _, totals in gathered), strict=False))
-            losses.use_totals_of_all_replicas([None if None in totals else sum(totals) for totals in per_loss], shares)
-            loss_weights[:] = [share * num_replicas * factor for share in shares]
-
-        return losses, loss_weights, know_other_replicas
-
     def _recorded_step(
         self, step: str, microbatch: Microbatch, rest: Sequence[Any], kwargs: dict[str, Any] | None = None
     ) -> Callable[[DryRun], Any]:
@@ -555,21 +463,3 @@ class PipelineEngine:
             device=self.device,
             around=self.gradients.dry if hasattr(self, "gradients") else nullcontext,
         )
-
-    # ---------------------------------------------------------------- optimizers
-
-    def keep_owned_parameters(self, optimizers: Sequence[Optimizer]) -> None:
-        """Takes un-owned parameters out of the optimizers' groups; the groups themselves stay, even empty ones."""
-        owned = {id(parameter) for parameter in self.module.parameters()}
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                kept = [id(parameter) in owned for parameter in group["params"]]
-                for key in ("params", "param_names"):
-                    if key in group:
-                        group[key][:] = compress(group[key], kept)
-            for parameter in [parameter for parameter in optimizer.state if id(parameter) not in owned]:
-                del optimizer.state[parameter]
-
-    def install_clipping(self, precision: Precision) -> None:
-        """Makes the trainer clip by the norm over all stages and shards."""
-        self.gradients.install_clipping(precision)

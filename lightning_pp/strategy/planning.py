@@ -24,8 +24,9 @@ from lightning_pp.strategy.assembly import RecordedModel, SplitModel, assign_sta
 from lightning_pp.strategy.cuts import CutOptions
 from lightning_pp.strategy.data import first_batch
 from lightning_pp.strategy.dry_steps import first_arguments, recorded_step
+from lightning_pp.strategy.optimizers import set_up_one_optimizer
 from lightning_pp.strategy.precision import step_dtypes
-from lightning_pp.strategy.refusals import refuse_unsupported, set_up_one_optimizer
+from lightning_pp.strategy.refusals import refuse_unsupported
 from lightning_pp.strategy.schedule_options import ScheduleOptions
 from lightning_pp.strategy.sizes import Auto, resolve_num_microbatches
 from lightning_pp.strategy.tuning import LayoutRequest, choose_cuts, choose_layout

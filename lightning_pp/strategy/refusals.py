@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
 
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.strategy.precision import refuse_precision
@@ -51,38 +48,6 @@ def refuse_unsupported(
             "EMAWeightAveraging, with a learning rate schedule of your own."
         )
     refuse_precision(precision, device)
-
-
-def set_up_one_optimizer(strategy: Strategy, trainer: pl.Trainer) -> None:
-    """Calls ``configure_optimizers``; raises :class:`ConfigurationError` unless it gives one first-order optimizer."""
-    try:
-        strategy.setup_optimizers(trainer)
-    except RuntimeError as error:
-        if "multiple optimizers" not in str(error):
-            raise
-        # Lightning's own advice, manual optimization, is none for a pipeline
-        raise ConfigurationError(
-            f"configure_optimizers of {type(strategy.lightning_module).__name__} returned several optimizers, and a "
-            "pipeline steps exactly one. Give one optimizer several parameter groups instead."
-        ) from None
-    for optimizer in strategy.optimizers:
-        if not isinstance(optimizer, LBFGS) and _needs_closure(optimizer):
-            raise ConfigurationError(
-                f"{type(optimizer).__name__}.step needs a closure, which it calls to evaluate the step again at other "
-                "weights; a pipeline has one forward and backward per step. Use an optimizer whose step takes the "
-                "gradients as they are (AdamW, SGD, ...)."
-            )
-    if any(isinstance(optimizer, LBFGS) for optimizer in strategy.optimizers):
-        raise ConfigurationError(
-            "LBFGS evaluates the step several times and needs all parameters at once, and a stage has its own "
-            "only; use a first-order optimizer (AdamW, SGD, ...)."
-        )
-
-
-def _needs_closure(optimizer: Optimizer) -> bool:
-    """Whether its step insists on a closure, which it calls to evaluate the step as often as it likes."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def loss_of(output: Any) -> Tensor:

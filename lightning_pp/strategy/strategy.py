@@ -35,8 +35,9 @@ from lightning_pp.strategy.data import first_batch, seed_workers_by
 from lightning_pp.strategy.engine import PipelineEngine
 from lightning_pp.strategy.loop import PipelineOptimization
 from lightning_pp.strategy.mesh_strategy import MeshStrategy
+from lightning_pp.strategy.optimizers import keep_parameters, set_up_one_optimizer
 from lightning_pp.strategy.precision import agree_on_scale
-from lightning_pp.strategy.refusals import refuse_unsupported, set_up_one_optimizer
+from lightning_pp.strategy.refusals import refuse_unsupported
 from lightning_pp.strategy.schedule_options import DEFAULT_NUM_PROFILED_BATCHES, ScheduleOptions
 from lightning_pp.strategy.sizes import Auto, ParallelSizes
 from lightning_pp.strategy.stage_sharding import ShardingSettings
@@ -264,12 +265,12 @@ class PipelineParallelStrategy(MeshStrategy):
             optimizers = self.optimizers if is_fitting else []
             state = PipelineState.of(engine.split, self.device_mesh, optimizers)
         if is_fitting:
-            engine.keep_owned_parameters(self.optimizers)
+            keep_parameters(self.optimizers, list(engine.module.parameters()))
             if not self.sharding.cpu_offload:  # states are made where their parameters are
                 _optimizers_to_device(self.optimizers, self.root_device)
             PipelineOptimization.install(trainer)
         self.setup_precision_plugin()
-        engine.install_clipping(self.precision_plugin)
+        engine.gradients.install_clipping(self.precision_plugin)
         self._set_up_checkpoints(trainer, state)
         if is_new and self._initial_weights is not None:
             state.load_initial_weights(Path(self._initial_weights), strict=module.strict_loading)

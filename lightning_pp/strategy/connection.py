@@ -1,0 +1,104 @@
+"""What joins this rank to the others of its pipeline and to its replicas, and makes anew what an error has ended."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_pp.runtime.transport import Transport
+from lightning_pp.strategy.control import ControlGroups, make_control_groups
+from lightning_pp.strategy.messages import MessageLine
+from lightning_pp.strategy.sizes import ParallelSizes
+
+
+class Connection:
+    """The groups of one rank. Every rank has to make it, and to call every method but :meth:`abandon`.
+
+    An error on one rank ends what the other ranks of its pipeline wait for, so all of them leave the run with an error;
+    the next run starts with :meth:`recover`.
+
+    Args:
+        mesh: The whole mesh.
+        sizes: Its sizes.
+        device: Where this rank computes.
+        timeout: How long a message may take.
+
+    Attributes:
+        groups: For small messages between ranks that wait for them.
+        messages: For those that nobody waits for; from :meth:`set_last_stage` on.
+    """
+
+    messages: MessageLine
+
+    def __init__(self, mesh: DeviceMesh, sizes: ParallelSizes, device: torch.device, timeout: timedelta | None) -> None:
+        self._mesh = mesh
+        self._sizes = sizes
+        self._device = device
+        self._timeout = timeout
+        self._of_stages = ControlGroups()
+        self._is_open = True
+        self.groups = self._new_groups()
+
+    def set_last_stage(self, rank: int) -> None:
+        """Tells which pipeline rank holds the last stage, from which messages come."""
+        self.groups = replace(self.groups, last_stage_rank=rank)
+        self.messages = MessageLine(replace(self._new_groups(), last_stage_rank=rank))
+
+    def new_transport(self) -> Transport:
+        """What carries tensors between the stages; on the host over a group that is its alone."""
+        earlier, self._of_stages = self._of_stages, ControlGroups()
+        if self._device.type == "cpu":
+            self._of_stages = self._new_groups()
+        earlier.replace_by(ControlGroups())
+        ranks = [int(rank) for rank in self._mesh["pipeline"].mesh.tolist()]
+        place = self._mesh.get_local_rank("pipeline")
+        return Transport(ranks, place, self._device, self._timeout, self._of_stages.pipeline)
+
+    def align_generators(self) -> None:
+        """Every rank of a pipeline draws the same from the host's generators from here on."""
+        states = self.groups.gather_in_pipeline((torch.get_rng_state(), random.getstate(), np.random.get_state()))[0]
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
+
+    def drain(self) -> None:
+        """Returns when the others have had all messages."""
+        self.messages.drain()
+
+    def abandon(self) -> None:
+        """After an exception: ends what the other ranks wait for."""
+        if self._is_open:
+            self._is_open = False
+            for groups in (self.groups, self.messages.groups, self._of_stages):
+                groups.abandon()
+
+    def recover(self, counters: Sequence[int]) -> tuple[bool, list[int]]:
+        """Brings the ranks together again, if one of them has failed since the last run.
+
+        Args:
+            counters: Numbers that only grow; those of a rank that has failed may be behind.
+
+        Returns:
+            Whether one has failed, so that :meth:`new_transport` is needed; and each counter's largest value.
+        """
+        if self._mesh.size() == 1:
+            return False, list(counters)
+        shared = torch.tensor([not self._is_open, *counters], dtype=torch.int64, device=self._device)
+        dist.all_reduce(shared, dist.ReduceOp.MAX)
+        failed, *largest = shared.tolist()
+        if failed:
+            self._is_open = True
+            self.groups.replace_by(self._new_groups())
+            self.messages.groups.replace_by(self._new_groups())
+            self.messages = MessageLine(self.messages.groups)
+        return bool(failed), largest
+
+    def _new_groups(self) -> ControlGroups:
+        return make_control_groups(self._sizes.pipeline, self._sizes.data_parallel, 0, self._timeout)
