@@ -6,16 +6,19 @@
 
 ``plan``: a Llama with 32 layers of width 4096 is made on the meta device and cut by the strategy in each of 4
 processes: the bytes that each rank would hold, and the memory that the process took to find out.
-``meta``: a Llama of 0.4 GB is set up by the Trainer in 4 processes under ``meta_init``.
+``meta``: a Llama of 1.2 GiB with 44 layers is set up by the Trainer in 4 processes under ``meta_init``, in each of
+``LAYOUTS``.
 ``load``: the same, and then filled from one safetensors file with all of it (``initial_weights``).
 
-For the latter two, the figure is the peak of a process's memory above what it had after training a small model in the
-same way, over the bytes of the parameters that it owns. Memory is the anonymous part (``RssAnon``), sampled every
-millisecond: the pages of a mapped file belong to the system's cache.
+For the latter two, the figure is the peak of a process's memory from before the model exists to the end of the set-up,
+above what the process had after training a small model in the same way, over the bytes of the parameters that it owns.
+No optimizer has made its states yet. Memory is the anonymous part (``RssAnon``), sampled every millisecond: the pages
+of a mapped file belong to the system's cache.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
@@ -30,9 +33,11 @@ from typing import Any
 
 NUM_PROCESSES = 4
 LLAMA_7B = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008}
-LLAMA_REAL = {"hidden_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8, "intermediate_size": 2816}
+LLAMA_REAL = {"hidden_size": 768, "num_hidden_layers": 44, "num_attention_heads": 8, "intermediate_size": 2048}
 LLAMA_TINY = {"hidden_size": 32, "num_hidden_layers": 8, "num_attention_heads": 2, "intermediate_size": 64}
 VOCABULARY = {"7b": 32000, "real": 4096, "tiny": 512}
+# pipeline x data parallel, sharding
+LAYOUTS = ((4, 1, "replicate"), (1, 4, "replicate"), (2, 2, "full_shard"), (1, 4, "full_shard"))
 MIB = 2**20
 
 
@@ -85,8 +90,9 @@ def batch_of(vocabulary: int, num_samples: int) -> dict[str, Any]:
 
 
 def bytes_of(module: Any) -> int:
-    """Bytes of the parameters in a module."""
-    return sum(p.numel() * p.element_size() for p in module.parameters())
+    """Bytes of this process's part of the parameters in a module."""
+    parts = [getattr(p, "_local_tensor", p) for p in module.parameters()]
+    return sum(part.numel() * part.element_size() for part in parts)
 
 
 def plan() -> dict[str, float]:
@@ -132,7 +138,14 @@ def plan() -> dict[str, float]:
     return {"whole_bytes": whole, "own_bytes": own, "added_bytes": memory.added}
 
 
-def set_up(config: dict[str, int], vocabulary: int, *, weights: str | None = None, steps: int = 0) -> Any:
+def set_up(
+    config: dict[str, int],
+    vocabulary: int,
+    layout: tuple[int, int, str],
+    *,
+    weights: str | None = None,
+    steps: int = 0,
+) -> Any:
     """Has a Trainer set the strategy up, and train some steps; returns the module with what this rank owns."""
     import lightning.pytorch as pl
     import torch
@@ -142,7 +155,10 @@ def set_up(config: dict[str, int], vocabulary: int, *, weights: str | None = Non
 
     pl.seed_everything(1, verbose=False)
     module = make_module(config, vocabulary)
-    strategy = PipelineParallelStrategy(NUM_PROCESSES, num_microbatches=4, meta_init=True, initial_weights=weights)
+    pipeline, replicas, sharding = layout
+    strategy = PipelineParallelStrategy(
+        pipeline, replicas, num_microbatches=4, sharding=sharding, meta_init=True, initial_weights=weights
+    )
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=NUM_PROCESSES,
@@ -153,19 +169,24 @@ def set_up(config: dict[str, int], vocabulary: int, *, weights: str | None = Non
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    data = torch.utils.data.StackDataset(**batch_of(vocabulary, 4))
+    data = torch.utils.data.StackDataset(**batch_of(vocabulary, 4 * replicas))
     trainer.fit(module, DataLoader(data, batch_size=4))
     return module
 
 
-def in_real_memory(weights: str | None) -> dict[str, float]:
+def in_real_memory(
+    layout: tuple[int, int, str], weights: str | None = None, config: dict[str, int] = LLAMA_REAL
+) -> dict[str, float]:
     """Sets the smaller model up."""
-    set_up(LLAMA_TINY, VOCABULARY["tiny"], steps=1)
+    from lightning_pp._host_memory import return_freed_memory
+
+    set_up(LLAMA_TINY, VOCABULARY["tiny"], layout, steps=1)
+    gc.collect()
+    return_freed_memory()  # which would otherwise be used again without being counted
     memory = PeakMemory()
     with memory.watching():
-        module = set_up(LLAMA_REAL, VOCABULARY["real"], weights=weights)
-    own = bytes_of(module)
-    return {"own_bytes": own, "added_bytes": memory.added}
+        module = set_up(config, VOCABULARY["real"], layout, weights=weights)
+    return {"own_bytes": bytes_of(module), "added_bytes": memory.added}
 
 
 def write_whole(path: Path) -> None:
@@ -181,7 +202,7 @@ def write_whole(path: Path) -> None:
     write_safetensors(path, specs, lambda name: torch.randn(specs[name][0]) * 0.02, {"format": "pt"})
 
 
-def launch(what: str, argument: str = "") -> list[dict[str, float]]:
+def launch(what: str, *arguments: str) -> list[dict[str, float]]:
     """Runs this file in every process; their figures by rank."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -193,7 +214,7 @@ def launch(what: str, argument: str = "") -> list[dict[str, float]]:
         environment["TORCHELASTIC_RUN_ID"] = port
         processes.append(
             subprocess.Popen(
-                [sys.executable, __file__, "--process", what, argument],
+                [sys.executable, __file__, "--process", what, *arguments],
                 env={**os.environ, **{key: str(value) for key, value in environment.items()}},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL if rank else None,
@@ -213,7 +234,7 @@ def report(what: str, figures: list[dict[str, float]]) -> None:
     """Prints a line for each rank."""
     for rank, figure in enumerate(figures):
         own, added = figure["own_bytes"], figure["added_bytes"]
-        line = f"{what:5} rank {rank}: owns {own / MIB:8.1f} MiB, peak memory added {added / MIB:7.1f} MiB"
+        line = f"{what} rank {rank}: owns {own / MIB:8.1f} MiB, peak memory added {added / MIB:7.1f} MiB"
         if what == "plan":
             whole = figure["whole_bytes"]
             print(f"{line}; {own / whole:.3f} of {whole / MIB:.0f} MiB")
@@ -224,16 +245,21 @@ def report(what: str, figures: list[dict[str, float]]) -> None:
 def main() -> None:
     """Runs what the command line names, or everything."""
     if sys.argv[1:2] == ["--process"]:
-        what, argument = sys.argv[2:4]
-        figure = plan() if what == "plan" else in_real_memory(argument or None)
+        what, *arguments = sys.argv[2:]
+        figure = plan() if what == "plan" else in_real_memory(LAYOUTS[int(arguments[0])], *arguments[1:])
         print(json.dumps(figure))
         return
     for what in sys.argv[1:] or ["plan", "meta", "load"]:
+        if what == "plan":
+            report(what, launch(what))
+            continue
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "model.safetensors"
+            weights = []
             if what == "load":
-                write_whole(path)
-            report(what, launch(what, str(path) if what == "load" else ""))
+                weights = [str(Path(folder) / "model.safetensors")]
+                write_whole(Path(weights[0]))
+            for index, (pipeline, replicas, sharding) in enumerate(LAYOUTS):
+                report(f"{what} {pipeline}x{replicas} {sharding:10}", launch(what, str(index), *weights))
 
 
 if __name__ == "__main__":

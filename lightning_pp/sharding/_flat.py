@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel
+_SENT_ALONE_BYTES = 2**20
 
 _Tensor = TypeVar("_Tensor", bound=Tensor)
 
@@ -88,8 +89,20 @@ def unpack_gradients(parameters: Sequence[nn.Parameter], packed: Tensor) -> None
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], *, source: int, group: dist.ProcessGroup | None) -> None:
-    """Overwrites the local part of each tensor with that of the global rank ``source``, as bytes in few collectives."""
-    for bucket in buckets([local_tensor(tensor) for tensor in tensors], DEFAULT_BUCKET_BYTES):
+    """Overwrites the local part of each tensor with that of the global rank ``source``, as bytes.
+
+    Large tensors are sent from where they are, one by one; small ones are copied together for few collectives.
+    """
+    small: list[Tensor] = []
+    for local in map(local_tensor, tensors):
+        if local.numel() * local.element_size() < _SENT_ALONE_BYTES:
+            small.append(local)
+            continue
+        sent = local.contiguous()
+        dist.broadcast(sent.view(-1).view(torch.uint8), src=source, group=group)
+        if sent is not local:
+            local.copy_(sent)
+    for bucket in buckets(small, DEFAULT_BUCKET_BYTES):
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         if flat.numel() == 0:
             continue

@@ -64,7 +64,6 @@ class GatherOnUse:
         self, group: UnitGroup, call: _UnitCall, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if not self.is_paused:
-            group.prepare()
             self._use(group)
             group.reveal()
             if backward_pass() is not None:  # a checkpoint runs the unit again

@@ -33,6 +33,7 @@ class GradientReduction:
         slots: The unit's trainable parameters, not gathered now. Their accumulated gradients are taken and dropped.
         mesh: One dimension (shard) or two (replicate, shard).
         dtype: The dtype of the sum.
+        device: Where gradients accumulate, which is not where sharded parameters are if those are on the host.
         stream: Where collectives run on an accelerator; None on a CPU.
     """
 
@@ -41,6 +42,7 @@ class GradientReduction:
         slots: Sequence[ParameterSlot],
         mesh: DeviceMesh,
         dtype: torch.dtype,
+        device: torch.device,
         stream: torch.Stream | None,
     ) -> None:
         self._sharded = [slot.registered for slot in slots]
@@ -52,8 +54,7 @@ class GradientReduction:
         # rows of a shard are padded to those of the first, as FSDP2 does
         self._lengths = [-(-p.shape[0] // self._num_shards) * p.shape[1:].numel() for p in self._sharded]
         self._divide_first = dtype == torch.float16  # a sum over many ranks leaves its range
-        assert slots[0].gathered is not None
-        self._device = slots[0].gathered.device
+        self._device = device
 
         self._input = self._pack([slot.gradient for slot in slots], dtype)
         for slot in slots:

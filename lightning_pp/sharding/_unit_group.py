@@ -22,7 +22,7 @@ class ParameterSlot:
         owner: The module in which the parameter is registered.
         attribute: Its name there.
         gathered: The parameter that forwards see and that autograd and deferred weight gradients add ``.grad`` to.
-            FSDP2 makes it when it gathers for the first time and uses the same object ever after.
+            FSDP2 makes it when it gathers for the first time and uses the same object ever after; None before.
         others: Other places where it is registered.
         sharded: What the module held before it was gathered.
     """
@@ -94,55 +94,39 @@ class UnitGroup:
         return ", ".join(self.names)
 
     @property
-    def is_prepared(self) -> bool:
-        """Whether the gathered parameters are known."""
-        return self.slots[0].gathered is not None
-
-    @property
     def is_gathered(self) -> bool:
         """Whether a forward can run now; a gather under way does not count."""
         # Asked of the module and not remembered, since saving and loading a state dict frees parameters as well.
-        if not self.is_prepared:
+        if self.slots[0].gathered is None:
             return False
         if self._is_concealed:
             return any(slot.gathered is not None and slot.gathered.untyped_storage().size() for slot in self.slots)
         return self.slots[0].registered is self.slots[0].gathered
 
-    def prepare(self) -> None:
-        """Gathers once, to note the gathered parameters and to set the dtype of their gradients."""
-        if self.is_prepared:
-            return
-        for slot in self.slots:
-            if slot.registered.is_meta:
-                raise RuntimeError(
-                    f"parameter {slot.name} is still on the meta device; give it a value before the first step "
-                    "(to_empty and reset_parameters, or load a checkpoint)"
-                )
-        sharded = [slot.registered for slot in self.slots]
-        self._leader.unshard()
-        for slot, shard in zip(self.slots, sharded, strict=True):
-            slot.gathered = slot.registered
-            if shard.is_floating_point():
-                # bf16 sums of many microbatches drift; autograd casts each gradient before it adds
-                slot.gathered.grad_dtype = self._gradient_dtype or shard.dtype
-        self._leader.reshard()
-
     def start_gather(self) -> None:
-        """Starts to gather; :meth:`gather` waits for it."""
+        """Starts to gather; :meth:`gather` waits for it.
+
+        Raises:
+            RuntimeError: A parameter is still on the meta device.
+        """
         if self._under_way is None and not self.is_gathered:
             self._note_sharded()
             self._under_way = self._leader.unshard(async_op=True)
 
     def gather(self) -> None:
-        """Gathers and waits, unless that is done."""
+        """Gathers and waits, unless that is done.
+
+        Raises:
+            RuntimeError: A parameter is still on the meta device.
+        """
         if self._under_way is not None:
             self._under_way.wait()
             self._under_way = None
-            self._is_concealed = False
+            self._note_gathered()
         elif not self.is_gathered:
             self._note_sharded()
             self._leader.unshard()
-            self._is_concealed = False
+            self._note_gathered()
 
     def reveal(self) -> None:
         """Shows what is gathered to the module, for a call of it."""
@@ -163,7 +147,23 @@ class UnitGroup:
 
     def _note_sharded(self) -> None:
         for slot in self.slots:
+            if slot.registered.is_meta:
+                raise RuntimeError(
+                    f"parameter {slot.name} is still on the meta device; give it a value before the first step "
+                    "(to_empty and reset_parameters, or load a checkpoint)"
+                )
             slot.sharded = slot.registered
+
+    def _note_gathered(self) -> None:
+        self._is_concealed = False
+        if self.slots[0].gathered is not None:
+            return
+        for slot in self.slots:
+            assert slot.sharded is not None
+            slot.gathered = slot.registered
+            if slot.sharded.is_floating_point():
+                # bf16 sums of many microbatches drift; autograd casts each gradient before it adds
+                slot.gathered.grad_dtype = self._gradient_dtype or slot.sharded.dtype
 
     def free(self) -> None:
         """Frees the gathered parameters, those of a gather under way included; gradients stay."""

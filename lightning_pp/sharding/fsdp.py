@@ -25,7 +25,6 @@ class ShardedUnits:
 
     A step of the runtime, with the units' part in it::
 
-        units.prepare()                               # once, before the first call of a unit
         for each batch of the accumulation:
             units.begin_step()
             for action in program, any order:
@@ -90,6 +89,7 @@ class ShardedUnits:
         self.mp_policy = mp_policy or MixedPrecisionPolicy()
         self._max_pending = max_pending_reductions
         self._cpu_offload = cpu_offload
+        self._device = _device_of(mesh)
         self._stream = None if mesh.device_type == "cpu" else torch.Stream(mesh.device_type)
         self._groups: list[UnitGroup] = []
         self._group_of: dict[str, UnitGroup | None] = dict.fromkeys(units)
@@ -129,7 +129,7 @@ class ShardedUnits:
         return {group.name: group.num_bytes for group in self._groups}
 
     def accumulating(self, unit: str) -> list[nn.Parameter]:
-        """The parameters whose ``.grad`` forwards and backwards of ``unit`` add to; there after :meth:`prepare`."""
+        """The parameters whose ``.grad`` forwards and backwards of ``unit`` add to, once it has been gathered."""
         group = self._group(unit)
         return [] if group is None else [slot.gathered for slot in group.slots if slot.gathered is not None]
 
@@ -151,15 +151,6 @@ class ShardedUnits:
         self._hooks.windows = windows
         return windows
 
-    def prepare(self) -> None:
-        """Gathers each unit once and frees it again, so that its gathered parameters exist; later calls do nothing.
-
-        Raises:
-            RuntimeError: A parameter is still on the meta device.
-        """
-        for group in self._groups:
-            group.prepare()
-
     def begin_step(self) -> None:
         """Opens a batch.
 
@@ -168,16 +159,18 @@ class ShardedUnits:
         """
         if self._is_in_batch:
             raise RuntimeError("the batch before has not ended: call end_of_batch(), or abandon_step() after a failure")
-        self.prepare()
         self._is_in_batch = True
 
     def unshard(self, unit: str) -> None:
-        """Starts to gather ``unit`` and keeps it gathered until :meth:`reshard`; its next call waits for the gather."""
+        """Starts to gather ``unit`` and keeps it gathered until :meth:`reshard`; its next call waits for the gather.
+
+        Raises:
+            RuntimeError: A parameter is still on the meta device.
+        """
         group = self._group(unit)
         if group is not None:
-            group.prepare()
-            group.held_by.add(unit)
             group.start_gather()
+            group.held_by.add(unit)
 
     def reshard(self, unit: str) -> None:
         """Frees the gathered parameters of ``unit``; a later call or backward gathers them again."""
@@ -210,7 +203,6 @@ class ShardedUnits:
         self._reduce_requests.add(unit)
         if group is None or not self._reduce_requests.issuperset(group.names):
             return
-        group.prepare()
         group.held_by.clear()
         self._hooks.free(group)
         slots = group.trainable_slots()
@@ -222,7 +214,7 @@ class ShardedUnits:
         while self._reductions and (len(self._reductions) >= self._max_pending or self._reductions[0].is_done):
             self._reductions.pop(0).finish()
         dtype = self.mp_policy.reduce_dtype or slots[0].registered.dtype
-        self._reductions.append(GradientReduction(slots, self.mesh, dtype, self._stream))
+        self._reductions.append(GradientReduction(slots, self.mesh, dtype, self._device, self._stream))
 
     @torch.no_grad()
     def reduce_all(self) -> None:
@@ -313,6 +305,13 @@ class ShardedUnits:
             return self._group_of[unit]
         except KeyError:
             raise ValueError(f"no unit {unit!r} on this rank; it has {', '.join(self._group_of)}") from None
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    """Where FSDP2 gathers to."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
 def _of_units(parameters: Iterable[nn.Parameter], units: Mapping[str, nn.Module]) -> tuple[nn.Parameter, ...]:

@@ -68,9 +68,6 @@ class ReplicatedUnits:
         """The parameters whose ``.grad`` forwards and backwards of ``unit`` add to."""
         return list(self._together[unit][1].parameters)
 
-    def prepare(self) -> None:
-        """Nothing to prepare."""
-
     def begin_step(self) -> None:
         """Opens a batch."""
 

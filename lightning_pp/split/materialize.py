@@ -94,27 +94,30 @@ def _fill(root: nn.Module, fresh: dict[str, Tensor]) -> None:
     seed = torch.initial_seed()
     tensors = set(fresh.values())
     versions = {name: tensor._version for name, tensor in fresh.items()}
-
-    def visit(name: str, module: nn.Module, around: _Initializer | None) -> bool:
-        own = getattr(module, "_init_weights", None)
-        around = own if callable(own) and _takes_a_module(own) else around
-        direct = [held for _, held in _held_by(module) if held in tensors]
-        inside = [visit(_join(name, key), child, around) for key, child in module.named_children()]
-        if not direct and not any(inside):
-            return False
-        for initializer in _initializers_of(module, around):
-            torch.manual_seed((seed + zlib.crc32(name.encode())) % (1 << 63))
-            initializer(module)
-            if not any(map(_is_unfilled, direct)):
-                break
-        return True
-
     with torch.no_grad(), torch.random.fork_rng(devices=_cuda_devices(tensors)), _only_changing(root, tensors):
-        visit("", root, None)
+        _initialize("", root, None, tensors, seed)
         for name, tensor in fresh.items():
             current = _current(root, name)
             if current is tensor and _is_unfilled(tensor, changed=tensor._version != versions[name]):
                 _refuse(root, name)
+
+
+def _initialize(
+    name: str, module: nn.Module, around: _Initializer | None, fresh: Collection[Tensor], seed: int
+) -> bool:
+    """Runs the initialisers of ``module`` and of what is inside, first; whether there was anything fresh to fill."""
+    own = getattr(module, "_init_weights", None)
+    around = own if callable(own) and _takes_a_module(own) else around
+    direct = [held for _, held in _held_by(module) if held in fresh]
+    inside = [_initialize(_join(name, key), child, around, fresh, seed) for key, child in module.named_children()]
+    if not direct and not any(inside):
+        return False
+    for initializer in _initializers_of(module, around):
+        torch.manual_seed((seed + zlib.crc32(name.encode())) % (1 << 63))
+        initializer(module)
+        if not any(map(_is_unfilled, direct)):
+            break
+    return True
 
 
 def _initializers_of(module: nn.Module, around: _Initializer | None) -> list[_Initializer]:
@@ -176,11 +179,15 @@ def _unfilled(like: Tensor, device: torch.device) -> Tensor:
 def _is_unfilled(tensor: Tensor, changed: bool = True) -> bool:
     if tensor.numel() == 0:
         return False
-    if tensor.is_floating_point() or tensor.is_complex():
-        return bool(torch.isnan(tensor).any())
     if tensor.dtype is torch.bool:
         return not changed and not bool(tensor.any())
-    return bool((tensor == torch.iinfo(tensor.dtype).min).any())
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if not tensor.is_floating_point():
+        return int(tensor.amin()) == torch.iinfo(tensor.dtype).min
+    if tensor.itemsize == 1:  # has no largest element in torch
+        return bool(torch.isnan(tensor).any())
+    return bool(torch.isnan(tensor.amax()))  # NaN if any element is, without the memory of a mask
 
 
 def _refuse(root: nn.Module, name: str) -> None:

@@ -237,7 +237,6 @@ class PipelineEngine:
         self._recover()
         self._attached.enter_context(self._update_hooks.attached())
         self.metrics.attach()
-        self.gradients.prepare()
         if self._compiled_units is not None:
             self._compiled_units.attach()
         if trainer.state.fn == TrainerFn.FITTING:

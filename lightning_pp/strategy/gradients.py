@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_pp._host_memory import return_freed_memory
 from lightning_pp.schedule import Schedule, Sharding
 from lightning_pp.sharding import ReplicatedUnits, ShardedStages
 from lightning_pp.sharding.accumulation import WideGradients
@@ -87,6 +88,7 @@ class StageGradients:
         self._shared = self._shared_parameters(split, mesh)
         if self._shared is not None:
             self._shared.broadcast_initial()
+        return_freed_memory()
 
     @staticmethod
     def _shared_parameters(split: SplitModel, mesh: DeviceMesh) -> SharedParameters | None:
@@ -100,11 +102,6 @@ class StageGradients:
                 shared[names[name]] = parameter
         holders = {name: [global_ranks[rank] for rank in split.ranks_of(name)] for name in shared}
         return SharedParameters(shared, holders)
-
-    def prepare(self) -> None:
-        """Makes units callable; to be called before the first."""
-        if self._units is not None:
-            self._units.prepare()
 
     def dry(self) -> AbstractContextManager[None]:
         """Within, unit calls gather nothing, since fakes stand in for their parameters."""

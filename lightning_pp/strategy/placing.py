@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_pp._host_memory import return_freed_memory
 from lightning_pp.sharding import broadcast_parameters, broadcast_values, never_sharded
 from lightning_pp.split.materialize import materialize_parameters, without_parameters
 from lightning_pp.strategy.assembly import SplitModel
@@ -56,6 +57,7 @@ class ParameterPlacing:
     @torch.no_grad()
     def place_units(self, units: Mapping[str, nn.Module]) -> None:
         """The parameters of ``units`` that are going to be sharded, which is to happen next."""
+        return_freed_memory()  # of the units before these
         names = {name for name, _ in self._named_parameters(units) if name in self._sharded}
         materialize_parameters(self._module, names, self._device)
         parameters = {name: parameter for name, parameter in self._named_parameters(units) if name in names}

@@ -43,6 +43,33 @@ def test_a_7b_model_is_cut_without_its_memory(pool: WorkerPool) -> None:
     assert max(rank["added_bytes"] for rank in ranks) < 0.05 * whole / 4
 
 
+def set_up(layout: tuple[int, int, str], weights: Path | None) -> dict[str, float]:
+    large_models = benchmark()
+    config = {**large_models.LLAMA_REAL, "num_hidden_layers": 24}
+    figures: dict[str, float] = large_models.in_real_memory(layout, weights, config)
+    return figures
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "replicas", "sharding"),
+    [
+        (2, 2, "full_shard"),
+        pytest.param(1, 4, "full_shard", marks=pytest.mark.nightly),
+        pytest.param(1, 4, "replicate", marks=pytest.mark.nightly),
+        pytest.param(4, 1, "replicate", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_set_up_peaks_near_its_own_share(pool: WorkerPool, pipeline: int, replicas: int, sharding: str) -> None:
+    """27 MiB a block: one is whole at a time, and sharded before the next; the step is recorded without memory."""
+    ranks = pool.run(set_up, (pipeline, replicas, sharding), None, world_size=4, timeout=200)
+    # 24 blocks of 4 (768 x 768) and 3 (768 x 2048) matrices and 2 norms; embedding, head and the last norm
+    whole = 4 * (24 * (4 * 768**2 + 3 * 768 * 2048 + 2 * 768) + 2 * 4096 * 768 + 768)
+    num_copies = replicas if sharding == "replicate" else 1
+    assert sum(rank["own_bytes"] for rank in ranks) == whole * num_copies
+    for rank in ranks:
+        assert 0.95 * rank["own_bytes"] < rank["added_bytes"] < 1.3 * rank["own_bytes"]
+
+
 def data() -> DataLoader[Any]:
     tokens = torch.randint(64, (8, 8), generator=torch.Generator().manual_seed(3))
     return DataLoader(StackDataset(input_ids=tokens), batch_size=4)

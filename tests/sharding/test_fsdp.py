@@ -163,7 +163,6 @@ def collectives(order: str, reshard_after_use: bool, num_batches: int, num_repli
     """Counts for each batch, and one more entry for the training step after them."""
     model = make_model(tied=True)
     units = ShardedUnits(model.units(), mesh=make_mesh(num_replicas), reshard_after_use=reshard_after_use)
-    units.prepare()
     counts = []
     for batch in [*range(num_batches), num_batches - 1]:
         with CollectiveCounter() as collective:
@@ -223,7 +222,6 @@ def windows() -> tuple[dict[str, int], float]:
         assert model.blocks[0].up.weight.to_local().shape[0] < 9
         gather()
 
-    units.prepare()
     with CollectiveCounter() as collective:
         units.begin_step()
         gather()
@@ -284,12 +282,12 @@ def gathered_bytes() -> list[tuple[int, int]]:
     for reshard_after_use in (True, False):
         model = make_model()
         units = ShardedUnits(model.units(), mesh=make_mesh(), reshard_after_use=reshard_after_use)
-        units.prepare()
-        gathered = [slot.gathered for group in units._groups for slot in group.slots]
+        gathered: list[nn.Parameter] = []
         largest = 0
 
         def measure(*_: Any) -> None:
             nonlocal largest
+            gathered[:] = [p for name in units.names for p in units.accumulating(name)]  # noqa: B023
             largest = max(largest, sum(p.untyped_storage().nbytes() for p in gathered))  # noqa: B023
 
         for module in model.modules():
@@ -706,9 +704,11 @@ def bad_units() -> None:
         meta = nn.Linear(2, 2)
     units = ShardedUnits({"meta": meta}, mesh=mesh)
     with pytest.raises(RuntimeError, match=r"meta\.weight is still on the meta device"):
-        units.prepare()
+        units.unshard("meta")
+    with pytest.raises(RuntimeError, match=r"meta\.weight is still on the meta device"):
+        meta(torch.ones(2))
     meta.to_empty(device="cpu")
-    units.prepare()
+    meta(torch.ones(2))
     with pytest.raises(ConfigurationError, match="max_pending_reductions=0"):
         ShardedUnits({}, mesh=mesh, max_pending_reductions=0)
     with pytest.raises(ConfigurationError, match="need names"):
