@@ -80,17 +80,18 @@ class MeanLosses:
             counted.clear()
         self._counts[microbatch] = counted
 
+    @property
+    def are_corrected(self) -> bool:
+        """Whether :meth:`corrected` has anything to do."""
+        return bool(self._batch_totals())
+
     @contextmanager
     def corrected(self, microbatch: int) -> Iterator[None]:
         """Within the step of ``microbatch``, mean losses give their share of the batch's mean.
 
         The n-th becomes its sum over what it divides by in the whole batch, over the microbatch's weight.
         """
-        totals = self._batch_totals()
-        if not totals:
-            yield
-            return
-        remaining = iter(totals)
+        remaining = iter(self._batch_totals())
 
         def correct(denominator: Denominator, loss: Callable[..., Tensor]) -> Tensor:
             total = next(remaining, None)

@@ -57,12 +57,13 @@ class RepeatedUpdates:
         self._names = frozenset(names)
         self._before: list[tuple[Tensor, Tensor]] | None = None
 
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._names)
+
     @contextmanager
     def of_step(self) -> Iterator[None]:
         """Around every run of the step: it starts from the same parameters, and sees all of them, in order."""
-        if not self._names:
-            yield
-            return
         with self._placeholders.all_parameters():
             self._start()
             yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -45,6 +46,7 @@ from lightning_pp.strategy.results import BatchResults
 from lightning_pp.strategy.schedule_options import ScheduleOptions
 from lightning_pp.strategy.sizes import Auto, ParallelSizes, resolve_num_microbatches
 from lightning_pp.strategy.stage_sharding import ShardingSettings
+from lightning_pp.strategy.step_scopes import StepScopes
 from lightning_pp.strategy.tuning import LayoutRequest, choose_layout, decided_by_one
 from lightning_pp.strategy.update_hooks import UpdateHooks
 
@@ -365,37 +367,29 @@ class PipelineEngine:
         )
 
         def call_step(data: Any) -> Any:
-            with updates.of_step():
+            with updates.of_step() if updates else nullcontext():
                 return getattr(self.module, step)(data, *rest, **kwargs)
 
         scale = loss_scale(self._precision, self.device) if training else 1.0
         means = self._means.of_batch(microbatches, plans, call_step, seeds, scale / accumulate)
-        last_stage = self.placement.num_stages - 1
-
-        def run_step(microbatch: int, stage: int) -> Any:
-            is_last = stage == last_stage
-            with ExitStack() as stack:
-                stack.enter_context(self._precision.forward_context())
-                stack.enter_context(logs.recording(self.module, active=is_last, microbatch=microbatch))
-                stack.enter_context(self.metrics.step() if is_last else self.metrics.suspended())
-                stack.enter_context(attributes.of_microbatch(microbatch, active=is_last))
-                if is_last:
-                    means.know_other_replicas()
-                    stack.enter_context(means.losses.corrected(microbatch))
-                return call_step(microbatches[microbatch].data)
-
-        outputs, timer = self._executor.run(
-            schedule,
-            StepInputs(
-                plans,
-                run_step,
-                find_loss,
-                means.loss_weights,
-                seed,
-                self.gradients.stages,
-                self._programs.queued_bytes if training else None,
-            ),
+        scopes = StepScopes(
+            self.module, self._precision, logs, self.metrics, attributes, means, self.placement, self.rank
         )
+        with scopes.of_batch():
+            outputs, timer = self._executor.run(
+                schedule,
+                StepInputs(
+                    plans,
+                    lambda microbatch, stage: scopes.run(
+                        partial(call_step, microbatches[microbatch].data), microbatch, stage
+                    ),
+                    find_loss,
+                    means.loss_weights,
+                    seed,
+                    self.gradients.stages,
+                    self._programs.queued_bytes if training else None,
+                ),
+            )
         num_samples = [microbatch.num_samples for microbatch in microbatches]
         if training:
             self.last_training_step = (schedule, timer)

@@ -87,7 +87,7 @@ class GlobalMeans:
         if (len(microbatches) > 1 or num_replicas > 1) and any(plan.record.num_mean_losses for plan in plans):
             for index, (microbatch, plan) in enumerate(zip(microbatches, plans, strict=True)):
                 with ExitStack() as stack:
-                    stack.enter_context(StepLogs().recording(self._module, active=False))
+                    stack.enter_context(StepLogs().of_step(self._module, None))
                     stack.enter_context(self._metrics.suspended())
                     step = partial(call_step, microbatch.data)
                     losses.count(index, plan, self._units, step, self._module, self._device, seeds[index])

@@ -3,13 +3,15 @@
 Life of one batch's logs, on every rank::
 
     logs = StepLogs()
-    for each microbatch:
-        with logs.recording(module, active=this rank holds the last stage, microbatch=index):
+    with logs.installed(module):
+        for each microbatch:
+            logs.begin(index if this rank holds the last stage else None)
             module.training_step(microbatch, batch_idx)
+            logs.end()
     calls, num_samples = logs.exchange(weights, num_samples, groups)
     replay(module, calls, num_samples)
 
-Between ``recording`` and ``replay`` Lightning's own ``log`` does all the checking and resolving; only the last thing it
+Between ``begin`` and ``replay`` Lightning's own ``log`` does all the checking and resolving; only the last thing it
 does, storing the value in the trainer's result collection, is intercepted. So an overridden ``log``, ``log_dict`` and
 every error message are as on one device, and after the replay all ranks hold the values that one device would hold for
 the whole global batch.
@@ -50,22 +52,16 @@ class StepLogs:
 
     def __init__(self) -> None:
         self._microbatches: dict[int, list[_Recorded]] = {}
+        self._recorded: list[_Recorded] | None = None
+        self._is_in_step = False
 
     @contextmanager
-    def recording(
-        self,
-        module: LightningModule,
-        active: bool,
-        microbatch: int | None = None,
-        observe: Callable[[Any], None] | None = None,
-    ) -> Iterator[None]:
-        """Within, ``module.log`` records (``active``) or swallows what it is given; arguments are checked either way.
+    def installed(self, module: LightningModule, observe: Callable[[Any], None] | None = None) -> Iterator[None]:
+        """Within, ``module.log`` does between :meth:`begin` and :meth:`end` as they say; arguments are checked as ever.
 
         Args:
             module: The user's module, attached to a trainer. In a loop that does not support logging, or without a
                 trainer, ``module.log`` is left alone and says so itself.
-            active: Whether this is the last stage's run of the step, the one with real values.
-            microbatch: Index of the microbatch; by default the next one. Recording an index again replaces it.
             observe: Called with every logged tensor or metric, recorded or swallowed.
 
         Raises:
@@ -73,34 +69,67 @@ class StepLogs:
             ValueError: The value is neither a number nor a metric of the module.
             MisconfigurationException: As Lightning raises it.
         """
-        index = len(self._microbatches) if microbatch is None else microbatch
-        recorded: list[_Recorded] = []
-        if active:
-            self._microbatches[index] = recorded
         results = _results_of(module)
         if results is None:
             yield
             return
+        connector = module.trainer._logger_connector
+        log, reset = results.log, results.reset
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def record(fx: str, name: str, value: Any, **options: Any) -> None:
+        def record(fx: str, name: str, value: Any, *args: Any, **options: Any) -> None:
+            if not self._is_in_step:
+                log(fx, name, value, *args, **options)
+                return
             if not isinstance(value, (Tensor, Metric)):
                 raise ValueError(f"`self.log({name}, {value})` was called, but only numbers and metrics can be logged")
             if observe is not None:
                 observe(value)
             options["reduce_fx"] = reduction_name(options["reduce_fx"])
-            if active:
+            recorded = self._recorded
+            if recorded is not None:
                 occurrence = sum(earlier.call.name == name and earlier.call.fx == fx for earlier in recorded)
                 recorded.append(_recorded(module, results, fx, name, occurrence, value, options))
 
-        connector = module.trainer._logger_connector
+        def reset_outside(*args: Any, **kwargs: Any) -> None:
+            # Lightning resets a collection at the first log of an epoch; the replay will, on every rank alike.
+            if not self._is_in_step:
+                reset(*args, **kwargs)
+
         current_fx = connector._current_fx
-        # Lightning resets a collection at the first log of an epoch; the replay will, on every rank alike.
-        with replaced(results, log=record, reset=lambda *_, **__: None):
+        with replaced(results, log=record, reset=reset_outside):
             try:
                 yield
             finally:
                 connector._current_fx = current_fx
+
+    def begin(self, microbatch: int | None) -> None:
+        """A step begins.
+
+        Args:
+            microbatch: Index of the microbatch if this is the last stage's run of the step, the one with real values:
+                they are recorded, in the place of what was recorded for that index. None swallows them.
+        """
+        self._is_in_step = True
+        if microbatch is not None:
+            self._recorded = self._microbatches[microbatch] = []
+
+    def end(self) -> None:
+        """The step has ended."""
+        self._is_in_step = False
+        self._recorded = None
+
+    @contextmanager
+    def of_step(
+        self, module: LightningModule, microbatch: int | None, observe: Callable[[Any], None] | None = None
+    ) -> Iterator[None]:
+        """:meth:`installed` around one step."""
+        with self.installed(module, observe):
+            self.begin(microbatch)
+            try:
+                yield
+            finally:
+                self.end()
 
     def to_host(self, copies: HostCopies) -> None:
         """Puts copies in the place of the recorded values, which a next step may change."""

@@ -66,6 +66,11 @@ class PipelineMetrics:
             if isinstance(metric, Metric):
                 vars(metric)["compute"] = getattr(metric.compute, "_unpipelined", metric.compute)
 
+    @property
+    def are_there(self) -> bool:
+        """Whether the module has any."""
+        return bool(self._collected)
+
     @contextmanager
     def step(self) -> Iterator[None]:
         """Within, metrics are used for real and give local values: the last stage's run of a step."""

@@ -83,7 +83,7 @@ class OnePipelineStrategy(SingleDeviceStrategy):
         is_last = groups.is_last_stage
         for index, microbatch in enumerate(microbatches):
             context = self.metrics.step() if is_last else self.metrics.suspended()
-            with logs.recording(module, active=is_last, microbatch=index), context:
+            with logs.of_step(module, index if is_last else None), context:
                 if is_last:
                     outputs.append(step(microbatch.data, *args))
                 else:

@@ -345,7 +345,7 @@ class CountsObservations(Regression):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         logs = StepLogs()
-        with logs.recording(self, active=False, observe=self.seen.append):
+        with logs.of_step(self, None, observe=self.seen.append):
             self.log("x", batch[0].mean())
             self.log("error", self.error)
         assert logs.merge([1.0], 5) == []
@@ -364,7 +364,7 @@ def test_swallowed_values_are_observed_and_leave_no_trace() -> None:
 
 class Predicts(Regression):
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        with StepLogs().recording(self, active=True):
+        with StepLogs().of_step(self, 0):
             self.log("x", 1.0)
 
 
