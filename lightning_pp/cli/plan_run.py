@@ -212,6 +212,7 @@ def split_options(strategy: PipelineParallelStrategy, device_type: str) -> Split
         None if units is None else tuple(units),
         strategy._cut,
         device_type,
+        strategy._activation_checkpointing,
     )
 
 

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-Policy = Callable[..., Any] | list[Any]
-"""As :func:`torch.utils.checkpoint.create_selective_checkpoint_contexts` takes it: a function, or a list to save."""
+from lightning_pp.split.selective_policy import Policy
 
 
 class Recomputation:
@@ -27,6 +26,7 @@ class Recomputation:
 
     def __init__(self, units: Collection[str], policy: Policy | None = None) -> None:
         self.units = frozenset(units)
+        self.policy = policy
         self._contexts = noop_context_fn
         if policy is not None:
             self._contexts = partial(create_selective_checkpoint_contexts, policy)

@@ -18,6 +18,7 @@ from lightning_pp.split.made_up_data import MadeUpData
 from lightning_pp.split.memory_watch import MemoryWatch
 from lightning_pp.split.placeholders import Placeholders, is_fake
 from lightning_pp.split.record import GradientHook, Reads, UnitCall, Value
+from lightning_pp.split.selective_policy import Policy, saves_output
 from lightning_pp.split.source_lines import user_line
 from lightning_pp.split.sources import (
     NOTHING,
@@ -63,6 +64,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         own_memory: Storages that the step may edit, such as copies of buffers.
         parameters: Sources of real parameters, by storage: what holds them out of reach has not been given fakes.
         watch: Knows which memories are there without the step.
+        policy: What units save that are run again in backward; None: nothing.
 
     Attributes:
         reads: What the current call (or the end of the step) needs, by way of whatever glue.
@@ -85,6 +87,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         own_memory: Iterable[int | None] = (),
         parameters: Mapping[int, frozenset[Source]] = MappingProxyType({}),
         watch: MemoryWatch | None = None,
+        policy: Policy | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.reads = Reads()
@@ -99,6 +102,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.gradient_hooks: list[GradientHook] = []
         self.edits_batch = False
         self.watch = watch or MemoryWatch()
+        self._policy = policy
         self._fake_mode = fake_mode
         # where glue first touched what was made inside a call
         self._lines: dict[int, str] = {}
@@ -238,6 +242,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not any_fake and not sources:
             result = func(*args, **kwargs)
             self._note_memory(func, inputs, result)
+            self._note_policy(func, args, kwargs, result)
             if self.call is None and self.random_glue:
                 self._note_drawn(func, inputs, result)
             if is_mutable and self.call is not None:
@@ -259,6 +264,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(tensor, Tensor) and (is_fake(tensor) or is_mutable or self._made_up is not None):
                 self._mark(tensor, produced)
         self._note_memory(func, inputs, result)
+        self._note_policy(func, args, kwargs, result)
         if is_mutable:
             self._note_writes(func, *given, produced)
         return result
@@ -334,6 +340,12 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._own_memory |= new
         if self.call is None:
             self._glue_memory |= new
+
+    def _note_policy(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if self._policy is None or self.call is None or not saves_output(self._policy, func, args, kwargs, result):
+            return
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.keep(tensors, self.call.memory.saved_by_policy)
 
     def _note_drawn(self, func: Any, inputs: list[Tensor], result: Any) -> None:
         """Follows what glue draws, to see whether the way of the step hangs on it."""

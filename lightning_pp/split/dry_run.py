@@ -23,6 +23,7 @@ from lightning_pp.split.module_state import preserved_random_state, preserved_st
 from lightning_pp.split.placeholders import Placeholders
 from lightning_pp.split.record import StepRecord
 from lightning_pp.split.recording import DryRun
+from lightning_pp.split.selective_policy import Policy
 from lightning_pp.split.source_lines import innermost_user_line
 from lightning_pp.split.sources import Parameter, set_sources
 
@@ -37,6 +38,7 @@ def dry_run(
     placeholders: Placeholders,
     with_gradients: bool,
     seed_glue: Callable[[int], None] | None = None,
+    policy: Policy | None = None,
 ) -> StepRecord:
     """Runs ``step`` with every parameter fake, and records unit calls, what they read, and what the end needs.
 
@@ -53,12 +55,13 @@ def dry_run(
         placeholders: Makes the fakes.
         with_gradients: Whether autograd is on, as in training.
         seed_glue: Given the index of a unit call (-1: the step's start), seeds the generators for the code after it.
+        policy: What units save that are run again in backward, for the memory in the record.
 
     Raises:
         SplitError: The step looks at a weight-dependent value before its last unit call, or the outputs of a unit have
             shapes that depend on weights.
     """
-    run = DryRun(units, placeholders, seed_glue=seed_glue)
+    run = DryRun(units, placeholders, seed_glue=seed_glue, policy=policy)
     try:
         return _attempt(run, step, module, units, placeholders, with_gradients)
     except SplitError:
@@ -68,7 +71,8 @@ def dry_run(
     # Fakes may be what failed: a branch on a stand-in value, a function that is not torch's. The last stage runs what
     # follows the last unit call on real data, so it may be tried on made-up data.
     num_calls = len(run.record.calls)
-    run = DryRun(units, placeholders, num_calls=num_calls, reads=run.lines_of_value_reads(), seed_glue=seed_glue)
+    lines = run.lines_of_value_reads()
+    run = DryRun(units, placeholders, num_calls=num_calls, reads=lines, seed_glue=seed_glue, policy=policy)
     try:
         return _attempt(run, step, module, units, placeholders, with_gradients)
     except SplitError:

@@ -242,7 +242,7 @@ def estimate_memory(
         num_shards: Ranks that share the parameters of a stage; 1 with ``replicate``.
         unshard_budget_bytes: With ``full_shard``, what gathered parameters may take; by default the largest unit's.
         cpu_offload: Whether what is sharded lies on the host between its uses.
-        checkpointed_units: Units that keep their inputs only and run again in I.
+        checkpointed_units: Units that keep their inputs only and run again in I, besides those that the record names.
         schedule: The order of actions; without it the activations of a whole step are not known.
         num_receives_ahead: Messages that are received ahead of the next one, for each sender.
 
@@ -265,7 +265,7 @@ def estimate_memory(
     plan = build_plan(record, partition.stage_of_unit, partition.num_stages)
     stages = []
     for stage in range(partition.num_stages):
-        activations = _Activations.of(plan, stage, checkpointed_units)
+        activations = _Activations.of(plan, stage, record.recomputed_units.union(checkpointed_units))
         stages.append(
             StageMemory(
                 stage,
@@ -465,7 +465,11 @@ class _Activations:
                 if call.region is None or call.region not in regions:
                     saved.update(call.given)
                 regions.add(call.region)
-                own = (num_bytes for memory, num_bytes in call.memory.saved.items() if memory not in call.given)
+                held = dict(call.given)
+                if call.unit in checkpointed:
+                    held.update(call.memory.saved_by_policy)
+                    saved.update(call.memory.saved_by_policy)
+                own = (num_bytes for memory, num_bytes in call.memory.saved.items() if memory not in held)
                 recomputed = max(recomputed, sum(own))
             else:
                 saved.update(call.memory.saved)

@@ -116,11 +116,14 @@ class HeldMemory:
         saved: Number to bytes, for each memory that autograd keeps from the forward to the input gradient (I).
         queued: Number to bytes, for each input of a linear operation whose weight gradient can wait from I to W.
         queued_gradients_bytes: Bytes of the output gradients of these operations.
+        saved_by_policy: Number to bytes, for each memory that a selective checkpoint policy saves where the code runs
+            again in I; empty without a policy.
     """
 
     saved: dict[int, int] = field(default_factory=dict)
     queued: dict[int, int] = field(default_factory=dict)
     queued_gradients_bytes: int = 0
+    saved_by_policy: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -267,6 +270,7 @@ class StepRecord:
             must give it a copy each time.
         compute_dtype: The dtype in which units get their activations and parameters; None: as they are.
         updates: Parameters that code outside units writes into, and those that their new values are computed from.
+        recomputed_units: Units that keep their inputs, and what a policy saves, and are run again in backward.
     """
 
     calls: list[UnitCall] = field(default_factory=list)
@@ -282,6 +286,7 @@ class StepRecord:
     edits_batch: bool = False
     compute_dtype: torch.dtype | None = None
     updates: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    recomputed_units: frozenset[str] = frozenset()
 
     def first_calls(self) -> dict[str, int]:
         """Unit name to the index of its first call, in call order."""

@@ -34,6 +34,7 @@ from lightning_pp.split.record import (
     Value,
     spec_of,
 )
+from lightning_pp.split.selective_policy import Policy
 from lightning_pp.split.source_lines import innermost_user_line, running_autograd_function, user_line
 from lightning_pp.split.sources import NOTHING, Parameter, Source, set_sources, storage_of
 from lightning_pp.split.stand_in_mode import NOT_FAKEABLE, NeedsDataError
@@ -51,6 +52,7 @@ class DryRun:
         num_calls: The number of unit calls after which data are made up; None for never.
         reads: Lines that read a value in an earlier attempt.
         seed_glue: Given the index of a call, seeds the generators for the code after it (-1: before the first).
+        policy: What units save that are run again in backward.
     """
 
     def __init__(
@@ -60,12 +62,14 @@ class DryRun:
         num_calls: int | None = None,
         reads: Sequence[str] = (),
         seed_glue: Callable[[int], None] | None = None,
+        policy: Policy | None = None,
     ) -> None:
         self.record = StepRecord(compute_dtype=placeholders.compute_dtype)
         self._placeholders = placeholders
         self._num_calls = num_calls
         self._earlier_reads = list(reads)
         self._seed_glue = seed_glue
+        self._policy = policy
         self._python_generators: Any = None
         self._python_glue: set[int] = set()
         # seen now, before fakes take their places
@@ -105,7 +109,9 @@ class DryRun:
             if isinstance(value, Tensor)
         }
         watch = MemoryWatch({*buffers, *held, *self._real_parameters}, self._placeholders.fakes())
-        flow = self._flow = DataFlow(self._placeholders.mode, buffers | held, self._real_parameters, watch)
+        flow = self._flow = DataFlow(
+            self._placeholders.mode, buffers | held, self._real_parameters, watch, self._policy
+        )
         flow.watch_parameters(self._placeholders)
         with PythonReads(flow.is_missing, flow.read, flow.note_gradient_hook, watch.in_one_piece), flow, self._end_data:
             if self._num_calls == 0:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pp.runtime.recomputation import Recomputation
 from lightning_pp.schedule import Placement
 from lightning_pp.split.dry_run import DryRun
 from lightning_pp.split.materialize import materialize_buffers
@@ -20,6 +21,7 @@ from lightning_pp.split.plan import build_plan, direct_parameters
 from lightning_pp.split.record import StepRecord
 from lightning_pp.split.units import discover_units, is_block_list, refine_unit
 from lightning_pp.split.weight_updates import Updates
+from lightning_pp.strategy.checkpointing import ActivationCheckpointing, policy_of, recomputation_of
 from lightning_pp.strategy.plans import PlanBook
 
 _MOST_REFINEMENTS = 32
@@ -40,6 +42,7 @@ class SplitModel:
         direct: Canonical names of parameters that are used outside their unit.
         num_parameters: Parameters in each unit.
         record: The dry run that the partition was made from.
+        recomputation: Which units are run again in backward; None for none.
     """
 
     module: nn.Module
@@ -52,6 +55,7 @@ class SplitModel:
     direct: frozenset[str]
     num_parameters: Mapping[str, int]
     record: StepRecord
+    recomputation: Recomputation | None = None
 
     def ranks_of(self, name: str) -> tuple[int, ...]:
         """The pipeline ranks that hold the parameter ``name``, in the order of its stages."""
@@ -82,6 +86,7 @@ def split_model(
     split_points: Sequence[str] | None,
     agree: Callable[[Any], Any],
     compute_dtype: torch.dtype | None = None,
+    activation_checkpointing: ActivationCheckpointing = False,
 ) -> SplitModel:
     """Finds the units of ``module``, records ``step`` and assigns units to stages and parameters to owners.
 
@@ -98,6 +103,7 @@ def split_model(
         agree: Returns rank 0's argument on every rank: replicas see batches of different lengths, and must still cut
             at the same places.
         compute_dtype: The dtype of parameters while their unit runs; None: their own.
+        activation_checkpointing: The strategy's.
 
     Raises:
         ConfigurationError, SplitError: As :func:`partition_units` and :func:`dry_run` say.
@@ -110,6 +116,7 @@ def split_model(
         patterns=patterns,
         num_stages=placement.num_stages,
         compute_dtype=compute_dtype,
+        activation_checkpointing=activation_checkpointing,
     )
     return assign_stages(recording, placement=placement, split_points=split_points, agree=agree)
 
@@ -123,12 +130,14 @@ class RecordedModel:
         units: Name to module.
         placeholders: Stand-ins for parameters.
         record: The dry run.
+        recomputation: Which units are run again in backward; None for none.
     """
 
     module: nn.Module
     units: Mapping[str, nn.Module]
     placeholders: Placeholders
     record: StepRecord
+    recomputation: Recomputation | None = None
 
     @property
     def num_parameters(self) -> dict[str, int]:
@@ -145,23 +154,30 @@ def record_model(
     patterns: Sequence[str] | None,
     num_stages: int,
     compute_dtype: torch.dtype | None = None,
+    activation_checkpointing: ActivationCheckpointing = False,
 ) -> RecordedModel:
     """Finds the units of ``module``, at least ``num_stages`` of them if there are so many, and records ``step``.
 
-    The arguments are those of :func:`split_model`.
+    The arguments are those of :func:`split_model`, and the strategy's ``activation_checkpointing``.
+
+    Raises:
+        ConfigurationError: As :func:`~lightning_pp.strategy.checkpointing.recomputation_of` says.
     """
     materialize_buffers(module, device)
     placeholders = Placeholders(module, device)
     placeholders.set_compute_dtype(compute_dtype)
+    unnamed = Recomputation((), policy_of(activation_checkpointing))
     units, record = _recorded(
-        module, discover_units(module, patterns), placeholders, step, with_gradients, patterns, num_stages
+        module, discover_units(module, patterns), placeholders, step, with_gradients, patterns, num_stages, unnamed
     )
     used_outside = record.parameters_used_outside()
     if compute_dtype is not None and used_outside:
         # nobody casts these for their unit, and it runs with them as they are
         placeholders.set_compute_dtype(compute_dtype, used_outside)
-        record = PlanBook(module, units, placeholders).record(step, with_gradients=with_gradients)
-    return RecordedModel(module, units, placeholders, record)
+        record = PlanBook(module, units, placeholders, unnamed).record(step, with_gradients=with_gradients)
+    recomputation = recomputation_of(activation_checkpointing, module, units, record)
+    record.recomputed_units = frozenset() if recomputation is None else recomputation.units
+    return RecordedModel(module, units, placeholders, record, recomputation)
 
 
 def assign_stages(
@@ -202,7 +218,7 @@ def assign_stages(
     build_plan(
         record, partition.stage_of_unit, placement.num_stages
     )  # raises what cannot be cut before anything changes
-    plans = PlanBook(module, units, placeholders)
+    plans = PlanBook(module, units, placeholders, recording.recomputation)
     plans.set_partition(partition.stage_of_unit, placement.num_stages)
     direct = direct_parameters(record, partition.stage_of_unit, placement.num_stages)
     owners = _owners(placeholders, units, record, partition, direct)
@@ -224,6 +240,7 @@ def assign_stages(
         frozenset(direct),
         recording.num_parameters,
         record,
+        recording.recomputation,
     )
 
 
@@ -269,10 +286,11 @@ def _recorded(
     with_gradients: bool,
     patterns: Sequence[str] | None,
     num_stages: int,
+    recomputation: Recomputation,
 ) -> tuple[dict[str, nn.Module], StepRecord]:
     """Records the step; goes a level down where units are not called as such, or are too few."""
     for _ in range(_MOST_REFINEMENTS):
-        record = PlanBook(module, units, placeholders).record(step, with_gradients=with_gradients)
+        record = PlanBook(module, units, placeholders, recomputation).record(step, with_gradients=with_gradients)
         if patterns is not None:
             break
         finer = _finer_units(module, units, placeholders, record, num_stages)

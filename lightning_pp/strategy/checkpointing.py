@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.runtime.recomputation import Policy, Recomputation
+from lightning_pp.runtime.recomputation import Recomputation
 from lightning_pp.split.record import StepRecord
+from lightning_pp.split.selective_policy import Policy
 from lightning_pp.split.units import is_block_list
 
 ActivationCheckpointing = bool | str | Sequence[Any] | Callable[..., Any]
@@ -27,6 +28,13 @@ def check_activation_checkpointing(value: ActivationCheckpointing) -> None:
         "whose outputs are saved (torch.ops.aten.mm.default, ...), or a policy function as "
         "torch.utils.checkpoint.create_selective_checkpoint_contexts takes it."
     )
+
+
+def policy_of(value: ActivationCheckpointing) -> Policy | None:
+    """What units that are run again save even so, if the strategy's argument says it."""
+    if isinstance(value, (bool, str)) or not value or _are_patterns(value):
+        return None
+    return list(value) if _is_list(value) else value  # type: ignore[arg-type,return-value]
 
 
 def recomputation_of(
@@ -45,13 +53,11 @@ def recomputation_of(
     """
     if value is False or (_is_list(value) and not value):
         return None
-    policy: Policy | None = None
+    policy = policy_of(value)
     if isinstance(value, str) or _are_patterns(value):
         names = _matching([value] if isinstance(value, str) else list(value), units)  # type: ignore[arg-type]
     else:
         names = _repeated(module, units)
-        if value is not True:
-            policy = list(value) if _is_list(value) else value  # type: ignore[arg-type,assignment]
     for call in record.calls:
         if call.unit in names and (call.region is not None or call.num_regions_inside):
             raise ConfigurationError(

@@ -26,7 +26,7 @@ from lightning_pp.split.plan import StepPlan
 from lightning_pp.split.weight_updates import RepeatedUpdates
 from lightning_pp.strategy.assembly import SplitModel, assign_stages, record_model
 from lightning_pp.strategy.attributes import StepAttributes, kept_by_step
-from lightning_pp.strategy.checkpointing import ActivationCheckpointing, recomputation_of
+from lightning_pp.strategy.checkpointing import ActivationCheckpointing
 from lightning_pp.strategy.connection import Connection
 from lightning_pp.strategy.control import ControlGroups
 from lightning_pp.strategy.cuts import CutOptions
@@ -183,6 +183,7 @@ class PipelineEngine:
                 patterns=patterns,
                 num_stages=request.fewest_stages,
                 compute_dtype=dtypes.compute,
+                activation_checkpointing=self._activation_checkpointing,
             )
             layout = decided_by_one(
                 lambda: choose_layout(recording.record, recording.num_parameters, request),
@@ -199,9 +200,6 @@ class PipelineEngine:
         finally:
             for child, mode in modes:
                 child.training = mode
-        recomputation = recomputation_of(
-            self._activation_checkpointing, self.module, self.split.units, self.split.record
-        )
         self.placement = layout.placement
         self._connection.set_last_stage(self.placement.rank_of_stage[-1])
         self.metrics = PipelineMetrics(self.module, self.groups)
@@ -217,13 +215,12 @@ class PipelineEngine:
         self._programs.sharding = self.gradients.sharding
         if self._compile_options is not None:
             self._compiled_units = CompiledUnits(self.split.units_of(self.rank), self._compile_options)
-        self._recomputation = recomputation
         self._make_executor()
         self._connection.align_generators()
 
     def _make_executor(self) -> None:
         transport = self._connection.new_transport()
-        self._executor = PipelineExecutor(self.rank, self.split.units, transport, self.device, self._recomputation)
+        self._executor = PipelineExecutor(self.rank, self.split.units, transport, self.device, self.split.recomputation)
 
     def random_state(self) -> dict[str, int]:
         """What the random numbers of the next training batch depend on."""

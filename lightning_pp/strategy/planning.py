@@ -21,6 +21,7 @@ from lightning_pp.split.memory import StepDtypes
 from lightning_pp.split.microbatch import batch_size_of, split_batch
 from lightning_pp.split.without_memory import parameters_without_memory
 from lightning_pp.strategy.assembly import RecordedModel, SplitModel, assign_stages, record_model
+from lightning_pp.strategy.checkpointing import ActivationCheckpointing
 from lightning_pp.strategy.cuts import CutOptions
 from lightning_pp.strategy.data import first_batch
 from lightning_pp.strategy.dry_steps import first_arguments, recorded_step
@@ -46,6 +47,7 @@ class SplitOptions:
         units: What the user calls units, or None to discover them.
         cut: What the user says of the cuts.
         device_type: Of the device that is planned for.
+        activation_checkpointing: What is run again in backward.
     """
 
     num_ranks: int
@@ -54,6 +56,7 @@ class SplitOptions:
     units: tuple[str, ...] | None = None
     cut: CutOptions = field(default_factory=CutOptions)
     device_type: str = "cpu"
+    activation_checkpointing: ActivationCheckpointing = False
 
 
 @dataclass(frozen=True)
@@ -160,6 +163,7 @@ class ModelCutter:
             patterns=self.options.units,
             num_stages=num_stages,
             compute_dtype=self.dtypes.compute,
+            activation_checkpointing=self.options.activation_checkpointing,
         )
         self._recordings.append((num_stages, recording))
         return recording

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from lightning_pp.runtime.recomputation import Recomputation
 from lightning_pp.split.dry_run import DryRun, dry_run
 from lightning_pp.split.placeholders import Placeholders
 from lightning_pp.split.plan import StepPlan, build_plan
@@ -52,12 +53,20 @@ class PlanBook:
         module: The whole model.
         units: Its units.
         placeholders: Makes the fakes for dry runs.
+        recomputation: Which units are run again in backward, and what they save even so.
     """
 
-    def __init__(self, module: nn.Module, units: Mapping[str, nn.Module], placeholders: Placeholders) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Mapping[str, nn.Module],
+        placeholders: Placeholders,
+        recomputation: Recomputation | None = None,
+    ) -> None:
         self._module = module
         self._units = units
         self._placeholders = placeholders
+        self._recomputation = recomputation or Recomputation(())
         self._plans: OrderedDict[Hashable, list[StepPlan]] = OrderedDict()
         self._stage_of_unit: Mapping[str, int] = {}
         self._num_stages = 0
@@ -75,14 +84,17 @@ class PlanBook:
         seed_glue: Callable[[int], None] | None = None,
     ) -> StepRecord:
         """A dry run of ``step``; see :func:`lightning_pp.split.dry_run`."""
-        return dry_run(
+        record = dry_run(
             step,
             module=self._module,
             units=self._units,
             placeholders=self._placeholders,
             with_gradients=with_gradients,
             seed_glue=seed_glue,
+            policy=self._recomputation.policy if with_gradients else None,
         )
+        record.recomputed_units = self._recomputation.units
+        return record
 
     def plan(
         self,

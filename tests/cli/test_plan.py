@@ -199,6 +199,24 @@ def test_memory_is_parameters_gradients_adam_and_what_microbatches_hold(whole_pl
     assert gpipe["peak_microbatches"] == pytest.approx([NUM_MICROBATCHES] * 2)
 
 
+def test_blocks_that_are_run_again_hold_their_inputs() -> None:
+    """Three blocks on a rank: inputs of all microbatches, and in I what one block saves in one microbatch."""
+    options = ("schedules=[gpipe]", "strategy.schedule=gpipe")
+    plain, less, named = (
+        planned(*options, *more)[0].table.usable[0].memory[0]
+        for more in (
+            (),
+            ("strategy.activation_checkpointing=true",),
+            ("strategy.activation_checkpointing=['blocks.*']",),
+        )
+    )
+    assert less == named
+    inputs = NUM_LAYERS // 2 * BATCH_SIZE * 16 * DIM * 4  # 16 tokens of a sample are fed, the 17th is predicted
+    blocks_and_microbatches = NUM_LAYERS // 2 * NUM_MICROBATCHES
+    assert inputs < less.activations <= inputs + plain.activations / blocks_and_microbatches
+    assert plain.peak - less.peak == plain.activations - less.activations
+
+
 def test_limit_leaves_out_what_holds_more_and_auto_keeps_it() -> None:
     schedules = ["schedules=[gpipe,1f1b,auto]", "strategy.stages_per_rank=1"]
     free, _ = planned(*schedules)

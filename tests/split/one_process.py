@@ -135,6 +135,7 @@ class OneProcessPipeline:
         split_points: Units that start a stage, or None to balance.
         splits_backward: Whether weight gradients are deferred.
         own_dry_runs: Whether every stage records the step by itself, with the parameters that it has left.
+        activation_checkpointing: The strategy's argument.
     """
 
     def __init__(
@@ -148,6 +149,7 @@ class OneProcessPipeline:
         splits_backward: bool = False,
         own_dry_runs: bool = False,
         training: bool = True,
+        activation_checkpointing: Any = False,
     ) -> None:
         self._training = training
         whole = build(architecture).train(training)
@@ -160,11 +162,14 @@ class OneProcessPipeline:
             patterns=units,
             split_points=split_points,
             agree=lambda item: item,
+            activation_checkpointing=activation_checkpointing,
         )
         self.stages = [
             Stage(number, build(architecture).train(training), self.split, splits_backward=splits_backward)
             for number in range(num_stages)
         ]
+        for stage in self.stages:
+            stage.runner.recomputation = self.split.recomputation or stage.runner.recomputation
         self._first = (
             signature_of(batch),
             build_plan(self.split.record, self.split.partition.stage_of_unit, num_stages),
