@@ -40,15 +40,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped where there is none")
+    config.addinivalue_line("markers", "gpu(number=1): needs CUDA devices; skipped where there are fewer")
     config.addinivalue_line("markers", "nightly: slow; deselected unless --nightly is given")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    for item in items:
+        marker = item.get_closest_marker("gpu")
+        needed = 0 if marker is None else marker.args[0] if marker.args else 1
+        if torch.cuda.device_count() < needed:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device{'s' if needed > 1 else ''}"))
     if not config.getoption("--nightly"):
         nightly = [item for item in items if item.get_closest_marker("nightly")]
         if nightly:

@@ -43,6 +43,7 @@ class Wide(L.LightningModule):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(8))
         self.places: set[str] = set()
+        self.are_pinned: set[bool] = set()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         for layer in self.layers:
@@ -57,9 +58,10 @@ class Wide(L.LightningModule):
             state = [value for value in optimizer.state[parameter].values() if value.dim()]
             gradients = [] if parameter.grad is None else [parameter.grad]
             self.places.update(tensor.device.type for tensor in (parameter, *gradients, *state))
+            self.are_pinned.add(getattr(parameter, "_local_tensor", parameter).is_pinned())
 
 
-def peak_on_gpu(options: dict[str, Any]) -> tuple[int, set[str], list[Tensor]]:
+def peak_on_gpu(options: dict[str, Any]) -> tuple[int, set[str], set[bool], list[Tensor]]:
     """Peak of the device's memory in the second of two steps, where everything lies, and the weights; in a worker."""
     torch.manual_seed(0)
     module = Wide()
@@ -81,16 +83,16 @@ def peak_on_gpu(options: dict[str, Any]) -> tuple[int, set[str], list[Tensor]]:
     )
     trainer.fit(module, DataLoader(torch.randn(8, 1024), batch_size=4))
     weights = [getattr(p, "_local_tensor", p).detach().cpu() for p in module.parameters()]
-    return torch.cuda.max_memory_allocated(), module.places, weights
+    return torch.cuda.max_memory_allocated(), module.places, module.are_pinned, weights
 
 
 @pytest.mark.gpu
 def test_the_device_holds_a_window_only(pool: WorkerPool) -> None:
-    on_device, places, expected = pool.run(peak_on_gpu, {}, world_size=1)[0]
+    on_device, places, _, expected = pool.run(peak_on_gpu, {}, world_size=1)[0]
     assert places == {"cuda"}
     options = {**OFFLOADED, "unshard_budget": 8 * MIB}
-    offloaded, places, weights = pool.run(peak_on_gpu, options, world_size=1)[0]
-    assert places == {"cpu"}
+    offloaded, places, are_pinned, weights = pool.run(peak_on_gpu, options, world_size=1)[0]
+    assert places == {"cpu"} and are_pinned == {True}
     # all but 8 MiB of 32 MiB of parameters, and 64 MiB of AdamW's states
     assert offloaded < on_device - 80 * MIB
     for weight, other in zip(weights, expected, strict=True):
