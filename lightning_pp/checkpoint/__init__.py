@@ -9,9 +9,9 @@ from __future__ import annotations
 from lightning_pp.checkpoint.background import BackgroundSaver
 from lightning_pp.checkpoint.catalog import ParameterCatalog
 from lightning_pp.checkpoint.full import gather_full_optimizer_state, gather_full_state
-from lightning_pp.checkpoint.load import load_checkpoint
+from lightning_pp.checkpoint.load import load_checkpoint, open_checkpoint
 from lightning_pp.checkpoint.local import local_state_dict
-from lightning_pp.checkpoint.opened import OpenedCheckpoint, load_state, open_checkpoint
+from lightning_pp.checkpoint.opened import OpenedCheckpoint, load_state
 from lightning_pp.checkpoint.sharded import (
     ShardedSave,
     is_sharded_checkpoint,

@@ -1,17 +1,52 @@
-"""Loading a checkpoint of either format in one step."""
+"""Opening a checkpoint of either format, and loading it in one step."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from lightning_pp.checkpoint import folder
 from lightning_pp.checkpoint.catalog import ParameterCatalog
-from lightning_pp.checkpoint.opened import open_checkpoint
+from lightning_pp.checkpoint.opened import OpenedCheckpoint
+from lightning_pp.checkpoint.opened_file import FileCheckpoint
+from lightning_pp.checkpoint.opened_folder import FolderCheckpoint
+from lightning_pp.checkpoint.ranks import Ranks, fail_together, from_root
+
+
+def open_checkpoint(
+    path: str | os.PathLike[str], *, mesh: DeviceMesh, weights_only: bool | None = None
+) -> OpenedCheckpoint:
+    """Open a folder or a file; the root looks which it is. Collective over all ranks.
+
+    Args:
+        path: The checkpoint; the root's path counts.
+        mesh: Axes ``pipeline`` and then those of data parallelism, over all ranks.
+        weights_only: As in ``torch.load``; None is True: nothing that the checkpoint contains is executed.
+
+    Raises:
+        CheckpointError: On all ranks: there is no such checkpoint, it is incomplete or damaged, or it holds objects
+            that ``weights_only`` forbids.
+    """
+    ranks = Ranks.from_mesh(mesh)
+    with fail_together():
+        is_folder = False
+        if ranks.is_root:
+            folder.recover(Path(path))
+            is_folder = Path(path).is_dir()
+    path, is_folder = from_root((os.fspath(path), is_folder), ranks)
+    with fail_together():
+        opened: OpenedCheckpoint
+        if is_folder:
+            opened = FolderCheckpoint.open(Path(path), weights_only, check_files=ranks.is_root)
+        else:
+            opened = FileCheckpoint.open(Path(path), weights_only)
+    return opened
 
 
 def load_checkpoint(
@@ -27,7 +62,7 @@ def load_checkpoint(
     """Load a folder or a file, of whatever layout, into this one. Collective over all ranks.
 
     Args:
-        path: As in :func:`~lightning_pp.checkpoint.opened.open_checkpoint`, as are ``mesh`` and ``weights_only``.
+        path: As in :func:`open_checkpoint`, as are ``mesh`` and ``weights_only``.
         module: As in :meth:`~lightning_pp.checkpoint.opened.OpenedCheckpoint.load`, as are the other arguments.
         optimizers: As there.
         catalog: As there.

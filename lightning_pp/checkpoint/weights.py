@@ -15,7 +15,8 @@ from lightning_pp.checkpoint import folder
 from lightning_pp.checkpoint.catalog import ParameterCatalog
 from lightning_pp.checkpoint.files import read_file
 from lightning_pp.checkpoint.fit import check_model
-from lightning_pp.checkpoint.opened import FolderCheckpoint, load_state
+from lightning_pp.checkpoint.opened import load_state
+from lightning_pp.checkpoint.opened_folder import FolderCheckpoint
 from lightning_pp.checkpoint.ranks import Ranks, fail_together, from_root
 from lightning_pp.checkpoint.safetensors_file import map_folder, map_safetensors
 from lightning_pp.checkpoint.sharded import MODEL, is_sharded_checkpoint
