@@ -90,10 +90,11 @@ class PipelineStrategyConf:
     save_costs: str | None = None
     num_profiled_batches: int = 8
     memory_limit_gib: float | None = None
+    device_memory_gib: float | None = None
     exact_search: bool = False
     units: list[str] | None = None
     split_points: list[str] | None = None
-    unit_weights: dict[str, float] | None = None
+    unit_weights: Any = None  # a dict of names to numbers: of a typed one that is None nothing can be set
     rank_speeds: list[float] | None = None
     sharding: str = "shard_grad_op"
     unshard_budget: int | None = None

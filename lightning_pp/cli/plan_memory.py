@@ -4,21 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_pp.errors import ConfigurationError
 from lightning_pp.schedule import Schedule
-from lightning_pp.split.memory import (
-    MemoryEstimate,
-    Sharding,
-    StepDtypes,
-    estimate_memory,
-    optimizer_bytes_per_parameter,
-)
-from lightning_pp.strategy import PipelineParallelStrategy
+from lightning_pp.split.memory import MemoryEstimate
 from lightning_pp.strategy.assembly import SplitModel
-from lightning_pp.strategy.planning import ModelCutter
-
-# AdamW's two states in float32: what is assumed of an optimizer that cannot be asked
-_ASSUMED_OPTIMIZER_BYTES = 8.0
+from lightning_pp.strategy.memory_model import MemoryModel
 
 
 @dataclass(frozen=True)
@@ -49,51 +38,15 @@ class RankBytes:
     host: int
 
 
-@dataclass(frozen=True)
-class MemoryModel:
-    """How bytes are counted.
+class PlanMemory:
+    """Counts what ranks hold under any cut and schedule of one model.
 
-    Attributes:
-        optimizer_bytes: Bytes of optimizer state for each trainable parameter.
-        dtypes: Of computation and of gradients.
-        sharding: What data-parallel ranks share.
-        num_shards: How many share it.
-        unshard_budget: Bytes of gathered parameters with ``full_shard``.
-        cpu_offload: Whether what is sharded lies on the host.
-        assumed: What had to be assumed, in words; empty if nothing.
+    Args:
+        model: How bytes are counted.
     """
 
-    optimizer_bytes: float
-    dtypes: StepDtypes
-    sharding: Sharding
-    num_shards: int
-    unshard_budget: int | None = None
-    cpu_offload: bool = False
-    assumed: str = ""
-
-    @classmethod
-    def of(cls, strategy: PipelineParallelStrategy, cutter: ModelCutter) -> MemoryModel:
-        """For the optimizer, the precision and the sharding of a run."""
-        assumed = ""
-        optimizer_bytes = _ASSUMED_OPTIMIZER_BYTES
-        if cutter.optimizer is None:
-            assumed = "no optimizer: AdamW is assumed"
-        else:
-            try:
-                optimizer_bytes = optimizer_bytes_per_parameter(cutter.optimizer)
-            except ConfigurationError as error:
-                assumed = f"{error} AdamW's state is assumed."
-        num_shards = strategy.sizes.data_parallel_shard
-        mode = strategy.sharding.mode
-        return cls(
-            optimizer_bytes,
-            cutter.dtypes,
-            "replicate" if num_shards == 1 and not strategy.sharding.cpu_offload else mode,
-            1 if mode == "replicate" else num_shards,
-            strategy.sharding.unshard_budget,
-            strategy.sharding.cpu_offload,
-            assumed,
-        )
+    def __init__(self, model: MemoryModel) -> None:
+        self._model = model
 
     def held(self, split: SplitModel) -> tuple[list[float], list[float]]:
         """What one microbatch holds on each stage after F and after I."""
@@ -132,16 +85,4 @@ class MemoryModel:
         ]
 
     def _estimate(self, split: SplitModel, schedule: Schedule | None = None) -> MemoryEstimate:
-        return estimate_memory(
-            split.record,
-            split.partition,
-            split.placement,
-            split.parameter_sizes(),
-            optimizer_bytes_per_parameter=self.optimizer_bytes,
-            dtypes=self.dtypes,
-            sharding=self.sharding,
-            num_shards=self.num_shards,
-            unshard_budget_bytes=self.unshard_budget,
-            cpu_offload=self.cpu_offload,
-            schedule=schedule,
-        )
+        return self._model.estimate(split.record, split.partition, split.placement, split.parameter_sizes(), schedule)

@@ -17,7 +17,7 @@ from rich.console import Console
 from lightning_pp.cli.launch import num_processes_wanted
 from lightning_pp.cli.plan_costs import Costs, Speed, check_costs_file, find_speed
 from lightning_pp.cli.plan_files import write_files
-from lightning_pp.cli.plan_memory import MemoryModel
+from lightning_pp.cli.plan_memory import PlanMemory
 from lightning_pp.cli.plan_report import Plan, print_check, print_plan
 from lightning_pp.cli.plan_schedules import PlannedSchedule, Planner, ScheduleTable, smallest_need
 from lightning_pp.cli.problems import UserError, full_errors_wanted, user_errors
@@ -136,12 +136,13 @@ def _num_devices(config: DictConfig) -> tuple[int, str]:
 
 def _look(request: Request, cutter: ModelCutter, console: Console) -> Plan | None:
     config, strategy = request.config, request.strategy
-    memory = MemoryModel.of(strategy, cutter)
     costs = Costs(request.speed, request.costs, strategy._cut)
-    limit = None if config.device_memory_gib is None else config.device_memory_gib * _GIB
-    planner = Planner(cutter, costs, memory, limit)
+    limit_gib = config.device_memory_gib if config.device_memory_gib is not None else strategy._device_memory_gib
+    limit = None if limit_gib is None else limit_gib * _GIB
     name, stages_per_rank = strategy.schedule_name, strategy.stages_per_rank
     cut = cutter.split(cutter.placement())
+    memory = cutter.memory_model
+    planner = Planner(cutter, costs, PlanMemory(memory), limit)
     if config.check:
         print_check(console, cutter, cut.split, f"training_step, on the first batch of {config.data.get('_target_')}")
         return None
@@ -213,6 +214,9 @@ def split_options(strategy: PipelineParallelStrategy, device_type: str) -> Split
         strategy._cut,
         device_type,
         strategy._activation_checkpointing,
+        strategy.sharding,
+        strategy.sizes.data_parallel_shard,
+        strategy._device_memory_gib,
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from lightning_pp.cli.plan_costs import Costs
-from lightning_pp.cli.plan_memory import MemoryModel, RankBytes
+from lightning_pp.cli.plan_memory import PlanMemory, RankBytes
 from lightning_pp.errors import ConfigurationError, ScheduleError, SplitError
 from lightning_pp.schedule import Placement, Schedule, StageCosts, available_schedules, build_schedule
 from lightning_pp.schedule.registry import schedule_family
@@ -146,9 +146,7 @@ class Planner:
         limit_bytes: The most that a rank may hold; None for no limit.
     """
 
-    def __init__(
-        self, cutter: ModelCutter, costs: Costs, memory: MemoryModel, limit_bytes: float | None = None
-    ) -> None:
+    def __init__(self, cutter: ModelCutter, costs: Costs, memory: PlanMemory, limit_bytes: float | None = None) -> None:
         self._cutter = cutter
         self._costs = costs
         self._memory = memory

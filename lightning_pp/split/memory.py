@@ -20,22 +20,19 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.schedule import Placement, Schedule, StageCosts
+from lightning_pp.schedule import Placement, Schedule, Sharding, StageCosts
+from lightning_pp.schedule.sharding import SHARDING_MODES, ShardingMode
 from lightning_pp.split.partition import Partition
 from lightning_pp.split.placeholders import Placeholders
 from lightning_pp.split.plan import StepPlan, build_plan
 from lightning_pp.split.record import HeldMemory, StepRecord
-
-Sharding: TypeAlias = Literal["replicate", "shard_grad_op", "full_shard"]
-
-SHARDINGS: tuple[Sharding, ...] = ("replicate", "shard_grad_op", "full_shard")
 
 
 @dataclass(frozen=True)
@@ -219,7 +216,7 @@ def estimate_memory(
     *,
     optimizer_bytes_per_parameter: float = 0.0,
     dtypes: StepDtypes | None = None,
-    sharding: Sharding = "replicate",
+    sharding: ShardingMode = "replicate",
     num_shards: int = 1,
     unshard_budget_bytes: int | None = None,
     cpu_offload: bool = False,
@@ -240,7 +237,8 @@ def estimate_memory(
             during a step. ``full_shard``: sharded, and gathered a few units at a time. Gradients accumulate whole in
             all of them and are sharded when they are reduced.
         num_shards: Ranks that share the parameters of a stage; 1 with ``replicate``.
-        unshard_budget_bytes: With ``full_shard``, what gathered parameters may take; by default the largest unit's.
+        unshard_budget_bytes: With ``full_shard``, what gathered parameters may take; by default what training chooses,
+            see :meth:`~lightning_pp.schedule.sharding.Sharding.budget_of`.
         cpu_offload: Whether what is sharded lies on the host between its uses.
         checkpointed_units: Units that keep their inputs only and run again in I, besides those that the record names.
         schedule: The order of actions; without it the activations of a whole step are not known.
@@ -251,8 +249,8 @@ def estimate_memory(
             cannot be offloaded either.
         ScheduleError: ``schedule`` is for another number of stages.
     """
-    if sharding not in SHARDINGS:
-        raise ConfigurationError(f"sharding={sharding!r}; it must be one of {', '.join(SHARDINGS)}")
+    if sharding not in SHARDING_MODES:
+        raise ConfigurationError(f"sharding={sharding!r}; it must be one of {', '.join(SHARDING_MODES)}")
     if num_shards < 1 or (num_shards > 1 and sharding == "replicate"):
         raise ConfigurationError(
             f"num_shards={num_shards} with sharding={sharding!r}; it must be at least 1, and 1 if parameters are whole"
@@ -270,7 +268,7 @@ def estimate_memory(
             StageMemory(
                 stage,
                 placement.rank_of_stage[stage],
-                state.of([parameter for parameter in parameters if stage in parameter.stages]),
+                state.of([parameter for parameter in parameters if stage in parameter.stages], [stage]),
                 activations.after_forward,
                 activations.after_input,
                 activations.recomputed,
@@ -292,7 +290,7 @@ def estimate_memory(
         ranks.append(
             RankMemory(
                 rank,
-                state.of(here),
+                state.of(here, own),
                 None if peaks is None else round(peaks[rank]),
                 max(stages[stage].recomputed_bytes for stage in own),
                 _edge_buffers(plan, placement, own, num_receives_ahead),
@@ -376,13 +374,13 @@ class _StateSizes:
     """Bytes of parameters and of what there is one of per parameter."""
 
     dtypes: StepDtypes
-    sharding: Sharding
+    sharding: ShardingMode
     num_shards: int
     unshard_budget_bytes: int | None
     optimizer_bytes: float
     cpu_offload: bool
 
-    def of(self, parameters: Iterable[ParameterSize]) -> StateMemory:
+    def of(self, parameters: Iterable[ParameterSize], stages: Collection[int]) -> StateMemory:
         parameters = list(parameters)
         trainable = [parameter for parameter in parameters if parameter.is_trainable]
         gathered = [parameter for parameter in parameters if self._is_gathered(parameter)]
@@ -390,7 +388,7 @@ class _StateSizes:
         on_device = [parameter for parameter in parameters if parameter not in offloaded]
         return StateMemory(
             parameters_bytes=self._kept(on_device),
-            gathered_parameters_bytes=self._gathered_at_a_time(gathered),
+            gathered_parameters_bytes=self._gathered_at_a_time(gathered, stages),
             gradients_bytes=sum(p.num_elements * self._gradient_dtype(p).itemsize for p in trainable),
             reduced_gradients_bytes=self._reduced(on_device),
             optimizer_state_bytes=self._optimizer_state(on_device),
@@ -422,17 +420,22 @@ class _StateSizes:
             self.sharding != "replicate" or self.dtypes.compute not in (None, parameter.dtype)
         )
 
-    def _gathered_at_a_time(self, parameters: Iterable[ParameterSize]) -> int:
-        units: dict[str | None, int] = {}
+    def _gathered_at_a_time(self, parameters: Iterable[ParameterSize], stages: Collection[int]) -> int:
+        units: dict[str, int] = {}
+        units_of_stages: dict[int, set[str]] = {stage: set() for stage in stages}
         for p in parameters:
+            assert p.unit is not None  # what no unit holds is not gathered
             dtype = self.dtypes.compute if self.dtypes.compute and p.dtype.is_floating_point else p.dtype
             num_bytes = p.num_elements_held(self.num_shards) * self.num_shards * dtype.itemsize
             units[p.unit] = units.get(p.unit, 0) + num_bytes
+            for stage in set(p.stages) & units_of_stages.keys():
+                units_of_stages[stage].add(p.unit)
         whole = sum(units.values())
-        if self.sharding != "full_shard":
+        if self.sharding != "full_shard" or not units:
             return whole
-        largest = max(units.values(), default=0)
-        return min(whole, max(largest, self.unshard_budget_bytes or 0))
+        held = tuple(tuple(own) for own in units_of_stages.values())
+        budget = Sharding("full_shard", held, units, self.unshard_budget_bytes).budget_of(range(len(held)))
+        return min(whole, max(budget, max(units.values())))
 
     def _gradient_dtype(self, parameter: ParameterSize) -> torch.dtype:
         return self.dtypes.gradient or parameter.dtype

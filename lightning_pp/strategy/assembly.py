@@ -214,13 +214,53 @@ def assign_stages(
                 record, placement=placement, num_parameters=recording.num_parameters, split_points=split_points
             )
         )
-    partition = _beside_what_they_follow(recording, partition, updates)
     build_plan(
         record, partition.stage_of_unit, placement.num_stages
     )  # raises what cannot be cut before anything changes
+    places = places_of(recording, partition, updates)
     plans = PlanBook(module, units, placeholders, recording.recomputation)
-    plans.set_partition(partition.stage_of_unit, placement.num_stages)
-    direct = direct_parameters(record, partition.stage_of_unit, placement.num_stages)
+    plans.set_partition(places.partition.stage_of_unit, placement.num_stages)
+    return SplitModel(
+        module,
+        units,
+        placeholders,
+        plans,
+        places.partition,
+        placement,
+        places.owners,
+        places.direct,
+        recording.num_parameters,
+        record,
+        recording.recomputation,
+    )
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where units and parameters are.
+
+    Attributes:
+        partition: Which stage each unit is on.
+        owners: Canonical parameter name to the stages that hold it, in order.
+        direct: Canonical names of parameters that are kept whole, since they are used outside their unit.
+    """
+
+    partition: Partition
+    owners: Mapping[str, tuple[int, ...]]
+    direct: frozenset[str]
+
+
+def places_of(recording: RecordedModel, partition: Partition, updates: Updates = MappingProxyType({})) -> Places:
+    """Where parameters are under ``partition``, in which units that only follow others move to these.
+
+    Args:
+        recording: The model.
+        partition: Which stage each unit is on.
+        updates: Parameters that hooks write into, and those that they compute their new values from.
+    """
+    record, units, placeholders = recording.record, recording.units, recording.placeholders
+    partition = _beside_what_they_follow(recording, partition, updates)
+    direct = direct_parameters(record, partition.stage_of_unit, partition.num_stages)
     owners = _owners(placeholders, units, record, partition, direct)
     for name, others in updates.items():
         for other in others:
@@ -228,20 +268,12 @@ def assign_stages(
                 direct.setdefault(other, set()).update(missing)
     for name in _kept_whole_with_others([updates, record.updates], direct, in_units=set(_unit_of(recording))):
         direct.setdefault(name, set())
-    owners = _owners(placeholders, units, record, partition, direct)
-    return SplitModel(
-        module,
-        units,
-        placeholders,
-        plans,
-        partition,
-        placement,
-        owners,
-        frozenset(direct),
-        recording.num_parameters,
-        record,
-        recording.recomputation,
-    )
+    return Places(partition, _owners(placeholders, units, record, partition, direct), frozenset(direct))
+
+
+def parameter_sizes_of(recording: RecordedModel, places: Places) -> tuple[ParameterSize, ...]:
+    """Sizes and places of all parameters, as :func:`~lightning_pp.split.memory.estimate_memory` takes them."""
+    return parameter_sizes(recording.placeholders, recording.units, places.owners, places.direct)
 
 
 def _beside_what_they_follow(recording: RecordedModel, partition: Partition, updates: Updates) -> Partition:

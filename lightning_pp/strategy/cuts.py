@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.schedule import Placement, Schedule, StageCosts
-from lightning_pp.split.partition import Partition, moved_cuts, partition_units
+from lightning_pp.split.partition import Partition, UnitMemory, moved_cuts, partition_units
 from lightning_pp.split.record import StepRecord
 from lightning_pp.split.unit_costs import UnitCost, calibrated, estimate_unit_costs, stage_costs
+from lightning_pp.strategy.memory_limit import DeviceMemory
 from lightning_pp.strategy.schedule_options import ScheduleOptions
 
 _MOST_MOVES_TRIED = 400
@@ -73,6 +74,8 @@ def best_partition(
     *,
     costs: Mapping[str, UnitCost] | None,
     program: Schedule,
+    memory: DeviceMemory | None = None,
+    keeps_order: bool = True,
 ) -> Partition:
     """The cut with the shortest step that is found: the balanced one, then one cut after the other moved.
 
@@ -87,21 +90,42 @@ def best_partition(
         cut: The user's wishes.
         costs: Measured costs of units; None for FLOPs.
         program: A schedule on this placement.
+        memory: What ranks may hold; None for no limit.
+        keeps_order: Whether the limit is to be kept by ``program``; False: by a schedule that is searched for.
 
     Raises:
-        ConfigurationError, SplitError: As :func:`~lightning_pp.split.partition.partition_units` says.
+        ConfigurationError, SplitError: As :func:`~lightning_pp.split.partition.partition_units` says; nothing fits
+            the memory.
     """
-    partition = partition_units(
-        record,
-        placement=placement,
-        num_parameters=num_parameters,
-        split_points=cut.split_points,
-        costs=costs,
-        unit_weights=cut.unit_weights,
-        rank_speeds=cut.rank_speeds,
-    )
+
+    def balanced(units: UnitMemory | None) -> Partition:
+        return partition_units(
+            record,
+            placement=placement,
+            num_parameters=num_parameters,
+            split_points=cut.split_points,
+            costs=costs,
+            unit_weights=cut.unit_weights,
+            rank_speeds=cut.rank_speeds,
+            memory=units,
+        )
+
     if cut.split_points is not None or placement.num_ranks == 1:
+        partition = balanced(None)
+        if memory is not None:
+            memory.check(partition, placement, program if keeps_order else None)
         return partition
+    held_by: Schedule | None = program
+    if memory is None:
+        partition = balanced(None)
+    else:
+        try:
+            partition = memory.fitting_partition(balanced, placement, program, held_by)
+        except ConfigurationError:
+            if keeps_order:
+                raise
+            held_by = None
+            partition = memory.fitting_partition(balanced, placement, program, held_by)
     speeds = cut.speeds_of_stages(placement)
 
     def step_time(candidate: Partition) -> float:
@@ -113,7 +137,7 @@ def best_partition(
         for candidate in moved_cuts(record, partition):
             tried += 1
             time = step_time(candidate)
-            if time < best * _WORTH_A_MOVE:
+            if time < best * _WORTH_A_MOVE and (memory is None or memory.fits(candidate, placement, held_by)):
                 partition, best, improved = candidate, time, True
                 break
     return partition

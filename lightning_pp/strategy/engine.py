@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, cast
@@ -14,6 +15,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from lightning_pp.runtime.compilation import CompiledUnits
 from lightning_pp.runtime.executor import PipelineExecutor, StepInputs
@@ -35,6 +37,8 @@ from lightning_pp.strategy.dry_steps import first_arguments, recorded_step
 from lightning_pp.strategy.global_means import GlobalMeans
 from lightning_pp.strategy.gradients import StageGradients
 from lightning_pp.strategy.logs import StepLogs, replay
+from lightning_pp.strategy.memory_limit import DeviceMemory
+from lightning_pp.strategy.memory_model import MemoryModel
 from lightning_pp.strategy.metrics import PipelineMetrics
 from lightning_pp.strategy.outputs import merge_outputs, share_result_of
 from lightning_pp.strategy.plans import signature_of
@@ -130,6 +134,7 @@ class PipelineEngine:
         self._compile_options = compile_options
         self._activation_checkpointing = activation_checkpointing
         self._compiled_units: CompiledUnits | None = None
+        self._device_memory: DeviceMemory | None = None
         self._connection = Connection(mesh, sizes, device, timeout)
         self.results = BatchResults(module)
         self._seed = 0
@@ -156,6 +161,8 @@ class PipelineEngine:
         patterns: Sequence[str] | None,
         cut: CutOptions,
         agree: Callable[[Any], Any],
+        device_memory_gib: float | None = None,
+        optimizer: Optimizer | None = None,
     ) -> None:
         """Cuts the module by a dry run of ``step`` on ``batch`` and drops what this rank does not own.
 
@@ -165,6 +172,8 @@ class PipelineEngine:
             patterns: The user's units.
             cut: What the user says of the cuts.
             agree: Returns rank 0's argument on every rank.
+            device_memory_gib: What a rank may hold altogether; None for no limit.
+            optimizer: With a limit the user's, over the whole module, to ask it for what it keeps of a parameter.
         """
         training = step == "training_step"
         dtypes = step_dtypes(self._precision)
@@ -185,22 +194,29 @@ class PipelineEngine:
                 compute_dtype=dtypes.compute,
                 activation_checkpointing=self._activation_checkpointing,
             )
+            self._update_hooks = UpdateHooks(self.module, recording.placeholders, batch)
+            updates = self._update_hooks.updates if training else {}
+            if device_memory_gib is not None:
+                model = MemoryModel.of(self._sharding, self.sizes.data_parallel_shard, dtypes, trains=training)
+                model = model if optimizer is None else model.with_optimizer(optimizer)
+                self._device_memory = DeviceMemory(device_memory_gib, model, recording, updates)
+                request = replace(request, memory=self._device_memory)
             layout = decided_by_one(
                 lambda: choose_layout(recording.record, recording.num_parameters, request),
                 decides=self.rank == 0 and self.groups.replica == 0,
                 agree=agree,
             )
-            self._update_hooks = UpdateHooks(self.module, recording.placeholders, batch)
             self.split: SplitModel = assign_stages(
                 recording,
                 placement=layout.placement,
                 partition=layout.partition,
-                updates=self._update_hooks.updates if training else {},
+                updates=updates,
             )
         finally:
             for child, mode in modes:
                 child.training = mode
         self.placement = layout.placement
+        self._start = layout.start
         self._connection.set_last_stage(self.placement.rank_of_stage[-1])
         self.metrics = PipelineMetrics(self.module, self.groups)
         self._means = GlobalMeans(self.module, self.split.units, self.groups, self.metrics, self.device)
@@ -453,3 +469,9 @@ class PipelineEngine:
             device=self.device,
             around=self.gradients.dry if hasattr(self, "gradients") else nullcontext,
         )
+
+    def check_memory(self, optimizers: Sequence[Optimizer]) -> None:
+        """Raises :class:`ConfigurationError` if training with them takes more than ``device_memory_gib``."""
+        if self._device_memory is not None:
+            for optimizer in optimizers:
+                self._device_memory.check_split(self.split, optimizer, self._start)

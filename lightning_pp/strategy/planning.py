@@ -6,7 +6,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -25,11 +25,14 @@ from lightning_pp.strategy.checkpointing import ActivationCheckpointing
 from lightning_pp.strategy.cuts import CutOptions
 from lightning_pp.strategy.data import first_batch
 from lightning_pp.strategy.dry_steps import first_arguments, recorded_step
+from lightning_pp.strategy.memory_limit import DeviceMemory
+from lightning_pp.strategy.memory_model import MemoryModel
 from lightning_pp.strategy.optimizers import set_up_one_optimizer
 from lightning_pp.strategy.precision import step_dtypes
 from lightning_pp.strategy.refusals import refuse_unsupported
 from lightning_pp.strategy.schedule_options import ScheduleOptions
 from lightning_pp.strategy.sizes import Auto, resolve_num_microbatches
+from lightning_pp.strategy.stage_sharding import ShardingSettings
 from lightning_pp.strategy.tuning import LayoutRequest, choose_cuts, choose_layout
 
 _T = TypeVar("_T")
@@ -48,6 +51,9 @@ class SplitOptions:
         cut: What the user says of the cuts.
         device_type: Of the device that is planned for.
         activation_checkpointing: What is run again in backward.
+        sharding: Inside stages.
+        num_shards: Ranks that share the parameters of a stage.
+        device_memory_gib: What a rank may hold altogether; None for no limit.
     """
 
     num_ranks: int
@@ -57,6 +63,9 @@ class SplitOptions:
     cut: CutOptions = field(default_factory=CutOptions)
     device_type: str = "cpu"
     activation_checkpointing: ActivationCheckpointing = False
+    sharding: ShardingSettings = field(default_factory=ShardingSettings)
+    num_shards: int = 1
+    device_memory_gib: float | None = None
 
 
 @dataclass(frozen=True)
@@ -122,7 +131,7 @@ class ModelCutter:
         """
         recording = self._recording(placement.num_stages)
         partition, measured = choose_cuts(
-            recording.record, recording.num_parameters, self._request(schedule), placement
+            recording.record, recording.num_parameters, self._request(recording, schedule), placement
         )
         split = assign_stages(recording, placement=placement, partition=partition)
         return Cut(split, measured is not None)
@@ -137,17 +146,28 @@ class ModelCutter:
         if len(request.placements_to_try) == 1:
             return request.placements_to_try[0]
         recording = self._recording(request.fewest_stages)
-        return choose_layout(recording.record, recording.num_parameters, request).placement
+        return choose_layout(recording.record, recording.num_parameters, self._request(recording)).placement
 
-    def _request(self, schedule: ScheduleOptions | None = None) -> LayoutRequest:
+    @property
+    def memory_model(self) -> MemoryModel:
+        """How bytes are counted."""
+        model = MemoryModel.of(self.options.sharding, self.options.num_shards, self.dtypes)
+        return model if self.optimizer is None else model.with_optimizer(self.optimizer)
+
+    def _request(
+        self, recording: RecordedModel | None = None, schedule: ScheduleOptions | None = None
+    ) -> LayoutRequest:
         options = self.options
-        return LayoutRequest(
+        request = LayoutRequest(
             schedule or options.schedule,
             options.num_ranks,
             self.num_microbatches,
             options.cut,
             options.device_type,
         )
+        if recording is None or options.device_memory_gib is None:
+            return request
+        return replace(request, memory=DeviceMemory(options.device_memory_gib, self.memory_model, recording, {}))
 
     def _recording(self, num_stages: int) -> RecordedModel:
         """A recording of the step with the units that training would find for so many stages."""

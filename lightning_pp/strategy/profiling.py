@@ -51,6 +51,7 @@ class TunedPrograms:
         groups: Who talks to whom.
         device: Where this rank computes.
         agree: Returns rank 0's argument on every rank.
+        room_gib: What is left for activations on each rank of a limit of all memory; None without one.
 
     Attributes:
         sharding: What the stages gather and reduce; the search compares schedules with it. None: nothing.
@@ -66,6 +67,7 @@ class TunedPrograms:
         groups: ControlGroups,
         device: torch.device,
         agree: Callable[[Any], Any],
+        room_gib: Sequence[float] | None = None,
     ) -> None:
         self._options = options
         self._book = book
@@ -73,6 +75,7 @@ class TunedPrograms:
         self._groups = groups
         self._device = device
         self._agree = agree
+        self._room_gib = room_gib
         self._exchange = CostExchange(split, mesh["pipeline"], data_parallel, groups, device)
         self._is_first = mesh.get_local_rank("pipeline") == 0 and groups.replica == 0
         self._measures = options.measures
@@ -138,14 +141,14 @@ class TunedPrograms:
         if schedule is None:
             rank_zero_warn(report)
         else:
-            limit = memory_limit_of(self._options, measured.costs, schedule.placement)
+            limit = memory_limit_of(self._options, measured.costs, schedule.placement, self._room_gib)
             self._book.use(schedule, measured.costs, limit)
             rank_zero_info(report)
 
     def _search(self, measured: Measured) -> tuple[Schedule | None, str]:
         """The schedule to go on with, None to leave it, and why."""
         placement, number = self._split.placement, measured.num_microbatches
-        limit = memory_limit_of(self._options, measured.costs, placement)
+        limit = memory_limit_of(self._options, measured.costs, placement, self._room_gib)
         before = self._book.training(number)
         started = time.perf_counter()
         try:
@@ -189,13 +192,13 @@ def tuned_programs(
         options.name,
         layout.placement,
         layout.costs,
-        memory_limit_of(options, layout.costs, layout.placement),
+        memory_limit_of(options, layout.costs, layout.placement, layout.room_gib),
         basis=None if is_named else layout.start,
     )
     if layout.reason:
         how = "given" if options.costs is not None else "estimated"
         rank_zero_info(f"schedule='auto' begins with {layout.start.name}, by {how} costs:\n{layout.reason}")
-    programs = TunedPrograms(options, book, split, mesh, data_parallel, groups, device, agree)
+    programs = TunedPrograms(options, book, split, mesh, data_parallel, groups, device, agree, layout.room_gib)
     if options.costs is not None:
         programs.costs = layout.costs  # of these cuts, and with the bytes that were not given
     return programs

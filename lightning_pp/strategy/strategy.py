@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -26,6 +27,7 @@ from lightning_pp.errors import ConfigurationError
 from lightning_pp.runtime.compilation import check_compile_options
 from lightning_pp.schedule import StageCosts
 from lightning_pp.schedule.sharding import ShardingMode
+from lightning_pp.split.module_state import preserved_random_state
 from lightning_pp.strategy.averaging import average_own_part, leave_averages_to_strategy
 from lightning_pp.strategy.checkpointing import ActivationCheckpointing, check_activation_checkpointing
 from lightning_pp.strategy.checkpoints import Checkpoints, refuse_plugin
@@ -71,6 +73,10 @@ class PipelineParallelStrategy(MeshStrategy):
         memory_limit_gib: What a rank may hold of microbatches between their F and their W, GiB, for any schedule:
             what autograd keeps, and what weight gradients wait with. Without it ``"auto"`` holds no more than
             ``zb_h2`` would, two microbatches for each rank of the pipeline.
+        device_memory_gib: What a rank may hold altogether, GiB, by the estimate of a dry run: parameters, gradients,
+            optimizer state, activations, and buffers of messages and gathers. Cuts and ``"auto"`` keep to it. What
+            operations, the allocator and CUDA take for themselves is not in it, so leave some of the device out.
+            ``configure_optimizers`` is then called once more, before the cut, to learn what the optimizer keeps.
         exact_search: With ``"auto"`` and a small pipeline, let OR-tools' CP-SAT finish the search.
         units: Names or shell patterns of modules that live whole on one stage; by default discovered.
         split_points: Names of the units that start stages 1, 2, ...; by default the cut with the shortest step, by
@@ -106,8 +112,8 @@ class PipelineParallelStrategy(MeshStrategy):
 
     Raises:
         ConfigurationError: The sizes' product is not the number of devices, the sharding is unknown, the budget is less
-            than one unit, a number is less than 1, a file is for other sizes, or the module or the trainer asks for
-            what a pipeline cannot do.
+            than one unit, a number is less than 1, a file is for other sizes, no cut keeps ``device_memory_gib``, or
+            the module or the trainer asks for what a pipeline cannot do.
         ScheduleError: The schedule is unknown, does not allow ``stages_per_rank``, its file cannot be run, or nothing
             keeps the memory limit.
     """
@@ -123,6 +129,7 @@ class PipelineParallelStrategy(MeshStrategy):
         save_costs: str | PathLike[str] | None = None,
         num_profiled_batches: int = DEFAULT_NUM_PROFILED_BATCHES,
         memory_limit_gib: float | None = None,
+        device_memory_gib: float | None = None,
         exact_search: bool = False,
         units: Sequence[str] | str | None = None,
         split_points: Sequence[str] | None = None,
@@ -170,6 +177,11 @@ class PipelineParallelStrategy(MeshStrategy):
             num_profiled_batches=num_profiled_batches,
             save_costs=save_costs,
         )
+        if device_memory_gib is not None and not (math.isfinite(device_memory_gib) and device_memory_gib > 0):
+            raise ConfigurationError(
+                f"device_memory_gib={device_memory_gib!r} must be a number above 0, or None for no limit."
+            )
+        self._device_memory_gib = device_memory_gib
         self._save_distributed_checkpoint = save_distributed_checkpoint
         self._async_checkpoint = async_checkpoint
         self._meta_init = meta_init
@@ -265,6 +277,7 @@ class PipelineParallelStrategy(MeshStrategy):
             optimizers = self.optimizers if is_fitting else []
             state = PipelineState.of(engine.split, self.device_mesh, optimizers)
         if is_fitting:
+            engine.check_memory(self.optimizers)
             keep_parameters(self.optimizers, list(engine.module.parameters()))
             if not self.sharding.cpu_offload:  # states are made where their parameters are
                 _optimizers_to_device(self.optimizers, self.root_device)
@@ -327,11 +340,23 @@ class PipelineParallelStrategy(MeshStrategy):
                 patterns=self._unit_patterns,
                 cut=self._cut,
                 agree=self.broadcast,
+                device_memory_gib=self._device_memory_gib,
+                optimizer=self._optimizer_beforehand(trainer),
             )
         except BaseException:
             self._engine = None
             raise
         vars(module)["_split_by_pipeline"] = True
+
+    def _optimizer_beforehand(self, trainer: pl.Trainer) -> Optimizer | None:
+        """With a limit of memory the user's optimizer, to ask it for what it keeps; it is not the one that trains."""
+        if self._device_memory_gib is None or trainer.state.fn != TrainerFn.FITTING:
+            return None
+        with preserved_random_state(self.root_device):
+            set_up_one_optimizer(self, trainer)
+        optimizer = self.optimizers[0] if self.optimizers else None
+        self._reset_optimizers_and_schedulers()
+        return optimizer
 
     def model_to_device(self) -> None:
         """Nothing: the engine moves what this rank owns."""

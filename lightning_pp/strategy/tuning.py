@@ -15,6 +15,7 @@ from lightning_pp.split.partition import Partition
 from lightning_pp.split.record import StepRecord
 from lightning_pp.split.unit_costs import UnitCost
 from lightning_pp.strategy.cuts import CutOptions, best_partition, costs_of_other_cuts, measured_unit_costs
+from lightning_pp.strategy.memory_limit import DeviceMemory
 from lightning_pp.strategy.schedule_options import ScheduleOptions
 from lightning_pp.strategy.stage_costs import assumed_speed, estimated_costs
 
@@ -37,6 +38,7 @@ class Layout:
         costs: Given or estimated costs of these stages; ``held_*`` in GiB.
         start: The schedule of the first batches, for as many microbatches as the first batch has.
         reason: Why, for the log; empty where there was nothing to choose.
+        room_gib: What a limit of all memory leaves for activations on each rank; None without one.
     """
 
     placement: Placement
@@ -44,6 +46,7 @@ class Layout:
     costs: StageCosts
     start: Schedule
     reason: str = ""
+    room_gib: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class LayoutRequest:
         num_microbatches: Microbatches of the first batch.
         cut: What the user says of the cuts.
         device_type: Of the device that computes, for estimates.
+        memory: What a rank may hold altogether; None for no limit.
     """
 
     options: ScheduleOptions
@@ -63,6 +67,7 @@ class LayoutRequest:
     num_microbatches: int
     cut: CutOptions
     device_type: str
+    memory: DeviceMemory | None = None
 
     @property
     def fewest_stages(self) -> int:
@@ -153,9 +158,10 @@ def _layout(
     options, num_stages = request.options, placement.num_stages
     partition, units = choose_cuts(record, num_parameters, request, placement)
     costs = costs_of(record, partition, placement, request, units)
+    room = None if request.memory is None else request.memory.room_gib(partition, placement)
     if options.from_file is not None:
         options.from_file.validate(costs=costs, memory_limit=options.memory_limit_gib)
-        return Layout(placement, partition, costs, options.from_file)
+        return Layout(placement, partition, costs, options.from_file, room_gib=room)
     if options.exact_search:
         check_exact_is_practical(num_stages, request.num_microbatches)
     schedule = build_schedule(
@@ -164,28 +170,34 @@ def _layout(
         num_microbatches=request.num_microbatches,
         stages_per_rank=num_stages // request.num_ranks,
         costs=costs,
-        memory_limit=memory_limit_of(options, costs, placement),
+        memory_limit=memory_limit_of(options, costs, placement, room),
         exact=options.exact_search and options.costs is not None,
         placement=placement,
         quick=options.costs is None,
     )
-    return Layout(placement, partition, costs, schedule.validate())
+    return Layout(placement, partition, costs, schedule.validate(), room_gib=room)
 
 
 def memory_limit_of(
-    options: ScheduleOptions, costs: StageCosts, placement: Placement
+    options: ScheduleOptions, costs: StageCosts, placement: Placement, room_gib: Sequence[float] | None = None
 ) -> float | tuple[float, ...] | None:
-    """What each rank may hold, GiB.
+    """What microbatches may hold on each rank, GiB.
 
     ``auto`` without a limit gets the memory of ``zb_h2``, twice that of ``1f1b``: on every rank two microbatches of all
-    its stages for each rank of the pipeline. More would hardly shorten a step, and hold whole batches.
+    its stages for each rank of the pipeline. More would hardly shorten a step, and hold whole batches. It keeps to
+    ``room_gib`` as well; for a schedule with a name the cuts have seen to that.
     """
-    if options.memory_limit_gib is not None or not options.searches:
-        return options.memory_limit_gib
-    held, num_ranks = costs.per_stage(placement.num_stages).held_after_forward, placement.num_ranks
-    return tuple(
-        2 * num_ranks * sum(held[stage] for stage in placement.stages_of_rank(rank)) for rank in range(num_ranks)
-    )
+    limit, num_ranks = options.memory_limit_gib, placement.num_ranks
+    if not options.searches:
+        return limit
+    if limit is None:
+        held = costs.per_stage(placement.num_stages).held_after_forward
+        limits = [2 * num_ranks * sum(held[stage] for stage in placement.stages_of_rank(r)) for r in range(num_ranks)]
+    elif room_gib is None:
+        return limit
+    else:
+        limits = [limit] * num_ranks
+    return tuple(limits) if room_gib is None else tuple(map(min, limits, room_gib))
 
 
 def choose_cuts(
@@ -194,7 +206,17 @@ def choose_cuts(
     """The cuts for one placement, and the measured costs of units that they were made by, in milliseconds, if any."""
     units = measured_unit_costs(record, num_parameters, request.options, request.cut)
     program = request.options.from_file or _usual_program(placement, request)
-    return best_partition(record, num_parameters, placement, request.cut, costs=units, program=program), units
+    partition = best_partition(
+        record,
+        num_parameters,
+        placement,
+        request.cut,
+        costs=units,
+        program=program,
+        memory=request.memory,
+        keeps_order=not request.options.searches,
+    )
+    return partition, units
 
 
 def _usual_program(placement: Placement, request: LayoutRequest) -> Schedule:

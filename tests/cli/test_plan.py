@@ -261,6 +261,26 @@ def test_the_cut_is_the_one_that_training_makes(pool: WorkerPool) -> None:
     assert first == second == dict(plan.shown.cut.split.partition.stage_of_unit)
 
 
+def test_the_strategys_own_limit_moves_cuts_as_in_training(pool: WorkerPool) -> None:
+    from omegaconf import OmegaConf
+
+    # the first block is said to be as slow as four, so that the second rank has more of them than the first
+    skewed = ["strategy.schedule=1f1b", "strategy.unit_weights={blocks.0:4.0}"]
+    only = [*skewed, "schedules=[1f1b]", "show=1f1b"]
+    free, _ = planned(*only)
+    limited = f"strategy.device_memory_gib={0.97 * free.shown.peak_bytes / 2**30}"
+    plan, text = planned(*only, limited)
+    assert plan.shown.fits and plan.shown.peak_bytes <= 0.97 * free.shown.peak_bytes
+    cut = dict(plan.shown.cut.split.partition.stage_of_unit)
+    assert cut != dict(free.shown.cut.split.partition.stage_of_unit)
+    quiet = ["trainer.enable_progress_bar=false", "+trainer.enable_checkpointing=false"]
+    few = ["trainer.max_steps=2", "trainer.default_root_dir=null", "trainer.num_sanity_val_steps=0"]
+    config = plan_config(*skewed, limited, *quiet, *few)
+    container = OmegaConf.to_container(config, resolve=True, enum_to_str=True)
+    assert pool.run(cut_of_training, json.dumps(container), world_size=2, timeout=120) == [cut, cut]
+    assert "over the limit" not in text
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
@@ -277,6 +297,8 @@ def test_the_cut_is_the_one_that_training_makes(pool: WorkerPool) -> None:
         (["trainer.accelerator=gpu", "trainer.devices=auto"], "trainer.devices=NUMBER"),
         (["trainer.devices=12"], "12 stages need at least 12 units"),
         (["device_memory_gib=1e-6", "schedules=[1f1b]"], "device_memory_gib=1e-06 is too small for every schedule"),
+        (["strategy.device_memory_gib=1e-6"], "keeps every rank within device_memory_gib=1e-06 under zb_h1 with 4"),
+        (["strategy.device_memory_gib=0"], "device_memory_gib=0.0 must be a number above 0"),
         (["data.files=[nope.txt]"], "nope.txt: does not exist"),
         (["model.num_heads=5"], "num_heads=5"),
     ],
