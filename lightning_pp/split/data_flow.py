@@ -130,10 +130,14 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """From here on, what glue writes into fake parameters is noted."""
         self._parameters = {fake: name for name, fake in placeholders.named_fakes().items()}
         self._names_of_storages = {storage_of(fake): name for fake, name in self._parameters.items()}
-        for fake, name in self._parameters.items():  # for ``parameter.data``, which has no mark
-            storage = storage_of(fake)
-            if storage is not None:
-                self._sources_of_fakes[storage] = (frozenset({Parameter(name)}), fake.untyped_storage())
+        for fake, name in self._parameters.items():
+            self.know_parameter(fake, name)
+
+    def know_parameter(self, fake: Tensor, name: str) -> None:
+        """Views of ``fake`` without a mark, such as ``parameter.data``, are of the parameter, in any unit."""
+        storage = storage_of(fake)
+        if storage is not None:
+            self._sources_of_fakes[storage] = (frozenset({Parameter(name)}), fake.untyped_storage())
 
     def parameter_updates(self) -> dict[str, frozenset[str]]:
         """Parameters that glue wrote into, and those that it computed their new values from."""

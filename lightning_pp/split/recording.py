@@ -375,6 +375,7 @@ class DryRun:
 
     def _note_computing_fake(self, fake: nn.Parameter, name: str) -> None:
         set_sources(fake, {Parameter(name)})
+        self._flow.know_parameter(fake, name)
         self._flow.watch.note_weight(fake, fake.requires_grad)
 
     def _note_given(self, call: UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
