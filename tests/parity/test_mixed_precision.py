@@ -59,12 +59,14 @@ def rotated(x: Tensor, angles: Tensor) -> Tensor:
 
 
 class Model(L.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, tied: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
         self.head = nn.Linear(WIDTH, VOCABULARY)
+        if tied:
+            self.head.weight = self.embedding.weight
         self.sums: set[torch.dtype] = set()  # of gradients to which more batches are to be added
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -105,7 +107,7 @@ def fitted(
     strategy: dict[str, Any] | None, precision: Any, replicas: int = 1, num_ranks: int = 1, **options: Any
 ) -> dict[str, Any]:
     """Trains; returns weights and what blocks were given."""
-    module = Model()
+    module = Model(options.pop("tied", False))
     arguments = {"plugins": precision} if not isinstance(precision, str) else {"precision": precision}
     trainer = L.Trainer(
         accelerator="cpu",
@@ -222,6 +224,14 @@ def test_bf16_mixed_does_not_depend_on_the_layout(pool: WorkerPool) -> None:
     one = whole(pool.run(fitted, layout(1), "bf16-mixed", world_size=1))
     two = whole(pool.run(fitted, layout(2), "bf16-mixed", 1, 2, world_size=2))
     assert largest_difference(two, one) == 0
+
+
+def test_bf16_mixed_with_tied_embeddings_does_not_depend_on_the_layout(pool: WorkerPool) -> None:
+    """Both units cast the one parameter; its gradients are summed in float32, in another order."""
+    one = whole(pool.run(fitted, layout(1), "bf16-mixed", world_size=1, tied=True))
+    two = pool.run(fitted, layout(2), "bf16-mixed", 1, 2, world_size=2, tied=True)
+    assert "embedding.weight" in two[0]["weights"] and "embedding.weight" in two[1]["weights"]
+    assert largest_difference(whole(two), one) < 2e-3
 
 
 def test_bf16_mixed_is_close_to_one_device(pool: WorkerPool) -> None:
