@@ -29,6 +29,7 @@ from lightning_pp.split.weight_updates import RepeatedUpdates
 from lightning_pp.strategy.assembly import SplitModel, assign_stages, record_model
 from lightning_pp.strategy.attributes import StepAttributes, kept_by_step
 from lightning_pp.strategy.checkpointing import ActivationCheckpointing
+from lightning_pp.strategy.compiled_backward import CompiledBackward
 from lightning_pp.strategy.connection import Connection
 from lightning_pp.strategy.control import ControlGroups
 from lightning_pp.strategy.cuts import CutOptions
@@ -134,6 +135,7 @@ class PipelineEngine:
         self._compile_options = compile_options
         self._activation_checkpointing = activation_checkpointing
         self._compiled_units: CompiledUnits | None = None
+        self._compiled_backward: CompiledBackward | None = None
         self._device_memory: DeviceMemory | None = None
         self._connection = Connection(mesh, sizes, device, timeout)
         self.results = BatchResults(module)
@@ -231,6 +233,7 @@ class PipelineEngine:
         self._programs.sharding = self.gradients.sharding
         if self._compile_options is not None:
             self._compiled_units = CompiledUnits(self.split.units_of(self.rank), self._compile_options)
+            self._compiled_backward = CompiledBackward(self.groups)
         self._make_executor()
         self._connection.align_generators()
 
@@ -285,6 +288,8 @@ class PipelineEngine:
         if failed:
             self._failed = True  # drops this rank's part of the step
             self._programs.start_over()
+            if self._compiled_backward is not None:
+                self._compiled_backward.start_over()
             if self.device.type == "cpu":
                 self._make_executor()
             self._connection.align_generators()
@@ -308,6 +313,8 @@ class PipelineEngine:
         if self._failed:
             self.gradients.abandon()
             self._failed = False
+        if self._compiled_backward is not None:
+            self._compiled_backward.tell()
         most = self.gradients.most_microbatches(len(microbatches), reduce=reduce)
         schedule = self.gradients.begin(self._programs.training(most), len(microbatches), reduce=reduce)
         output = self._run("training_step", microbatches, rest, kwargs, schedule, loss_of, accumulate)
@@ -407,6 +414,8 @@ class PipelineEngine:
         if training:
             self.last_training_step = (schedule, timer)
             self._programs.note(timer, microbatches, plans)
+            if self._compiled_backward is not None:
+                self._compiled_backward.note(schedule, timer)
             self.last_num_samples = sum(num_samples)
         weights = [microbatch.weight for microbatch in microbatches]
 

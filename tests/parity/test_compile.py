@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import logging
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from lightning_utilities.core import rank_zero
 from parity_run import Layout, Outcome, Settings, differences, make_module, merged, reference, train
 from pool import WorkerPool
 
@@ -69,6 +72,51 @@ def what_is_left(layout: Layout) -> list[str]:
 
 def test_units_are_as_before_after_a_run(pool: WorkerPool) -> None:
     assert pool.run(what_is_left, Layout("1f1b", 2, 1, 2), world_size=2, timeout=120) == [[], []]
+
+
+def told(layout: Layout, compiled: bool) -> list[str]:
+    """In a worker: what the log says of compiled units in a training of six batches."""
+    torch._dynamo.reset()
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    options = {"compile": {"backend": "aot_eager"}} if compiled else {}
+    rank_zero.log.addHandler(handler)
+    try:
+        train(replace(SETTINGS, model="residual_mlp", max_epochs=2), layout.strategy(**options), layout.world_size)
+    finally:
+        rank_zero.log.removeHandler(handler)
+    return [line for line in lines if line.startswith("compile:")]
+
+
+@pytest.mark.parametrize(
+    ("layout", "compiled", "stages"),
+    [
+        (Layout("zb_h1", 2, 1, 4), True, "1"),  # stage 0 has nothing but B in both
+        pytest.param(Layout("zb_v", 2, 1, 4), True, "1, 2, 3", marks=pytest.mark.nightly),
+        pytest.param(Layout("1f1b", 2, 1, 4), True, None, marks=pytest.mark.nightly),
+        (Layout("zb_h1", 2, 1, 4), False, None),
+    ],
+    ids=str,
+)
+def test_what_is_left_for_w_is_measured_and_told(
+    pool: WorkerPool, layout: Layout, compiled: bool, stages: str | None
+) -> None:
+    first, *others = pool.run(told, layout, compiled, world_size=2, timeout=200)
+    assert others == [[]], "only one rank tells"
+    if stages is None:
+        assert first == []
+        return
+    pattern = (
+        rf"Measured per microbatch on stages {stages}: I ([\d.e+-]+) to [\d.e+-]+ ms, W [\d.e+-]+ to ([\d.e+-]+) ms\. "
+        r"So W is ([\d.]+) % of the backward"
+    )
+    assert len(first) == 1
+    found = re.search(pattern, first[0])
+    assert found is not None, first[0]
+    least_input, most_weight, share = map(float, found.groups())
+    # every product with a weight is in a compiled unit, so W is the cost of an action with nothing to do
+    assert most_weight < least_input and share < 30
 
 
 @pytest.mark.parametrize(
