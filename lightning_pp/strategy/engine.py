@@ -36,6 +36,7 @@ from lightning_pp.strategy.cuts import CutOptions
 from lightning_pp.strategy.data import check_same_batch, fingerprint
 from lightning_pp.strategy.dry_steps import first_arguments, recorded_step
 from lightning_pp.strategy.global_means import GlobalMeans
+from lightning_pp.strategy.gradient_norms import GradientNorms
 from lightning_pp.strategy.gradients import StageGradients
 from lightning_pp.strategy.logs import StepLogs, replay
 from lightning_pp.strategy.memory_limit import DeviceMemory
@@ -253,7 +254,9 @@ class PipelineEngine:
         """Takes over metrics and units for a run of the trainer; every rank has to call it."""
         self._trainer = trainer
         self._recover()
-        self._attached.enter_context(self._update_hooks.attached())
+        self._attached.enter_context(self._update_hooks.attached(self.groups))
+        norms = GradientNorms(self.module, self.split.placeholders, self.groups)
+        self._attached.enter_context(norms.in_place_of_lightnings())
         self.metrics.attach()
         if self._compiled_units is not None:
             self._compiled_units.attach()

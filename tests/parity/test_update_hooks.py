@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from typing import Any
 
+import lightning.pytorch as L
 import pytest
 import torch
 import torch.nn.functional as F
-from feature_parts import Classifier, Data, assert_equal_trees, make, make_trainer
+from feature_parts import Classifier, Data, assert_equal_trees, make, make_trainer, plain
+from lightning.pytorch.utilities import grad_norm
 from parity_run import Layout, whole_weights
 from pool import WorkerPool
 from torch import Tensor, nn
@@ -143,6 +146,92 @@ HOOKS = {
         FollowsAnotherUnit,
     )
 }
+
+
+class LogsNorms(Classifier):
+    """Lightning's own way to watch gradients: of the whole module, and of a part that lies on two stages."""
+
+    def __init__(self, lr: float = 0.3) -> None:
+        super().__init__(lr)
+        self.twin = nn.Linear(10, 10)
+        self.twin.weight = self.layers[2].weight
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        h = self.layers[:6](batch[0])
+        loss = F.cross_entropy(self.layers[6](torch.tanh(self.twin(h))), batch[1])
+        self.log("train_loss", loss)
+        return loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[6](torch.tanh(self.twin(self.layers[:6](x))))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self, norm_type=2))
+        self.log("part", L.utilities.grad_norm(self.layers[2:5], "inf")["grad_inf_norm_total"])
+        self.log("block", L.utilities.grad_norm(self.layers, 1)["grad_1.0_norm_total"])
+
+
+class WatchesNorms(L.Callback):
+    """Has what was logged after every batch."""
+
+    def __init__(self) -> None:
+        self.logged: list[Any] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        self.logged.append(plain(dict(trainer.callback_metrics)))
+
+
+def watch_norms(layout: Layout | None, sharding: Any = "replicate") -> Any:
+    strategy = {} if layout is None else {"strategy": layout.strategy(sharding=sharding)}
+    watches = WatchesNorms()
+    make_trainer(layout, callbacks=[watches], gradient_clip_val=0.1, **strategy).fit(make(LogsNorms), Data(24))
+    return watches.logged
+
+
+@pytest.mark.parametrize("sharding", ["replicate", "full_shard"])
+def test_grad_norm_is_that_of_one_device_on_every_rank(pool: WorkerPool, sharding: str) -> None:
+    expected = watch_norms(None)
+    assert {"grad_2.0_norm_total", "grad_2.0_norm/layers.6.bias", "part", "block"} <= expected[0].keys()
+    assert "grad_2.0_norm/twin.weight" not in expected[0], "a tied weight goes by its first name"
+    for found in pool.run(watch_norms, LAYOUT, sharding, world_size=4, timeout=120):
+        mine = [{key: value for key, value in logged.items() if "loss" not in key} for logged in found]
+        theirs = [{key: value for key, value in logged.items() if "loss" not in key} for logged in expected]
+        assert_equal_trees(mine, theirs, tolerance=1e-6)  # the total is float32 in Lightning
+    assert grad_norm.__module__ == "lightning.pytorch.utilities.grads" and grad_norm is L.utilities.grad_norm
+
+
+class LogsSizes(Classifier):
+    """Logs what is of its own stage only, beside what every stage has."""
+
+    def on_after_backward(self) -> None:
+        self.log("batches", float(self.trainer.global_step))
+        self.log("size", sum(float(p.square().sum()) for p in self.parameters()))
+
+
+class LogsSteps(Classifier):
+    """Logs what every stage has."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.log("steps", float(self.trainer.global_step))
+
+
+def warnings_of(kind: type[Classifier], layout: Layout) -> list[str]:
+    """In a worker: what is warned of in a training."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(kind, layout)
+    return [str(warning.message) for warning in caught if "is not the same on all stages" in str(warning.message)]
+
+
+def test_a_hook_that_logs_other_values_on_other_stages_is_told_of_once(pool: WorkerPool) -> None:
+    layout = Layout("1f1b", 2, 1, 2)
+    first, second = pool.run(warnings_of, LogsSizes, layout, world_size=2, timeout=60)
+    assert second == [] and len(first) == 1
+    assert re.search(
+        r"self\.log\('size', \.\.\.\) in on_after_backward is not the same .*: [\d.]+, [\d.]+ on", first[0]
+    )
+    assert pool.run(warnings_of, LogsSteps, layout, world_size=2, timeout=60) == [[], []]
+    assert pool.run(warnings_of, LogsNorms, layout, world_size=2, timeout=60) == [[], []]
 
 
 def train(kind: type[Classifier], layout: Layout | None = None, sharding: Any = "replicate") -> Any:
