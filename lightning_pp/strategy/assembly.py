@@ -14,11 +14,11 @@ from lightning_pp.runtime.recomputation import Recomputation
 from lightning_pp.schedule import Placement
 from lightning_pp.split.dry_run import DryRun
 from lightning_pp.split.materialize import materialize_buffers
-from lightning_pp.split.memory import ParameterSize, parameter_sizes
 from lightning_pp.split.partition import Partition, partition_units
 from lightning_pp.split.placeholders import Placeholders
 from lightning_pp.split.plan import build_plan, direct_parameters
 from lightning_pp.split.record import StepRecord
+from lightning_pp.split.state_memory import ParameterSize, parameter_sizes
 from lightning_pp.split.units import discover_units, is_block_list, refine_unit
 from lightning_pp.split.weight_updates import Updates
 from lightning_pp.strategy.checkpointing import ActivationCheckpointing, policy_of, recomputation_of

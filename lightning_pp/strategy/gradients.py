@@ -20,7 +20,7 @@ from lightning_pp.sharding.clip import clip_by_norm_, clip_by_value_
 from lightning_pp.sharding.fsdp import ShardedUnits
 from lightning_pp.sharding.replicated import ReplicatedGradients
 from lightning_pp.sharding.shared import SharedParameters
-from lightning_pp.split.memory import StepDtypes
+from lightning_pp.split.state_memory import StepDtypes
 from lightning_pp.strategy.assembly import SplitModel
 from lightning_pp.strategy.control import ControlGroups
 from lightning_pp.strategy.meshes import sharding_mesh

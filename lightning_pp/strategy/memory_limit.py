@@ -38,9 +38,19 @@ class Need:
     activations_bytes: float
 
     @property
+    def running_bytes(self) -> float:
+        """What there is while microbatches run, besides the state."""
+        return self.activations_bytes + self.memory.recomputed_bytes + self.memory.edge_buffers_bytes
+
+    @property
+    def reducing_bytes(self) -> float:
+        """What there is while gradients are reduced, besides the state."""
+        return self.memory.state.reduced_gradients_bytes + self.memory.reduction_bytes
+
+    @property
     def peak_bytes(self) -> float:
-        """All together, the reduction of gradients included."""
-        return replace(self.memory, activations_bytes=round(self.activations_bytes)).peak_bytes
+        """All together, at the worst of the two times."""
+        return self.memory.state.total_bytes + max(self.running_bytes, self.reducing_bytes)
 
 
 class DeviceMemory:
@@ -226,14 +236,11 @@ class DeviceMemory:
             "gradients": state.gradients_bytes,
             "optimizer state": state.optimizer_state_bytes,
         }
-        running: dict[str, float] = {
-            "activations": need.activations_bytes + need.memory.recomputed_bytes,
-            "messages": need.memory.edge_buffers_bytes,
-        }
-        reducing: dict[str, float] = {
-            "the reduction of gradients": state.reduced_gradients_bytes + need.memory.reduction_bytes
-        }
-        parts |= running if sum(running.values()) > sum(reducing.values()) else reducing
+        if need.running_bytes >= need.reducing_bytes:
+            parts["activations"] = need.activations_bytes + need.memory.recomputed_bytes
+            parts["messages"] = need.memory.edge_buffers_bytes
+        else:
+            parts["the reduction of gradients"] = need.reducing_bytes
         text = ", ".join(f"{_gib(num_bytes)} of {part}" for part, num_bytes in parts.items() if num_bytes)
         lone = None if units is None else self._lone_unit(units)
         ways = self._ways_out(
@@ -261,8 +268,10 @@ class DeviceMemory:
             ways.append("sharding over more data-parallel ranks")
         if not self.model.cpu_offload:
             ways.append("cpu_offload=True")
-        if need.activations_bytes:
-            if not self._recording.record.recomputed_units:
+        if need.activations_bytes and need.running_bytes >= need.reducing_bytes:
+            record = self._recording.record
+            by_model = any(call.region is not None or call.num_regions_inside for call in record.calls)
+            if not record.recomputed_units and not by_model:
                 ways.append("activation_checkpointing=True")
             ways.append("smaller microbatches (a larger num_microbatches, or fewer samples in a batch)")
             if schedule is not None:

@@ -12,15 +12,10 @@ from torch.optim import Optimizer
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.schedule import Placement, Schedule
 from lightning_pp.schedule.sharding import ShardingMode
-from lightning_pp.split.memory import (
-    MemoryEstimate,
-    ParameterSize,
-    StepDtypes,
-    estimate_memory,
-    optimizer_bytes_per_parameter,
-)
+from lightning_pp.split.memory import MemoryEstimate, estimate_memory
 from lightning_pp.split.partition import Partition
 from lightning_pp.split.record import StepRecord
+from lightning_pp.split.state_memory import ParameterSize, StepDtypes, optimizer_bytes_per_parameter
 from lightning_pp.strategy.stage_sharding import ShardingSettings
 
 # AdamW's two states in float32: what is assumed of an optimizer that cannot be asked

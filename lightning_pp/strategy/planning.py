@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from lightning_pp.schedule import Placement
 from lightning_pp.split.dry_run import DryRun
-from lightning_pp.split.memory import StepDtypes
 from lightning_pp.split.microbatch import batch_size_of, split_batch
+from lightning_pp.split.state_memory import StepDtypes
 from lightning_pp.split.without_memory import parameters_without_memory
 from lightning_pp.strategy.assembly import RecordedModel, SplitModel, assign_stages, record_model
 from lightning_pp.strategy.checkpointing import ActivationCheckpointing

@@ -16,7 +16,7 @@ from lightning.pytorch.plugins.precision import (
 
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.sharding.scaler import AgreeingGradScaler
-from lightning_pp.split.memory import StepDtypes
+from lightning_pp.split.state_memory import StepDtypes
 
 _SUPPORTED = "32-true, 64-true, bf16-true, bf16-mixed, and 16-mixed on CUDA"
 _REFUSED: dict[type[Precision], str] = {

@@ -16,7 +16,7 @@ from lightning_pp.errors import ConfigurationError
 from lightning_pp.schedule import Schedule, ShardedProgram, Sharding, insert_sharding
 from lightning_pp.schedule.sharding import SHARDING_MODES, ShardingMode
 from lightning_pp.sharding import ReplicatedUnits, ShardedStages, ShardedUnits
-from lightning_pp.split.memory import StepDtypes
+from lightning_pp.split.state_memory import StepDtypes
 from lightning_pp.strategy.assembly import SplitModel
 from lightning_pp.strategy.control import ControlGroups
 from lightning_pp.strategy.meshes import replicating

@@ -17,14 +17,9 @@ from zoo_parts import doubled
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.runtime.randomness import StepRandomness
 from lightning_pp.schedule import Placement, build_schedule
-from lightning_pp.split.memory import (
-    MemoryEstimate,
-    ParameterSize,
-    StepDtypes,
-    estimate_memory,
-    optimizer_bytes_per_parameter,
-)
+from lightning_pp.split.memory import MemoryEstimate, estimate_memory
 from lightning_pp.split.record import Value
+from lightning_pp.split.state_memory import ParameterSize, StepDtypes, optimizer_bytes_per_parameter
 
 NUM_STAGES = 3
 ARCHITECTURES = [

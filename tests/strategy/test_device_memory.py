@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pp import PipelineParallelStrategy
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.split.memory import StepDtypes
+from lightning_pp.split.state_memory import StepDtypes
 from lightning_pp.strategy.assembly import RecordedModel, record_model
 from lightning_pp.strategy.cuts import CutOptions
 from lightning_pp.strategy.memory_limit import DeviceMemory
