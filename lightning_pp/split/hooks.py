@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+
+from torch import nn
+
+from lightning_pp.split.record import HookPlace
 
 
 def hooks_of_users(hooks: Mapping[int, Any]) -> dict[int, Any]:
@@ -44,3 +48,39 @@ def with_replaced_hooks(replaced: Sequence[tuple[dict[int, Any], Mapping[int, An
     finally:
         for hooks, before in originals:
             hooks.update({key: hook for key, hook in before.items() if key in hooks})
+
+
+@contextmanager
+def watched_hooks(unit: nn.Module, on_hook: Callable[..., Any]) -> Iterator[None]:
+    """Within, the user's forward hooks inside ``unit`` go to ``on_hook(place, hook, *what the hook is given)``.
+
+    The hooks of the unit itself are code between units and not inside.
+    """
+    counts: dict[tuple[str, int, bool], int] = {}
+
+    def route(name: str, number: int, before: bool, hook: Any, *given: Any) -> Any:
+        count = counts[name, number, before] = counts.get((name, number, before), -1) + 1
+        return on_hook(HookPlace(name, number, before, count), hook, *given)
+
+    def replacements(name: str, hooks: Mapping[int, Any], before: bool) -> dict[int, Any]:
+        return {
+            key: partial(route, name, number, before, hook)
+            for number, (key, hook) in enumerate(hooks_of_users(hooks).items())
+        }
+
+    replaced = []
+    for name, child in unit.named_modules():
+        if not name:
+            continue
+        for hooks, before in ((child._forward_pre_hooks, True), (child._forward_hooks, False)):
+            if hooks:
+                replaced.append((hooks, replacements(name, hooks, before)))
+    with with_replaced_hooks(replaced):
+        yield
+
+
+def hook_at(unit: nn.Module, place: HookPlace) -> Any:
+    """The user's hook at ``place``; None if it is gone."""
+    module = unit.get_submodule(place.module)
+    hooks = list(hooks_of_users(module._forward_pre_hooks if place.before else module._forward_hooks).values())
+    return hooks[place.number] if place.number < len(hooks) else None

@@ -14,7 +14,7 @@ from lightning_pp.errors import SplitError
 from lightning_pp.split.checkpointed_regions import never_run_again
 from lightning_pp.split.compute_dtype import cast_activations
 from lightning_pp.split.data_flow import DataFlow
-from lightning_pp.split.doors import ChangingHookError, DoorWatch
+from lightning_pp.split.door_watch import ChangingHookError, DoorWatch
 from lightning_pp.split.gradient_flow import gradient_sources
 from lightning_pp.split.made_up_data import AsFake, MadeUpData
 from lightning_pp.split.memory_watch import GraphReader, MemoryWatch
