@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from lightning_pp.schedule import Action, ActionKind, Schedule
 from lightning_pp.split.plan import StepPlan
@@ -39,11 +40,13 @@ class Stop:
         action: The action.
         arrivals: The messages that it waits for.
         departures: The messages that it sends.
+        posts: The messages of other ranks to post receives for before it waits: its own, and some of those that follow.
     """
 
     action: Action
     arrivals: tuple[Message, ...]
     departures: tuple[Message, ...]
+    posts: tuple[Message, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -53,14 +56,20 @@ class Route:
     Attributes:
         incoming: For each other pipeline rank, its messages to this one in the order in which it sends them. Backends
             that match by order (NCCL) need receives posted in just that order.
+        first_posts: The messages to post receives for when the step begins.
         stops: This rank's actions.
         receipts: Tag of each incoming message to the number of messages that its sender is known to have received
             from this rank, in the order in which this rank sends them, once the message is here.
     """
 
     incoming: dict[int, tuple[Message, ...]]
+    first_posts: tuple[Message, ...]
     stops: tuple[Stop, ...]
     receipts: dict[int, int]
+
+
+# how many messages beyond those that it has come to a rank has posted a receive for, on each channel
+_RECEIVES_AHEAD = 2
 
 
 def plan_route(schedule: Schedule, plans: Sequence[StepPlan], rank: int) -> Route:
@@ -106,4 +115,40 @@ def plan_route(schedule: Schedule, plans: Sequence[StepPlan], rank: int) -> Rout
                     receipts[message.tag] = num_known
         if ordered:
             incoming[other] = tuple(ordered)
-    return Route(incoming, stops, receipts)
+    first_posts, stops = _with_posts(stops, incoming)
+    return Route(incoming, first_posts, stops, receipts)
+
+
+def _with_posts(
+    stops: tuple[Stop, ...], incoming: Mapping[int, Sequence[Message]]
+) -> tuple[tuple[Message, ...], tuple[Stop, ...]]:
+    """When the receive for each message is posted: ahead of need, in the order in which its sender sends."""
+    waiting = {sender: deque(messages) for sender, messages in incoming.items()}
+    posted: dict[int, set[int]] = {sender: set() for sender in incoming}
+    posts: list[Message] = []
+
+    def post(sender: int) -> None:
+        message = waiting[sender].popleft()
+        posted[sender].add(message.tag)
+        posts.append(message)
+
+    def post_ahead(sender: int) -> None:
+        while len(posted[sender]) < _RECEIVES_AHEAD and waiting[sender]:
+            post(sender)
+
+    for sender in incoming:
+        post_ahead(sender)
+    first_posts = tuple(posts)
+    planned = []
+    for stop in stops:
+        posts.clear()
+        for message in stop.arrivals:
+            sender = message.sender
+            if sender not in incoming:  # this rank itself
+                continue
+            while message.tag not in posted[sender]:
+                post(sender)
+            posted[sender].remove(message.tag)
+            post_ahead(sender)
+        planned.append(replace(stop, posts=tuple(posts)))
+    return first_posts, tuple(planned)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -16,8 +15,6 @@ from lightning_pp.runtime.route import Message, Route, Stop
 from lightning_pp.runtime.sends import Send, Sends
 from lightning_pp.split.record import Value
 
-# how many messages beyond the next one a rank has posted a receive for, on each channel
-_RECEIVES_AHEAD = 2
 _TAG_RANGE = 1 << 30
 _TAGS_PER_STEP = 1 << 19
 
@@ -56,8 +53,6 @@ class Transport:
         self._first_tag = 0
         self._step = 0
         self._receipts: Mapping[int, int] = {}
-        self._waiting: dict[int, deque[Message]] = {}
-        self._num_posted: dict[int, int] = {}
         self._posted: dict[int, tuple[Any, Tensor]] = {}
         self._handed_over: dict[int, Tensor] = {}
         self._sends = Sends(works_tell=not self._matches_by_tag)
@@ -81,25 +76,20 @@ class Transport:
         self._first_tag = self._step * _TAGS_PER_STEP
         self._to, self._from = {}, {}  # the default group may be another one in another run
         self._receipts = route.receipts
-        self._waiting = {sender: deque(messages) for sender, messages in route.incoming.items()}
-        self._num_posted = dict.fromkeys(self._waiting, 0)
-        for sender in self._waiting:
-            self._post_ahead(sender)
+        for message in route.first_posts:
+            self._post(message)
 
     def receive(self, stop: Stop) -> list[tuple[Value, Tensor]]:
         """Waits for everything that the action needs."""
+        for message in stop.posts:
+            self._post(message)
         received = []
         for message in stop.arrivals:
             sender, tag = message.sender, message.tag
             if sender == self._rank:
                 received.append((message.value, self._handed_over.pop(tag)))
                 continue
-            while tag not in self._posted:
-                self._post(sender)
             work, tensor = self._posted.pop(tag)
-            self._num_posted[sender] -= 1
-            if self._waiting[sender]:
-                self._post_ahead(sender)
             if work is not None:
                 self._wait(work, message, stop)
                 # one that is empty is not sent, and proves nothing
@@ -153,16 +143,11 @@ class Transport:
         What is still under way keeps its memory: the other side may complete it yet, or never.
         """
         self._abandoned += [*self._posted.values(), *self._sends.abandon()]
-        self._waiting.clear()
         self._posted.clear()
         self._handed_over.clear()
 
-    def _post_ahead(self, sender: int) -> None:
-        while self._num_posted[sender] < _RECEIVES_AHEAD and self._waiting[sender]:
-            self._post(sender)
-
-    def _post(self, sender: int) -> None:
-        message = self._waiting[sender].popleft()
+    def _post(self, message: Message) -> None:
+        sender = message.sender
         tensor = torch.empty(message.spec.shape, dtype=message.spec.dtype, device=self._device)
         work = None
         if tensor.numel() > 0:
@@ -172,7 +157,6 @@ class Transport:
             memory = torch.view_as_real(tensor) if tensor.is_complex() else tensor
             work = channel[0].recv([memory], channel[1], self._tag(message.tag))
         self._posted[message.tag] = (work, tensor)
-        self._num_posted[sender] += 1
 
     def _channel(self, source: int, target: int) -> tuple[dist.ProcessGroup, int]:
         """The group that messages from ``source`` to ``target`` go through, and the other side's rank in it.

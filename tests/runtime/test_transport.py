@@ -66,6 +66,12 @@ def test_senders_and_receivers_agree(schedule: Schedule) -> None:
                 if message.receiver == receiver != sender
             ]
             assert list(routes[receiver].incoming.get(sender, ())) == leaving
+        posted = list(routes[receiver].first_posts)
+        for stop in routes[receiver].stops:
+            posted += stop.posts
+            assert {message for message in stop.arrivals if message.sender != receiver} <= set(posted)
+        for sender, messages in routes[receiver].incoming.items():
+            assert [message for message in posted if message.sender == sender] == list(messages)
 
 
 def run_step(step_twice: bool) -> list[float]:
