@@ -14,6 +14,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from lightning_pp.runtime.randomness import StepRandomness
 from lightning_pp.runtime.stage import StageRunner
 from lightning_pp.schedule import Placement
+from lightning_pp.split.interception import UnitCalls
 from lightning_pp.split.placeholders import Placeholders
 from lightning_pp.strategy.assembly import SplitModel, split_model
 from lightning_pp.strategy.plans import signature_of
@@ -135,7 +137,9 @@ def overhead_of_stages(make: Callable[[int, int], L.LightningModule], args: argp
     wires: dict[Any, Tensor] = {}
     for stage in range(args.stages):
         part = part_of(split, make(args.blocks, args.dim), stage)
-        runner = StageRunner(stage, {name: part.get_submodule(name) for name in split.units})
+        units = {name: part.get_submodule(name) for name in split.units}
+        unit_calls = UnitCalls(units)
+        runner = StageRunner(stage, units, unit_calls)
         received = {edge.value: wires[edge.value] for edge in plan.stages[stage].receives}
 
         def forward(runner: StageRunner = runner, part: Any = part, received: dict[Any, Tensor] = received) -> Any:
@@ -148,7 +152,9 @@ def overhead_of_stages(make: Callable[[int, int], L.LightningModule], args: argp
                 splits_backward=False,
             )
 
-        kept, _ = forward()
+        with unit_calls.installed():  # as the executor does it, once for all microbatches of a step
+            kept, _ = forward()
+            whole = median_ms(forward, args.runs)
         wires.update({value: tensor.detach() for value, tensor in kept.outputs.items()})
         own_units = [name for name in split.partition.units_of_stage(stage) if name in calls]
 
@@ -157,8 +163,43 @@ def overhead_of_stages(make: Callable[[int, int], L.LightningModule], args: argp
                 given, named = calls[name]
                 split.units[name](*given, **named)
 
-        overheads.append(median_ms(forward, args.runs) - median_ms(blocks, args.runs))
+        overheads.append(whole - median_ms(blocks, args.runs))
     return overheads
+
+
+class _StepEndedError(Exception):
+    """Ends a step."""
+
+
+def own_code(make: Callable[[int, int], L.LightningModule], args: argparse.Namespace) -> float:
+    """What the model's own code up to its last unit takes on one device, units left out, in milliseconds."""
+    module = make(args.blocks, args.dim)
+    batch = torch.randint(0, 256, (args.batch, 32))
+    split = cut(module, batch, args.stages)
+    module = make(args.blocks, args.dim)
+    units = {name: module.get_submodule(name) for name in split.units}
+    outputs: dict[str, Any] = {}
+    hooks = [
+        unit.register_forward_hook(lambda _, given, output, name=name: outputs.update({name: output}))  # type: ignore[misc]
+        for name, unit in units.items()
+    ]
+    module.training_step(batch)
+    for hook in hooks:
+        hook.remove()
+    last = list(outputs)[-1]
+    for name, output in outputs.items():
+        vars(units[name])["_compiled_call_impl"] = lambda *_, output=output, **__: output
+
+    def end_step(*_: Any, **__: Any) -> None:
+        raise _StepEndedError
+
+    vars(units[last])["_compiled_call_impl"] = end_step
+
+    def forward() -> None:
+        with suppress(_StepEndedError):
+            module.training_step(batch)
+
+    return median_ms(forward, args.runs)
 
 
 def part_of(split: SplitModel, module: L.LightningModule, stage: int) -> L.LightningModule:
@@ -198,11 +239,15 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     print(f"{args.blocks} blocks, {args.stages} stages, torch {torch.__version__}\n")
-    print("| model | CPU time of a forward action beyond its own blocks, ms: median over stages | worst stage |")
-    print("|---|---|---|")
+    print(
+        "| model | CPU time of a forward action beyond its own blocks, ms: median over stages | worst stage "
+        "| of it the model's own code between blocks, as on one device |"
+    )
+    print("|---|---|---|---|")
     for name, make in (("hand-written GPT", PlainGPT), ("GPT-2 (transformers)", gpt2), ("Llama (transformers)", llama)):
         overheads = overhead_of_stages(make, args)
-        print(f"| {name} | {statistics.median(overheads):.2f} | {max(overheads):.2f} |", flush=True)
+        own = own_code(make, args)
+        print(f"| {name} | {statistics.median(overheads):.2f} | {max(overheads):.2f} | {own:.2f} |", flush=True)
     seconds, num_parameters = seven_billion()
     print(f"\nLlama, {num_parameters / 1e9:.2f} billion parameters on meta: recorded and cut in {seconds:.1f} s")
 
