@@ -18,6 +18,7 @@ of a mapped file belong to the system's cache.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import os
@@ -31,6 +32,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+PARTS = ("plan", "meta", "load")
 NUM_PROCESSES = 4
 LLAMA_7B = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008}
 LLAMA_REAL = {"hidden_size": 768, "num_hidden_layers": 44, "num_attention_heads": 8, "intermediate_size": 2048}
@@ -249,7 +251,9 @@ def main() -> None:
         figure = plan() if what == "plan" else in_real_memory(LAYOUTS[int(arguments[0])], *arguments[1:])
         print(json.dumps(figure))
         return
-    for what in sys.argv[1:] or ["plan", "meta", "load"]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=PARTS, help="all of them by default")
+    for what in parser.parse_args().parts or PARTS:
         if what == "plan":
             report(what, launch(what))
             continue

@@ -67,6 +67,11 @@ def _open(path: Path, weights_only: bool | None) -> tuple[Mapping[str, Any], Nam
         if any(path.glob("*.safetensors")):
             return map_folder(path), None
         folder.check_finished(path)
+    if not path.exists():
+        raise CheckpointError(
+            f"The weights to start from, {path}, do not exist (looked from {Path.cwd()}). They are read from a path of "
+            "this machine: a model of a hub has to be downloaded first"
+        )
     if path.suffix == ".safetensors" and path.is_file():
         return map_safetensors(path), None
     content = read_file(path, weights_only, mmap=True)

@@ -11,6 +11,7 @@ One run, in order::
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """Entry point of the command."""
+    sys.path.insert(0, os.getcwd())  # modules in the user's own folder are found, as with `python -m`
     sys.argv[1:] = launch.arguments_of_this_rank(sys.argv[1:])
     with rank_zero_first() as speak_freely:
 
@@ -75,8 +77,7 @@ def _refuse_self_launched_sweep(config: DictConfig) -> None:
     if num_processes == 1:
         return
     raise UserError(
-        f"--multirun cannot start {num_processes} processes by itself: each of them would start the whole sweep "
-        "again.\n"
-        f"Start them with torchrun:\n"
+        f"--multirun cannot start {num_processes} processes by itself: each would start the whole sweep again.\n"
+        "Start them with torchrun:\n"
         f"  {launch.torchrun_command(num_processes, sys.argv[1:])}"
     )

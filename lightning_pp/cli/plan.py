@@ -50,9 +50,9 @@ def main() -> None:
 
 
 def _names_a_class(arguments: Sequence[str]) -> bool:
-    """Whether what follows ``--check`` is a class (``package.module:Class``), and not an override or nothing."""
+    """Whether what follows ``--check`` is meant as a class (``package.module:Class``), not an override or nothing."""
     following = arguments[list(arguments).index("--check") + 1 :]
-    return bool(following) and ":" in following[0] and "=" not in following[0] and not following[0].startswith("-")
+    return bool(following) and "=" not in following[0] and not following[0].startswith(("-", "~"))
 
 
 def check_class(arguments: Sequence[str]) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
+import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from lightning.pytorch.loggers import Logger, WandbLogger
@@ -35,9 +36,10 @@ class Run:
 
         Raises:
             InstantiationException: Something the config names cannot be built; its cause says why.
-            UserError: ``ckpt_path`` names nothing.
+            UserError: ``ckpt_path`` names nothing, or the trainer wants a GPU where there is none.
         """
         _check_checkpoint_path(config.ckpt_path)
+        _check_gpu(config.trainer.get("accelerator"))
         _let_hydra_print()
         L.seed_everything(config.seed, workers=True, verbose=False)
         data = instantiate(config.data, _convert_="all")
@@ -86,6 +88,18 @@ def _check_checkpoint_path(path: str | None) -> None:
     if path is None or path in ("best", "last", "hpc") or ":" in path or Path(path).exists():
         return
     raise UserError(f"ckpt_path={path} does not exist (looked from {Path.cwd()})")
+
+
+def _check_gpu(accelerator: str | None) -> None:
+    """Say what to do without a GPU before anything is built; Lightning says only that there is none."""
+    if accelerator not in ("gpu", "cuda") or torch.cuda.is_available() or torch.backends.mps.is_available():
+        return
+    why = "finds none" if torch.version.cuda or torch.version.hip else "is built for CPUs"
+    raise UserError(
+        f"trainer.accelerator={accelerator} needs a GPU, and torch {torch.__version__} {why} here. Run it where there "
+        "is one, or on processes of the CPU: trainer=cpu trainer.devices=NUMBER (lightning-pp-plan plans for GPUs "
+        "without one)"
+    )
 
 
 def _let_hydra_print() -> None:

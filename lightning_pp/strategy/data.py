@@ -184,11 +184,8 @@ def check_same_batch(fingerprints: list[int], batch_idx: int) -> None:
     """Raises :class:`BatchError` unless all ranks of a pipeline have the same fingerprint."""
     if len(set(fingerprints)) > 1:
         raise BatchError(
-            f"Batch {batch_idx} differs between the stages of one pipeline: {len(set(fingerprints))} different "
-            "batches on "
-            f"{len(fingerprints)} ranks that were compared. Every rank of a pipeline must load the same batch. "
-            "Seed what "
-            "the dataset, its transforms and its sampler draw (seed_everything(seed, workers=True)), and let "
-            "nothing in "
-            "them depend on the rank."
+            f"Batch {batch_idx} differs between the stages of one pipeline: {len(set(fingerprints))} different batches "
+            f"on {len(fingerprints)} ranks that were compared. Every rank of a pipeline must load the same batch. Seed "
+            "what the dataset, its transforms and its sampler draw (seed_everything(seed, workers=True)), and let "
+            "nothing in them depend on the rank."
         )

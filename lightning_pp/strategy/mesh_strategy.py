@@ -24,6 +24,7 @@ from lightning_utilities.core import rank_zero
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_pp.errors import ConfigurationError
 from lightning_pp.strategy.meshes import make_meshes
 from lightning_pp.strategy.sizes import Auto, ParallelSizes
 
@@ -85,9 +86,22 @@ class MeshStrategy(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        is_launched = self.cluster_environment.creates_processes_externally
+        if is_launched:
+            self._check_num_started()
         _ = self.sizes  # a wrong product is told before any process is launched
-        if not self.cluster_environment.creates_processes_externally:
+        if not is_launched:
             self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def _check_num_started(self) -> None:
+        """Raises :class:`ConfigurationError` if a launcher started more processes on this node than have devices."""
+        num_started = int(os.environ.get("LOCAL_WORLD_SIZE", self.local_rank + 1))
+        if num_started > self.num_processes:
+            raise ConfigurationError(
+                f"{num_started} processes were started on this node, and Trainer(devices=) gives devices to "
+                f"{self.num_processes}: set devices={num_started}, or start {self.num_processes} (torchrun "
+                f"--nproc-per-node {self.num_processes})."
+            )
 
     def set_world_ranks(self) -> None:
         """Tells the cluster environment and Lightning's rank-zero helpers this process's rank."""

@@ -132,7 +132,7 @@ class PipelineParallelStrategy(MeshStrategy):
         device_memory_gib: float | None = None,
         exact_search: bool = False,
         units: Sequence[str] | str | None = None,
-        split_points: Sequence[str] | None = None,
+        split_points: Sequence[str] | str | None = None,
         unit_weights: Mapping[str, float] | None = None,
         rank_speeds: Sequence[float] | None = None,
         sharding: ShardingMode = "shard_grad_op",
@@ -190,7 +190,9 @@ class PipelineParallelStrategy(MeshStrategy):
         self.schedule_name = str(schedule)
         self.stages_per_rank = stages_per_rank
         self._unit_patterns = [units] if isinstance(units, str) else units
-        self._cut = CutOptions(split_points, unit_weights, rank_speeds)
+        self._cut = CutOptions(
+            [split_points] if isinstance(split_points, str) else split_points, unit_weights, rank_speeds
+        )
         check_activation_checkpointing(activation_checkpointing)
         self._activation_checkpointing = activation_checkpointing
         self._compile_options = check_compile_options(compile)
@@ -329,8 +331,8 @@ class PipelineParallelStrategy(MeshStrategy):
         if "_split_by_pipeline" in vars(module):
             raise ConfigurationError(
                 f"This {type(module).__name__} was split by another PipelineParallelStrategy, and most of its "
-                "parameters "
-                "are on other ranks. Use the trainer that split it, or make a new module and load a checkpoint."
+                "parameters are on other ranks. Use the trainer that split it, or make a new module and load a "
+                "checkpoint."
             )
         self._engine = engine
         try:
@@ -426,8 +428,7 @@ class PipelineParallelStrategy(MeshStrategy):
         if self._is_interrupted:
             _log.warning(
                 f"No checkpoint is written to {filepath}: this rank failed in the middle of a step, and the other "
-                "stages "
-                "may not be there to write theirs. Resume from the last checkpoint that was saved between steps."
+                "stages may not be there to write theirs. Resume from the last checkpoint that was saved between steps."
             )
             return
         self.engine.results.catch_up()  # an error that is on its way comes before the checkpoint

@@ -6,13 +6,35 @@ import re
 from pathlib import Path
 
 import pytest
-from command import TINY_RUN, Finished, run_command, torchrun
+from command import TINY_RUN, Finished, run_command, run_forked, torchrun
 
 
 def reported_path(finished: Finished, name: str) -> Path:
     match = re.search(rf"^{re.escape(name)}\s+(\S+)$", finished.output, flags=re.MULTILINE)
     assert match, finished.output
     return Path(match.group(1))
+
+
+OWN_MODEL = """
+import lightning as L
+import torch
+
+
+class MyModule(L.LightningModule):
+    def __init__(self, width):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(256, width)
+        self.head = torch.nn.Linear(width, 256)
+
+    def training_step(self, batch, batch_idx):
+        tokens = batch["input_ids"]
+        logits = self.head(self.embedding(tokens[:, :-1]))
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    def configure_optimizers(self):
+        print("width", self.head.in_features)
+        return torch.optim.SGD(self.parameters(), 0.1)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +96,14 @@ def test_multirun_under_torchrun_runs_every_job(own_text: Path) -> None:
     assert finished.output.count("Pipeline stages") == 2
     assert [path.name for path in folder.iterdir()] == ["multirun"]
     assert sorted(path.name for path in folder.glob("multirun/*/*/*") if path.is_dir()) == ["0", "1"]
+
+
+def test_model_in_the_users_folder_is_found_with_its_own_config(tmp_path: Path) -> None:
+    (tmp_path / "my_package.py").write_text(OWN_MODEL)
+    (tmp_path / "my_conf" / "model").mkdir(parents=True)
+    (tmp_path / "my_conf" / "model" / "mine.yaml").write_text("_target_: my_package.MyModule\nwidth: 512\n")
+    arguments = ["--config-dir", "my_conf", "model=mine", "model.width=24", "data.batch_size=4", "data.seq_len=32"]
+    one_process = ["trainer.devices=1", "strategy=auto", "trainer.fast_dev_run=1", "logger=none"]
+    finished = run_forked([*arguments, *one_process], tmp_path)
+    assert finished.code == 0, finished.output
+    assert "width 24" in finished.output

@@ -69,6 +69,23 @@ def test_under_torchrun_a_mistake_is_told_once(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_more_processes_than_devices_are_told_once_with_both_numbers(tmp_path: Path) -> None:
+    finished = run_command([*TINY_RUN, "trainer.devices=1", "logger=none"], tmp_path, launcher=torchrun(2))
+    assert finished.code == 1
+    assert finished.output.count("2 processes were started on this node") == 1
+    assert "gives devices to 1: set devices=2, or start 1" in finished.output
+    assert "IndexError" not in finished.output
+
+
+def test_recipe_for_gpus_says_what_to_do_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    finished = run_forked(["recipe=gpt2_124m"], tmp_path)
+    assert finished.code == 1
+    assert "trainer.accelerator=gpu needs a GPU" in finished.output
+    assert "trainer=cpu trainer.devices=NUMBER" in finished.output
+    assert "Traceback" not in finished.output
+
+
 @pytest.mark.parametrize("flag", ["-m", "--multirun"])
 def test_self_launched_multirun_is_refused_with_the_torchrun_command(flag: str, tmp_path: Path) -> None:
     finished = run_forked([flag, "data.seed=1,2", "strategy.schedule=1f1b"], tmp_path)

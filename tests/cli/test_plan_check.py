@@ -147,6 +147,7 @@ def test_constructor_arguments_come_from_a_file_and_from_the_command_line(folder
         (["user_net:Net"], ["width is missing", "key=value"]),
         (["user_net:Net", "widht=8"], ["widht is no argument of it", "width is missing", "width, num_layers"]),
         (["user_net:Net", "width"], ["'width' is no constructor argument"]),
+        (["user_net"], ["must be written as my_package.my_module:Name"]),
         (["user_nett:Net"], ["cannot import user_nett", "neither installed nor in"]),
         (["user_net:Nett"], ["user_net has no Nett", "WithLoader"]),
         (["user_net:make_batch"], ["not a LightningModule class"]),

@@ -157,6 +157,7 @@ def test_module_that_cannot_be_pipelined(pool: WorkerPool, module: type[Blocks],
         ),
         ({"units": "layers.*"}, r"'layers\.\*' matches none.*blocks\.0"),
         ({"split_points": ["block.2"]}, r"'block\.2'.*not a unit.*blocks\.2"),
+        ({"split_points": "block.2"}, r"'block\.2'.*not a unit.*blocks\.2"),
         ({"split_points": ["blocks.1", "blocks.2"]}, r"split_points names 2 units.*2 stages have 1 cuts"),
     ],
 )
@@ -259,6 +260,11 @@ def test_checkpoint_of_another_model(pool: WorkerPool, tmp_path: Any) -> None:
 
 def test_missing_checkpoint(pool: WorkerPool, tmp_path: Any) -> None:
     check_everywhere(pool, r"nowhere\.ckpt", fit_from, str(tmp_path / "nowhere.ckpt"))
+
+
+def test_missing_initial_weights(pool: WorkerPool, tmp_path: Any) -> None:
+    pattern = r"nowhere, do not exist \(looked from .*downloaded first"
+    check_everywhere(pool, pattern, fit_with, Blocks, initial_weights=str(tmp_path / "nowhere"))
 
 
 def test_module_that_another_strategy_split(pool: WorkerPool) -> None:
