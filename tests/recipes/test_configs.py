@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import math
+import re
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from pool import WorkerPool
 
 from lightning_pp import PipelineParallelStrategy
 from lightning_pp.conf import Mode
+from lightning_pp.conf.schema import PlanConf, RunConf
 
 CONF = Path(importlib.import_module("lightning_pp.conf").__file__ or "").parent
 RECIPES = Path(importlib.import_module("lightning_pp.recipes").__file__ or "").parent / "recipe"
@@ -74,6 +77,17 @@ def test_recipe_has_a_header_and_overrides_only(recipe: str) -> None:
     assert "_target_" not in text
     groups = {key for key in OmegaConf.create(text) if key != "defaults"}
     assert groups <= {"trainer", "strategy", "model", "data", "logger", "callbacks"}
+
+
+def test_help_names_every_recipe_option_and_value_there_is() -> None:
+    helps = CONF / "hydra" / "help"
+    text = (helps / "lightning_pp.yaml").read_text()
+    told = re.findall(r"^    (\w+) +([\w, ]+?)(?:: .*)?$", text.split("Groups and their options:")[1], re.MULTILINE)
+    options = sorted(f"{group}/{name}" for group, names in told for name in names.split(", "))
+    assert options == sorted([*GROUP_OPTIONS, *(f"recipe/{name}" for name in RECIPE_NAMES)])
+    values = {field.name for field in fields(PlanConf)} - {field.name for field in fields(RunConf)}
+    plan = " ".join((helps / "lightning_pp_plan.yaml").read_text().split())
+    assert set(plan.split("besides: ")[1].rstrip(".").split(", ")) == values
 
 
 @pytest.mark.parametrize("option", GROUP_OPTIONS)
