@@ -46,6 +46,8 @@ _SMALLEST = 200
 _SMALL = 400
 """Up to so many actions every placement is improved and the climb may go uphill; more have no time for it."""
 _MAX_EXACT_ACTIONS = 600
+_NUM_SIMULATED = 3
+"""Candidates that are compared with the hand-made schedules in the end."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,9 @@ def build_auto(request: ScheduleRequest) -> Schedule:
         candidates += _improved(candidates, problems)
     if request.exact:
         candidates += [_solve(candidates, problem) for problem in problems]
+    if request.sharding is None:  # else what is best depends on gathers, which only the full simulation knows
+        objective = _objective(candidate.length.makespan for candidate in candidates)
+        candidates = sorted(candidates, key=lambda candidate: objective.of(candidate.length))[:_NUM_SIMULATED]
     found = [candidate.problem.schedule_of(candidate.orders, f"auto ({candidate.origin})") for candidate in candidates]
     found += [replace(schedule, name=f"auto ({schedule.name})") for schedule in hand_made]
     return merge_where_nobody_waits(_best(found, request), request.costs)
@@ -140,9 +145,11 @@ def _hand_made(request: ScheduleRequest) -> Iterator[Schedule]:
         schedule = family.build(request)
         if request.placement not in (None, schedule.placement):
             continue
-        peaks = schedule.simulate(request.costs).peak_memory
-        if request.memory_limit is None or not any(map(exceeds, peaks, request.memory_limit)):
-            yield schedule
+        if request.memory_limit is not None:
+            peaks = schedule.simulate(request.costs).peak_memory
+            if any(map(exceeds, peaks, request.memory_limit)):
+                continue
+        yield schedule
 
 
 def _raw_candidates(problems: list[Problem], schedules: list[Schedule]) -> Iterator[_Candidate]:

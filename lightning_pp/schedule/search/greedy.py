@@ -57,6 +57,7 @@ class _Construction:
     def __init__(self, problem: Problem, policy: Policy) -> None:
         n, m = problem.num_stages, problem.num_microbatches
         self.problem = problem
+        self.num_stages = n
         self.policy = policy
         self.stages = [problem.placement.stages_of_rank(rank)[::-1] for rank in range(problem.placement.num_ranks)]
         self.arrivals: list[list[list[float]]] = [[[] for _ in range(n)], [[] for _ in range(n)]]
@@ -153,7 +154,7 @@ class _Construction:
     def _decide(self, rank: int, now: float, held: float, last: int) -> tuple[int, int, float]:
         """Kind and stage of the next action; kind -1 to wait, with the time to think again."""
         problem, policy = self.problem, self.policy
-        n, duration, limit = problem.num_stages, problem.duration, problem.limits[rank] + _EPSILON
+        n, duration, limit = self.num_stages, problem.duration, problem.limits[rank] + _EPSILON
         done = self.done
         _, done_input, done_weight = done
         weight = -1
