@@ -28,9 +28,9 @@ from lightning_pp.schedule.search.timing import Length, Objective, earliest, len
 from lightning_pp.schedule.sharding import insert_sharding
 
 _MAKESPAN_TOLERANCE = 0.005
-_SCREENING_ACTIONS = 700_000
+_SCREENING_ACTIONS = 500_000
 """Effort of trying policies, on few microbatches."""
-_BUILDING_ACTIONS = 300_000
+_BUILDING_ACTIONS = 200_000
 """Effort of building the best of them for all microbatches."""
 _JUSTIFYING_ACTIONS = 300_000
 _CLIMBING_ACTIONS = 1_200_000
