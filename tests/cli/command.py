@@ -45,11 +45,15 @@ class Finished:
 
 
 def run_command(
-    arguments: list[str], folder: Path, launcher: tuple[str, ...] = (), timeout_s: float = 150.0
+    arguments: list[str],
+    folder: Path,
+    launcher: tuple[str, ...] = (),
+    timeout_s: float = 150.0,
+    module: str = "lightning_pp",
 ) -> Finished:
-    """``python -m lightning_pp ARGUMENTS`` in ``folder``; the whole process group is ended if it hangs."""
+    """``python -m MODULE ARGUMENTS`` in ``folder``; the whole process group is ended if it hangs."""
     process = subprocess.Popen(
-        [sys.executable, *launcher, "-m", "lightning_pp", *arguments],
+        [sys.executable, *launcher, "-m", module, *arguments],
         cwd=folder,
         env=_environment(),
         stdout=subprocess.PIPE,

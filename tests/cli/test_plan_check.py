@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import io
-import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from command import run_command
 from rich.console import Console
 from torch import nn
 
-import lightning_pp
 from lightning_pp.cli.plan import check_class, main
 from lightning_pp.cli.plan_check import run_check
 from lightning_pp.split.without_memory import parameters_without_memory
@@ -179,24 +176,10 @@ def test_check_of_a_config_stops_after_the_cut(
 
 
 def test_command_in_the_users_folder_finds_the_module_there(folder: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(lightning_pp.__file__).parents[1]), "COLUMNS": "140"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lightning_pp.cli.plan", "--check", "user_net:Branching", "width=8"],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=150)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    assert process.returncode == 1
-    assert "user_net:Branching cannot be cut: " in output and "user_net.py:54 in forward" in output
-    assert "Traceback" not in output
+    finished = run_command(["--check", "user_net:Branching", "width=8"], folder, module="lightning_pp.cli.plan")
+    assert finished.code == 1
+    assert "user_net:Branching cannot be cut: " in finished.output and "user_net.py:54 in forward" in finished.output
+    assert "Traceback" not in finished.output
 
 
 def test_parameters_have_no_memory_and_everything_else_is_real() -> None:

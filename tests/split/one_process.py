@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from live_memory import LiveMemory
 from torch import Tensor, nn
 
 from lightning_pp.runtime.randomness import StepRandomness
@@ -251,6 +252,37 @@ class OneProcessPipeline:
             kept.append(in_flight)
         assert all(has_data(tensor) for tensor in tensors_of(output))
         return kept, output
+
+    def watched_forwards(self, batch: Any, threshold: int = 0) -> Iterator[tuple[StepPlan, InFlight, int]]:
+        """Runs F of every stage, and watches what it allocates.
+
+        Args:
+            batch: Of one microbatch.
+            threshold: Memories of fewer bytes do not count.
+
+        Yields:
+            Of each stage the plan, what it keeps for I, and the bytes of what lives when its outputs have been sent.
+        """
+        values: dict[Value, Tensor] = {}
+        for stage, plan in zip(self.stages, self.plans(batch), strict=True):
+            with LiveMemory(threshold) as memory, logging_to(stage.module, lambda *_: None):
+                in_flight, output = stage.runner.forward(
+                    plan,
+                    partial(stage.module.training_step, batch),
+                    {edge.value: values[edge.value].clone() for edge in plan.stages[stage.number].receives},
+                    StepRandomness(0, CPU),
+                    with_gradients=True,
+                    splits_backward=stage.splits_backward,
+                )
+                for value, tensor in in_flight.outputs.items():
+                    values[value] = torch.from_numpy(tensor.detach().numpy().copy())  # as if sent: not allocated here
+                    del tensor
+                in_flight.outputs.clear()
+                if stage is self.stages[-1]:
+                    in_flight.loss = loss_of(output).sum()
+                del output
+                live_bytes = memory.live_bytes
+            yield plan, in_flight, live_bytes
 
     def backward(self, plans: Sequence[StepPlan], kept: Sequence[InFlight], weight: float) -> None:
         """Last stage first."""

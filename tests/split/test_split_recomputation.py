@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import zoo
-from live_memory import LiveMemory
 from one_process import (
-    CPU,
     TOLERANCE,
     Architecture,
     OneProcessPipeline,
     build,
     gradient_error,
-    logging_to,
-    loss_of,
     run_whole,
 )
 from torch import Tensor, nn
@@ -27,7 +22,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 from zoo_parts import WIDTH, Block, doubled, next_token_loss, tokens_of
 
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.runtime.randomness import StepRandomness
 from lightning_pp.runtime.recomputation import Recomputation
 from lightning_pp.split.memory import MemoryEstimate, estimate_memory
 from lightning_pp.strategy.checkpointing import check_activation_checkpointing, recomputation_of
@@ -140,27 +134,8 @@ def test_held_memory_is_the_estimate(name: str, policy: Any) -> None:
 
     pipeline, estimated = pipeline_of(policy)
     plain, inputs_only = pipeline_of(False)[1], pipeline_of(True)[1]
-    plans = pipeline.plans(batch)
-    values: dict[Any, Tensor] = {}
-    for stage, plan in zip(pipeline.stages, plans, strict=True):
-        with LiveMemory(threshold=100) as memory, logging_to(stage.module, lambda *_: None):
-            in_flight, output = stage.runner.forward(
-                plan,
-                partial(stage.module.training_step, batch),
-                {edge.value: values[edge.value].clone() for edge in plan.stages[stage.number].receives},
-                StepRandomness(0, CPU),
-                with_gradients=True,
-                splits_backward=True,
-            )
-            for value, tensor in in_flight.outputs.items():
-                values[value] = torch.from_numpy(tensor.detach().numpy().copy())  # as if sent: not allocated here
-                del tensor
-            in_flight.outputs.clear()
-            if stage is pipeline.stages[-1]:
-                in_flight.loss = loss_of(output)
-            del output
-            held = memory.live_bytes
-        found, least = estimated.stages[stage.number], inputs_only.stages[stage.number]
+    watched = pipeline.watched_forwards(batch, threshold=100)
+    for found, least, (_, _, held) in zip(estimated.stages, inputs_only.stages, watched, strict=True):
         assert found.held_after_forward_bytes == pytest.approx(held, rel=0.1, abs=1000)
         assert found.held_after_forward_bytes >= least.held_after_forward_bytes
         assert found.recomputed_bytes <= least.recomputed_bytes
