@@ -161,9 +161,13 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._kept_alive.append(tensor)
 
     def keep(self, tensors: Iterable[Tensor], to: dict[int, int]) -> None:
-        """Adds the memories of ``tensors`` to ``to``, number to bytes, without those that the step did not make."""
+        """Adds the memories of ``tensors`` to ``to``, number to bytes, without those that the step did not make.
+
+        Nor real scalars: autograd makes them of Python's numbers, where nobody sees it and perhaps at the address of
+        something that the step has made and freed.
+        """
         for tensor in tensors:
-            if is_fake(tensor) or storage_of(tensor) in self._own_memory:
+            if is_fake(tensor) or (tensor.dim() > 0 and storage_of(tensor) in self._own_memory):
                 self.watch.add(tensor, to)
 
     def need(self, tensors: Iterable[Tensor]) -> None:

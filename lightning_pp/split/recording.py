@@ -97,21 +97,18 @@ class DryRun:
         self._units = dict(units)
         # hooks inside units that change what modules take or return
         self._part_of_units: list[Any] = []
+        # a storage is known by its address, which must not be given out again once the step has replaced these
+        self._held: list[Tensor] = []
 
     @contextmanager
     def recording(self, module: nn.Module) -> Iterator[None]:
         """Around the user's step: watches every operation."""
-        buffers = {storage_of(buffer) for buffer in module.buffers()}
-        held = {
-            storage_of(value)
-            for child in module.modules()
-            for value in child.__dict__.values()
-            if isinstance(value, Tensor)
-        }
-        watch = MemoryWatch({*buffers, *held, *self._real_parameters}, self._placeholders.fakes())
-        flow = self._flow = DataFlow(
-            self._placeholders.mode, buffers | held, self._real_parameters, watch, self._policy
-        )
+        self._held = [*module.buffers()]
+        for child in module.modules():
+            self._held += [value for value in child.__dict__.values() if isinstance(value, Tensor)]
+        held = set(map(storage_of, self._held))
+        watch = MemoryWatch({*held, *self._real_parameters}, self._placeholders.fakes())
+        flow = self._flow = DataFlow(self._placeholders.mode, held, self._real_parameters, watch, self._policy)
         flow.watch_parameters(self._placeholders)
         with PythonReads(flow.is_missing, flow.read, flow.note_gradient_hook, watch.in_one_piece), flow, self._end_data:
             if self._num_calls == 0:
@@ -418,6 +415,7 @@ class DryRun:
     def release(self) -> None:
         """Lets go of all tensors, since they hold the graph, which holds this recording where no collector sees it."""
         self._marker_nodes.clear()
+        self._held.clear()
         self._flow.release()
 
 
