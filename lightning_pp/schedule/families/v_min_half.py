@@ -19,6 +19,8 @@ from lightning_pp.schedule.search.timing import Objective
 _PERIOD = 6
 _MAX_ROUNDS_ACTIONS = 400_000
 """Effort of the fitting: rounds times actions."""
+_MAX_PATIENT_ACTIONS = 20_000
+"""Up to so many one round without gain is followed by another."""
 
 
 def _v_min_offsets(p: int, rank: int) -> dict[str, int]:
@@ -67,7 +69,14 @@ def build_v(name: str, request: ScheduleRequest) -> Schedule:
     problem = Problem.build(schedule.placement, request.num_microbatches, request.costs, peaks)
     num_actions = sum(map(len, schedule.programs))
     max_rounds = max(2, min(12, _MAX_ROUNDS_ACTIONS // num_actions))
-    return problem.schedule_of(justify(problem, problem.orders_of(schedule), Objective(), max_rounds=max_rounds), name)
+    orders = justify(
+        problem,
+        problem.orders_of(schedule),
+        Objective(),
+        max_rounds=max_rounds,
+        patience=2 if num_actions <= _MAX_PATIENT_ACTIONS else 1,
+    )
+    return problem.schedule_of(orders, name)
 
 
 def build_v_min(request: ScheduleRequest) -> Schedule:

@@ -32,7 +32,7 @@ _SCREENING_ACTIONS = 500_000
 """Effort of trying policies, on few microbatches."""
 _BUILDING_ACTIONS = 200_000
 """Effort of building the best of them for all microbatches."""
-_JUSTIFYING_ACTIONS = 300_000
+_JUSTIFYING_ACTIONS = 200_000
 _CLIMBING_ACTIONS = 1_200_000
 _MAX_CLIMBING_STEPS = 6_000
 _MIN_CLIMBING_STEPS = 100
