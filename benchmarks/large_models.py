@@ -244,6 +244,12 @@ def report(what: str, figures: list[dict[str, float]]) -> None:
             print(f"{line}; ratio {added / own:.3f}")
 
 
+def _part(name: str) -> str:
+    if name not in PARTS:
+        raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(PARTS)}")
+    return name
+
+
 def main() -> None:
     """Runs what the command line names, or everything."""
     if sys.argv[1:2] == ["--process"]:
@@ -252,7 +258,8 @@ def main() -> None:
         print(json.dumps(figure))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=PARTS, help="all of them by default")
+    # not choices=, which Python before 3.12 holds against an empty list
+    parser.add_argument("parts", nargs="*", type=_part, metavar="part", help=f"{', '.join(PARTS)}; by default all")
     for what in parser.parse_args().parts or PARTS:
         if what == "plan":
             report(what, launch(what))
