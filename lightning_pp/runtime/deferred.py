@@ -36,6 +36,7 @@ __all__ = [
     "WeightGradientQueue",
     "collect_weight_gradients",
     "delayed_weight_gradient_modules",
+    "weight_gradients_are_deferrable",
     "weight_gradients_deferrable",
     "weight_gradients_not_deferrable",
 ]
@@ -76,6 +77,11 @@ def weight_gradients_deferrable() -> AbstractContextManager[None]:
     anything: let one scope go around a whole step.
     """
     return _DEFERRABLE
+
+
+def weight_gradients_are_deferrable() -> bool:
+    """Whether this is within :func:`weight_gradients_deferrable`."""
+    return INSTALLATION.num_scopes > 0
 
 
 def weight_gradients_not_deferrable() -> AbstractContextManager[None]:

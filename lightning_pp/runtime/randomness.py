@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import torch
 
+from lightning_pp.runtime.python_generators import python_generators_untouched, seed_python_generators
 from lightning_pp.split.record import RandomGlue
 
 
@@ -48,7 +46,7 @@ class StepRandomness:
         """
         self._seeds_python = draws.in_python
         try:
-            with _python_generators_untouched() if draws.in_python else nullcontext():
+            with python_generators_untouched() if draws.in_python else nullcontext():
                 if -1 in draws.after:
                     self.seed_glue(-1)
                 yield
@@ -62,7 +60,7 @@ class StepRandomness:
             self._unit_state = self._states()
         _seed_torch_generators(seed, self._device)
         if self._seeds_python:
-            _seed_python_generators(seed)
+            seed_python_generators(seed)
 
     def enter_unit(self) -> None:
         """Before an owned unit's call: gives the generators back to the units."""
@@ -90,33 +88,13 @@ def host_generators_untouched(seed: int, device: torch.device) -> Iterator[None]
     must see the same batches; so what units draw, which differs from stage to stage, must not move them.
     """
     host_state = torch.get_rng_state()
-    with _python_generators_untouched():
+    with python_generators_untouched():
         _seed_torch_generators(seed % (1 << 63), device)
-        _seed_python_generators(seed)
+        seed_python_generators(seed)
         try:
             yield
         finally:
             torch.set_rng_state(host_state)
-
-
-def _seed_python_generators(seed: int) -> None:
-    random.seed(seed)
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % (1 << 32))
-
-
-@contextmanager
-def _python_generators_untouched() -> Iterator[None]:
-    state = random.getstate()
-    numpy: Any = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy is not None else None
-    try:
-        yield
-    finally:
-        random.setstate(state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
 
 
 def _seed_torch_generators(seed: int, device: torch.device) -> None:

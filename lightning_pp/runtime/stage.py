@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.autograd.graph import _engine_run_backward
 from lightning_pp.runtime.deferred import (
     collect_weight_gradients,
     delayed_weight_gradient_modules,
+    weight_gradients_are_deferrable,
     weight_gradients_deferrable,
     weight_gradients_not_deferrable,
 )
@@ -80,13 +81,13 @@ class StageRunner:
         run = StageForward(calls, self._units, received, randomness, with_gradients, self.recomputation)
         if calls.plan.last_call == -1:  # nothing of this stage is called in such a step
             return run.in_flight, None
-        with self._calls.handled_by(run.on_call), _deferrable(splits_backward):
-            if calls.random_glue.after:
-                with randomness.of_glue(calls.random_glue):
-                    output = run.run(step)
-            else:
-                output = run.run(step)
-        return run.in_flight, output
+        scope = _deferral(splits_backward)
+        with self._calls.handled_by(run.on_call):
+            if scope is None and not calls.random_glue.after:
+                return run.in_flight, run.run(step)
+            glue = randomness.of_glue(calls.random_glue) if calls.random_glue.after else nullcontext()
+            with scope or nullcontext(), glue:
+                return run.in_flight, run.run(step)
 
     def backward(
         self,
@@ -123,11 +124,11 @@ class StageRunner:
         _, calls, delayed = self._prepare(plan)
         if roots:
             in_flight.ran_backward = True
-            with _deferrable(split):
-                if split:
-                    with collect_weight_gradients(in_flight.queue):
-                        _run_backward(roots, root_gradients)
-                else:
+            scope = _deferral(split)
+            if scope is None:
+                _run_backward(roots, root_gradients)
+            else:
+                with scope, collect_weight_gradients(in_flight.queue) if split else nullcontext():
                     _run_backward(roots, root_gradients)
             for module in delayed:
                 in_flight.queue.defer_module(module)
@@ -165,5 +166,8 @@ def _run_backward(roots: Sequence[Any], gradients: Sequence[Tensor]) -> None:
     )
 
 
-def _deferrable(splits_backward: bool) -> AbstractContextManager[None]:
-    return weight_gradients_deferrable() if splits_backward else weight_gradients_not_deferrable()
+def _deferral(splits_backward: bool) -> AbstractContextManager[None] | None:
+    """What goes around F and the backward; None where nothing of the step is split, as there is nothing to pause."""
+    if splits_backward:
+        return weight_gradients_deferrable()
+    return weight_gradients_not_deferrable() if weight_gradients_are_deferrable() else None

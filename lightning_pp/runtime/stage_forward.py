@@ -50,7 +50,9 @@ class InFlight:
     def end_backward(self) -> None:
         """I is over: nothing is kept but what W needs."""
         self.loss = None
-        self.received, self.outputs, self.roots = {}, {}, {}
+        self.received.clear()
+        self.outputs.clear()
+        self.roots.clear()
 
     def run_weight_gradients(self, on_complete: Callable[[nn.Parameter], None] | None = None) -> None:
         """W: computes what I has queued; see :meth:`WeightGradientQueue.run`."""

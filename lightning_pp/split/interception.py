@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,7 @@ class UnitCalls:
         self._is_installed = False
         self._running_original = False
         self._num_ran = 0
+        self._patches: dict[str, _Patch] = {}
         self._regions = CheckpointedRegions(self._replaying)
 
     @contextmanager
@@ -64,23 +65,25 @@ class UnitCalls:
         if self._is_installed:
             yield
             return
-        saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        saved: list[tuple[dict[str, Any], Any, Any]] = []
         with _plain_attention(), distributions_check_what_is_here(), self._regions.remembered():
             self._is_installed = True
             try:
                 for name, unit in self._units.items():
                     attributes = unit.__dict__
-                    saved.append((attributes, {key: attributes[key] for key in _PATCHED if key in attributes}))
-                    call = attributes.get("_compiled_call_impl") or unit._call_impl
-                    attributes["_compiled_call_impl"] = self._patched_call(name, unit, call)
-                    attributes["forward"] = self._patched_forward(name, unit.forward)
+                    compiled = attributes.get("_compiled_call_impl", _ABSENT)
+                    saved.append((attributes, compiled, attributes.get("forward", _ABSENT)))
+                    originals = unit._call_impl if compiled in (None, _ABSENT) else compiled, unit.forward
+                    patch = self._patches.get(name)
+                    if patch is None or patch.originals != originals:
+                        patch = self._patches[name] = self._patch(name, unit, *originals)
+                    attributes["_compiled_call_impl"], attributes["forward"] = patch.call, patch.forward
                 yield
             finally:
                 self._is_installed = False
-                for attributes, original in saved:
-                    for key in _PATCHED:
-                        attributes.pop(key, None)
-                    attributes.update(original)
+                for attributes, compiled, forward in saved:
+                    _put_back(attributes, "_compiled_call_impl", compiled)
+                    _put_back(attributes, "forward", forward)
 
     def running_region(self) -> int | None:
         """A number for the outermost checkpointed region that runs now; None outside of one."""
@@ -98,6 +101,9 @@ class UnitCalls:
     def _installed_for(self, handler: CallHandler) -> Iterator[None]:
         with self.installed(), _InCharge(self, handler):
             yield
+
+    def _patch(self, name: str, unit: nn.Module, call: Callable[..., Any], forward: Callable[..., Any]) -> _Patch:
+        return _Patch((call, forward), self._patched_call(name, unit, call), self._patched_forward(name, forward))
 
     def _patched_call(self, name: str, unit: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
         run = partial(self._run, original)
@@ -227,7 +233,22 @@ def _with_passed_on(output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return map_leaves(lambda leaf: given[leaf.position] if isinstance(leaf, PassedOn) else leaf, output)
 
 
-_PATCHED = ("_compiled_call_impl", "forward")
+class _Patch(NamedTuple):
+    """What takes the place of a unit's ``__call__`` and ``forward`` while they are what they were when it was made."""
+
+    originals: tuple[Callable[..., Any], Callable[..., Any]]
+    call: Callable[..., Any]
+    forward: Callable[..., Any]
+
+
+_ABSENT = object()
+
+
+def _put_back(attributes: dict[str, Any], key: str, value: Any) -> None:
+    if value is _ABSENT:
+        attributes.pop(key, None)
+    else:
+        attributes[key] = value
 
 
 def _replaced_inputs(

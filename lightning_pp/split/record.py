@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -29,13 +31,15 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Size in bytes."""
-        count = 1
-        for length in self.shape:
-            count *= length
-        return count * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """Those of a contiguous tensor, in elements."""
+        return tuple(math.prod(max(1, length) for length in self.shape[axis + 1 :]) for axis in range(len(self.shape)))
 
 
 class PassedOn:  # no dataclass, for those are containers

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Iterator
+
+import numpy
+import pytest
 import torch
 
 from lightning_pp.runtime.randomness import StepRandomness, host_generators_untouched
@@ -58,3 +63,74 @@ def test_host_generator_is_untouched() -> None:
     assert torch.equal(torch.cat([before, torch.rand(1)]), expected)
     with host_generators_untouched(123, CPU):
         assert torch.equal(torch.rand(1), inside)
+
+
+class Normals:
+    """NumPy's legacy generator as a host uses it, with an odd number of gaussians drawn before and between steps."""
+
+    def __init__(self, draws_before: int) -> None:
+        numpy.random.seed(11)
+        random.seed(11)
+        self._draw(draws_before)
+
+    def _draw(self, count: int) -> list[float]:
+        return [float(numpy.random.standard_normal()) for _ in range(count)] + [random.gauss(0, 1)]
+
+    def drawn(self, steps: Callable[[], None]) -> list[float]:
+        """What the host draws around three steps."""
+        found: list[float] = []
+        for count in (1, 2, 3):
+            steps()
+            found += self._draw(count)
+        return found
+
+
+@pytest.mark.parametrize("draws_before", [0, 1, 2], ids=["fresh", "holds_a_gaussian", "holds_none"])
+@pytest.mark.parametrize("num_drawn", [0, 1, 2, 700])
+def test_the_hosts_numpy_and_python_go_on_as_without_steps(draws_before: int, num_drawn: int) -> None:
+    def step() -> None:
+        with host_generators_untouched(3, CPU):
+            for _ in range(num_drawn):
+                numpy.random.standard_normal()
+                random.gauss(0, 1)
+
+    expected = Normals(draws_before).drawn(lambda: None)
+    assert Normals(draws_before).drawn(step) == expected
+
+
+def test_units_draw_from_numpy_and_python_by_the_steps_seed() -> None:
+    def drawn(seed: int) -> tuple[float, float]:
+        with host_generators_untouched(seed, CPU):
+            return float(numpy.random.standard_normal()), random.random()
+
+    assert drawn(1) == drawn(1)
+    assert drawn(1) != drawn(2)
+
+
+@pytest.fixture
+def another_bit_generator() -> Iterator[None]:
+    """NumPy's global generator is a PCG64, as a user may want it."""
+    before = numpy.random.get_bit_generator()
+    numpy.random.set_bit_generator(numpy.random.PCG64(5))
+    yield
+    numpy.random.set_bit_generator(before)
+
+
+@pytest.mark.usefixtures("another_bit_generator")
+def test_another_bit_generator_of_the_host_goes_on_as_without_steps() -> None:
+    expected = numpy.random.get_bit_generator().state
+    with host_generators_untouched(3, CPU):
+        numpy.random.standard_normal()
+    assert numpy.random.get_bit_generator().state == expected
+
+
+def test_exchanging_numpys_bit_generator_in_a_step_is_refused() -> None:
+    before = numpy.random.get_bit_generator()
+    try:
+        with (
+            pytest.raises(RuntimeError, match="bit generator was exchanged during a step"),
+            host_generators_untouched(3, CPU),
+        ):
+            numpy.random.set_bit_generator(numpy.random.MT19937(1))
+    finally:
+        numpy.random.set_bit_generator(before)
