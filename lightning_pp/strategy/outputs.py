@@ -292,8 +292,9 @@ def _has_row_per_sample(parts: list[_Part]) -> bool:
 def _is_list_of_samples(parts: list[_Part]) -> bool:
     """Whether the values are lists with an entry per sample: plain values, dicts, or tensors unlike a batch's.
 
-    A list of tensors with a row per sample, or of scalars, is a container of outputs, also where it happens to be as
-    long as a microbatch; so is a tuple, unless its length follows that of uneven microbatches.
+    A list in which some entry is, in every microbatch, a tensor with a row per sample or a scalar is a container of
+    outputs, also where it happens to be as long as a microbatch; so is a tuple, unless its length follows that of
+    uneven microbatches.
     """
     first = parts[0].value
     if type(first) not in (list, tuple) or any(len(part.value) != part.num_samples for part in parts):
@@ -304,13 +305,16 @@ def _is_list_of_samples(parts: list[_Part]) -> bool:
         return False
     if all(isinstance(entry, dict) for part in parts for entry in part.value):
         return True
-    arrays = [
-        (leaf, part.num_samples)
-        for part in parts
-        for leaf in leaves_of(part.value)
-        if isinstance(leaf, (Tensor, np.ndarray))
-    ]
-    return not any(leaf.ndim == 0 or leaf.shape[0] == num_samples for leaf, num_samples in arrays)
+    return not any(
+        all(_is_of_batch(entry, part.num_samples) for entry, part in zip(entries, parts, strict=True))
+        for entries in zip(*(part.value for part in parts), strict=True)
+    )
+
+
+def _is_of_batch(entry: Any, num_samples: int) -> bool:
+    """Whether ``entry`` has a tensor with a row per sample, or a scalar."""
+    arrays = [leaf for leaf in leaves_of(entry) if isinstance(leaf, (Tensor, np.ndarray))]
+    return any(leaf.ndim == 0 or leaf.shape[0] == num_samples for leaf in arrays)
 
 
 def _open(value: Any) -> tuple[Any, list[Any], Callable[[list[Any]], Any] | None]:

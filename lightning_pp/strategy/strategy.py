@@ -76,7 +76,6 @@ class PipelineParallelStrategy(MeshStrategy):
         device_memory_gib: What a rank may hold altogether, GiB, by the estimate of a dry run: parameters, gradients,
             optimizer state, activations, and buffers of messages and gathers. Cuts and ``"auto"`` keep to it. What
             operations, the allocator and CUDA take for themselves is not in it, so leave some of the device out.
-            ``configure_optimizers`` is then called once more, before the cut, to learn what the optimizer keeps.
         exact_search: With ``"auto"`` and a small pipeline, let OR-tools' CP-SAT finish the search.
         units: Names or shell patterns of modules that live whole on one stage; by default discovered.
         split_points: Names of the units that start stages 1, 2, ...; by default the cut with the shortest step, by
@@ -335,30 +334,36 @@ class PipelineParallelStrategy(MeshStrategy):
                 "checkpoint."
             )
         self._engine = engine
+        batch = first_batch(trainer)
         try:
-            engine.build(
-                first_batch(trainer),
-                step,
-                patterns=self._unit_patterns,
-                cut=self._cut,
-                agree=self.broadcast,
-                device_memory_gib=self._device_memory_gib,
-                optimizer=self._optimizer_beforehand(trainer),
-            )
+            with self._optimizers_beforehand(trainer):
+                engine.build(
+                    batch,
+                    step,
+                    patterns=self._unit_patterns,
+                    cut=self._cut,
+                    agree=self.broadcast,
+                    device_memory_gib=self._device_memory_gib,
+                    optimizer=next(iter(self.optimizers), None),
+                )
         except BaseException:
             self._engine = None
             raise
         vars(module)["_split_by_pipeline"] = True
 
-    def _optimizer_beforehand(self, trainer: pl.Trainer) -> Optimizer | None:
-        """With a limit of memory the user's optimizer, to ask it for what it keeps; it is not the one that trains."""
-        if self._device_memory_gib is None or trainer.state.fn != TrainerFn.FITTING:
-            return None
-        with preserved_random_state(self.root_device):
-            set_up_one_optimizer(self, trainer)
-        optimizer = self.optimizers[0] if self.optimizers else None
-        self._reset_optimizers_and_schedulers()
-        return optimizer
+    @contextmanager
+    def _optimizers_beforehand(self, trainer: pl.Trainer) -> Iterator[None]:
+        """Within, training has the user's optimizer and schedulers over the whole module, which a step may ask for.
+
+        They are not those that train: ``configure_optimizers`` is called again once the module is cut.
+        """
+        if trainer.state.fn == TrainerFn.FITTING:
+            with preserved_random_state(self.root_device):
+                set_up_one_optimizer(self, trainer)
+        try:
+            yield
+        finally:
+            self._reset_optimizers_and_schedulers()
 
     def model_to_device(self) -> None:
         """Nothing: the engine moves what this rank owns."""

@@ -138,6 +138,8 @@ class LogsEverything(Classifier):
         self.log_dict({"a": logits.square().mean(), "b": logits.sigmoid().mean()}, on_step=True, on_epoch=True)
         self.log("index", float(batch_idx), on_step=True)
         self.log("constant", torch.tensor(3))
+        self.log("rate", self.optimizers().param_groups[0]["lr"])
+        self.log("rates", len(self.trainer.optimizers) + len(self.lr_schedulers() or ()))
         return loss
 
     def on_train_epoch_end(self) -> None:

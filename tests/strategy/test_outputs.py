@@ -117,6 +117,16 @@ def test_means_are_weighted() -> None:
     assert merge_outputs([None, None], [1, 1]) is None
 
 
+@pytest.mark.parametrize("sizes", [[2, 2], [2, 1], [1, 1, 1]])
+def test_sequences_of_every_length_are_lists_of_samples(sizes: list[int]) -> None:
+    """As decoded texts are, of which some are as long as a microbatch."""
+    lengths = [3, 1, 2, 4][: sum(sizes)]
+    batch = [torch.full((length,), index) for index, length in enumerate(lengths)]
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    parts = [batch[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+    assert_equal(merge_outputs(parts, sizes), batch)
+
+
 def test_what_cannot_be_merged_is_a_list() -> None:
     assert merge_outputs([3, 4], [2, 2]) == [3, 4]
     assert merge_outputs(["a", "b"], [2, 2]) == ["a", "b"]
