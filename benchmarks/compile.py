@@ -48,7 +48,7 @@ def times_of_actions(options: dict[str, Any] | None, args: argparse.Namespace) -
         return runner.forward(
             plan,
             partial(module.training_step, batch),
-            {},
+            tuple,
             StepRandomness(0, CPU),
             with_gradients=True,
             splits_backward=True,
@@ -65,7 +65,7 @@ def times_of_actions(options: dict[str, Any] | None, args: argparse.Namespace) -
     for _ in range(args.warmup + args.runs):
         kept, loss = timed("F", forward)
         kept.loss = loss
-        timed("I", partial(runner.backward, plan, kept, {}, 1.0, split=True))
+        timed("I", partial(runner.backward, plan, kept, (), 1.0, split=True))
         timed("W", kept.run_weight_gradients)
         module.zero_grad()
     return [statistics.median(times[action][args.warmup :]) for action in ACTIONS]

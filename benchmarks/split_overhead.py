@@ -146,7 +146,7 @@ def overhead_of_stages(make: Callable[[int, int], L.LightningModule], args: argp
             return runner.forward(
                 plan,
                 partial(part.training_step, batch),
-                {value: tensor.clone() for value, tensor in received.items()},
+                lambda: [(value, tensor.clone()) for value, tensor in received.items()],
                 StepRandomness(0, CPU),
                 with_gradients=True,
                 splits_backward=False,

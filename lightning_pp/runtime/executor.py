@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -141,7 +141,7 @@ class PipelineExecutor:
                         kept, output = entry.runner.forward(
                             plan,
                             partial(inputs.run_step, microbatch, stage),
-                            _Arrivals(entry.stop, transport, timer) if entry.stop.arrivals else _NOTHING,
+                            partial(_receive, entry.stop, transport, timer) if entry.stop.arrivals else _nothing,
                             StepRandomness.of_microbatch(inputs.seed, microbatch, self._device)
                             if plan.record.random_glue.after
                             else self._no_randomness,
@@ -197,16 +197,10 @@ class PipelineExecutor:
 
     def _backward(self, entry: _Entry, inputs: StepInputs, kept: InFlight, timer: StepTimer) -> dict[Value, Tensor]:
         assert entry.microbatch is not None
-        gradients: dict[Value, list[Tensor]] = {}
-        if entry.stop.arrivals:
-            timer.start_waiting()
-            for value, gradient in self._transport.receive(entry.stop):  # one for each stage that uses the value
-                gradients.setdefault(value, []).append(gradient)
-            timer.stop_waiting()
         return entry.runner.backward(
             inputs.plans[entry.microbatch],
             kept,
-            gradients,
+            _receive(entry.stop, self._transport, timer) if entry.stop.arrivals else (),
             inputs.loss_weights[entry.microbatch],
             split=entry.kind is ActionKind.I,
         )
@@ -261,33 +255,16 @@ class _Entry:
     is_last_stage: bool
 
 
-class _Arrivals(Mapping[Value, Tensor]):
-    """What a forward receives, waited for when it is looked at."""
-
-    __slots__ = ("_stop", "_tensors", "_timer", "_transport")
-
-    def __init__(self, stop: Stop, transport: Transport, timer: StepTimer) -> None:
-        self._stop = stop
-        self._transport = transport
-        self._timer = timer
-        self._tensors: dict[Value, Tensor] | None = None
-
-    def __getitem__(self, value: Value) -> Tensor:
-        tensors = self._tensors
-        if tensors is None:
-            self._timer.start_waiting()
-            tensors = self._tensors = dict(self._transport.receive(self._stop))
-            self._timer.stop_waiting()
-        return tensors[value]
-
-    def __iter__(self) -> Iterator[Value]:
-        return iter(dict.fromkeys(message.value for message in self._stop.arrivals))
-
-    def __len__(self) -> int:
-        return len({message.value for message in self._stop.arrivals})
+def _receive(stop: Stop, transport: Transport, timer: StepTimer) -> list[tuple[Value, Tensor]]:
+    """What the action receives, waited for now."""
+    timer.start_waiting()
+    received = transport.receive(stop)
+    timer.stop_waiting()
+    return received
 
 
-_NOTHING: Mapping[Value, Tensor] = {}
+def _nothing() -> Iterable[tuple[Value, Tensor]]:
+    return ()
 
 
 @dataclass(frozen=True, slots=True)

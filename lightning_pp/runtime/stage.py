@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -55,7 +55,7 @@ class StageRunner:
         self,
         plan: StepPlan,
         step: Callable[[], Any],
-        received: Mapping[Value, Tensor],
+        receive: Callable[[], Iterable[tuple[Value, Tensor]]],
         randomness: StepRandomness,
         *,
         with_gradients: bool,
@@ -66,7 +66,7 @@ class StageRunner:
         Args:
             plan: The plan of the microbatch's signature.
             step: Runs the user's step on the microbatch.
-            received: Value to tensor, as the plan's ``receives`` lists them; may wait for what is looked up.
+            receive: Waits for all that the plan's ``receives`` lists and returns it; called when the step comes to it.
             randomness: Seeds for glue that draws random numbers.
             with_gradients: Whether a backward follows.
             splits_backward: Whether that backward is I, with W to follow.
@@ -78,7 +78,7 @@ class StageRunner:
             SplitError: The step calls other units than the plan says, or touches a value that is not here.
         """
         calls = self._prepare(plan)[1]
-        run = StageForward(calls, self._units, received, randomness, with_gradients, self.recomputation)
+        run = StageForward(calls, self._units, receive, randomness, with_gradients, self.recomputation)
         if calls.plan.last_call == -1:  # nothing of this stage is called in such a step
             return run.in_flight, None
         scope = _deferral(splits_backward)
@@ -93,7 +93,7 @@ class StageRunner:
         self,
         plan: StepPlan,
         in_flight: InFlight,
-        gradients: Mapping[Value, Sequence[Tensor]],
+        gradients: Iterable[tuple[Value, Tensor]],
         loss_weight: float,
         *,
         split: bool,
@@ -105,7 +105,7 @@ class StageRunner:
         Args:
             plan: The plan of the microbatch's signature.
             in_flight: What :meth:`forward` kept. Its graph is freed.
-            gradients: For each sent value the gradients that came back, one per stage that uses it.
+            gradients: The gradients that came back for sent values, one per stage that uses the value; they are summed.
             loss_weight: What the loss is multiplied by.
             split: Whether all weight gradients stay in ``in_flight.queue`` until W.
 
@@ -117,10 +117,11 @@ class StageRunner:
         if in_flight.loss is not None:
             roots.append(in_flight.loss)
             root_gradients.append(torch.full_like(in_flight.loss, loss_weight))
-        for value, parts in gradients.items():
-            if value in in_flight.roots and parts:
-                roots.append(in_flight.roots[value])
-                root_gradients.append(parts[0] if len(parts) == 1 else torch.stack(list(parts)).sum(0))
+        for value, gradient in gradients:
+            root = in_flight.roots.get(value)
+            if root is not None:
+                roots.append(root)
+                root_gradients.append(gradient)
         _, calls, delayed = self._prepare(plan)
         if roots:
             in_flight.ran_backward = True
@@ -136,8 +137,8 @@ class StageRunner:
         for edge in calls.plan.receives:
             if edge.has_gradient:
                 leaf = in_flight.received[edge.value]
-                gradient = leaf.grad
-                returned[edge.value] = torch.zeros_like(leaf) if gradient is None else gradient
+                own = leaf.grad
+                returned[edge.value] = torch.zeros_like(leaf) if own is None else own
         in_flight.end_backward()
         return returned
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -114,7 +114,8 @@ class StageCalls:
         self.plan = plan.stages[stage]
         self.random_glue = plan.record.random_glue
         self.compute_dtype = plan.record.compute_dtype
-        self.received = received = frozenset(edge.value for edge in self.plan.receives)
+        # and whether a gradient goes back
+        self.received = received = {edge.value: edge.has_gradient for edge in self.plan.receives}
         self.sent = frozenset(edge.value for edge in self.plan.sends)
         # what nobody writes into can be the leaf itself
         self.edited = {value for value in received if plan.record.leaf(value).edited_in_place}
@@ -122,7 +123,7 @@ class StageCalls:
         for call in plan.record.calls:
             values = [Value(call.index, position) for position in range(len(call.leaves))]
             stand_in = None
-            is_received = not received.isdisjoint(values)
+            is_received = not received.keys().isdisjoint(values)
             if call.output is None and not is_received:
                 stand_in = call.leaves[0].stand_in if isinstance(call.leaves[0].stand_in, Tensor) else None
             self.calls.append(
@@ -149,14 +150,14 @@ class StageForward:
     Args:
         calls: The stage's calls.
         units: All units of the model.
-        received: Value to tensor, as the plan's ``receives`` lists them; may wait for what is looked up.
+        receive: Waits for and returns the values that the plan's ``receives`` lists.
         randomness: Seeds for glue that draws random numbers.
         with_gradients: Whether a backward follows.
         recomputation: Which units are run again in backward.
     """
 
     __slots__ = (
-        "_failure", "_inputs", "_next_call", "_randomness", "_received", "_recomputation", "_stage", "_units",
+        "_failure", "_inputs", "_next_call", "_randomness", "_receive", "_recomputation", "_stage", "_units",
         "_with_gradients", "doors", "in_flight",
     )  # fmt: skip
 
@@ -164,7 +165,7 @@ class StageForward:
         self,
         calls: StageCalls,
         units: Mapping[str, nn.Module],
-        received: Mapping[Value, Tensor],
+        receive: Callable[[], Iterable[tuple[Value, Tensor]]],
         randomness: StepRandomness,
         with_gradients: bool,
         recomputation: Recomputation,
@@ -176,7 +177,7 @@ class StageForward:
         self._units = units
         self._randomness = randomness
         self._next_call = 0
-        self._received: Mapping[Value, Tensor] | None = received
+        self._receive: Callable[[], Iterable[tuple[Value, Tensor]]] | None = receive  # None once it has been called
         self._with_gradients = with_gradients
         self._inputs: dict[Value, Tensor] = {}
         self._failure: Exception | None = None
@@ -206,8 +207,8 @@ class StageForward:
                 self.doors.leave(call.record, self._units[unit], args, kwargs, self._tensor_of)
             if call.stand_in is not None:
                 return call.stand_in
-            if call.is_received and self._received is not None:
-                self._take_received(self._received)
+            if call.is_received and self._receive is not None:
+                self._take_received(self._receive)
             return call.record.output_of(self._inputs)
         if self._stage.compute_dtype is not None:
             args, kwargs = cast_activations(call.record, args, kwargs, self._stage.compute_dtype)
@@ -248,8 +249,8 @@ class StageForward:
         finally:
             self.doors.undo()
         self.raise_failure()
-        if self._received is not None:  # and has not been looked at
-            self._take_received(self._received)
+        if self._receive is not None:  # the step has not come to what is received
+            self._take_received(self._receive)
         return output
 
     def raise_failure(self) -> None:
@@ -266,25 +267,24 @@ class StageForward:
                 f"saw {len(calls)}; the next would have been {calls[self._next_call].unit!r}."
             )
 
-    def _take_received(self, received: Mapping[Value, Tensor]) -> None:
-        self._received = None
-        for edge in self._stage.plan.receives:
-            value = edge.value
-            try:
-                tensor = received[value]
-            except RuntimeError as error:
-                self._failure = error
-                raise
-            if self._with_gradients and edge.has_gradient:
-                tensor = self.in_flight.received[value] = tensor.requires_grad_()
+    def _take_received(self, receive: Callable[[], Iterable[tuple[Value, Tensor]]]) -> None:
+        self._receive = None
+        try:
+            received = receive()
+        except RuntimeError as error:
+            self._failure = error
+            raise
+        for value, tensor in received:
+            if self._with_gradients and self._stage.received[value]:
+                self.in_flight.received[value] = tensor.requires_grad_()
                 if value in self._stage.edited:
                     with torch.enable_grad():  # the user's code may have switched it off for this call
                         tensor = _AsNonLeaf.apply(tensor)  # type: ignore[no-untyped-call]
             self._inputs[value] = tensor
 
     def _tensor_of(self, value: Value) -> Tensor:
-        if value in self._stage.received and self._received is not None:
-            self._take_received(self._received)
+        if value in self._stage.received and self._receive is not None:
+            self._take_received(self._receive)
         tensor = self._inputs.get(value)
         stand_in: Tensor = self._stage.calls[value.call].record.leaf(value.leaf).stand_in
         return stand_in if tensor is None else tensor

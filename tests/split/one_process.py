@@ -7,7 +7,7 @@ autograd on the whole model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +24,7 @@ from lightning_pp.schedule import Placement
 from lightning_pp.split.dry_run import DryRun
 from lightning_pp.split.microbatch import copy_of
 from lightning_pp.split.placeholders import Placeholders, has_data, is_fake
-from lightning_pp.split.plan import StepPlan, build_plan
+from lightning_pp.split.plan import StagePlan, StepPlan, build_plan
 from lightning_pp.split.record import Value
 from lightning_pp.split.tree import tensors_of
 from lightning_pp.strategy.assembly import SplitModel, split_model
@@ -123,6 +123,12 @@ class Stage:
     def gradients(self) -> dict[str, Tensor | None]:
         names = self.placeholders.canonical_names
         return {names[name]: parameter.grad for name, parameter in self.module.named_parameters()}
+
+
+def gradients_of_sent(plan: StagePlan, wires: Mapping[Value, Sequence[Tensor]]) -> list[tuple[Value, Tensor]]:
+    """The gradients that have come back for what a stage sent."""
+    sent = dict.fromkeys(edge.value for edge in plan.sends)
+    return [(value, gradient) for value in sent for gradient in wires.get(value, ())]
 
 
 class OneProcessPipeline:
@@ -226,7 +232,7 @@ class OneProcessPipeline:
         kept: list[InFlight] = []
         output: Any = None
         for stage, plan in zip(self.stages, self.plans(batch), strict=True):
-            received = {edge.value: wires[edge.value].clone() for edge in plan.stages[stage.number].receives}
+            received = [(edge.value, wires[edge.value].clone()) for edge in plan.stages[stage.number].receives]
             is_last = stage is self.stages[-1]
             own_batch = copy_of(batch) if plan.record.edits_batch else batch
 
@@ -239,7 +245,7 @@ class OneProcessPipeline:
                 in_flight, output = stage.runner.forward(
                     plan,
                     partial(getattr(stage.module, self.step_name), own_batch),
-                    received,
+                    partial(iter, received),
                     StepRandomness(index, CPU),
                     with_gradients=self._training,
                     splits_backward=stage.splits_backward,
@@ -269,7 +275,9 @@ class OneProcessPipeline:
                 in_flight, output = stage.runner.forward(
                     plan,
                     partial(stage.module.training_step, batch),
-                    {edge.value: values[edge.value].clone() for edge in plan.stages[stage.number].receives},
+                    partial(
+                        iter, [(edge.value, values[edge.value].clone()) for edge in plan.stages[stage.number].receives]
+                    ),
                     StepRandomness(0, CPU),
                     with_gradients=True,
                     splits_backward=stage.splits_backward,
@@ -288,7 +296,7 @@ class OneProcessPipeline:
         """Last stage first."""
         wires: dict[Value, list[Tensor]] = {}
         for stage, plan, in_flight in reversed(list(zip(self.stages, plans, kept, strict=True))):
-            gradients = {edge.value: wires.get(edge.value, []) for edge in plan.stages[stage.number].sends}
+            gradients = gradients_of_sent(plan.stages[stage.number], wires)
             returned = stage.runner.backward(plan, in_flight, gradients, weight, split=stage.splits_backward)
             for value, gradient in returned.items():
                 wires.setdefault(value, []).append(gradient)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from one_process import OneProcessPipeline, loss_of
+from one_process import OneProcessPipeline, gradients_of_sent, loss_of
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from zoo_parts import doubled
@@ -50,7 +50,7 @@ def test_activations_are_those_that_live(name: str) -> None:
     after_input: list[int] = []
     gradients: dict[Value, list[torch.Tensor]] = {}
     for stage, plan, in_flight in reversed(list(zip(pipeline.stages, plans, kept, strict=True))):
-        sent = {edge.value: gradients.get(edge.value, []) for edge in plan.stages[stage.number].sends}
+        sent = gradients_of_sent(plan.stages[stage.number], gradients)
         returned = stage.runner.backward(plan, in_flight, sent, 1.0, split=True)
         for value, gradient in returned.items():
             gradients.setdefault(value, []).append(gradient.clone())
