@@ -9,14 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from lightning_pp.schedule.action import ActionKind
 from lightning_pp.schedule.costs import ResolvedCosts, StageCosts
 from lightning_pp.schedule.placement import Placement
-
-if TYPE_CHECKING:
-    from lightning_pp.schedule.program import Schedule
+from lightning_pp.schedule.program import Programs
 
 F, I, W, B = range(4)  # noqa: E741
 _COMPUTE_INDEX = {ActionKind.F: F, ActionKind.I: I, ActionKind.W: W, ActionKind.B: B}
@@ -79,7 +76,7 @@ class Run:
     makespan: float
 
 
-def encode(schedule: Schedule) -> list[list[int]]:
+def encode(schedule: Programs) -> list[list[int]]:
     """The programs of ``schedule`` as codes."""
     num_stages, m = schedule.placement.num_stages, schedule.num_microbatches
     return [

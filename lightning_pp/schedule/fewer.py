@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from lightning_pp.errors import ScheduleError
-
-if TYPE_CHECKING:
-    from lightning_pp.schedule.program import Schedule
+from lightning_pp.schedule.schedule import Schedule
 
 
 def keep_first_microbatches(schedule: Schedule, num_microbatches: int) -> Schedule:

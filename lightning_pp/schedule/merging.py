@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from lightning_pp.schedule.action import Action, ActionKind
+from lightning_pp.schedule.costs import StageCosts
 from lightning_pp.schedule.engine import CostTables
-
-if TYPE_CHECKING:
-    from lightning_pp.schedule.costs import StageCosts
-    from lightning_pp.schedule.program import Schedule
+from lightning_pp.schedule.schedule import Schedule
 
 
 def merge_first_stage(schedule: Schedule) -> Schedule:

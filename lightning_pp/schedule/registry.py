@@ -10,7 +10,7 @@ from lightning_pp.schedule.costs import UNIT_COSTS, StageCosts
 from lightning_pp.schedule.memory import exceeds
 from lightning_pp.schedule.merging import merge_first_stage
 from lightning_pp.schedule.placement import Placement
-from lightning_pp.schedule.program import Schedule
+from lightning_pp.schedule.schedule import Schedule
 from lightning_pp.schedule.sharding import Sharding
 from lightning_pp.schedule.validation import limit_of_each_rank
 

@@ -9,16 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from lightning_pp.errors import ScheduleError
 from lightning_pp.schedule.action import Action
+from lightning_pp.schedule.costs import StageCosts
 from lightning_pp.schedule.engine import CostTables, encode, execute
 from lightning_pp.schedule.memory import peak_memory
-
-if TYPE_CHECKING:
-    from lightning_pp.schedule.costs import StageCosts
-    from lightning_pp.schedule.program import Schedule
+from lightning_pp.schedule.program import Programs
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +93,8 @@ class Simulation:
         )
 
 
-def simulate(schedule: Schedule, costs: StageCosts) -> Simulation:
-    """Simulate one step of ``schedule``; see :meth:`Schedule.simulate`."""
+def simulate(schedule: Programs, costs: StageCosts) -> Simulation:
+    """Simulate one step of ``schedule``; see ``Schedule.simulate``."""
     tables = CostTables.build(schedule.placement, costs)
     codes = encode(schedule)
     run = execute(codes, tables, schedule.placement, schedule.num_microbatches)

@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from lightning_pp.errors import ScheduleError
 from lightning_pp.schedule.action import Action, ActionKind
 from lightning_pp.schedule.costs import UNIT_COSTS, StageCosts
 from lightning_pp.schedule.engine import CostTables, encode, execute
 from lightning_pp.schedule.memory import exceeds, held_after_each
+from lightning_pp.schedule.notation import CsvTable
 from lightning_pp.schedule.picture import picture
-
-if TYPE_CHECKING:
-    from lightning_pp.schedule.notation import CsvTable
-    from lightning_pp.schedule.program import Schedule
+from lightning_pp.schedule.program import Programs
 
 _F, _I, _W, _B = ActionKind.F, ActionKind.I, ActionKind.W, ActionKind.B
 
 
 def check_program(
-    schedule: Schedule,
+    schedule: Programs,
     costs: StageCosts,
     memory_limit: float | Sequence[float] | None,
     *,
     source: CsvTable | None = None,
 ) -> None:
-    """All checks of :meth:`Schedule.validate`; ``source`` makes errors point into the file that was read."""
+    """All checks of ``Schedule.validate``; ``source`` makes errors point into the file that was read."""
     _Checker(schedule, source).check(costs, memory_limit)
 
 
@@ -51,7 +49,7 @@ def limit_of_each_rank(memory_limit: float | Sequence[float] | None, num_ranks: 
 class _Checker:
     """The checks of one schedule, in the order in which their errors make sense."""
 
-    def __init__(self, schedule: Schedule, source: CsvTable | None) -> None:
+    def __init__(self, schedule: Programs, source: CsvTable | None) -> None:
         self.schedule = schedule
         self.source = source
 

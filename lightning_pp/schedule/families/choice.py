@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from lightning_pp.schedule.memory import exceeds
-from lightning_pp.schedule.program import Schedule
 from lightning_pp.schedule.registry import ScheduleRequest
+from lightning_pp.schedule.schedule import Schedule
 
 
 def best_of(candidates: Iterable[Schedule], request: ScheduleRequest) -> Schedule:

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from lightning_pp.schedule.action import Action, ActionKind
 from lightning_pp.schedule.families.choice import best_of
 from lightning_pp.schedule.placement import Placement
-from lightning_pp.schedule.program import Schedule
 from lightning_pp.schedule.registry import Family, ScheduleRequest, register
+from lightning_pp.schedule.schedule import Schedule
 
 Turn = tuple[int, int]
 """A stage and a microbatch."""

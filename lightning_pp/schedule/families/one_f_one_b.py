@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from lightning_pp.schedule.action import Action, ActionKind
 from lightning_pp.schedule.placement import Placement
-from lightning_pp.schedule.program import Schedule
 from lightning_pp.schedule.registry import Family, ScheduleRequest, register
+from lightning_pp.schedule.schedule import Schedule
 
 
 def build_1f1b(request: ScheduleRequest) -> Schedule:

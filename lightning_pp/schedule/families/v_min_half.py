@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from lightning_pp.schedule.families.chunk_program import ChunkProgram
 from lightning_pp.schedule.placement import Placement
-from lightning_pp.schedule.program import Schedule
 from lightning_pp.schedule.registry import Family, ScheduleRequest, register
+from lightning_pp.schedule.schedule import Schedule
 from lightning_pp.schedule.search.justify import justify
 from lightning_pp.schedule.search.problem import Problem
 from lightning_pp.schedule.search.timing import Objective

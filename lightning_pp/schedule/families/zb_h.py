@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from lightning_pp.schedule.action import Action, ActionKind
 from lightning_pp.schedule.placement import Placement
-from lightning_pp.schedule.program import Schedule
 from lightning_pp.schedule.registry import Family, ScheduleRequest, register
+from lightning_pp.schedule.schedule import Schedule
 
 
 def build_zb_h(name: str, k: int, request: ScheduleRequest) -> Schedule:

@@ -17,8 +17,8 @@ from lightning_pp.errors import ScheduleError
 from lightning_pp.schedule.memory import exceeds
 from lightning_pp.schedule.merging import merge_where_nobody_waits
 from lightning_pp.schedule.placement import Placement
-from lightning_pp.schedule.program import Schedule
 from lightning_pp.schedule.registry import Family, ScheduleRequest, available_schedules, register, schedule_family
+from lightning_pp.schedule.schedule import Schedule
 from lightning_pp.schedule.search.exact import solve_exactly
 from lightning_pp.schedule.search.greedy import Policy, Preference, build_greedy
 from lightning_pp.schedule.search.justify import justify

@@ -15,7 +15,7 @@ from lightning_pp.schedule.action import Action, ActionKind
 from lightning_pp.schedule.costs import StageCosts
 from lightning_pp.schedule.engine import CostTables, encode
 from lightning_pp.schedule.placement import Placement
-from lightning_pp.schedule.program import Schedule
+from lightning_pp.schedule.schedule import Schedule
 
 Orders: TypeAlias = list[list[int]]
 """For each rank, its actions as codes."""

@@ -1,0 +1,86 @@
+"""A schedule: checked, simulated, read and written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+
+from lightning_pp.schedule.costs import UNIT_COSTS, StageCosts
+from lightning_pp.schedule.notation import csv_text, read_csv
+from lightning_pp.schedule.program import Programs
+from lightning_pp.schedule.simulation import Simulation, simulate
+from lightning_pp.schedule.validation import check_program
+
+
+class Schedule(Programs):
+    """The programs of all ranks, with what can be done with them before they run."""
+
+    def validate(
+        self, *, costs: StageCosts | None = None, memory_limit: float | Sequence[float] | None = None
+    ) -> Schedule:
+        """Check that the schedule can be run, and return it.
+
+        Every stage and microbatch has its F once and, unless the schedule is forward-only, either B or I and W, on
+        the rank that holds the stage; what an action needs comes before it; where a rank's program says when to gather,
+        a stage is gathered when it is used; gradients are reduced after the last of them, and once; the ranks do not
+        wait for each other in a circle, given receives that block and sends that do not; no rank holds more than the
+        limit.
+
+        Args:
+            costs: Gives ``held_after_forward`` and ``held_after_input``; by default every microbatch holds 1 until W.
+            memory_limit: The most that a rank may hold, in the unit of ``costs.held_*``: a number for all ranks or
+                one per rank; None for no limit.
+
+        Raises:
+            ScheduleError: With the failing cell and a picture of the rows around it.
+        """
+        check_program(self, costs or UNIT_COSTS, memory_limit)
+        return self
+
+    def simulate(self, costs: StageCosts | None = None) -> Simulation:
+        """Run the schedule against ``costs`` (default: F, I and W of 1 ms) without a model.
+
+        Raises:
+            ScheduleError: The costs are for another number of stages, or the schedule deadlocks.
+        """
+        return simulate(self, costs or UNIT_COSTS)
+
+    def csv_text(self) -> str:
+        """The programs in torch's CSV notation: a row a rank, a cell an action."""
+        return csv_text(self.programs)
+
+    def to_csv(self, path: str | PathLike[str]) -> None:
+        """Write :meth:`csv_text` to ``path``; ``_PipelineScheduleRuntime._load_csv`` of torch reads it."""
+        Path(path).write_text(self.csv_text(), encoding="utf-8", newline="")
+
+    @classmethod
+    def from_csv(
+        cls,
+        path: str | PathLike[str],
+        *,
+        num_ranks: int | None = None,
+        num_stages: int | None = None,
+        num_microbatches: int | None = None,
+        name: str | None = None,
+    ) -> Schedule:
+        """Read a schedule from torch's CSV notation and check it.
+
+        The placement follows from the stages that each row names. Empty cells and torch's SEND and RECV cells are
+        skipped (transfers follow from the order), and ``(0F1;3B0)OVERLAP_F_B`` is read as its parts in their order.
+
+        Args:
+            path: The file.
+            num_ranks: Refuse a file with another number of rows.
+            num_stages: Refuse a file with another number of stages.
+            num_microbatches: Refuse a file with another number of microbatches; by default the highest one it names.
+            name: Name of the schedule; by default that of the file.
+
+        Raises:
+            ScheduleError: The file is missing or malformed, has other sizes, or its programs fail :meth:`validate`.
+        """
+        table = read_csv(Path(path))
+        table.check_sizes(num_ranks=num_ranks, num_stages=num_stages, num_microbatches=num_microbatches)
+        schedule = cls(name or str(path), table.placement, num_microbatches or table.num_microbatches, table.programs)
+        check_program(schedule, UNIT_COSTS, None, source=table)
+        return schedule
