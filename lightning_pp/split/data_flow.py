@@ -250,7 +250,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not any_fake and not sources:
             result = func(*args, **kwargs)
             self._note_memory(func, inputs, result)
-            self._note_policy(func, args, kwargs, result)
+            self._note_policy(func, args, kwargs, result, 0)
             if self.call is None and self.random_glue:
                 self._note_drawn(func, inputs, result)
             if is_mutable and self.call is not None:
@@ -264,7 +264,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self.read(args[0]).item()
         given = (args, kwargs)
         result = self._run(func, args, kwargs, sources)
-        self._count_flops(func, args, kwargs, result, inputs)
+        flops = self._count_flops(func, args, kwargs, result, inputs)
         self._note_product(func, args, result)
         produced: frozenset[Source] = frozenset({Inside(self.call.index)}) if self.call is not None else sources
         for tensor in tree_leaves(result):
@@ -272,7 +272,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(tensor, Tensor) and (is_fake(tensor) or is_mutable or self._made_up is not None):
                 self._mark(tensor, produced)
         self._note_memory(func, inputs, result)
-        self._note_policy(func, args, kwargs, result)
+        self._note_policy(func, args, kwargs, result, flops)
         if is_mutable:
             self._note_writes(func, *given, produced)
         return result
@@ -324,15 +324,16 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             elif source.name not in self.own_parameters:
                 self.reads.parameters.add(source.name)
 
-    def _count_flops(self, func: Any, args: Any, kwargs: Any, result: Any, inputs: Iterable[Tensor]) -> None:
+    def _count_flops(self, func: Any, args: Any, kwargs: Any, result: Any, inputs: Iterable[Tensor]) -> int:
         formula = flop_registry.get(func._overloadpacket) or _MORE_FLOPS.get(func._overloadpacket)
         if formula is None:
-            return
+            return 0
         flops = int(formula(*args, **kwargs, out_val=result))
         part = self.reads if self.call is None else self.call
         part.flops += flops
         if any(self.watch.is_weight(tensor) is not None for tensor in inputs):
             part.weight_flops += flops
+        return flops
 
     def _note_product(self, func: Any, args: Any, result: Any) -> None:
         product = self.watch.product(func, args, result)
@@ -349,11 +350,12 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.call is None:
             self._glue_memory |= new
 
-    def _note_policy(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def _note_policy(self, func: Any, args: Any, kwargs: Any, result: Any, flops: int) -> None:
         if self._policy is None or self.call is None or not saves_output(self._policy, func, args, kwargs, result):
             return
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self.keep(tensors, self.call.memory.saved_by_policy)
+        self.call.flops_saved_by_policy += flops
 
     def _note_drawn(self, func: Any, inputs: list[Tensor], result: Any) -> None:
         """Follows what glue draws, to see whether the way of the step hangs on it."""

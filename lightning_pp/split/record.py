@@ -186,6 +186,9 @@ class UnitCall:
         left: The tensors in that.
         flops: Floating point operations of its forward.
         weight_flops: Those of them that have a parameter as an operand.
+        flops_saved_by_policy: Those of operations whose result a selective checkpoint policy saves.
+        flops_run_again: The others, until autograd keeps something for the last time: what is checkpointed is run again
+            up to there.
         saved_bytes: What autograd keeps of it between forward and backward.
         memory: The same by memories, without the batch; and what is kept after the input gradient.
         given: Number to bytes of the memories of its arguments.
@@ -204,6 +207,8 @@ class UnitCall:
     left: list[OutputLeaf] = field(default_factory=list)
     flops: int = 0
     weight_flops: int = 0
+    flops_saved_by_policy: int = 0
+    flops_run_again: int = 0
     saved_bytes: int = 0
     memory: HeldMemory = field(default_factory=HeldMemory)
     given: dict[int, int] = field(default_factory=dict)

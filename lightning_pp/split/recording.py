@@ -272,7 +272,7 @@ class DryRun:
         specs: set[tuple[TensorSpec, ...]] = set()
         made_up = None
         for seed in (1, 0):
-            call.flops = call.weight_flops = call.saved_bytes = 0
+            call.flops = call.weight_flops = call.flops_saved_by_policy = call.flops_run_again = call.saved_bytes = 0
             call.memory = HeldMemory()
             try:
                 with (
@@ -404,6 +404,7 @@ class DryRun:
                 kept.append(tensor if is_fake(tensor) else tensor.detach())
                 call.saved_bytes += tensor.untyped_storage().nbytes()
             flow.keep([tensor], call.memory.saved)
+            call.flops_run_again = call.flops - call.flops_saved_by_policy
             return tensor
 
         try:

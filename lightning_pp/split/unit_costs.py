@@ -46,7 +46,8 @@ def estimate_unit_costs(record: StepRecord, num_parameters: Mapping[str, int]) -
     """FLOPs of every unit that the step calls, in call order.
 
     An operation with a parameter (a linear, a convolution) costs as much in I and in W as in F; one between activations
-    (attention) costs twice its F in I. The code before a unit counts for it, the code after the last one for that.
+    (attention) costs twice its F in I. What is checkpointed costs F once more in I. Code before a unit counts for it,
+    code after the last one for that.
 
     Args:
         record: A dry run of the step.
@@ -62,6 +63,8 @@ def estimate_unit_costs(record: StepRecord, num_parameters: Mapping[str, int]) -
 
     for call in record.calls:
         add(call.unit, call)
+        if call.unit in record.recomputed_units or call.region is not None:
+            flops[call.unit][1] += call.flops_run_again
         add(call.unit, call.reads)
     add(record.calls[-1].unit, record.tail)
     return {unit: UnitCost(*costs) for unit, costs in flops.items()}

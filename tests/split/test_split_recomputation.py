@@ -19,6 +19,7 @@ from one_process import (
 )
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.flop_counter import FlopCounterMode
 from zoo_parts import WIDTH, Block, doubled, next_token_loss, tokens_of
 
 from lightning_pp.errors import ConfigurationError
@@ -142,6 +143,26 @@ def test_held_memory_is_the_estimate(name: str, policy: Any) -> None:
     if policy is not True:
         assert estimated.stages[1].held_after_forward_bytes > inputs_only.stages[1].held_after_forward_bytes
     assert inputs_only.stages[1].held_after_forward_bytes < plain.stages[1].held_after_forward_bytes
+
+
+@pytest.mark.parametrize("name", ["residual_mlp", "separate_lists", "structured", "mixture_of_experts"])
+@pytest.mark.parametrize("policy", [True, PRODUCTS, wide_products], ids=["inputs only", "products", "function"])
+def test_what_runs_again_is_in_the_cost_of_the_input_gradient(name: str, policy: Any) -> None:
+    batch = zoo.batches_of(name)[0]
+
+    def flops(value: Any) -> tuple[float, float]:
+        """Estimated and counted."""
+        pipeline = OneProcessPipeline(zoo.ARCHITECTURES[name][0], batch, 2, activation_checkpointing=value)
+        for stage in pipeline.stages:
+            stage.runner.recomputation = pipeline.split.recomputation or Recomputation(())
+        with FlopCounterMode(display=False) as counter:
+            pipeline.run([batch], [1.0])
+        costs = pipeline.split.partition.unit_costs.values()
+        return sum(cost.total for cost in costs), counter.get_total_flops()
+
+    (estimated, counted), (estimated_without, counted_without) = flops(policy), flops(False)
+    assert estimated - estimated_without == counted - counted_without
+    assert policy is not True or counted > counted_without
 
 
 def resolved(name: str, value: Any) -> Recomputation | None:
