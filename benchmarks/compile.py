@@ -66,6 +66,7 @@ def times_of_actions(options: dict[str, Any] | None, args: argparse.Namespace) -
         kept, loss = timed("F", forward)
         kept.loss = loss
         timed("I", partial(runner.backward, plan, kept, (), 1.0, split=True))
+        kept.end_backward()
         timed("W", kept.run_weight_gradients)
         module.zero_grad()
     return [statistics.median(times[action][args.warmup :]) for action in ACTIONS]

@@ -171,6 +171,7 @@ class PipelineExecutor:
                         gradients = self._backward(entry, inputs, kept, timer)
                         if entry.stop.departures:
                             transport.send(entry.stop, gradients)
+                        kept.end_backward()
                         if kind is ActionKind.B:
                             del in_flight[stage, microbatch]
                             if kept.queue:  # of modules that keep their weight gradients back

@@ -104,7 +104,8 @@ class StageRunner:
 
         Args:
             plan: The plan of the microbatch's signature.
-            in_flight: What :meth:`forward` kept. Its graph is freed.
+            in_flight: What :meth:`forward` kept. It is freed by :meth:`InFlight.end_backward`, after
+                what is returned has been sent, which another stage waits for.
             gradients: The gradients that came back for sent values, one per stage that uses the value; they are summed.
             loss_weight: What the loss is multiplied by.
             split: Whether all weight gradients stay in ``in_flight.queue`` until W.
@@ -139,7 +140,6 @@ class StageRunner:
                 leaf = in_flight.received[edge.value]
                 own = leaf.grad
                 returned[edge.value] = torch.zeros_like(leaf) if own is None else own
-        in_flight.end_backward()
         return returned
 
     def _prepare(self, plan: StepPlan) -> tuple[StepPlan, StageCalls, list[nn.Module]]:

@@ -298,6 +298,7 @@ class OneProcessPipeline:
         for stage, plan, in_flight in reversed(list(zip(self.stages, plans, kept, strict=True))):
             gradients = gradients_of_sent(plan.stages[stage.number], wires)
             returned = stage.runner.backward(plan, in_flight, gradients, weight, split=stage.splits_backward)
+            in_flight.end_backward()
             for value, gradient in returned.items():
                 wires.setdefault(value, []).append(gradient)
             if stage.splits_backward and len(in_flight.queue):

@@ -52,6 +52,7 @@ def test_activations_are_those_that_live(name: str) -> None:
     for stage, plan, in_flight in reversed(list(zip(pipeline.stages, plans, kept, strict=True))):
         sent = gradients_of_sent(plan.stages[stage.number], gradients)
         returned = stage.runner.backward(plan, in_flight, sent, 1.0, split=True)
+        in_flight.end_backward()
         for value, gradient in returned.items():
             gradients.setdefault(value, []).append(gradient.clone())
         del returned, sent
