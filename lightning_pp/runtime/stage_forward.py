@@ -124,7 +124,7 @@ class StageCalls:
             values = [Value(call.index, position) for position in range(len(call.leaves))]
             stand_in = None
             is_received = not received.keys().isdisjoint(values)
-            if call.output is None and not is_received:
+            if call.output is None and not is_received and not call.leaves[0].edited_in_place:
                 stand_in = call.leaves[0].stand_in if isinstance(call.leaves[0].stand_in, Tensor) else None
             self.calls.append(
                 _Call(
@@ -285,9 +285,9 @@ class StageForward:
     def _tensor_of(self, value: Value) -> Tensor:
         if value in self._stage.received and self._receive is not None:
             self._take_received(self._receive)
-        tensor = self._inputs.get(value)
-        stand_in: Tensor = self._stage.calls[value.call].record.leaf(value.leaf).stand_in
-        return stand_in if tensor is None else tensor
+        if value not in self._inputs:  # once, for the unit may return it as well
+            self._inputs[value] = self._stage.calls[value.call].record.leaf(value.leaf).for_one_step()
+        return self._inputs[value]
 
     def _keep(self, call: _Call, output: Any) -> Any:
         """Checks what an owned call returned against the record, and keeps what others need."""

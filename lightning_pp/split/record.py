@@ -148,6 +148,10 @@ class OutputLeaf:
     edited_in_place: bool = False
     memory: int | None = None
 
+    def for_one_step(self) -> Any:
+        """The stand-in for one run of the step, after which it must be as it was (``x.transpose_(0, 1)``)."""
+        return self.stand_in.detach() if self.edited_in_place else self.stand_in
+
 
 @dataclass
 class Reads:
@@ -226,11 +230,11 @@ class UnitCall:
 
     def output_of(self, tensors: Mapping[Value, Any]) -> Any:
         """What stands in for what the call returned: ``tensors`` where they are known, else fakes."""
-        index = self.index
-        if self.output is None:
-            return tensors.get(Value(index, 0), self.leaves[0].stand_in)
-        leaves = [tensors.get(Value(index, place), leaf.stand_in) for place, leaf in enumerate(self.leaves)]
-        return replace_leaves(self.output, leaves)
+        leaves = []
+        for place, leaf in enumerate(self.leaves):
+            tensor = tensors.get(Value(self.index, place))
+            leaves.append(leaf.for_one_step() if tensor is None else tensor)
+        return leaves[0] if self.output is None else replace_leaves(self.output, leaves)
 
 
 @dataclass(frozen=True)

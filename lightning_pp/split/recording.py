@@ -209,11 +209,9 @@ class DryRun:
         record.tail = flow.reads
         flow.need(tensors_of(result))
         self._note_randomness()
-        record.edits_batch = flow.edits_batch
         record.gradient_hooks = flow.gradient_hooks
         record.updates = flow.parameter_updates()
-        for value in flow.edited:
-            record.leaf(value).edited_in_place = True
+        self._note_edits()
         num_calls = len(record.calls)
         for read in flow.value_reads:
             if read.num_calls_before < num_calls:
@@ -235,9 +233,14 @@ class DryRun:
         self.record.tail = self._flow.reads
         self.merge_end()
         self._note_randomness()
-        self.record.edits_batch = self._flow.edits_batch
+        self._note_edits()
         self.record.value_reads_in_tail.append(line)
         return self.record
+
+    def _note_edits(self) -> None:
+        self.record.edits_batch = self._flow.edits_batch
+        for value in self._flow.edited:
+            self.record.leaf(value).edited_in_place = True
 
     def _note_randomness(self) -> None:
         self._end_glue()

@@ -14,7 +14,7 @@ from lightning_pp.split.interception import UnitCalls
 from lightning_pp.split.module_state import preserved_random_state, preserved_state
 from lightning_pp.split.placeholders import is_fake
 from lightning_pp.split.python_reads import PythonReads
-from lightning_pp.split.record import StepRecord
+from lightning_pp.split.record import StepRecord, Value
 from lightning_pp.split.stand_in_mode import MadeUp
 
 
@@ -57,8 +57,15 @@ def rehearse(
             raise Rehearsed
         call = record.calls[num_calls]
         num_calls += 1
-        doors.leave(call, units[unit], args, kwargs, lambda value: call.leaf(value.leaf).stand_in)
-        output = call.output_of({})
+        left: dict[Value, Any] = {}
+        doors.leave(
+            call,
+            units[unit],
+            args,
+            kwargs,
+            lambda value: left.setdefault(value, call.leaf(value.leaf).for_one_step()),
+        )
+        output = call.output_of(left)
         if call.index in record.random_glue.after:
             seed_glue(call.index)
         return output

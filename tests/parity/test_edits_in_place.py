@@ -77,6 +77,18 @@ class AddsIntoTheResidual(Edits):
         return self.layers[-1](stream)
 
 
+class TurnsInPlace(Edits):
+    """What a block returns is turned and back, in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layers[0](x)
+        for number, block in enumerate(self.blocks()):
+            h = block(h).t_()
+            h[number] += 1.0
+            h = h.unsqueeze_(0).squeeze(0).t()
+        return self.layers[-1](h)
+
+
 class FillsABuffer(Edits):
     """Outputs of all blocks are written into one tensor that the head reads."""
 
@@ -181,6 +193,7 @@ EDITS = {
         WritesIntoSlices,
         EditsViews,
         AddsIntoTheResidual,
+        TurnsInPlace,
         FillsABuffer,
         KeepsAnAlias,
         EditsMasks,

@@ -129,6 +129,24 @@ def test_an_end_of_validation_that_no_dry_run_can_follow() -> None:
     compare_evaluation(Checking, batches()[0], 3)
 
 
+class CheckingEdited(Checking):
+    """What a unit returned is edited in place on its own stage, and used on a later one too."""
+
+    def step(self, batch: Any, name: str) -> Tensor:
+        first = self.blocks[0](self.embedding(batch))
+        first *= 0.5
+        h = self.blocks[1](first)
+        h = self.blocks[3](self.blocks[2](h)) + first
+        logits = self.head(h)
+        if name == self.checked_step:
+            check(logits.detach())
+        return next_token_loss(logits, batch)
+
+
+def test_edits_before_such_an_end() -> None:
+    compare_evaluation(CheckingEdited, batches()[0], 2, split_points=["blocks.2"])
+
+
 def test_such_an_end_of_training_is_refused_with_its_lines() -> None:
     with pytest.raises(SplitError) as error:
         compare(CheckingInTraining, batches(), 2)
