@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_pp.errors import SplitError
+from lightning_pp.split.known_results import KnownResults, as_stand_in
 from lightning_pp.split.source_lines import user_line
 
 NOT_FAKEABLE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
@@ -58,6 +59,9 @@ class StandInMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """A fake mode that finds out the shapes that follow from real inputs, such as masks, by trying.
 
     It is never entered by hand: with ``allow_non_fake_inputs`` an operation touches it only if an argument is fake.
+
+    Attributes:
+        known: What operations gave before.
     """
 
     def __init__(self) -> None:
@@ -65,6 +69,7 @@ class StandInMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self._depth = 0
         self._makes_up = False
         self._refuses_edits = False
+        self.known = KnownResults()
 
     @contextmanager
     def refusing_edits(self) -> Iterator[None]:
@@ -96,14 +101,25 @@ class StandInMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 is_written = argument.alias_info is not None and argument.alias_info.is_write
                 if is_written and isinstance(value, Tensor) and not isinstance(value, FakeTensor):
                     raise LostEditError(str(func), value, user_line())
+        key = self.known.key(self, func, args, kwargs)
+        found = None if key is None else self.known.find(self, key, args)
+        if found is not None:
+            return found
         self._depth += 1
         try:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            given = as_stand_in(super().__torch_dispatch__(func, types, args, kwargs))
+            if key is not None and not self.known.has(key):
+                self.known.add(self, key, func, args, kwargs, given)
+            return given
         except NOT_FAKEABLE as error:
             failure = error
         finally:
             self._depth -= 1
         return self._tried_out(func, args, kwargs, failure)
+
+    def from_tensor(self, *args: Any, **kwargs: Any) -> FakeTensor:
+        """The fake of a real tensor."""
+        return as_stand_in(super().from_tensor(*args, **kwargs))  # type: ignore[no-any-return]
 
     def _tried_out(self, func: Any, args: Any, kwargs: Any, failure: Exception) -> Any:
         """Runs ``func`` on several contents of the fakes; if the shapes agree they do not depend on them."""
