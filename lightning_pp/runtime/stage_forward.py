@@ -20,6 +20,7 @@ from lightning_pp.split.doors import DoorKeeper, StandInDoors
 from lightning_pp.split.placeholders import is_fake
 from lightning_pp.split.plan import StepPlan
 from lightning_pp.split.record import UnitCall, Value
+from lightning_pp.split.source_lines import user_line
 from lightning_pp.split.tree import leaves_of, replace_leaves
 
 
@@ -195,9 +196,10 @@ class StageForward:
         if index >= len(calls) or calls[index].unit != unit:
             expected = f"{calls[index].unit!r}" if index < len(calls) else "the end of the step"
             raise SplitError(
-                f"The step called the unit {unit!r} as call {index}, where the dry run of a batch of the same shapes "
-                f"saw {expected}. A step must call its units in the same order for all batches of the same shapes; "
-                "make the choice inside a unit, or let it depend on a shape or on self.training."
+                f"{user_line()} calls the unit {unit!r} as call {index}, where the dry run of a step like it saw "
+                f"{expected}. All stages must know beforehand which units are called: let that depend on the batch, on "
+                "the trainer's progress or on an attribute of the module (not on one that was another in eight batches "
+                "and decided nothing, which is not looked at any longer), or make the choice inside a unit."
             )
         call = calls[index]
         if not call.is_owned:

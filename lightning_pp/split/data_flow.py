@@ -35,6 +35,8 @@ from lightning_pp.split.stand_in_mode import NeedsDataError, StandInMode
 
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
+_INDEX = torch.ops.aten.index.Tensor
+_PACK = torch.ops.aten._pack_padded_sequence.default
 # the CPU's attention, which torch's registry leaves out: its operands are those of the GPU's
 _MORE_FLOPS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
@@ -50,6 +52,20 @@ class ValueRead:
     line: str
     sources: frozenset[Source]
     num_calls_before: int
+
+
+@dataclass
+class Look:
+    """Code outside any unit hangs on a value that the step was given.
+
+    Attributes:
+        num_calls_before: Unit calls before it.
+        is_in_python: Whether Python looks at the value (``mask.all()``), which may decide what is called; otherwise a
+            shape hangs on it (``x[mask]``).
+    """
+
+    num_calls_before: int
+    is_in_python: bool
 
 
 class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -72,7 +88,9 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         num_calls: Unit calls so far.
         own_parameters: Names of the parameters of the running unit.
         call_reads_data: Whether the running call has looked at a value of a fake.
+        call_looks: Whether it has looked at a value that the step was given, or made a shape of it.
         value_reads: Where glue did.
+        looks: Where glue looked at values that the step was given.
         edited: Unit outputs that code after the unit writes into.
         random_glue: Calls after which glue draws random numbers, up to the next; -1: before the first.
         branches_at_random: Whether Python looked at a number that glue drew.
@@ -95,7 +113,9 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.num_calls = 0
         self.own_parameters: frozenset[str] = frozenset()
         self.call_reads_data = False
+        self.call_looks = False
         self.value_reads: list[ValueRead] = []
+        self.looks: list[Look] = []
         self.edited: set[Value] = set()
         self.random_glue: set[int] = set()
         self.branches_at_random = False
@@ -104,8 +124,8 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.watch = watch or MemoryWatch()
         self._policy = policy
         self._fake_mode = fake_mode
-        # where glue first touched what was made inside a call
-        self._lines: dict[int, str] = {}
+        # where glue first touched a parameter, or what was made inside a call
+        self._lines: dict[Source, str] = {}
         self._made_up: MadeUpData | None = None
         self._output_storages: dict[int, Value] = {}
         # a storage is known by its address, so it must not be freed and given out again meanwhile
@@ -119,6 +139,8 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._own_memory = set(own_memory)
         # what code outside units has made, and the batch: a unit that writes there changes what other stages have
         self._glue_memory: set[int | None] = set()
+        # what the step has made of nothing that it was given: the same for all batches of the same shapes
+        self._constants: set[int | None] = set()
         self._contents_before: list[tuple[Tensor, Tensor]] = []
         self._parameters: dict[Tensor, str] = {}
         self._names_of_storages: dict[int | None, str] = {}
@@ -205,6 +227,11 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return self._made_up.real(self._faked(tensor))  # type: ignore[no-any-return]
             return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
+    def look(self, tensor: Tensor) -> None:
+        """Records that Python looks at the content of ``tensor``, which is there."""
+        if storage_of(tensor) not in self._constants:
+            self._note_look(is_in_python=True)
+
     def note_gradient_hook(self, tensor: Tensor) -> None:
         """Records that glue puts a hook on the gradient of ``tensor``."""
         if self.call is None:
@@ -242,6 +269,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             found = self.sources_of(tensor)
             if found:
                 sources = sources | found if sources else found
+        self._note_looks_at_given(func, args, inputs)
         if self.call is None and torch.Tag.nondeterministic_seeded in func.tags:
             self.random_glue.add(self.num_calls - 1)
         is_mutable = func._schema.is_mutable
@@ -310,8 +338,8 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _remember_lines(self, sources: Iterable[Source]) -> None:
         """Glue reads nothing by itself: what its results depend on is needed where they are."""
         for source in sources:
-            if isinstance(source, Inside) and source.call not in self._lines:
-                self._lines[source.call] = user_line()
+            if isinstance(source, (Inside, Parameter)) and source not in self._lines:
+                self._lines[source] = user_line()
 
     def _note(self, sources: Iterable[Source]) -> None:
         current = self.call.index if self.call is not None else None
@@ -320,9 +348,9 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.reads.values.add(source)
             elif isinstance(source, Inside):
                 if source.call != current and source.call not in self.reads.escapes:
-                    self.reads.escapes[source.call] = self._lines.get(source.call) or user_line()
-            elif source.name not in self.own_parameters:
-                self.reads.parameters.add(source.name)
+                    self.reads.escapes[source.call] = self._lines.get(source) or user_line()
+            elif source.name not in self.own_parameters and source.name not in self.reads.parameters:
+                self.reads.parameters[source.name] = self._lines.get(source) or user_line()
 
     def _count_flops(self, func: Any, args: Any, kwargs: Any, result: Any, inputs: Iterable[Tensor]) -> int:
         formula = flop_registry.get(func._overloadpacket) or _MORE_FLOPS.get(func._overloadpacket)
@@ -342,10 +370,30 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.keep([product[0]], memory.queued)
             memory.queued_gradients_bytes += product[1]
 
+    def _note_looks_at_given(self, func: Any, args: Any, inputs: Iterable[Tensor]) -> None:
+        is_in_python = torch.Tag.data_dependent_output in func.tags
+        if not (is_in_python or func is _PACK or torch.Tag.dynamic_output_shape in func.tags):
+            return
+        if func is _INDEX:  # by places; only masks make shapes of their content
+            inputs = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
+        if any(not self.is_missing(tensor) and storage_of(tensor) not in self._constants for tensor in inputs):
+            self._note_look(is_in_python)
+
+    def _note_look(self, is_in_python: bool) -> None:
+        if self.call is None:
+            self.looks.append(Look(self.num_calls, is_in_python))
+        else:
+            self.call_looks = True
+
     def _note_memory(self, func: Any, inputs: list[Tensor], result: Any) -> None:
         """What an operation returns that is no view of what it was given lies in memory of the step's own."""
         made = {storage_of(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
-        new = made if func is _LIFT_FRESH else made - {storage_of(tensor) for tensor in inputs}
+        given = {storage_of(tensor) for tensor in inputs}
+        new = made if func is _LIFT_FRESH else made - given
+        if func is _LIFT_FRESH or given <= self._constants:
+            self._constants |= made
+        else:
+            self._constants -= made
         self._own_memory |= new
         if self.call is None:
             self._glue_memory |= new

@@ -38,6 +38,7 @@ class PythonReads(TorchFunctionMode):
     Args:
         is_missing: Whether a tensor's data are missing.
         read: Gives a real tensor of the same shape to look at.
+        on_look: Told of a tensor that is looked at and has its data.
         on_gradient_hook: Told of a tensor that gets a hook on its gradient.
         in_one_piece: Makes a context for functions that multiply by weights in a way that is not deferred.
     """
@@ -46,20 +47,24 @@ class PythonReads(TorchFunctionMode):
         self,
         is_missing: Callable[[Tensor], bool],
         read: Callable[[Tensor], Tensor],
+        on_look: Callable[[Tensor], None] = lambda _: None,
         on_gradient_hook: Callable[[Tensor], None] = lambda _: None,
         in_one_piece: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         super().__init__()
         self._is_missing = is_missing
         self._read = read
+        self._on_look = on_look
         self._on_gradient_hook = on_gradient_hook
         self._in_one_piece = in_one_piece
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one function of torch."""
         kwargs = kwargs or {}
-        if func in _READS and self._lacks(args[0]) and not _only_names_it(func, args):
-            return func(self._read(args[0]).detach(), *args[1:], **kwargs)
+        if func in _READS and isinstance(args[0], Tensor) and not _only_names_it(func, args):
+            if self._is_missing(args[0]):
+                return func(self._read(args[0]).detach(), *args[1:], **kwargs)
+            self._on_look(args[0])
         if func in _MAKES_OF_DATA and isinstance(args[0], (list, tuple)) and tree_any(self._lacks, args[0]):
             data = tree_map(lambda leaf: self._read(leaf).tolist() if self._lacks(leaf) else leaf, args[0])
             return func(data, *args[1:], **kwargs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -159,7 +159,7 @@ class Reads:
 
     Attributes:
         values: Outputs of earlier calls.
-        parameters: Names of parameters used outside the unit that holds them.
+        parameters: Names of parameters used outside the unit that holds them, with the line that uses each.
         escapes: Calls that made a tensor which is used here but was not among their outputs (it left through an
             attribute, a hook or a list), with the line that uses it.
         flops: Floating point operations of the code since the call before.
@@ -168,7 +168,7 @@ class Reads:
     """
 
     values: set[Value] = field(default_factory=set)
-    parameters: set[str] = field(default_factory=set)
+    parameters: dict[str, str] = field(default_factory=dict)
     escapes: dict[int, str] = field(default_factory=dict)
     flops: int = 0
     weight_flops: int = 0
@@ -199,6 +199,9 @@ class UnitCall:
         activations: Places, among the leaves of its arguments, of floating-point tensors that depend on weights.
         region: Number of the checkpointed region (of the user's) that it is called in; None outside of one.
         num_regions_inside: Checkpointed regions that it has inside.
+        shapes: Of the leaves of its arguments; None for what is no tensor.
+        looks_at: Fingerprint of what it is given besides what depends on weights, if the shapes of its outputs may
+            hang on the values in it.
     """
 
     index: int
@@ -219,6 +222,8 @@ class UnitCall:
     activations: frozenset[int] = frozenset()
     region: int | None = None
     num_regions_inside: int = 0
+    shapes: tuple[tuple[int, ...] | None, ...] = ()
+    looks_at: int | None = None
 
     def leaf(self, leaf: int) -> OutputLeaf:
         """What :attr:`Value.leaf` counts."""
@@ -274,6 +279,10 @@ class StepRecord:
             other unit's output in between. Empty for a step without gradients.
         random_glue: Where code outside units draws random numbers.
         may_branch_at_random: Whether Python may look at such a number, so that another draw may call other units.
+        hangs_on_values: Whether values that the step was given (the batch, buffers) may decide which units are called,
+            or a shape.
+        asked_of_progress: What it asks of how far the training is (``global_step < 100``): for each question, whether
+            another progress has the answer that this one had.
         value_reads_in_tail: Lines after the last call that read a weight-dependent value (``.item()``).
         mutated_attributes: ``(module name, attribute)`` that the step set or whose content it changed.
         num_mean_losses: Calls, outside units, of functions that take the mean of a loss.
@@ -291,6 +300,8 @@ class StepRecord:
     gradient_sources: dict[Value | None, frozenset[Value]] = field(default_factory=dict)
     random_glue: RandomGlue = RandomGlue()
     may_branch_at_random: bool = False
+    hangs_on_values: bool = False
+    asked_of_progress: list[Callable[[Any], bool]] = field(default_factory=list)
     value_reads_in_tail: list[str] = field(default_factory=list)
     mutated_attributes: tuple[tuple[str, str], ...] = ()
     num_mean_losses: int = 0
@@ -310,7 +321,7 @@ class StepRecord:
 
     def parameters_used_outside(self) -> set[str]:
         """Canonical names of the parameters that are used outside the unit that holds them."""
-        return self.tail.parameters.union(*(call.reads.parameters for call in self.calls))
+        return set(self.tail.parameters).union(*(call.reads.parameters for call in self.calls))
 
     def leaf(self, value: Value) -> OutputLeaf:
         """The output leaf that ``value`` names."""

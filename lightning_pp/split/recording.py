@@ -15,6 +15,7 @@ from lightning_pp.split.checkpointed_regions import never_run_again
 from lightning_pp.split.compute_dtype import cast_activations
 from lightning_pp.split.data_flow import DataFlow
 from lightning_pp.split.door_watch import ChangingHookError, DoorWatch
+from lightning_pp.split.given import fingerprint_of, shapes_of
 from lightning_pp.split.gradient_flow import gradient_sources
 from lightning_pp.split.made_up_data import AsFake, MadeUpData
 from lightning_pp.split.memory_watch import GraphReader, MemoryWatch
@@ -110,7 +111,8 @@ class DryRun:
         watch = MemoryWatch({*held, *self._real_parameters}, self._placeholders.fakes())
         flow = self._flow = DataFlow(self._placeholders.mode, held, self._real_parameters, watch, self._policy)
         flow.watch_parameters(self._placeholders)
-        with PythonReads(flow.is_missing, flow.read, flow.note_gradient_hook, watch.in_one_piece), flow, self._end_data:
+        reads = PythonReads(flow.is_missing, flow.read, flow.look, flow.note_gradient_hook, watch.in_one_piece)
+        with reads, flow, self._end_data:
             if self._num_calls == 0:
                 self._make_up_the_end()
             self._start_glue(-1)
@@ -138,6 +140,10 @@ class DryRun:
             found.escapes = dict.fromkeys(found.escapes, place)
         _add(found, self._end)
 
+    def ask_of_progress(self, is_as_now: Callable[[Any], bool]) -> None:
+        """Records what the step asks of how far the training is: whether another progress answers it as now."""
+        self.record.asked_of_progress.append(is_as_now)
+
     def on_call(self, unit: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one unit on fakes and records it."""
         flow = self._flow
@@ -164,10 +170,13 @@ class DryRun:
             for place, leaf in enumerate(leaves_of((args, kwargs)))
             if isinstance(leaf, Tensor) and leaf.is_floating_point() and flow.is_missing(leaf)
         )
+        given = args, kwargs
         args, kwargs = cast_activations(call, args, kwargs, self.record.compute_dtype)
         self._note_given(call, args, kwargs)
         call.region = self.running_region()
+        call.shapes = shapes_of(*given)
         flow.call, flow.own_parameters = call, self._own_parameters[unit]
+        flow.call_looks = False
         passed_on = _Arguments(args, kwargs)
         doors = DoorWatch(self._units[unit], args, kwargs)
         is_marked, marked = False, None
@@ -188,6 +197,8 @@ class DryRun:
                 self._part_of_units.append(error.hook)
                 flow.reads = reads
                 flow.call, flow.own_parameters = call, self._own_parameters[unit]
+        if flow.call_looks:
+            call.looks_at = fingerprint_of(*given)
         if len(self.record.calls) == self._num_calls:
             self._make_up_the_end()
         self._start_glue(call.index)
@@ -208,7 +219,7 @@ class DryRun:
         record, flow = self.record, self._flow
         record.tail = flow.reads
         flow.need(tensors_of(result))
-        self._note_randomness()
+        self._note_what_decides()
         record.gradient_hooks = flow.gradient_hooks
         record.updates = flow.parameter_updates()
         self._note_edits()
@@ -232,7 +243,7 @@ class DryRun:
         """
         self.record.tail = self._flow.reads
         self.merge_end()
-        self._note_randomness()
+        self._note_what_decides()
         self._note_edits()
         self.record.value_reads_in_tail.append(line)
         return self.record
@@ -242,8 +253,13 @@ class DryRun:
         for value in self._flow.edited:
             self.record.leaf(value).edited_in_place = True
 
-    def _note_randomness(self) -> None:
+    def _note_what_decides(self) -> None:
+        """Notes what may decide, besides shapes, which units are called and with what."""
         self._end_glue()
+        calls = self.record.calls
+        self.record.hangs_on_values = any(call.looks_at is not None for call in calls) or any(
+            look.is_in_python or look.num_calls_before < len(calls) for look in self._flow.looks
+        )
         after = frozenset(self._flow.random_glue | self._python_glue)
         self.record.random_glue = RandomGlue(after, in_python=bool(self._python_glue))
         # what Python does with numbers of its own generators cannot be seen
@@ -440,5 +456,5 @@ class _Arguments:
 
 def _add(found: Reads, to: Reads) -> None:
     to.values |= found.values
-    to.parameters |= found.parameters
+    to.parameters = {**found.parameters, **to.parameters}
     to.escapes = {**found.escapes, **to.escapes}

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lightning_pp.split.doors import StandInDoors
+from lightning_pp.split.given import is_like
 from lightning_pp.split.interception import UnitCalls
 from lightning_pp.split.module_state import preserved_random_state, preserved_state
 from lightning_pp.split.placeholders import is_fake
@@ -29,8 +30,10 @@ def rehearse(
     module: nn.Module,
     device: torch.device,
     seed_glue: Callable[[int], None],
+    *,
+    compares_arguments: bool = False,
 ) -> tuple[bool, Exception | None]:
-    """Runs ``step`` with every unit standing in, until its end or until it calls another unit than ``record`` says.
+    """Runs ``step`` with every unit standing in, until its end or until it calls a unit otherwise than ``record`` says.
 
     The module and the generators are as before afterwards.
 
@@ -41,9 +44,11 @@ def rehearse(
         module: The whole model.
         device: Where the step computes.
         seed_glue: Given the index of a call (-1: the step's start), seeds the generators for the code after it.
+        compares_arguments: Whether a call with other arguments than ``record`` says is another call.
 
     Returns:
-        Whether the step called the units of ``record``, and what it raised, which may be due to made-up values.
+        Whether the step called the units of ``record`` as it says, and what it raised, which may be due to made-up
+        values.
     """
     doors = StandInDoors()
     num_calls = 0
@@ -52,10 +57,10 @@ def rehearse(
 
     def stand_in(unit: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal num_calls, went_elsewhere
-        if num_calls >= len(record.calls) or record.calls[num_calls].unit != unit:
+        call = record.calls[num_calls] if num_calls < len(record.calls) else None
+        if call is None or call.unit != unit or (compares_arguments and not is_like(call, args, kwargs)):
             went_elsewhere = True
             raise Rehearsed
-        call = record.calls[num_calls]
         num_calls += 1
         left: dict[Value, Any] = {}
         doors.leave(

@@ -219,7 +219,7 @@ def assign_stages(
     )  # raises what cannot be cut before anything changes
     places = places_of(recording, partition, updates)
     plans = PlanBook(module, units, placeholders, recording.recomputation)
-    plans.set_partition(places.partition.stage_of_unit, placement.num_stages)
+    plans.set_partition(places.partition.stage_of_unit, placement.num_stages, places.owners)
     return SplitModel(
         module,
         units,

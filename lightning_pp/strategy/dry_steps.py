@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_pp.split.dry_run import DryRun
 from lightning_pp.strategy.metrics import metrics_suspended
+from lightning_pp.strategy.progress import progress_watched, watched_batch_idx
 from lightning_pp.strategy.refusals import check_loss, loss_of
 
 
@@ -79,7 +80,9 @@ def recorded_step(
             stack.enter_context(precision.forward_context())
             stack.enter_context(logging_to(module, dry.need_at_end))
             stack.enter_context(metrics_suspended(module, metric_returns))
-            output = getattr(module, step)(batch, *rest, **(kwargs or {}))
+            stack.enter_context(progress_watched(module._trainer, dry.ask_of_progress))
+            watched = [watched_batch_idx(value, dry.ask_of_progress) if type(value) is int else value for value in rest]
+            output = getattr(module, step)(batch, *watched, **(kwargs or {}))
         if step == "training_step":
             check_loss(loss_of(output), module)  # here every rank sees it, in the step only the last stage
         return output

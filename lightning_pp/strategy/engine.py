@@ -46,6 +46,7 @@ from lightning_pp.strategy.outputs import merge_outputs, share_result_of
 from lightning_pp.strategy.plans import signature_of
 from lightning_pp.strategy.precision import loss_scale, step_dtypes
 from lightning_pp.strategy.profiling import tuned_programs
+from lightning_pp.strategy.progress import Progress
 from lightning_pp.strategy.refusals import loss_of
 from lightning_pp.strategy.reports import Merged, report_batch
 from lightning_pp.strategy.results import BatchResults
@@ -370,6 +371,8 @@ class PipelineEngine:
         self._check_first_batches(batch_idx)
         trainable = tuple(parameter.requires_grad for parameter in self._parameters) if training else None
         key = (step, signature_of(rest[1:]), trainable)
+        progress = Progress(batch_idx, self._trainer.global_step, self._trainer.current_epoch)
+        situation = self.split.plans.situation([microbatch.data for microbatch in microbatches], progress)
         self._num_batches_run[training] += 1
         number = 2 * self._num_batches_run[training] + training
         seed = ((self._seed * 1_000_003 + number) * 8_191 + self.replica) % (1 << 50)
@@ -380,6 +383,7 @@ class PipelineEngine:
                 self._recorded_step(step, microbatch, rest, kwargs),
                 with_gradients=training,
                 seed_glue=seed_glue,
+                situation=situation,
             )
             for microbatch, seed_glue in zip(microbatches, seeds, strict=True)
         ]

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any, cast
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
 
+import lightning.pytorch as pl
 from torch import Tensor, nn
+from torchmetrics import Metric
 
+from lightning_pp.errors import SplitError
 from lightning_pp.runtime.recomputation import Recomputation
 from lightning_pp.split.dry_run import DryRun, dry_run
+from lightning_pp.split.mean_losses import intercepted_mean_losses
 from lightning_pp.split.placeholders import Placeholders
 from lightning_pp.split.plan import StepPlan, build_plan
 from lightning_pp.split.record import StepRecord
 from lightning_pp.split.rehearsal import rehearse
 from lightning_pp.split.tree import leaves_of
 
+_TEXT = "text"
 # Enough for a bucketed sampler with some hundred lengths; a plan holds a few fakes and numbers per unit call.
 MAX_PLANS = 512
 MAX_PLANS_OF_A_SIGNATURE = 64
+# what was another so often, and the step went on as before, is taken not to matter
+_OFTEN = 8
+_PROGRESS = (-1, "progress")
+_NOT_THE_USERS = (frozenset(vars(pl.LightningModule())) - {"_modules", "training"}) | {
+    "_split_by_pipeline",
+    "_compiled_call_impl",
+    "forward",
+}
 
 
 def signature_of(tree: Any) -> Hashable:
@@ -32,11 +47,16 @@ def signature_of(tree: Any) -> Hashable:
     if isinstance(tree, (bool, int, float, type(None))):
         return (type(tree), tree)
     if isinstance(tree, str):
-        return "text"  # differs from sample to sample, and no shape hangs on it
+        return _TEXT  # differs from sample to sample
     leaves = leaves_of(tree)
     if len(leaves) == 1 and leaves[0] is tree:
         return type(tree).__qualname__
     return (type(tree), *map(signature_of, leaves))
+
+
+def _is_opaque(tree: Any) -> bool:
+    """Whether ``tree`` holds what :func:`signature_of` says nothing of, and shapes may hang on."""
+    return any(not (leaf is None or isinstance(leaf, (Tensor, bool, int, float))) for leaf in leaves_of(tree))
 
 
 class _NobodyListens:
@@ -44,6 +64,51 @@ class _NobodyListens:
 
     def need_at_end(self, value: Any, place: str | None = None) -> None:
         """What a sink is given."""
+
+    def ask_of_progress(self, is_as_now: Callable[[Any], bool]) -> None:
+        """What is asked of the training's progress."""
+
+
+class Situation(NamedTuple):
+    """What a step may go by besides its batch and what it draws.
+
+    Attributes:
+        progress: How far the training is.
+        attributes: What the module holds outside of units: a number for the module and a name, to an outline.
+        is_opaque: Whether the batch holds what its signature says nothing of, such as text.
+    """
+
+    progress: Any = None
+    attributes: Mapping[tuple[int, str], Any] = MappingProxyType({})
+    is_opaque: bool = False
+
+
+_NO_SITUATION = Situation()
+
+
+@dataclass(eq=False)
+class _Known:
+    """A plan that was made for a signature, and the situation in which the step last went so."""
+
+    plan: StepPlan
+    situation: Situation
+
+
+@dataclass
+class _OfOneSignature:
+    """What is known of steps with one signature.
+
+    Attributes:
+        plans: The plans, the one that was used last at the end.
+        num_batches_alike: Batches with other values that went as one before.
+        values_matter: Whether one with nothing but other values did not.
+        num_records_alike: Records in which only values inside units were others, and nothing else was.
+    """
+
+    plans: list[_Known] = field(default_factory=list)
+    num_batches_alike: int = 0
+    values_matter: bool = False
+    num_records_alike: int = 0
 
 
 class PlanBook:
@@ -67,14 +132,44 @@ class PlanBook:
         self._units = units
         self._placeholders = placeholders
         self._recomputation = recomputation or Recomputation(())
-        self._plans: OrderedDict[Hashable, list[StepPlan]] = OrderedDict()
+        self._plans: OrderedDict[Hashable, _OfOneSignature] = OrderedDict()
         self._stage_of_unit: Mapping[str, int] = {}
         self._num_stages = 0
+        self._owners: Mapping[str, Collection[int]] = {}
+        inside = tuple(f"{unit}." for unit in units)
+        self._outside = [
+            child.__dict__
+            for name, child in module.named_modules()
+            if name not in units and not name.startswith(inside) and not isinstance(child, Metric)
+        ]
+        # how often an attribute was another and the step went on as before
+        self._changed: Counter[tuple[int, str]] = Counter()
+        self._looked_at: list[tuple[tuple[int, str], dict[str, Any]]] = []
+        self._num_attributes = -1
 
-    def set_partition(self, stage_of_unit: Mapping[str, int], num_stages: int) -> None:
-        """Fixes which stage each unit is on."""
-        self._stage_of_unit, self._num_stages = stage_of_unit, num_stages
+    def set_partition(
+        self, stage_of_unit: Mapping[str, int], num_stages: int, owners: Mapping[str, Collection[int]]
+    ) -> None:
+        """Fixes which stage each unit is on, and which stages hold each parameter, by canonical name."""
+        self._stage_of_unit, self._num_stages, self._owners = stage_of_unit, num_stages, owners
         self._plans.clear()
+
+    def situation(self, batch: Any, progress: Any) -> Situation:
+        """What the steps of ``batch`` may go by, where the training has come to ``progress``."""
+        num_attributes = sum(map(len, self._outside))
+        if num_attributes != self._num_attributes:
+            self._num_attributes = num_attributes
+            self._looked_at = [
+                ((place, key), held)
+                for place, held in enumerate(self._outside)
+                for key in held
+                if key not in _NOT_THE_USERS and self._changed[place, key] < _OFTEN
+            ]
+        attributes = {}
+        for place, held in self._looked_at:
+            value = held.get(place[1])
+            attributes[place] = _OUTLINES.get(type(value), id)(value)
+        return Situation(progress, attributes, _is_opaque(batch))
 
     def record(
         self,
@@ -103,39 +198,178 @@ class PlanBook:
         *,
         with_gradients: bool,
         seed_glue: Callable[[int], None] | None = None,
+        situation: Situation = _NO_SITUATION,
     ) -> StepPlan:
         """The plan for ``key``, from a dry run of ``step`` when there is none yet.
 
-        Where the calls of a step may hang on numbers that it draws (layers dropped at random), there are several plans
-        for a key; which one it is, is found out by rehearsing the step with the generators seeded as they will be.
+        The way of a step may hang on more than shapes: on numbers that it draws (layers dropped at random), on values
+        in the batch (lengths, a task), on how far the training is, on attributes of the module. There are then several
+        plans for a key; which one it is, is found out by rehearsing the step, where any of that is another than when
+        the plan was last used. Values and attributes that were so for a handful of batches, and changed nothing, are
+        no longer looked at: should they ever, the step's own check refuses it.
 
         Args:
             key: Says which steps have the same plan.
             step: Runs the user's step.
             with_gradients: Whether it is a training step.
             seed_glue: Given the index of a unit call (-1: the step's start), seeds generators for the code after it.
+            situation: What else the step may go by.
+
+        Raises:
+            SplitError: As :func:`dry_run` and :func:`build_plan` say, or a stage uses a parameter that it has not.
         """
         key = (key, with_gradients, self._module.training)
-        known = self._plans.setdefault(key, [])
+        known = self._plans.setdefault(key, _OfOneSignature())
         self._plans.move_to_end(key)
-        for plan in known:
-            if not (plan.record.may_branch_at_random and seed_glue) or self._goes_so(plan, step, seed_glue):
-                return plan
+        for entry in reversed(known.plans):
+            draws = entry.plan.record.may_branch_at_random and seed_glue is not None
+            others = self._others(entry, situation)
+            if (draws or others or _values_decide(known, entry, situation)) and not self._goes_so(
+                entry.plan, step, seed_glue or _draw_on
+            ):
+                continue
+            self._note_alike(known, entry, situation, others)
+            return entry.plan
         record = self.record(step, with_gradients=with_gradients, seed_glue=seed_glue)
+        for entry in known.plans:
+            if not self._others(entry, situation):
+                if _course_of(entry.plan.record) == _course_of(record):
+                    return _with_other_values(entry.plan, known)
+                known.values_matter = True
         plan = build_plan(record, self._stage_of_unit, self._num_stages)
-        known.append(plan)
-        del known[:-MAX_PLANS_OF_A_SIGNATURE]
+        self._check_parameters(record)
+        known.plans.append(_Known(plan, situation))
+        del known.plans[:-MAX_PLANS_OF_A_SIGNATURE]
         while len(self._plans) > MAX_PLANS:
             self._plans.popitem(last=False)
         return plan
 
+    def _note_alike(
+        self, known: _OfOneSignature, entry: _Known, situation: Situation, others: Collection[tuple[int, str]]
+    ) -> None:
+        """Notes that a step went as ``entry`` says, although ``others`` have changed since the last that did."""
+        if entry.situation is not situation or situation is _NO_SITUATION:
+            known.num_batches_alike += 1
+            if others:
+                self._changed.update(others)
+                self._num_attributes = -1  # some may not be looked at any longer
+            if _PROGRESS in others:  # what has another answer by now did not decide
+                asked = entry.plan.record.asked_of_progress
+                asked[:] = [is_as_then for is_as_then in asked if is_as_then(situation.progress)] or [_is_asked]
+            entry.situation = situation
+        if entry is not known.plans[-1]:
+            known.plans.remove(entry)
+            known.plans.append(entry)
+
+    def _others(self, entry: _Known, situation: Situation) -> set[tuple[int, str]]:
+        """Attributes that are others than when the step last went so; progress counts as one."""
+        before = entry.situation
+        if before is situation:
+            return set()
+        others = {
+            place
+            for place in before.attributes.keys() | situation.attributes.keys()
+            if before.attributes.get(place) != situation.attributes.get(place) and self._changed[place] < _OFTEN
+        }
+        asked = entry.plan.record.asked_of_progress
+        if (
+            asked
+            and before.progress != situation.progress
+            and not (self._changed[_PROGRESS] >= _OFTEN and all(is_as_then(situation.progress) for is_as_then in asked))
+        ):
+            others.add(_PROGRESS)
+        return others
+
+    def _check_parameters(self, record: StepRecord) -> None:
+        """Raises :class:`SplitError` if a stage uses a parameter, outside the unit that holds it, and has it not."""
+        of_calls = [(call.reads, self._stage_of_unit[call.unit]) for call in record.calls]
+        for reads, stage in [*of_calls, (record.tail, self._num_stages - 1)]:
+            for name, line in reads.parameters.items():
+                stages = self._owners.get(name, (stage,))
+                if stage not in stages:
+                    raise SplitError(
+                        f"{line} uses the parameter {name!r} outside of a call of its unit, on stage {stage}, and "
+                        f"{'stage' if len(stages) == 1 else 'stages'} {', '.join(map(str, stages))} alone "
+                        f"{'has' if len(stages) == 1 else 'have'} it: the step that the model was cut for does not use "
+                        "it so. Call the unit (its forward) here as there, or do this on one device with a checkpoint."
+                    )
+
     def _goes_so(self, plan: StepPlan, step: Callable[[DryRun], Any], seed_glue: Callable[[int], None]) -> bool:
-        matches, _ = rehearse(
-            plan.record,
-            self._units,
-            lambda: step(cast(DryRun, _NobodyListens())),
-            self._module,
-            self._placeholders.device,
-            seed_glue,
-        )
-        return matches
+        num_mean_losses = 0
+
+        def count(_: Any, loss: Callable[..., Tensor]) -> Tensor:
+            nonlocal num_mean_losses
+            num_mean_losses += 1
+            return loss()
+
+        with intercepted_mean_losses(count):
+            matches, failure = rehearse(
+                plan.record,
+                self._units,
+                lambda: step(cast(DryRun, _NobodyListens())),
+                self._module,
+                self._placeholders.device,
+                seed_glue,
+                compares_arguments=True,
+            )
+        # what the end of the step makes of made-up values says nothing
+        return matches and (failure is not None or num_mean_losses == plan.record.num_mean_losses)
+
+
+def _is_asked(progress: Any) -> bool:
+    """A question that any progress answers alike."""
+    return True
+
+
+def _draw_on(call: int) -> None:
+    """Leaves the generators as they are."""
+
+
+def _values_decide(known: _OfOneSignature, entry: _Known, situation: Situation) -> bool:
+    """Whether values in the batch may decide how the step goes."""
+    is_settled = known.num_batches_alike >= _OFTEN and not known.values_matter
+    return (situation.is_opaque or entry.plan.record.hangs_on_values) and not is_settled
+
+
+def _with_other_values(plan: StepPlan, known: _OfOneSignature) -> StepPlan:
+    """``plan``, which a record gave again although units looked at other values than they did in its own.
+
+    Such values may decide the shapes of outputs (the longest of some sequences), and mostly do not (a mask).
+    """
+    known.num_records_alike += 1
+    if known.num_records_alike >= _OFTEN // 2 and not known.values_matter:
+        for call in plan.record.calls:
+            call.looks_at = None
+    return plan
+
+
+def _course_of(record: StepRecord) -> list[Any]:
+    """All that the plan of a step depends on."""
+    course: list[Any] = [
+        record.num_mean_losses,
+        record.gradient_sources,
+        record.tail.values,
+        set(record.tail.parameters),
+    ]
+    for call in record.calls:
+        course += call.unit, call.shapes, [(number, leaf.spec) for number, leaf in call.numbered_leaves()]
+        course += call.reads.values, set(call.reads.parameters)
+    return course
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _outline_of_dict(value: dict[Any, Any]) -> Any:
+    is_of_modules = value and isinstance(next(iter(value.values())), nn.Module)
+    return tuple(map(id, value.values())) if is_of_modules else len(value)
+
+
+# what code may branch by in an attribute's value; of other types, which object it is
+_OUTLINES: Mapping[type, Callable[[Any], Any]] = {
+    **dict.fromkeys((type(None), bool, int, float, str), _itself),
+    **dict.fromkeys((list, tuple, set), len),
+    dict: _outline_of_dict,
+    Tensor: lambda tensor: tensor.shape,
+}

@@ -440,6 +440,58 @@ class Adapted(LanguageModel):
         return self.model["head"](h)
 
 
+class Growing(Classifier):
+    """Deeper in the second epoch, another head for every other batch, and more of the image as the training goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.Tanh()) for _ in range(4))
+        self.heads = nn.ModuleList(nn.Linear(8, 5) for _ in range(2))
+        self.depth = 2
+
+    def forward(self, image: Tensor, head: int = 0) -> Tensor:
+        h = self.first(image)
+        for block in self.blocks[: self.depth]:
+            h = h + block(h)
+        return self.heads[head](h.mean((2, 3)))
+
+    def on_train_epoch_start(self) -> None:
+        self.depth = 2 * (1 + self.current_epoch)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        size = min(4 + self.global_step, 8)
+        return F.cross_entropy(self(batch[0][..., :size], batch_idx % 2), batch[1])
+
+
+class Tasks(Trained):
+    """The batch says which task its samples are of, and how many of a sample's places are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.recurrent = nn.GRU(WIDTH, WIDTH, batch_first=True)
+        self.blocks = nn.ModuleList(mlp(WIDTH, WIDTH) for _ in range(2))
+        self.heads = nn.ModuleDict({"one": nn.Linear(WIDTH, 3), "other": nn.Linear(WIDTH, 3)})
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        lengths = batch["mask"].sum(1)
+        packed = nn.utils.rnn.pack_padded_sequence(
+            self.embedding(batch["tokens"]), lengths, batch_first=True, enforce_sorted=False
+        )
+        h, _ = nn.utils.rnn.pad_packed_sequence(self.recurrent(packed)[0], batch_first=True)
+        for block in self.blocks:
+            h = h + block(h)
+        task = "one" if batch["task"][0] else "other"
+        return self.heads[task](h[torch.arange(len(h)), lengths - 1])
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch), batch["label"] % 3)
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch, batch_idx))
+
+
 class GraphLayer(nn.Module):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -477,6 +529,10 @@ def padded(count: int) -> dict[str, Tensor]:
     return {"tokens": tokens(count), "mask": mask, "label": torch.randint(0, 5, (count,))}
 
 
+def of_a_task(count: int) -> dict[str, Tensor]:
+    return {**padded(count), "task": torch.randint(0, 2, (1,)).expand(count)}
+
+
 def targets(count: int) -> Any:
     lengths = torch.randint(1, 4, (count,)).tolist()
     return [torch.randn(3, 8, 8) for _ in lengths], [{"boxes": torch.rand(length, 4)} for length in lengths]
@@ -510,5 +566,7 @@ ARCHITECTURES: dict[str, Entry] = {
     "perceiver": Entry(Perceiver, padded),
     "detector": Entry(Detector, targets),
     "adapted": Entry(Adapted, tokens),
+    "growing": Entry(Growing, images(8)),
+    "tasks": Entry(Tasks, of_a_task),
     "graph": Entry(Graph, graph, 1),
 }

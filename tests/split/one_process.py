@@ -188,7 +188,7 @@ class OneProcessPipeline:
             self._modules = [stage.module for stage in self.stages]
             self._books = [PlanBook(stage.module, stage.units, stage.placeholders) for stage in self.stages]
             for book in self._books:
-                book.set_partition(self.split.partition.stage_of_unit, num_stages)
+                book.set_partition(self.split.partition.stage_of_unit, num_stages, self.split.owners)
 
     @property
     def step_name(self) -> str:

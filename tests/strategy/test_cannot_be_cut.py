@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipelined_fit import Blocks, fit
+from pipelined_fit import Blocks, fit, loader
 from pool import WorkerPool
 from torch import Tensor, nn
 
@@ -121,6 +121,32 @@ class CallsBetween(Blocks):
         return self.head(h).mean()
 
 
+class BranchesOnAGlobal(Blocks):
+    """What no stage can look up before a step decides which units it calls."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        CACHE.clear()
+        if batch_idx:
+            CACHE["is short"] = torch.ones(())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        h = batch[0]
+        for block in list(self.blocks)[: -1 if "is short" in CACHE else None]:
+            h = block(torch.tanh(h))
+        return self.head(h).mean()  # the line that the message names
+
+
+class UsesAWeightOnlyToValidate(Blocks):
+    """What the training step was cut for does not tell that the last stage needs this weight."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        gain = self.blocks[0].weight.mean()  # the line that the message names
+        self.log("val_loss", self(batch[0]).mean() * gain)
+
+    def val_dataloader(self) -> Any:
+        return loader()
+
+
 def fit_with(module: type[Blocks], **options: Any) -> None:
     fit(module(), strategy=PipelineParallelStrategy(2, num_microbatches=2, **options))
 
@@ -138,6 +164,15 @@ CANNOT_BE_CUT: list[tuple[type[Blocks], str]] = [
     (
         EditsItsInput,
         r"made inside 'blocks\.0' leaves it by another way than its outputs.*edit in place.*HERE.*return it",
+    ),
+    (
+        BranchesOnAGlobal,
+        r"HERE calls the unit .head. as call 3, where .* saw .blocks\.3.*attribute of the module|that rank has stopped",
+    ),
+    (
+        UsesAWeightOnlyToValidate,
+        r"HERE uses the parameter 'blocks\.0\.weight' outside of a call of its unit, on stage 1, and stage 0 alone has "
+        r"it.*Call the unit",
     ),
 ]
 
