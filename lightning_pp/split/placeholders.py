@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.split.record import TensorSpec
@@ -240,6 +241,26 @@ class Placeholders:
             for name in self.released:
                 parent, attribute = self._locate(name)
                 parent.__dict__[attribute] = parent._parameters.pop(attribute, None)
+
+    @contextmanager
+    def standing_apart(self) -> Iterator[None]:
+        """Within, code may put placeholders where it found them; afterwards they are no parameters of their modules.
+
+        ``torch.func.functional_call`` does so, and ``Module.__setattr__`` makes a parameter of each.
+        """
+        registered: list[tuple[nn.Module, str]] = []
+
+        def note(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+            if is_fake(parameter):
+                registered.append((module, name))
+
+        with register_module_parameter_registration_hook(note):
+            try:
+                yield
+            finally:
+                for module, name in registered:
+                    if is_fake(module._parameters.get(name)):
+                        module.__dict__[name] = module._parameters.pop(name)
 
     def _locate(self, name: str) -> tuple[nn.Module, str]:
         prefix, _, attribute = name.rpartition(".")

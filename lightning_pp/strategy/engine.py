@@ -307,7 +307,7 @@ class PipelineEngine:
 
     def train(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, accumulate: int, reduce: bool) -> Any:
         """Forward and backward of one batch; returns what the user's step would have returned for it."""
-        with self._abandoning():
+        with self._abandoning(), self.split.placeholders.standing_apart():
             return self._train(args, kwargs, accumulate, reduce)
 
     def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any], accumulate: int, reduce: bool) -> Any:
@@ -327,7 +327,7 @@ class PipelineEngine:
 
     def evaluate(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forward of one batch; returns what the user's step would have returned for it."""
-        with self._abandoning():
+        with self._abandoning(), self.split.placeholders.standing_apart():
             return self._evaluate(step, args, kwargs)
 
     @contextmanager

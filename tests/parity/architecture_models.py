@@ -440,6 +440,22 @@ class Adapted(LanguageModel):
         return self.model["head"](h)
 
 
+class Modulated(Classifier):
+    """Layers that are called with other weights than their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([mlp(48, 8), mlp(8, 8), mlp(8, 8)])
+        self.shift = nn.Parameter(torch.zeros(8))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, image: Tensor) -> Tensor:
+        h = image.flatten(1)
+        for block in self.blocks:
+            h = torch.func.functional_call(block, {"0.0.bias": block[0][0].bias + self.shift}, (h,))
+        return self.head(h)
+
+
 class Growing(Classifier):
     """Deeper in the second epoch, another head for every other batch, and more of the image as the training goes on."""
 
@@ -566,6 +582,7 @@ ARCHITECTURES: dict[str, Entry] = {
     "perceiver": Entry(Perceiver, padded),
     "detector": Entry(Detector, targets),
     "adapted": Entry(Adapted, tokens),
+    "modulated": Entry(Modulated, images(4)),
     "growing": Entry(Growing, images(8)),
     "tasks": Entry(Tasks, of_a_task),
     "graph": Entry(Graph, graph, 1),
