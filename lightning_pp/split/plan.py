@@ -157,8 +157,9 @@ def _check_flow(record: StepRecord, stage_of_call: list[int], last_stage: int) -
                 unit = record.calls[value.call].unit
                 raise SplitError(
                     f"{consumer} runs on stage {stage} and needs an output of {unit!r}, which runs later, on stage "
-                    f"{source}. A unit that is called again must share a stage with the units in between: use "
-                    "split_points that keep them together, or fewer stages."
+                    f"{source}; values go to later stages only. A unit that is called again must share a stage with "
+                    "the units in between: use split_points that keep them together, or fewer stages. What calls the "
+                    "whole model again on what it gave (sampling, decoding) is for one device, with a checkpoint."
                 )
         for made_by, line in reads.escapes.items():
             source, unit = stage_of_call[made_by], record.calls[made_by].unit

@@ -129,7 +129,7 @@ class ShardedPrograms:
         groups: ControlGroups,
     ) -> None:
         stages = split.placement.stages_of_rank(rank)
-        calls = [call.unit for call in split.record.calls]
+        calls = _calls_of_any_replica(split)
         called = {stage: [unit for unit in calls if split.partition.stage_of_unit[unit] == stage] for stage in stages}
         self.stages = ShardedStages(
             units, {stage: split.partition.units_of_stage(stage) for stage in stages}, called, rank
@@ -172,6 +172,25 @@ class ShardedPrograms:
         program = self._programs[key][1]
         self.stages.begin(program, is_ragged=self._is_ragged)
         return program.schedule
+
+
+def _calls_of_any_replica(split: SplitModel) -> list[str]:
+    """The units in the order of their calls, with those that only another replica, or another batch, may call.
+
+    What a replica draws, and the values in its batch, may have it call units that the recorded step did not; all have
+    to gather these, so each stands where its place in the module says.
+    """
+    calls = [call.unit for call in split.record.calls]
+    if not (split.record.may_branch_at_random or split.record.hangs_on_values):
+        return calls
+    called, place = set(calls), 0
+    for unit in split.units:
+        if unit in called:
+            place = max(index for index, other in enumerate(calls) if other == unit) + 1
+        else:
+            calls.insert(place, unit)
+            place += 1
+    return calls
 
 
 def _describe(

@@ -136,6 +136,22 @@ class BranchesOnAGlobal(Blocks):
         return self.head(h).mean()  # the line that the message names
 
 
+class SamplesToValidate(Blocks):
+    """Calls the model again on what it gave."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[..., None].expand(x.shape)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0]).mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self(self(batch[0])).mean())
+
+    def val_dataloader(self) -> Any:
+        return loader()
+
+
 class UsesAWeightOnlyToValidate(Blocks):
     """What the training step was cut for does not tell that the last stage needs this weight."""
 
@@ -168,6 +184,11 @@ CANNOT_BE_CUT: list[tuple[type[Blocks], str]] = [
     (
         BranchesOnAGlobal,
         r"HERE calls the unit .head. as call 3, where .* saw .blocks\.3.*attribute of the module|that rank has stopped",
+    ),
+    (
+        SamplesToValidate,
+        r"the unit 'blocks\.0' at .*pipelined_fit\.py.* runs on stage 0 and needs an output of 'head'.*on stage 1.*"
+        r"sampling, decoding\) is for one device",
     ),
     (
         UsesAWeightOnlyToValidate,

@@ -1,0 +1,72 @@
+"""Replicas whose batches have them call different units: none waits for the others, and gradients are those of all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from feature_parts import Classifier
+from parity_run import QUIET, tensor_difference, whole_weights
+from pool import WorkerPool
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_pp import PipelineParallelStrategy
+
+NUM_BATCHES = 8
+
+
+class DepthOfBatch(Classifier):
+    """The batch says how many of the layers are called."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, label = batch
+        layers = list(self.layers)
+        for layer in layers if x[0, 0] > 0 else [*layers[:2], layers[-1]]:
+            x = layer(x)
+        return F.cross_entropy(x, label)
+
+
+def batches() -> list[Any]:
+    generator = torch.Generator().manual_seed(3)
+    made = []
+    for index in range(NUM_BATCHES):
+        x = torch.randn(4, 6, generator=generator)
+        x[:, 0] = 1.0 if index % 4 in (1, 2) else -1.0  # one of each two batches is deep, first the second
+        made.append((x, torch.randint(0, 3, (4,), generator=generator)))
+    return made
+
+
+def train(sharding: str | None = None) -> dict[str, Tensor]:
+    """Two replicas, or one device that accumulates what they read."""
+    data, strategy = batches(), None
+    if sharding is not None:
+        strategy = PipelineParallelStrategy(2, data_parallel_size=2, num_microbatches=2, sharding=sharding)
+    trainer = L.Trainer(
+        **QUIET,
+        devices=4 if strategy else 1,
+        strategy=strategy or "auto",
+        accumulate_grad_batches=1 if strategy else 2,
+        max_epochs=1,
+        precision="64-true",
+        use_distributed_sampler=False,
+    )
+    torch.manual_seed(0)
+    module = DepthOfBatch()
+    mine = data[trainer.strategy.data_parallel_rank :: 2] if isinstance(trainer.strategy, type(strategy)) else data
+    trainer.fit(module, DataLoader(mine, batch_size=None))  # type: ignore[arg-type]
+    return whole_weights(module)
+
+
+@pytest.mark.parametrize("sharding", ["full_shard", "shard_grad_op", "replicate"])
+def test_gradients_are_those_of_all_replicas(pool: WorkerPool, sharding: str) -> None:
+    expected = train()
+    weights: dict[str, Tensor] = {}
+    for found in pool.run(train, sharding, world_size=4, timeout=60):
+        for name, value in found.items():
+            assert tensor_difference(value, expected[name]) < 1e-9, name
+        weights |= found
+    assert sorted(weights) == sorted(expected)
