@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 
@@ -35,6 +36,20 @@ def logging_to(module: pl.LightningModule, sink: Callable[[Any], None]) -> Itera
     finally:
         for name in replaced:
             module.__dict__.pop(name, None)
+
+
+@contextmanager
+def loggers_muted(trainer: pl.Trainer | None) -> Iterator[None]:
+    """Within, what a step gives to a logger itself, not by ``self.log``, goes nowhere: it may be made up."""
+    if trainer is None:
+        yield
+        return
+    before = trainer.loggers
+    trainer.loggers = [DummyLogger() for _ in before]
+    try:
+        yield
+    finally:
+        trainer.loggers = before
 
 
 def first_arguments(module: pl.LightningModule, step: str) -> list[Any]:
@@ -79,6 +94,7 @@ def recorded_step(
             stack.enter_context(around())
             stack.enter_context(precision.forward_context())
             stack.enter_context(logging_to(module, dry.need_at_end))
+            stack.enter_context(loggers_muted(module._trainer))
             stack.enter_context(metrics_suspended(module, metric_returns))
             stack.enter_context(progress_watched(module._trainer, dry.ask_of_progress))
             watched = [watched_batch_idx(value, dry.ask_of_progress) if type(value) is int else value for value in rest]

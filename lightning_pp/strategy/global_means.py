@@ -16,6 +16,7 @@ from lightning_pp.split.mean_losses import MeanLosses
 from lightning_pp.split.microbatch import Microbatch
 from lightning_pp.split.plan import StepPlan
 from lightning_pp.strategy.control import ControlGroups
+from lightning_pp.strategy.dry_steps import loggers_muted
 from lightning_pp.strategy.logs import StepLogs
 from lightning_pp.strategy.metrics import PipelineMetrics
 
@@ -89,6 +90,7 @@ class GlobalMeans:
                 with ExitStack() as stack:
                     stack.enter_context(StepLogs().of_step(self._module, None))
                     stack.enter_context(self._metrics.suspended())
+                    stack.enter_context(loggers_muted(self._module._trainer))
                     step = partial(call_step, microbatch.data)
                     losses.count(index, plan, self._units, step, self._module, self._device, seeds[index])
         if num_replicas == 1:

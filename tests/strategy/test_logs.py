@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.connectors.logger_connector import result
 from one_pipeline import (
     MemoryLogger,
@@ -25,7 +26,10 @@ from one_pipeline import (
     loader,
     trainer,
 )
+from pipelined_fit import Blocks
+from pipelined_fit import fit as fit_in_a_pipeline
 from pool import WorkerPool
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection, SumMetric
@@ -424,3 +428,40 @@ def test_merge_arithmetic() -> None:
 )
 def test_dtype_of_the_merged_value(dtype: torch.dtype, reduce_fx: str, expected: torch.dtype) -> None:
     assert call(1.0, dtype=dtype, reduce_fx=reduce_fx).value_dtype() is expected
+
+
+class LogsPastSelfLog(Blocks):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        assert self.logger is not None
+        self.logger.log_metrics({"loss": loss.item()}, step=self.global_step)
+        return loss
+
+
+class Notebook(Logger):
+    """Notes what it is given, on every rank."""
+
+    name, version = "notebook", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: list[float] = []
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.values += [metrics["loss"]] if "loss" in metrics else []
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+def values_of_a_logger() -> list[float]:
+    notebook = Notebook()
+    fit_in_a_pipeline(LogsPastSelfLog(), logger=notebook)
+    return notebook.values
+
+
+def test_a_logger_that_a_step_calls_itself_gets_nothing_made_up(pool: WorkerPool) -> None:
+    first, last = pool.run(values_of_a_logger, world_size=2)
+    assert first == []
+    assert len(last) == 3 * 2  # batches, microbatches
+    assert min(last) > 0.0
