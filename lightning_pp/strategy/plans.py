@@ -295,6 +295,8 @@ class PlanBook:
                     )
 
     def _goes_so(self, plan: StepPlan, step: Callable[[DryRun], Any], seed_glue: Callable[[int], None]) -> bool:
+        if plan.record.edits_batch or plan.record.updates:  # a rehearsal would leave the batch, or parameters, edited
+            return True
         num_mean_losses = 0
 
         def count(_: Any, loss: Callable[..., Tensor]) -> Tensor:

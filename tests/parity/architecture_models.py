@@ -308,6 +308,20 @@ class MomentumContrast(Bootstrap):
         pass
 
 
+class Queued(MomentumContrast):
+    """The step writes keys into the queue, at a place that it reads from a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("place", torch.zeros(1, dtype=torch.long))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        first = int(self.place)
+        self.queue[:, first] = F.normalize(batch[1].flatten()[:8], dim=0)
+        self.place[0] = (first + 1) % 10
+        return super().training_step(batch, batch_idx)
+
+
 class Averaged(Classifier):
     """An average of the weights that only validation uses."""
 
@@ -577,6 +591,7 @@ ARCHITECTURES: dict[str, Entry] = {
     "mixture_of_experts": Entry(MixtureOfExperts, tokens, 1),
     "bootstrap": Entry(Bootstrap, pair),
     "momentum_contrast": Entry(MomentumContrast, pair),
+    "queued": Entry(Queued, pair, 1),
     "averaged": Entry(Averaged, images(4)),
     "distilled": Entry(Distilled, images(4)),
     "perceiver": Entry(Perceiver, padded),
