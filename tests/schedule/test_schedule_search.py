@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_strategies import stage_costs
+from schedule_strategies import built_schedules, stage_costs
 
 from lightning_pp.errors import ScheduleError
 from lightning_pp.schedule import Placement, Schedule, StageCosts, available_schedules, build_schedule
@@ -19,6 +19,7 @@ from lightning_pp.schedule.registry import schedule_family
 from lightning_pp.schedule.search.exact import solve_exactly
 from lightning_pp.schedule.search.greedy import Policy, build_greedy
 from lightning_pp.schedule.search.justify import justify
+from lightning_pp.schedule.search.local import in_turn
 from lightning_pp.schedule.search.problem import Problem
 from lightning_pp.schedule.search.timing import Objective, earliest, latest, length_of
 
@@ -250,3 +251,23 @@ def test_auto_keeps_to_a_placement(quick: bool) -> None:
             else:
                 with pytest.raises(ScheduleError, match=r"puts the stages on ranks .* but they have to be on"):
                     build_schedule(name, placement=placement, **request)
+
+
+@given(built=built_schedules(), data=st.data())
+def test_microbatches_in_turn_start_when_they_did(
+    built: tuple[Schedule, StageCosts, dict[str, Any]], data: st.DataObject
+) -> None:
+    schedule, costs, _ = built
+    m = schedule.num_microbatches
+    problem = Problem.build(schedule.placement, m, costs, None)
+    orders = problem.orders_of(schedule)
+    other_names = data.draw(st.permutations(range(m)))
+    renamed = [[code // m * m + other_names[code % m] for code in order] for order in orders]
+    restored = in_turn(problem, renamed)
+    assert earliest(problem, restored) == earliest(problem, orders)
+    last_seen: dict[int, int] = {}
+    for order in restored:
+        for code in order:
+            row, microbatch = divmod(code, m)
+            assert microbatch > last_seen.get(problem.publishes[row], -1)
+            last_seen[problem.publishes[row]] = microbatch

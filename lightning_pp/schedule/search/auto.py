@@ -40,9 +40,10 @@ _CLIMBING_STEPS_PER_ACTION = 100
 """Small problems have fewer orders to visit."""
 _TEMPERATURES = (0.03, 0.06, 0.1, 0.03, 0.02)
 """Of the climbs of a small problem, each from where the last one ended; the hotter ones leave the start behind."""
-_NUM_STARTS = 10
-"""Climbs of the smallest problems, all from the same start: what one finds differs by up to 2 % from what another does,
-and ten find more than a row of ten."""
+_ROUNDS_OF_SMALLEST = ((0.03, 1), (0.02, 3))
+"""Temperature, and from how many of the best there are, of the climbs of the smallest problems: what one finds differs
+by up to 2 % from what another does, and many from one start find more than a row of them."""
+_CLIMBS_OF_A_ROUND = 10
 _SMALLEST = 200
 _SMALL = 400
 """Up to so many actions every placement is improved and the climb may go uphill; more have no time for it."""
@@ -246,28 +247,36 @@ def _improve(candidates: list[_Candidate]) -> list[_Candidate]:
             continue
         if objective.longest_makespan:
             objective = _objective(candidate.length.makespan for candidate in candidates + improved)
-        temperatures: tuple[float, ...] = _TEMPERATURES[:1] if num_actions <= _SMALL else (0.0,)
         is_first = not objective.longest_makespan
-        all_from_one = is_first and num_actions <= _SMALLEST
-        if all_from_one:
-            temperatures *= _NUM_STARTS
-        elif is_first and num_actions <= _SMALL:
+        if is_first and num_actions <= _SMALLEST:
+            for temperature, num_starts in _ROUNDS_OF_SMALLEST:
+                starts = sorted(improved, key=lambda candidate: objective.of(candidate.length))[:num_starts]
+                improved += [
+                    _climbed(starts[seed % len(starts)], objective, num_steps // 2, temperature, seed)
+                    for seed in range(_CLIMBS_OF_A_ROUND)
+                ]
+            continue
+        temperatures: tuple[float, ...] = _TEMPERATURES[:1] if num_actions <= _SMALL else (0.0,)
+        if is_first and num_actions <= _SMALL:
             temperatures = _TEMPERATURES
         start = min(improved, key=lambda candidate: objective.of(candidate.length))
         for seed, temperature in enumerate(temperatures):
-            orders = climb(
-                start.problem,
-                start.orders,
-                objective,
-                num_steps=num_steps,
-                lower_bound=lower_bound(start.problem, objective),
-                temperature=temperature,
-                seed=seed,
-            )
-            improved.append(_measured(start.problem, orders, start.origin))
-            if not all_from_one:
-                start = improved[-1]
+            start = _climbed(start, objective, num_steps, temperature, seed)
+            improved.append(start)
     return improved
+
+
+def _climbed(start: _Candidate, objective: Objective, num_steps: int, temperature: float, seed: int) -> _Candidate:
+    orders = climb(
+        start.problem,
+        start.orders,
+        objective,
+        num_steps=num_steps,
+        lower_bound=lower_bound(start.problem, objective),
+        temperature=temperature,
+        seed=seed,
+    )
+    return _measured(start.problem, orders, start.origin)
 
 
 def lower_bound(problem: Problem, objective: Objective) -> float:

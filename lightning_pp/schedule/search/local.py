@@ -1,16 +1,19 @@
 """Improve given orders by moving single critical actions: simulated annealing (Kirkpatrick, Gelatt and Vecchi, 1983).
 
 An action is critical when it cannot start later without making the step longer; only moves of such actions can help.
+Microbatches are alike, so on each stage they keep their order; that loses nothing, and leaves fewer orders to visit.
 A move that makes the step longer is accepted now and then, less often for more, and less and less often; the acceptance
 is warmed up again a few times. The random numbers are seeded, so the result is the same each time.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from itertools import count
 from math import log
 from random import Random
 
-from lightning_pp.schedule.search.problem import Orders, Problem, W
+from lightning_pp.schedule.search.problem import I, Orders, Problem, W
 from lightning_pp.schedule.search.timing import Objective, Times, earliest, latest, length_of
 
 _EPSILON = 1e-9
@@ -45,12 +48,35 @@ def climb(
     return _Climb(problem, orders, objective, Random(seed)).run(num_steps, lower_bound, temperature)
 
 
+def in_turn(problem: Problem, orders: Orders) -> Orders:
+    """``orders`` with the microbatches of each kind of action (I and B are one) and stage in ascending order.
+
+    That is legal, and everything starts when it did: if each microbatch's second action starts some time after its
+    first, then so does the k-th of all second ones after the k-th of all first ones.
+    """
+    n, m = problem.num_stages, problem.num_microbatches
+    result = []
+    for order in orders:
+        numbers = {row: count() for row in range(4 * n)}
+        split: dict[int, deque[int]] = {stage: deque() for stage in range(n)}  # those of which W has yet to come
+        renumbered = []
+        for code in order:
+            row = code // m
+            kind, stage = divmod(row, n)
+            microbatch = split[stage].popleft() if kind == W else next(numbers[problem.publishes[row]])
+            if kind == I:
+                split[stage].append(microbatch)
+            renumbered.append(row * m + microbatch)
+        result.append(renumbered)
+    return result
+
+
 class _Climb:
     def __init__(self, problem: Problem, orders: Orders, objective: Objective, random: Random) -> None:
         self.problem = problem
         self.objective = objective
         self.random = random
-        self.orders = [list(order) for order in orders]
+        self.orders = in_turn(problem, orders)
         starts = earliest(problem, self.orders)
         assert starts is not None, "orders must be free of deadlock"
         self.score = self._score(starts)
@@ -123,7 +149,10 @@ class _Climb:
         step = -1 if backward else 1
         for index in range(position + step, target + step, step):
             other_row = order[index] // m
-            if order[index] + (problem.publishes[other_row] - other_row) * m in bounds:
+            if (
+                problem.publishes[other_row] == problem.publishes[row]
+                or order[index] + (problem.publishes[other_row] - other_row) * m in bounds
+            ):
                 return index - step
         return target
 
