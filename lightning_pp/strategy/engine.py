@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -165,8 +165,8 @@ class PipelineEngine:
         patterns: Sequence[str] | None,
         cut: CutOptions,
         agree: Callable[[Any], Any],
-        device_memory_gib: float | None = None,
-        optimizer: Optimizer | None = None,
+        device_memory_gib: float | None,
+        beforehand: AbstractContextManager[Optimizer | None],
     ) -> None:
         """Cuts the module by a dry run of ``step`` on ``batch`` and drops what this rank does not own.
 
@@ -177,7 +177,8 @@ class PipelineEngine:
             cut: What the user says of the cuts.
             agree: Returns rank 0's argument on every rank.
             device_memory_gib: What a rank may hold altogether; None for no limit.
-            optimizer: With a limit the user's, over the whole module, to ask it for what it keeps of a parameter.
+            beforehand: Around the dry run; gives the user's optimizer over the whole module, to ask it for what it
+                keeps of a parameter. It must not outlive the context, for it holds all parameters.
         """
         training = step == "training_step"
         dtypes = step_dtypes(self._precision)
@@ -188,23 +189,25 @@ class PipelineEngine:
         if not training:
             self.module.eval()
         try:
-            recording = record_model(
-                self.module,
-                device=self.device,
-                step=self._recorded_step(step, microbatches[0], first_arguments(self.module, step)),
-                with_gradients=training,
-                patterns=patterns,
-                num_stages=request.fewest_stages,
-                compute_dtype=dtypes.compute,
-                activation_checkpointing=self._activation_checkpointing,
-            )
-            self._update_hooks = UpdateHooks(self.module, recording.placeholders, batch)
-            updates = self._update_hooks.updates if training else {}
-            if device_memory_gib is not None:
-                model = MemoryModel.of(self._sharding, self.sizes.data_parallel_shard, dtypes, trains=training)
-                model = model if optimizer is None else model.with_optimizer(optimizer)
-                self._device_memory = DeviceMemory(device_memory_gib, model, recording, updates)
-                request = replace(request, memory=self._device_memory)
+            with beforehand as optimizer:
+                recording = record_model(
+                    self.module,
+                    device=self.device,
+                    step=self._recorded_step(step, microbatches[0], first_arguments(self.module, step)),
+                    with_gradients=training,
+                    patterns=patterns,
+                    num_stages=request.fewest_stages,
+                    compute_dtype=dtypes.compute,
+                    activation_checkpointing=self._activation_checkpointing,
+                )
+                self._update_hooks = UpdateHooks(self.module, recording.placeholders, batch)
+                updates = self._update_hooks.updates if training else {}
+                if device_memory_gib is not None:
+                    model = MemoryModel.of(self._sharding, self.sizes.data_parallel_shard, dtypes, trains=training)
+                    model = model if optimizer is None else model.with_optimizer(optimizer)
+                    self._device_memory = DeviceMemory(device_memory_gib, model, recording, updates)
+                    request = replace(request, memory=self._device_memory)
+                del optimizer
             layout = decided_by_one(
                 lambda: choose_layout(recording.record, recording.num_parameters, request),
                 decides=self.rank == 0 and self.groups.replica == 0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -334,36 +335,36 @@ class PipelineParallelStrategy(MeshStrategy):
                 "checkpoint."
             )
         self._engine = engine
-        batch = first_batch(trainer)
         try:
-            with self._optimizers_beforehand(trainer):
-                engine.build(
-                    batch,
-                    step,
-                    patterns=self._unit_patterns,
-                    cut=self._cut,
-                    agree=self.broadcast,
-                    device_memory_gib=self._device_memory_gib,
-                    optimizer=next(iter(self.optimizers), None),
-                )
+            engine.build(
+                first_batch(trainer),
+                step,
+                patterns=self._unit_patterns,
+                cut=self._cut,
+                agree=self.broadcast,
+                device_memory_gib=self._device_memory_gib,
+                beforehand=self._optimizers_beforehand(trainer),
+            )
         except BaseException:
             self._engine = None
             raise
         vars(module)["_split_by_pipeline"] = True
 
     @contextmanager
-    def _optimizers_beforehand(self, trainer: pl.Trainer) -> Iterator[None]:
+    def _optimizers_beforehand(self, trainer: pl.Trainer) -> Iterator[Optimizer | None]:
         """Within, training has the user's optimizer and schedulers over the whole module, which a step may ask for.
 
-        They are not those that train: ``configure_optimizers`` is called again once the module is cut.
+        They are not those that train: ``configure_optimizers`` is called again once the module is cut, and nothing of
+        these is left then, for they hold all parameters whole.
         """
         if trainer.state.fn == TrainerFn.FITTING:
             with preserved_random_state(self.root_device):
                 set_up_one_optimizer(self, trainer)
         try:
-            yield
+            yield next(iter(self.optimizers), None)
         finally:
             self._reset_optimizers_and_schedulers()
+            gc.collect()  # a scheduler and its optimizer hold each other
 
     def model_to_device(self) -> None:
         """Nothing: the engine moves what this rank owns."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Mapping
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -76,3 +78,37 @@ def test_nothing_keeps_whole_units(pool: WorkerPool) -> None:
     for counts, afterwards in pool.run(whole_weights, "full_shard", False, world_size=2):
         assert counts == [*range(NUM_BLOCKS, 0, -1), 0]  # the head has no weight of that size
         assert afterwards == 0
+
+
+class Scheduled(Blocks):
+    """Remembers, weakly, its optimizers, which hold each other with their schedulers."""
+
+    def __init__(self) -> None:
+        super().__init__(NUM_BLOCKS, WIDTH)
+        self.made: list[weakref.ref[torch.optim.Optimizer]] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters())
+        self.made.append(weakref.ref(optimizer))
+        return [optimizer], [torch.optim.lr_scheduler.ConstantLR(optimizer)]
+
+
+def optimizers_at_first_placing() -> list[bool]:
+    """Whether each optimizer that was made before the first unit is placed is alive then; in a worker."""
+    module = Scheduled()
+    alive: list[list[bool]] = []
+    place = ParameterPlacing.place_units
+
+    def note(self: ParameterPlacing, units: Mapping[str, nn.Module]) -> None:
+        alive.append([made() is not None for made in module.made])
+        place(self, units)
+
+    with patch.object(ParameterPlacing, "place_units", note):
+        trainer(strategy=PipelineParallelStrategy(1, 2, 2, sharding="full_shard"), max_steps=0).fit(
+            module, loader(width=WIDTH)
+        )
+    return alive[0]
+
+
+def test_the_optimizer_of_the_whole_module_is_gone_before_units_are_placed(pool: WorkerPool) -> None:
+    assert pool.run(optimizers_at_first_placing, world_size=2) == [[False], [False]]
