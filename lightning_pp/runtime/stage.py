@@ -104,8 +104,8 @@ class StageRunner:
 
         Args:
             plan: The plan of the microbatch's signature.
-            in_flight: What :meth:`forward` kept. It is freed by :meth:`InFlight.end_backward`, after
-                what is returned has been sent, which another stage waits for.
+            in_flight: What :meth:`forward` kept. :meth:`InFlight.end_backward` frees it: to be called when what is
+                returned has been sent, since another stage waits for that.
             gradients: The gradients that came back for sent values, one per stage that uses the value; they are summed.
             loss_weight: What the loss is multiplied by.
             split: Whether all weight gradients stay in ``in_flight.queue`` until W.

@@ -8,6 +8,7 @@ from lightning_pp.split.argument_objects import attributes_of
 from lightning_pp.split.tree import children_of
 
 CONTAINERS = (list, dict)
+ABSENT = object()
 
 
 def containers_in(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[tuple[int | str, ...], Any]:
@@ -66,3 +67,11 @@ def set_content(container: Any, content: Any) -> None:
             container.update(content)
     elif len(container) != len(content) or any(a is not b for a, b in zip(container, content, strict=True)):
         container[:] = content
+
+
+def put_back(entries: dict[str, Any], key: str, value: Any) -> None:
+    """Makes the entry ``key`` what it was; :data:`ABSENT`: it was not there."""
+    if value is ABSENT:
+        entries.pop(key, None)
+    else:
+        entries[key] = value

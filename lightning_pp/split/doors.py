@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_pp.errors import SplitError
-from lightning_pp.split.containers import add_entries, containers_in, last_entries, set_content
+from lightning_pp.split.containers import ABSENT, add_entries, containers_in, last_entries, put_back, set_content
 from lightning_pp.split.hooks import hook_at, watched_hooks
 from lightning_pp.split.record import ArgumentPlace, AttributePlace, Door, Handed, HookPlace, PassedOn, UnitCall, Value
 from lightning_pp.split.tree import leaves_of, map_leaves
@@ -145,20 +145,10 @@ class StandInDoors:
                 self._undo.append(partial(set_content, container, container.copy()))
                 add_entries(container, content)
             else:
-                self._undo.append(partial(_restore, attributes, place.key, attributes.get(place.key, _MISSING)))
+                self._undo.append(partial(put_back, attributes, place.key, attributes.get(place.key, ABSENT)))
                 attributes[place.key] = content
 
     def undo(self) -> None:
         """Puts everything back."""
         while self._undo:
             self._undo.pop()()
-
-
-_MISSING = object()
-
-
-def _restore(attributes: dict[str, Any], key: str, value: Any) -> None:
-    if value is _MISSING:
-        attributes.pop(key, None)
-    else:
-        attributes[key] = value

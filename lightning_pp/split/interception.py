@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_pp.errors import SplitError
 from lightning_pp.split.checkpointed_regions import RAN, Calls, CheckpointedRegions
+from lightning_pp.split.containers import ABSENT, put_back
 from lightning_pp.split.distributions import distributions_check_what_is_here
 from lightning_pp.split.hooks import hooks_of_users, without_hooks
 from lightning_pp.split.record import PassedOn
@@ -71,9 +72,9 @@ class UnitCalls:
             try:
                 for name, unit in self._units.items():
                     attributes = unit.__dict__
-                    compiled = attributes.get("_compiled_call_impl", _ABSENT)
-                    saved.append((attributes, compiled, attributes.get("forward", _ABSENT)))
-                    originals = unit._call_impl if compiled in (None, _ABSENT) else compiled, unit.forward
+                    compiled = attributes.get("_compiled_call_impl", ABSENT)
+                    saved.append((attributes, compiled, attributes.get("forward", ABSENT)))
+                    originals = unit._call_impl if compiled in (None, ABSENT) else compiled, unit.forward
                     patch = self._patches.get(name)
                     if patch is None or patch.originals != originals:
                         patch = self._patches[name] = self._patch(name, unit, *originals)
@@ -82,8 +83,8 @@ class UnitCalls:
             finally:
                 self._is_installed = False
                 for attributes, compiled, forward in saved:
-                    _put_back(attributes, "_compiled_call_impl", compiled)
-                    _put_back(attributes, "forward", forward)
+                    put_back(attributes, "_compiled_call_impl", compiled)
+                    put_back(attributes, "forward", forward)
 
     def running_region(self) -> int | None:
         """A number for the outermost checkpointed region that runs now; None outside of one."""
@@ -239,16 +240,6 @@ class _Patch(NamedTuple):
     originals: tuple[Callable[..., Any], Callable[..., Any]]
     call: Callable[..., Any]
     forward: Callable[..., Any]
-
-
-_ABSENT = object()
-
-
-def _put_back(attributes: dict[str, Any], key: str, value: Any) -> None:
-    if value is _ABSENT:
-        attributes.pop(key, None)
-    else:
-        attributes[key] = value
 
 
 def _replaced_inputs(
