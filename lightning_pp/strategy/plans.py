@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
-import lightning.pytorch as pl
 from torch import Tensor, nn
-from torchmetrics import Metric
 
 from lightning_pp.errors import SplitError
 from lightning_pp.runtime.recomputation import Recomputation
@@ -21,19 +18,12 @@ from lightning_pp.split.plan import StepPlan, build_plan
 from lightning_pp.split.record import StepRecord
 from lightning_pp.split.rehearsal import rehearse
 from lightning_pp.split.tree import leaves_of
+from lightning_pp.strategy.situation import NO_SITUATION, SETTLED_AFTER, Situation, Surroundings
 
 _TEXT = "text"
 # Enough for a bucketed sampler with some hundred lengths; a plan holds a few fakes and numbers per unit call.
 MAX_PLANS = 512
 MAX_PLANS_OF_A_SIGNATURE = 64
-# what was another so often, and the step went on as before, is taken not to matter
-_OFTEN = 8
-_PROGRESS = (-1, "progress")
-_NOT_THE_USERS = (frozenset(vars(pl.LightningModule())) - {"_modules", "training"}) | {
-    "_split_by_pipeline",
-    "_compiled_call_impl",
-    "forward",
-}
 
 
 def signature_of(tree: Any) -> Hashable:
@@ -54,11 +44,6 @@ def signature_of(tree: Any) -> Hashable:
     return (type(tree), *map(signature_of, leaves))
 
 
-def _is_opaque(tree: Any) -> bool:
-    """Whether ``tree`` holds what :func:`signature_of` says nothing of, and shapes may hang on."""
-    return any(not (leaf is None or isinstance(leaf, (Tensor, bool, int, float))) for leaf in leaves_of(tree))
-
-
 class _NobodyListens:
     """Takes the place of a dry run where the step is only rehearsed."""
 
@@ -67,23 +52,6 @@ class _NobodyListens:
 
     def ask_of_progress(self, is_as_now: Callable[[Any], bool]) -> None:
         """What is asked of the training's progress."""
-
-
-class Situation(NamedTuple):
-    """What a step may go by besides its batch and what it draws.
-
-    Attributes:
-        progress: How far the training is.
-        attributes: What the module holds outside of units: a number for the module and a name, to an outline.
-        is_opaque: Whether the batch holds what its signature says nothing of, such as text.
-    """
-
-    progress: Any = None
-    attributes: Mapping[tuple[int, str], Any] = MappingProxyType({})
-    is_opaque: bool = False
-
-
-_NO_SITUATION = Situation()
 
 
 @dataclass(eq=False)
@@ -136,16 +104,7 @@ class PlanBook:
         self._stage_of_unit: Mapping[str, int] = {}
         self._num_stages = 0
         self._owners: Mapping[str, Collection[int]] = {}
-        inside = tuple(f"{unit}." for unit in units)
-        self._outside = [
-            child.__dict__
-            for name, child in module.named_modules()
-            if name not in units and not name.startswith(inside) and not isinstance(child, Metric)
-        ]
-        # how often an attribute was another and the step went on as before
-        self._changed: Counter[tuple[int, str]] = Counter()
-        self._looked_at: list[tuple[tuple[int, str], dict[str, Any]]] = []
-        self._num_attributes = -1
+        self._surroundings = Surroundings(module, units)
 
     def set_partition(
         self, stage_of_unit: Mapping[str, int], num_stages: int, owners: Mapping[str, Collection[int]]
@@ -156,20 +115,7 @@ class PlanBook:
 
     def situation(self, batch: Any, progress: Any) -> Situation:
         """What the steps of ``batch`` may go by, where the training has come to ``progress``."""
-        num_attributes = sum(map(len, self._outside))
-        if num_attributes != self._num_attributes:
-            self._num_attributes = num_attributes
-            self._looked_at = [
-                ((place, key), held)
-                for place, held in enumerate(self._outside)
-                for key in held
-                if key not in _NOT_THE_USERS and self._changed[place, key] < _OFTEN
-            ]
-        attributes = {}
-        for place, held in self._looked_at:
-            value = held.get(place[1])
-            attributes[place] = _OUTLINES.get(type(value), id)(value)
-        return Situation(progress, attributes, _is_opaque(batch))
+        return self._surroundings.situation(batch, progress)
 
     def record(
         self,
@@ -198,7 +144,7 @@ class PlanBook:
         *,
         with_gradients: bool,
         seed_glue: Callable[[int], None] | None = None,
-        situation: Situation = _NO_SITUATION,
+        situation: Situation = NO_SITUATION,
     ) -> StepPlan:
         """The plan for ``key``, from a dry run of ``step`` when there is none yet.
 
@@ -223,7 +169,7 @@ class PlanBook:
         self._plans.move_to_end(key)
         for entry in reversed(known.plans):
             draws = entry.plan.record.may_branch_at_random and seed_glue is not None
-            others = self._others(entry, situation)
+            others = self._surroundings.others(entry.plan.record, entry.situation, situation)
             if (draws or others or _values_decide(known, entry, situation)) and not self._goes_so(
                 entry.plan, step, seed_glue or _draw_on
             ):
@@ -232,7 +178,7 @@ class PlanBook:
             return entry.plan
         record = self.record(step, with_gradients=with_gradients, seed_glue=seed_glue)
         for entry in known.plans:
-            if not self._others(entry, situation):
+            if not self._surroundings.others(entry.plan.record, entry.situation, situation):
                 if _course_of(entry.plan.record) == _course_of(record):
                     return _with_other_values(entry.plan, known)
                 known.values_matter = True
@@ -248,37 +194,13 @@ class PlanBook:
         self, known: _OfOneSignature, entry: _Known, situation: Situation, others: Collection[tuple[int, str]]
     ) -> None:
         """Notes that a step went as ``entry`` says, although ``others`` have changed since the last that did."""
-        if entry.situation is not situation or situation is _NO_SITUATION:
+        if entry.situation is not situation or situation is NO_SITUATION:
             known.num_batches_alike += 1
-            if others:
-                self._changed.update(others)
-                self._num_attributes = -1  # some may not be looked at any longer
-            if _PROGRESS in others:  # what has another answer by now did not decide
-                asked = entry.plan.record.asked_of_progress
-                asked[:] = [is_as_then for is_as_then in asked if is_as_then(situation.progress)] or [_is_asked]
+            self._surroundings.note_without_effect(others, entry.plan.record, situation)
             entry.situation = situation
         if entry is not known.plans[-1]:
             known.plans.remove(entry)
             known.plans.append(entry)
-
-    def _others(self, entry: _Known, situation: Situation) -> set[tuple[int, str]]:
-        """Attributes that are others than when the step last went so; progress counts as one."""
-        before = entry.situation
-        if before is situation:
-            return set()
-        others = {
-            place
-            for place in before.attributes.keys() | situation.attributes.keys()
-            if before.attributes.get(place) != situation.attributes.get(place) and self._changed[place] < _OFTEN
-        }
-        asked = entry.plan.record.asked_of_progress
-        if (
-            asked
-            and before.progress != situation.progress
-            and not (self._changed[_PROGRESS] >= _OFTEN and all(is_as_then(situation.progress) for is_as_then in asked))
-        ):
-            others.add(_PROGRESS)
-        return others
 
     def _check_parameters(self, record: StepRecord) -> None:
         """Raises :class:`SplitError` if a stage uses a parameter, outside the unit that holds it, and has it not."""
@@ -318,18 +240,13 @@ class PlanBook:
         return matches and (failure is not None or num_mean_losses == plan.record.num_mean_losses)
 
 
-def _is_asked(progress: Any) -> bool:
-    """A question that any progress answers alike."""
-    return True
-
-
 def _draw_on(call: int) -> None:
     """Leaves the generators as they are."""
 
 
 def _values_decide(known: _OfOneSignature, entry: _Known, situation: Situation) -> bool:
     """Whether values in the batch may decide how the step goes."""
-    is_settled = known.num_batches_alike >= _OFTEN and not known.values_matter
+    is_settled = known.num_batches_alike >= SETTLED_AFTER and not known.values_matter
     return (situation.is_opaque or entry.plan.record.hangs_on_values) and not is_settled
 
 
@@ -339,7 +256,7 @@ def _with_other_values(plan: StepPlan, known: _OfOneSignature) -> StepPlan:
     Such values may decide the shapes of outputs (the longest of some sequences), and mostly do not (a mask).
     """
     known.num_records_alike += 1
-    if known.num_records_alike >= _OFTEN // 2 and not known.values_matter:
+    if known.num_records_alike >= SETTLED_AFTER // 2 and not known.values_matter:
         for call in plan.record.calls:
             call.looks_at = None
     return plan
@@ -357,21 +274,3 @@ def _course_of(record: StepRecord) -> list[Any]:
         course += call.unit, call.shapes, [(number, leaf.spec) for number, leaf in call.numbered_leaves()]
         course += call.reads.values, set(call.reads.parameters)
     return course
-
-
-def _itself(value: Any) -> Any:
-    return value
-
-
-def _outline_of_dict(value: dict[Any, Any]) -> Any:
-    is_of_modules = value and isinstance(next(iter(value.values())), nn.Module)
-    return tuple(map(id, value.values())) if is_of_modules else len(value)
-
-
-# what code may branch by in an attribute's value; of other types, which object it is
-_OUTLINES: Mapping[type, Callable[[Any], Any]] = {
-    **dict.fromkeys((type(None), bool, int, float, str), _itself),
-    **dict.fromkeys((list, tuple, set), len),
-    dict: _outline_of_dict,
-    Tensor: lambda tensor: tensor.shape,
-}
