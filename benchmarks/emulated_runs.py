@@ -7,6 +7,7 @@ gradient, and a device time that is known. It notes when it slept, so what a run
 from __future__ import annotations
 
 import ctypes
+import tempfile
 import time
 from typing import Any, Literal, Protocol
 
@@ -220,9 +221,17 @@ TORCHS: dict[str, type[Any]] = {
 
 
 class Torchs:
-    """A rank of torch.distributed.pipelining."""
+    """A rank of torch.distributed.pipelining: its class for the schedule or, where it has none, its runtime for any.
 
-    def __init__(self, schedule: Schedule) -> None:
+    Args:
+        schedule: The programs. Torch's classes make their own, of the same name; its runtime reads these.
+        prefers_runtime: Whether the runtime is taken although there is a class.
+
+    Attributes:
+        runs: What it is, ``class`` or ``runtime``.
+    """
+
+    def __init__(self, schedule: Schedule, prefers_runtime: bool = False) -> None:
         rank, m, placement = dist.get_rank(), schedule.num_microbatches, schedule.placement
         owned = placement.stages_of_rank(rank)
         self.num_sleeps = 3 * m * len(owned)
@@ -233,9 +242,19 @@ class Torchs:
         self.options: dict[str, Any] = {}
         if placement.num_stages - 1 in owned:
             self.options = {"target": torch.zeros(2 * m, WIDTH), "losses": []}
-        kind = TORCHS[schedule.name]
-        single = issubclass(kind, pipelining.schedules.PipelineScheduleSingle)
-        self.schedule = kind(stages[0] if single else stages, m, loss_fn=_torchs_loss)
+        kind = None if prefers_runtime else TORCHS.get(schedule.name)
+        self.schedule: Any
+        self.runs = "runtime" if kind is None else "class"
+        if kind is None:
+            self.schedule = pipelining.schedules._PipelineScheduleRuntime(stages, m, loss_fn=_torchs_loss)  # type: ignore[no-untyped-call]
+            with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
+                file.write(schedule.csv_text())
+                file.flush()
+                self.schedule._load_csv(file.name)
+        elif issubclass(kind, pipelining.schedules.PipelineScheduleSingle):
+            self.schedule = kind(stages[0], m, loss_fn=_torchs_loss)
+        else:
+            self.schedule = kind(stages, m, loss_fn=_torchs_loss)
         order = self.schedule.pipeline_order
         cells = [] if order is None else [cell for cell in order[rank] if cell is not None]
         self.num_actions = sum(len(cell.sub_actions or (cell,)) for cell in cells) or 2 * m

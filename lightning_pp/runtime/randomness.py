@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 
-from lightning_pp.runtime.python_generators import python_generators_untouched, seed_python_generators
+from lightning_pp.runtime.python_generators import keep_python_generators, seed_python_generators
 from lightning_pp.split.record import RandomGlue
 
 
@@ -45,12 +45,14 @@ class StepRandomness:
             draws: Where its glue draws; :meth:`seed_glue` is called after these unit calls.
         """
         self._seeds_python = draws.in_python
+        restore = keep_python_generators() if draws.in_python else None
         try:
-            with python_generators_untouched() if draws.in_python else nullcontext():
-                if -1 in draws.after:
-                    self.seed_glue(-1)
-                yield
+            if -1 in draws.after:
+                self.seed_glue(-1)
+            yield
         finally:
+            if restore is not None:
+                restore()
             self.enter_unit()
 
     def seed_glue(self, index: int) -> None:
@@ -87,14 +89,14 @@ def host_generators_untouched(seed: int, device: torch.device) -> Iterator[None]
     Samplers and datasets draw from the host's generators (torch's, Python's and NumPy's), and every rank of a pipeline
     must see the same batches; so what units draw, which differs from stage to stage, must not move them.
     """
-    host_state = torch.get_rng_state()
-    with python_generators_untouched():
+    host_state, restore_python = torch.get_rng_state(), keep_python_generators()
+    try:
         _seed_torch_generators(seed % (1 << 63), device)
         seed_python_generators(seed)
-        try:
-            yield
-        finally:
-            torch.set_rng_state(host_state)
+        yield
+    finally:
+        torch.set_rng_state(host_state)
+        restore_python()
 
 
 def _seed_torch_generators(seed: int, device: torch.device) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +76,22 @@ class _AsNonLeaf(torch.autograd.Function):
         return grad_outputs[0]
 
 
+class _Sent(NamedTuple):
+    """An output of an owned call that another stage needs.
+
+    Attributes:
+        value: Its name.
+        shape: Its shape, as the dry run saw it and other stages expect it.
+        dtype: Its dtype.
+        edited_in_place: Whether code after the unit edits it.
+    """
+
+    value: Value
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    edited_in_place: bool
+
+
 @dataclass(frozen=True, slots=True)
 class _Call:
     """One unit call of the step, as a stage sees it.
@@ -86,7 +102,7 @@ class _Call:
         is_owned: Whether it runs here.
         is_last: Whether the step ends with it here.
         glue_draws: Whether code after it draws random numbers.
-        sent: For each output leaf, its name if another stage needs it.
+        sent: For each output leaf, what there is to know of it if another stage needs it.
         has_doors: Whether the unit leaves anything behind besides its outputs.
         is_received: Whether the stage receives any of its outputs.
         stand_in: The tensor that it gives where it does not run here, if that is all that it gives and always the same.
@@ -97,7 +113,7 @@ class _Call:
     is_owned: bool
     is_last: bool
     glue_draws: bool
-    sent: tuple[Value | None, ...]
+    sent: tuple[_Sent | None, ...]
     has_doors: bool
     is_received: bool
     stand_in: Tensor | None
@@ -134,12 +150,18 @@ class StageCalls:
                     call.index in self.plan.owned_calls,
                     call.index == self.plan.last_call,
                     call.index in self.random_glue.after,
-                    tuple(value if value in self.sent else None for value in values),
+                    tuple(_sent(call, value) if value in self.sent else None for value in values),
                     bool(call.doors),
                     is_received,
                     stand_in,
                 )
             )
+
+
+def _sent(call: UnitCall, value: Value) -> _Sent:
+    leaf = call.leaf(value.leaf)
+    assert leaf.spec is not None  # only tensors are values
+    return _Sent(value, leaf.spec.shape, leaf.spec.dtype, leaf.edited_in_place)
 
 
 class StageForward:
@@ -223,7 +245,7 @@ class StageForward:
             with doors.watching():
                 output = self._keep(call, original(*args, **kwargs))
             for value, tensor in doors.kept().items():
-                self._keep_value(call, value, tensor)
+                self._keep_sent(call, _sent(call.record, value), tensor)
         else:
             output = self._keep(call, original(*args, **kwargs))
         if call.is_last:
@@ -294,13 +316,18 @@ class StageForward:
     def _keep(self, call: _Call, output: Any) -> Any:
         """Checks what an owned call returned against the record, and keeps what others need."""
         record = call.record
+        if type(output) is Tensor and len(call.sent) == 1:  # nearly always
+            sent = call.sent[0]
+            if sent is not None and not sent.edited_in_place:
+                self._keep_sent(call, sent, output)
+                return output
         leaves = [output] if isinstance(output, Tensor) else leaves_of(output)
         if len(leaves) != len(record.leaves):
             raise SplitError(
                 f"The unit {call.unit!r} returned {len(leaves)} values, where the dry run saw {len(record.leaves)}."
             )
         replaced = False
-        for position, (leaf, expected, value) in enumerate(zip(leaves, record.leaves, call.sent, strict=True)):
+        for position, (leaf, expected, sent) in enumerate(zip(leaves, record.leaves, call.sent, strict=True)):
             if expected.spec is None:
                 continue
             if type(leaf) is not Tensor and (not isinstance(leaf, Tensor) or is_fake(leaf)):
@@ -309,30 +336,27 @@ class StageForward:
                     "that the dry run did not see it use. The values that a unit reads must not depend on more than "
                     "the shapes of the batch; make the choice inside a unit."
                 )
-            if value is None:
+            if sent is None:
                 continue
-            self._keep_value(call, value, leaf)
-            if expected.edited_in_place:
+            self._keep_sent(call, sent, leaf)
+            if sent.edited_in_place:
                 # the code after it edits its own copy; what is sent stays as the unit made it
                 leaves[position], replaced = leaf.clone(), True
         if not replaced:
             return output
         return leaves[0] if isinstance(output, Tensor) else replace_leaves(output, leaves)
 
-    def _keep_value(self, call: _Call, value: Value, tensor: Tensor) -> None:
+    def _keep_sent(self, call: _Call, sent: _Sent, tensor: Tensor) -> None:
         """Keeps a tensor that another stage needs."""
-        expected = call.record.leaf(value.leaf)
-        assert expected.spec is not None  # only tensors are values
-        if tensor.shape != expected.spec.shape or tensor.dtype != expected.spec.dtype:
+        value, shape, dtype, edited_in_place = sent
+        if tensor.shape != shape or tensor.dtype != dtype:
             what = f"Output {value.leaf}" if value.leaf >= 0 else "A tensor left behind besides the outputs"
             raise SplitError(
                 f"{what} of the unit {call.unit!r} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, where the "
-                f"dry run of a batch of the same shapes saw {expected.spec.shape} and {expected.spec.dtype}: other "
-                "stages cannot know its size."
+                f"dry run of a batch of the same shapes saw {shape} and {dtype}: other stages cannot know its size."
             )
         # code after the unit may edit what left it by a door, and nothing can give it a copy
-        edited_later = value.leaf < 0 and expected.edited_in_place
-        kept = self.in_flight.outputs[value] = tensor.clone() if edited_later else tensor
+        kept = self.in_flight.outputs[value] = tensor.clone() if value.leaf < 0 and edited_in_place else tensor
         if kept.grad_fn is not None:
             self.in_flight.roots[value] = GradientEdge(kept.grad_fn, kept.output_nr, None)
         elif kept.requires_grad:

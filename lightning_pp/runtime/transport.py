@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,26 @@ from lightning_pp.split.record import Value
 
 _TAG_RANGE = 1 << 30
 _TAGS_PER_STEP = 1 << 19
+_MOST_ROUTES = 256
+
+
+class _Lane(NamedTuple):
+    """How one message of a route goes, the same in every step.
+
+    Attributes:
+        group: The group that it goes through. ``dist.isend`` looks it and the peer up for every message, which takes as
+            long as sending.
+        peer: The other side's rank in it.
+        alike: A tensor of its shape and dtype, over the memory of one element.
+        is_empty: Whether it has no elements, and is not sent.
+        is_complex: Whether its elements are.
+    """
+
+    group: dist.ProcessGroup
+    peer: int
+    alike: Tensor
+    is_empty: bool
+    is_complex: bool
 
 
 class Transport:
@@ -47,9 +67,9 @@ class Transport:
         self._matches_by_tag = device.type == "cpu"
         self._group = group
         self._groups = {} if self._matches_by_tag else self._channel_groups(timeout)
-        # for each other place of the pipeline: the group and the other side's rank in it
-        self._to: dict[int, tuple[dist.ProcessGroup, int]] = {}
-        self._from: dict[int, tuple[dist.ProcessGroup, int]] = {}
+        # for each route, by the tags of its messages; a route is kept with its lanes, so that its id stays its own
+        self._lanes_of: dict[int, tuple[Route, dict[int, _Lane]]] = {}
+        self._lanes: dict[int, _Lane] = {}
         self._world: dist.ProcessGroup | None = None
         self._first_tag = 0
         self._step = 0
@@ -77,7 +97,12 @@ class Transport:
         self._first_tag = self._step * _TAGS_PER_STEP
         world = dist.group.WORLD
         if world is not self._world:  # another run has another default group
-            self._world, self._to, self._from = world, {}, {}
+            self._world, self._lanes_of = world, {}
+        if id(route) not in self._lanes_of:
+            if len(self._lanes_of) >= _MOST_ROUTES:
+                self._lanes_of.clear()
+            self._lanes_of[id(route)] = (route, {})
+        self._lanes = self._lanes_of[id(route)][1]
         self._receipts = route.receipts
         for message in route.first_posts:
             self._post(message)
@@ -110,21 +135,18 @@ class Transport:
     def send(self, stop: Stop, tensors: Mapping[Value, Tensor]) -> None:
         """Sends what the action has to send, without waiting for it to arrive."""
         for message in stop.departures:
-            tensor, spec, receiver = tensors[message.value], message.spec, message.receiver
+            tensor, receiver, work = tensors[message.value], message.receiver, None
             if tensor.requires_grad:
                 tensor = tensor.detach()
             if receiver == self._rank:
                 self._handed_over[message.tag] = tensor
                 continue
-            work = None
-            if spec.num_bytes:
+            lane = self._lane(message)
+            if not lane.is_empty:
                 tensor = tensor.contiguous()
-                channel = self._to.get(receiver)
-                if channel is None:
-                    channel = self._to[receiver] = self._channel(self._rank, receiver)
                 # backends know no complex numbers
-                memory = torch.view_as_real(tensor) if spec.dtype.is_complex else tensor
-                work = channel[0].send([memory], channel[1], self._tag(message.tag))
+                memory = torch.view_as_real(tensor) if lane.is_complex else tensor
+                work = lane.group.send([memory], lane.peer, self._tag(message.tag))
             self._sends.add(receiver, Send(work, tensor, message.is_gradient))
 
     def finish(self) -> None:
@@ -145,26 +167,26 @@ class Transport:
         self._handed_over.clear()
 
     def _post(self, message: Message) -> None:
-        spec, sender = message.spec, message.sender
-        # with strides torch takes half the time that it takes without
-        tensor = torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device=self._device)
-        work = None
-        if spec.num_bytes:
-            channel = self._from.get(sender)
-            if channel is None:
-                channel = self._from[sender] = self._channel(sender, self._rank)
-            memory = torch.view_as_real(tensor) if spec.dtype.is_complex else tensor
-            work = channel[0].recv([memory], channel[1], self._tag(message.tag))
+        lane, work = self._lane(message), None
+        # like another tensor torch makes one in half the time that it takes for a shape, a dtype and a device
+        tensor = torch.empty_like(lane.alike, memory_format=torch.contiguous_format)
+        if not lane.is_empty:
+            memory = torch.view_as_real(tensor) if lane.is_complex else tensor
+            work = lane.group.recv([memory], lane.peer, self._tag(message.tag))
         self._posted[message.tag] = (work, tensor)
 
-    def _channel(self, source: int, target: int) -> tuple[dist.ProcessGroup, int]:
-        """The group that messages from ``source`` to ``target`` go through, and the other side's rank in it.
+    def _lane(self, message: Message) -> _Lane:
+        lane = self._lanes.get(message.tag)
+        return lane or self._lanes.setdefault(message.tag, self._lay_out(message))
 
-        ``dist.isend`` looks both up for every message, which takes as long as sending.
-        """
-        group = self._groups.get((source, target), self._group) or dist.group.WORLD
+    def _lay_out(self, message: Message) -> _Lane:
+        spec = message.spec
+        channel = self._ranks[message.sender], self._ranks[message.receiver]
+        group = self._groups.get(channel, self._group) or dist.group.WORLD
         assert group is not None
-        return group, dist.get_group_rank(group, self._ranks[target if source == self._rank else source])
+        other = channel[1] if message.sender == self._rank else channel[0]
+        alike = torch.empty((), dtype=spec.dtype, device=self._device).expand(spec.shape)
+        return _Lane(group, dist.get_group_rank(group, other), alike, not spec.num_bytes, spec.dtype.is_complex)
 
     def _tag(self, tag_in_step: int) -> int:
         return (self._first_tag + tag_in_step) % _TAG_RANGE if self._matches_by_tag else 0

@@ -36,11 +36,6 @@ class TensorSpec:
         """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    @cached_property
-    def strides(self) -> tuple[int, ...]:
-        """Those of a contiguous tensor, in elements."""
-        return tuple(math.prod(max(1, length) for length in self.shape[axis + 1 :]) for axis in range(len(self.shape)))
-
 
 class PassedOn:  # no dataclass, for those are containers
     """Stands in for what a unit returned as it was given: leaf number ``position`` of its arguments."""

@@ -9,6 +9,7 @@ import numpy
 import pytest
 import torch
 
+from lightning_pp.runtime import python_generators
 from lightning_pp.runtime.randomness import StepRandomness, host_generators_untouched
 from lightning_pp.split.record import RandomGlue
 
@@ -96,6 +97,25 @@ def test_the_hosts_numpy_and_python_go_on_as_without_steps(draws_before: int, nu
 
     expected = Normals(draws_before).drawn(lambda: None)
     assert Normals(draws_before).drawn(step) == expected
+
+
+@pytest.mark.parametrize("words_are_copied", [True, False])
+@pytest.mark.parametrize("num_drawn", [0, 1, 2, 700])
+def test_pythons_generator_goes_on_wherever_its_words_lie(
+    words_are_copied: bool, num_drawn: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if words_are_copied:
+        assert python_generators._address_of_python() is not None  # as long as CPython has them where it has them
+    else:
+        monkeypatch.setattr(python_generators, "_address_of_python", lambda: None)
+    random.seed(3)
+    random.gauss(0, 1)  # the second of the pair is held back
+    before = random.getstate()
+    with host_generators_untouched(3, CPU):
+        inside = [random.gauss(0, 1) for _ in range(num_drawn)]
+    assert random.getstate() == before
+    random.seed(3 if num_drawn else None)
+    assert inside == [random.gauss(0, 1) for _ in range(num_drawn)]
 
 
 def test_units_draw_from_numpy_and_python_by_the_steps_seed() -> None:
