@@ -45,12 +45,19 @@ class Transport:
     Receives are posted ahead of need. A send keeps its tensor until the other side has it and then lets go; the caller
     keeps nothing. Between two stages on one rank tensors are handed over as they are.
 
+    Gloo finds the receive for a message by its tag. NCCL knows no tags and matches by order, so there each direction of
+    each pair of ranks is a channel, a group of its own. The first message of a channel makes the connection, and who
+    sends or receives it waits for the other side on the host. A receive that is posted ahead would so wait for ever for
+    a message that this rank's own work leads to; hence all channels of a route are opened before its first message, by
+    all ranks in one order.
+
     Args:
         ranks: Global ranks of the pipeline, in pipeline order.
         rank: This rank's place in ``ranks``.
         device: Where received tensors are put.
         timeout: How long a receive may wait.
-        group: The group to use where there is not one per channel, on the host; None for the default one.
+        group: The group to use where there is not one per channel; None for the default one.
+        matches_by_tag: Whether messages find their receive by tag; None: on the host they do.
     """
 
     def __init__(
@@ -60,13 +67,15 @@ class Transport:
         device: torch.device,
         timeout: timedelta | None = None,
         group: dist.ProcessGroup | None = None,
+        matches_by_tag: bool | None = None,
     ) -> None:
         self._ranks = tuple(ranks)
         self._rank = rank
         self._device = device
-        self._matches_by_tag = device.type == "cpu"
+        self._matches_by_tag = device.type == "cpu" if matches_by_tag is None else matches_by_tag
         self._group = group
         self._groups = {} if self._matches_by_tag else self._channel_groups(timeout)
+        self._open_channels: set[tuple[int, int]] = set()
         # for each route, by the tags of its messages; a route is kept with its lanes, so that its id stays its own
         self._lanes_of: dict[int, tuple[Route, dict[int, _Lane]]] = {}
         self._lanes: dict[int, _Lane] = {}
@@ -101,6 +110,7 @@ class Transport:
         if id(route) not in self._lanes_of:
             if len(self._lanes_of) >= _MOST_ROUTES:
                 self._lanes_of.clear()
+            self._open_channels_of(route)
             self._lanes_of[id(route)] = (route, {})
         self._lanes = self._lanes_of[id(route)][1]
         self._receipts = route.receipts
@@ -166,6 +176,23 @@ class Transport:
         self._posted.clear()
         self._handed_over.clear()
 
+    def _open_channels_of(self, route: Route) -> None:
+        """Sends a number over each channel that no earlier route has used, all ranks in the same order of channels."""
+        if self._matches_by_tag:
+            return
+        departures = (message for stop in route.stops for message in stop.departures)
+        arrivals = (message for messages in route.incoming.values() for message in messages)
+        needed = {self._channel(message) for message in (*departures, *arrivals) if message.sender != message.receiver}
+        for channel in sorted(needed - self._open_channels):
+            group, peer = self._group_and_peer(channel)
+            number = torch.zeros(1, device=self._device)
+            is_sender = channel[0] == self._ranks[self._rank]
+            work = group.send([number], peer, 0) if is_sender else group.recv([number], peer, 0)
+            work.wait()
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+        self._open_channels |= needed
+
     def _post(self, message: Message) -> None:
         lane, work = self._lane(message), None
         # like another tensor torch makes one in half the time that it takes for a shape, a dtype and a device
@@ -181,12 +208,22 @@ class Transport:
 
     def _lay_out(self, message: Message) -> _Lane:
         spec = message.spec
-        channel = self._ranks[message.sender], self._ranks[message.receiver]
-        group = self._groups.get(channel, self._group) or dist.group.WORLD
-        assert group is not None
-        other = channel[1] if message.sender == self._rank else channel[0]
+        group, peer = self._group_and_peer(self._channel(message))
         alike = torch.empty((), dtype=spec.dtype, device=self._device).expand(spec.shape)
-        return _Lane(group, dist.get_group_rank(group, other), alike, not spec.num_bytes, spec.dtype.is_complex)
+        return _Lane(group, peer, alike, not spec.num_bytes, spec.dtype.is_complex)
+
+    def _channel(self, message: Message) -> tuple[int, int]:
+        return self._ranks[message.sender], self._ranks[message.receiver]
+
+    def _group_and_peer(self, channel: tuple[int, int]) -> tuple[dist.ProcessGroup, int]:
+        """The group that a channel's messages go through, and the other side's rank in it."""
+        other = channel[1] if channel[0] == self._ranks[self._rank] else channel[0]
+        group = self._groups.get(channel)
+        if group is not None:  # of the two alone
+            return group, sorted(channel).index(other)
+        group = self._group or dist.group.WORLD
+        assert group is not None
+        return group, dist.get_group_rank(group, other)
 
     def _tag(self, tag_in_step: int) -> int:
         return (self._first_tag + tag_in_step) % _TAG_RANGE if self._matches_by_tag else 0

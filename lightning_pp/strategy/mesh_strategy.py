@@ -121,12 +121,12 @@ class MeshStrategy(ParallelStrategy):
         if self.root_device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             # by default every process would take all cores, and the pipeline would run many times slower
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.num_processes))
-        device_id = self.root_device if self.root_device.type != "cpu" else None
-        if self._has_shards_on_host and device_id is not None:
-            if ":" not in backend:
-                backend = f"cpu:gloo,{device_id.type}:{backend}"
-            device_id = None  # groups of a default group that is bound to a device are split off it, which gloo cannot
-        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
+        if self._has_shards_on_host and self.root_device.type != "cpu" and ":" not in backend:
+            backend = f"cpu:gloo,{self.root_device.type}:{backend}"
+        # Not bound to the device (device_id): torch would then split each further group off this one, which takes all
+        # ranks of the world, for each channel of each pipeline; and the ranks outside of a gloo group would wait for a
+        # split that its members do not make.
+        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout)
         self._sizes = self._resolve_sizes(self.world_size)
         if self._device_mesh is None:
             self._device_mesh, self._data_parallel_mesh = make_meshes(self.root_device.type, self.sizes)
