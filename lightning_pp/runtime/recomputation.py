@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
+from lightning_pp.split.argument_objects import ArgumentObjects
 from lightning_pp.split.selective_policy import Policy
 
 
@@ -32,12 +33,27 @@ class Recomputation:
             self._contexts = partial(create_selective_checkpoint_contexts, policy)
 
     def run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls ``original``, one of the units; the random numbers that it draws are the same both times."""
+        """Calls ``original``, one of the units; the random numbers that it draws are the same both times.
+
+        So are the objects and containers that it is called with: a cache of keys that it has put its own into, or a
+        list that it has added to, is what it was then while the unit runs again, and afterwards what it is now.
+        """
         if not torch.is_grad_enabled():
             return original(*args, **kwargs)
         num_args, names = len(args), list(kwargs)
+        given_at_first: ArgumentObjects | None = None
 
         def call(*given: Any) -> Any:  # the unit may have keywords that checkpoint() has too
-            return original(*given[:num_args], **dict(zip(names, given[num_args:], strict=True)))
+            nonlocal given_at_first
+            keywords = dict(zip(names, given[num_args:], strict=True))
+            now = ArgumentObjects(given, with_containers=True)
+            if given_at_first is None:
+                given_at_first = now
+                return original(*given[:num_args], **keywords)
+            given_at_first.restore()
+            try:
+                return original(*given[:num_args], **keywords)
+            finally:
+                now.restore()
 
         return checkpoint(call, *args, *kwargs.values(), use_reentrant=False, context_fn=self._contexts)

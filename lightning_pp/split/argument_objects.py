@@ -24,17 +24,18 @@ def attributes_of(node: Any) -> dict[str, Any]:
 class ArgumentObjects:
     """The state of the objects in the arguments of a call, and of all that they hold, as it is now.
 
-    A unit may be run more than once in a dry run, and a cache that grew in the first run would be too long in the next.
-    What tensors hold is not kept.
+    A unit may be run more than once, in a dry run or in backward, and a cache that grew in the first run would be too
+    long in the next. What tensors hold is not kept.
 
     Args:
         arguments: Any nesting of containers and objects.
+        with_containers: Whether containers are kept that no object holds.
     """
 
-    def __init__(self, arguments: Any) -> None:
+    def __init__(self, arguments: Any, *, with_containers: bool = False) -> None:
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._contents: list[tuple[Any, Any]] = []
-        self._visit(arguments)
+        self._visit(arguments, with_containers)
 
     def restore(self) -> None:
         """Puts every attribute back, and every entry of every container that an object holds."""
@@ -46,8 +47,8 @@ class ArgumentObjects:
             container.clear()
             container.extend(content) if isinstance(container, (list, deque)) else container.update(content)
 
-    def _visit(self, arguments: Any) -> None:
-        waiting = [(arguments, False)]
+    def _visit(self, arguments: Any, with_containers: bool) -> None:
+        waiting = [(arguments, with_containers)]
         seen: set[int] = set()
         while waiting:
             node, in_object = waiting.pop()

@@ -114,7 +114,7 @@ class DoorWatch:
                     content, attributes[key] = note(value)
                     yield Door(AttributePlace(name, key, grows=False), content)
         for path, container in self._arguments.items():
-            yield from self._grown(ArgumentPlace(path), container, note)
+            yield from self._grown(ArgumentPlace(path), container, note, or_plain=True)
         for place, hook, given in self._deferred:
             content, marked = note(given[1:])
             result = hook(given[0], *marked)
@@ -122,11 +122,13 @@ class DoorWatch:
                 raise ChangingHookError(hook)
             yield Door(place, content)
 
-    def _grown(self, place: Any, container: Any, note: Callable[[Any], tuple[Any, Any]]) -> Iterator[Door]:
+    def _grown(
+        self, place: Any, container: Any, note: Callable[[Any], tuple[Any, Any]], *, or_plain: bool = False
+    ) -> Iterator[Door]:
         if id(container) not in self._contents:
             return
         new = new_entries(container, self._contents[id(container)][1])
-        if new and _can_be_handed_on(new):
+        if new and _can_be_handed_on(new, or_plain=or_plain):
             content, marked = note(new)
             set_content(container, self._contents[id(container)][1])
             add_entries(container, marked)
@@ -147,9 +149,15 @@ class ChangingHookError(Exception):
         self.hook = hook
 
 
-def _can_be_handed_on(tree: Any) -> bool:
-    """Whether ``tree`` holds tensors, and besides them only what is the same for every batch of the same shapes."""
+def _can_be_handed_on(tree: Any, *, or_plain: bool = False) -> bool:
+    """Whether ``tree`` holds tensors, and besides them only what is the same for every batch of the same shapes.
+
+    Args:
+        tree: Any nesting of containers.
+        or_plain: Whether it need not hold tensors: a depth or a name that the step hands from unit to unit is made anew
+            in each step, where an attribute that counts calls is the unit's own affair.
+    """
     leaves = leaves_of(tree)
-    return any(isinstance(leaf, Tensor) for leaf in leaves) and all(
+    return (or_plain or any(isinstance(leaf, Tensor) for leaf in leaves)) and all(
         isinstance(leaf, (Tensor, *_PLAIN)) and not isinstance(leaf, nn.Parameter) for leaf in leaves
     )

@@ -18,6 +18,7 @@ from live_memory import LiveMemory
 from torch import Tensor, nn
 
 from lightning_pp.runtime.randomness import StepRandomness
+from lightning_pp.runtime.recomputation import Recomputation
 from lightning_pp.runtime.stage import StageRunner
 from lightning_pp.runtime.stage_forward import InFlight
 from lightning_pp.schedule import Placement
@@ -333,9 +334,21 @@ def gradient_error(found: Outcome, expected: Outcome) -> float:
 
 
 def compare(
-    architecture: Callable[[], nn.Module], batches: Sequence[Any], num_stages: int, **options: Any
+    architecture: Callable[[], nn.Module],
+    batches: Sequence[Any],
+    num_stages: int,
+    *,
+    runs_again: bool = False,
+    **options: Any,
 ) -> tuple[OneProcessPipeline, float]:
     """Runs ``batches`` through ``num_stages`` stages and through the whole model; checks losses, logs and gradients.
+
+    Args:
+        architecture: Makes the model.
+        batches: Its batches.
+        num_stages: Stages.
+        runs_again: Whether every unit of the stages is run again in backward.
+        options: Of the pipeline.
 
     Returns:
         The pipeline and the largest gradient error.
@@ -343,6 +356,9 @@ def compare(
     weights = [(index + 1) / 4 for index in range(len(batches))]
     expected = run_whole(build(architecture), batches, weights)
     pipeline = OneProcessPipeline(architecture, batches[0], num_stages, **options)
+    if runs_again:
+        for stage in pipeline.stages:
+            stage.runner.recomputation = Recomputation(stage.units)
     found = pipeline.run(batches, weights)
     torch.testing.assert_close(found.loss, expected.loss, rtol=TOLERANCE, atol=TOLERANCE)
     assert found.logged.keys() == expected.logged.keys()

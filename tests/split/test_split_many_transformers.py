@@ -10,9 +10,9 @@ from special_transformers import CASES
 from zoo_parts import doubled
 
 
-def check(case: Case) -> None:
+def check(case: Case, runs_again: bool = False) -> None:
     torch.manual_seed(7)
-    compare(case.make, [doubled(case.batch(3))], 3, splits_backward=True)
+    compare(case.make, [doubled(case.batch(3))], 3, splits_backward=True, runs_again=runs_again)
 
 
 @pytest.mark.parametrize("name", ["mixtral_with_cache", "switch"])
@@ -21,14 +21,16 @@ def test_some_special_ones(name: str) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("runs_again", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_special_ones(name: str) -> None:
-    check(CASES[name])
+def test_special_ones(name: str, runs_again: bool) -> None:
+    check(CASES[name], runs_again)
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("runs_again", [False, True])
 @pytest.mark.parametrize(
     ("task", "model_type"), [(task, name) for task, names in MODEL_TYPES.items() for name in names]
 )
-def test_generic_ones(task: str, model_type: str) -> None:
-    check(generic(task, model_type))
+def test_generic_ones(task: str, model_type: str, runs_again: bool) -> None:
+    check(generic(task, model_type), runs_again)

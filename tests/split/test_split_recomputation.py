@@ -14,6 +14,7 @@ from one_process import (
     Architecture,
     OneProcessPipeline,
     build,
+    compare,
     gradient_error,
     run_whole,
 )
@@ -55,6 +56,46 @@ def test_gradients_are_the_same(name: str, splits_backward: bool, policy: Any) -
     pipeline, batches = checkpointed(name, policy, splits_backward=splits_backward)
     expected = run_whole(build(zoo.ARCHITECTURES[name][0]), batches, WEIGHTS)
     assert gradient_error(pipeline.run(batches, WEIGHTS), expected) < TOLERANCE
+
+
+class Densely(nn.Module):
+    """Reads the sum of what was collected before it and adds its own; counts what it found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, collected: list[Tensor], state: dict[str, Any]) -> Tensor:
+        found = sum(collected, torch.zeros_like(x)) / (1 + len(state["inner"]["names"]))
+        output: Tensor = torch.tanh(self.linear(x + found))
+        collected.append(output)
+        state["inner"]["names"].append(f"block {len(collected)}")
+        return output
+
+
+class DenselyConnected(Architecture):
+    """Blocks that hand each other a list and a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Densely() for _ in range(5))
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        collected: list[Tensor] = []
+        state: dict[str, Any] = {"inner": {"names": []}}
+        x = batch
+        for block in self.blocks:
+            x = block(x, collected, state)
+        assert state["inner"]["names"] == [f"block {number}" for number in range(1, 6)]
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("num_stages", [1, 3])
+@pytest.mark.parametrize("runs_again", [False, True])
+def test_units_run_again_with_the_lists_that_they_were_given(num_stages: int, runs_again: bool) -> None:
+    torch.manual_seed(0)
+    batches = [torch.randn(3, WIDTH, dtype=torch.float64) for _ in range(2)]
+    compare(DenselyConnected, batches, num_stages, splits_backward=True, runs_again=runs_again)
 
 
 class Noisy(Architecture):

@@ -19,6 +19,15 @@ def test_training_equals_the_whole_model(name: str, num_stages: int) -> None:
     compare(zoo.ARCHITECTURES[name][0], zoo.batches_of(name), num_stages, splits_backward=num_stages == 3)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("llama", "t5") else pytest.param(name, marks=pytest.mark.nightly) for name in zoo.ARCHITECTURES],
+)
+def test_training_with_every_layer_run_again_equals_the_whole_model(name: str) -> None:
+    """Llama and T5 put the keys of each layer into a cache that they are given, and would find them there."""
+    compare(zoo.ARCHITECTURES[name][0], zoo.batches_of(name), 3, splits_backward=True, runs_again=True)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "t5", "clip", "mixtral"])
 def test_evaluation_equals_the_whole_model(name: str) -> None:
     compare_evaluation(zoo.ARCHITECTURES[name][0], zoo.batches_of(name)[0], 3)
