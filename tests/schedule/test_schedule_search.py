@@ -254,7 +254,7 @@ def test_auto_keeps_to_a_placement(quick: bool) -> None:
 
 
 @given(built=built_schedules(), data=st.data())
-def test_microbatches_in_turn_start_when_they_did(
+def test_microbatches_in_turn_start_no_later(
     built: tuple[Schedule, StageCosts, dict[str, Any]], data: st.DataObject
 ) -> None:
     schedule, costs, _ = built
@@ -264,7 +264,10 @@ def test_microbatches_in_turn_start_when_they_did(
     other_names = data.draw(st.permutations(range(m)))
     renamed = [[code // m * m + other_names[code % m] for code in order] for order in orders]
     restored = in_turn(problem, renamed)
-    assert earliest(problem, restored) == earliest(problem, orders)
+    before, after = earliest(problem, orders), earliest(problem, restored)
+    assert before is not None and after is not None
+    pairs = [pair for of_rank in zip(before, after, strict=True) for pair in zip(*of_rank, strict=True)]
+    assert all(restored_start <= start + 1e-9 for start, restored_start in pairs)
     last_seen: dict[int, int] = {}
     for order in restored:
         for code in order:

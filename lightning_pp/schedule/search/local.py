@@ -51,7 +51,7 @@ def climb(
 def in_turn(problem: Problem, orders: Orders) -> Orders:
     """``orders`` with the microbatches of each kind of action (I and B are one) and stage in ascending order.
 
-    That is legal, and everything starts when it did: if each microbatch's second action starts some time after its
+    That is legal, and nothing starts later than it did: if each microbatch's second action starts some time after its
     first, then so does the k-th of all second ones after the k-th of all first ones.
     """
     n, m = problem.num_stages, problem.num_microbatches
