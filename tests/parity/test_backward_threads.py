@@ -41,13 +41,18 @@ def train_with_threads(settings: Settings, layout: Layout, options: dict[str, An
         return train(settings, layout.strategy(**options), layout.world_size)
 
 
-RUNS = [
+RUNS: list[Any] = [
     ("residual_mlp", Layout("1f1b", 2, 1, 3), {}),
-    ("unet", Layout("zb_h1", 2, 1, 3), {"activation_checkpointing": True}),
     ("demo_transformer", Layout("zb_v", 2, 1, 4), {"activation_checkpointing": True}),
     ("vit", Layout("zb_h1", 2, 2, 3), {"sharding": "full_shard"}),
     ("t5", Layout("interleaved_1f1b", 2, 2, 2), {"sharding": "shard_grad_op", "activation_checkpointing": True}),
-    ("root_parameters", Layout("zb_h2", 1, 2, 3), {"sharding": "full_shard", "activation_checkpointing": True}),
+    pytest.param("unet", Layout("zb_h1", 2, 1, 3), {"activation_checkpointing": True}, marks=pytest.mark.nightly),
+    pytest.param(
+        "root_parameters",
+        Layout("zb_h2", 1, 2, 3),
+        {"sharding": "full_shard", "activation_checkpointing": True},
+        marks=pytest.mark.nightly,
+    ),
 ]
 
 

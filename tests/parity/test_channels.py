@@ -86,15 +86,20 @@ def train_over_channels(opens: bool, settings: Settings, layout: Layout) -> Outc
         return train_pipelined(settings, layout)
 
 
-LAYOUTS = [
+LAYOUTS: list[Any] = [
     ("residual_mlp", Layout("1f1b", 2, 1, 3)),
-    ("residual_mlp", Layout("interleaved_1f1b", 2, 1, 3)),
     ("residual_mlp", Layout("zb_h1", 2, 2, 3)),
     ("residual_mlp", Layout("auto", 3, 1, 4)),  # searches again between two steps
-    ("unet", Layout("zb_h1", 4, 1, 3)),
     ("unet", Layout("zb_v", 2, 1, 4)),
     ("t5", Layout("v_half", 3, 1, 4)),
-    ("t5", Layout("dualpipe_v", 2, 1, 4)),
+]
+LAYOUTS += [
+    pytest.param(*case, marks=pytest.mark.nightly)
+    for case in (
+        ("residual_mlp", Layout("interleaved_1f1b", 2, 1, 3)),
+        ("unet", Layout("zb_h1", 4, 1, 3)),
+        ("t5", Layout("dualpipe_v", 2, 1, 4)),
+    )
 ]
 
 
@@ -108,8 +113,7 @@ def test_training_is_that_of_one_device(pool: WorkerPool, model: str, layout: La
     assert distance_moved(settings, outcome) > 1e-3
 
 
-@pytest.mark.parametrize("layout", [Layout("1f1b", 2, 1, 3), Layout("zb_h1", 4, 1, 3)], ids=str)
-def test_channels_that_nobody_opens_hang(pool: WorkerPool, layout: Layout) -> None:
-    settings = Settings("residual_mlp")
+def test_channels_that_nobody_opens_hang(pool: WorkerPool) -> None:
+    settings, layout = Settings("residual_mlp"), Layout("1f1b", 2, 1, 3)
     report = pool.run(train_over_channels, False, settings, layout, world_size=layout.world_size, expect_failure=True)
     assert any(failure and "nobody came to the first message" in str(failure) for failure in report.failures)
