@@ -12,7 +12,10 @@ ABSENT = object()
 
 
 def containers_in(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[tuple[int | str, ...], Any]:
-    """The lists and dicts in the arguments that their owner can still see once a unit has written into them."""
+    """The lists and dicts in the arguments that their owner can still see once a unit has written into them.
+
+    The attributes of an object are a dict too, under the object's path and ``__dict__``.
+    """
     found: dict[tuple[int | str, ...], Any] = {}
     seen: set[int] = set()
 
@@ -22,7 +25,12 @@ def containers_in(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[tup
         seen.add(id(node))
         if type(node) in CONTAINERS:
             found[path] = node
-        children: Any = list(enumerate(children_of(node))) or attributes_of(node).items()
+        children: Any = list(enumerate(children_of(node)))
+        attributes = {} if isinstance(node, (dict, list, tuple)) else attributes_of(node)
+        if attributes:
+            found[(*path, "__dict__")] = attributes
+        if not children:
+            children = attributes.items()
         for key, child in children:
             visit(child, (*path, key))
 

@@ -66,15 +66,18 @@ class AttributePlace:
 
 @dataclass(frozen=True)
 class ArgumentPlace:
-    """A list or dict in the arguments, which got more entries.
+    """A list or dict in the arguments, or the attributes of an object in them, which got more entries or others.
 
     Attributes:
-        path: The way there: a number for each container, an attribute's name for each object.
+        path: The way there: a number for each container, an attribute's name for each object; ``__dict__`` at the end
+            for the attributes themselves.
     """
 
     path: tuple[int | str, ...]
 
     def __str__(self) -> str:
+        if self.path[-1] == "__dict__":
+            return "attributes of an object that it is called with"
         return "entries in a list or dict that it is called with"
 
 

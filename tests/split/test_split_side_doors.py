@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -238,6 +239,73 @@ class ToAModuleGlobal(Small):
         GLOBAL.clear()
         loss = super().training_step(batch)
         return loss + sum(value.mean() for value in GLOBAL)
+
+
+@dataclass
+class Context:
+    """What a step hands from unit to unit, as a dataclass."""
+
+    auxiliary: Any = 0.0
+    depth: int = 0
+    names: list[str] = field(default_factory=list)
+
+
+class PlainContext:
+    """The same as an ordinary object."""
+
+    def __init__(self) -> None:
+        self.auxiliary: Any = 0.0
+        self.depth = 0
+        self.names: list[str] = []
+
+
+class InContext(Block):
+    """Adds to what the units before it have left, and computes with it."""
+
+    def forward(self, x: Tensor, context: Any) -> Tensor:  # type: ignore[override]
+        context.depth += 1
+        context.names.append(f"block {context.depth}")
+        output = super().forward(x) * (1 + context.depth) / len(context.names)
+        context.auxiliary = context.auxiliary + output.square().mean() / context.depth
+        return output
+
+
+class WithContext(Small):
+    block = InContext
+    context: type[Any] = Context
+
+    def training_step(self, batch: Any) -> Tensor:
+        h, context = self.embedding(batch), self.context()
+        for block in self.blocks:
+            h = block(h, context)
+        return next_token_loss(self.head(h), batch) + context.depth * context.auxiliary
+
+
+class WithPlainContext(WithContext):
+    context = PlainContext
+
+
+@pytest.mark.parametrize("architecture", [WithContext, WithPlainContext])
+@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("runs_again", [False, True])
+def test_what_units_leave_in_an_object_is_carried(architecture: type[Small], num_stages: int, runs_again: bool) -> None:
+    compare(architecture, batches(), num_stages, splits_backward=num_stages == 3, runs_again=runs_again)
+
+
+class CountingInContext(Block):
+    """Leaves a number alone."""
+
+    def forward(self, x: Tensor, context: Any) -> Tensor:  # type: ignore[override]
+        context.depth += 1
+        return super().forward(x) * (1 + context.depth)
+
+
+class WithDepth(WithContext):
+    block = CountingInContext
+
+
+def test_numbers_that_units_leave_in_an_object_are_there_on_every_stage() -> None:
+    compare(WithDepth, batches(), 3, splits_backward=True)
 
 
 @pytest.mark.parametrize(
