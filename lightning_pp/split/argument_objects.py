@@ -14,11 +14,11 @@ _CONTAINERS = (list, dict, set, deque)
 _OPAQUE = (Tensor, nn.Module, ModuleType, type)
 
 
-def attributes_of(node: Any) -> dict[str, Any]:
-    """The attributes of an object that may be the state of something; nothing for tensors, modules, functions."""
+def attributes_of(node: Any) -> dict[str, Any] | None:
+    """The attributes of an object that may be the state of something; None for tensors, modules, functions."""
     if isinstance(node, _OPAQUE) or callable(node):
-        return {}
-    return getattr(node, "__dict__", None) or {}
+        return None
+    return getattr(node, "__dict__", None)
 
 
 class ArgumentObjects:
@@ -60,6 +60,6 @@ class ArgumentObjects:
                     self._contents.append((node, copy.copy(node)))
                 children = node.values() if isinstance(node, dict) else node
                 waiting += ((child, in_object) for child in children)
-            elif attributes := attributes_of(node):
+            elif (attributes := attributes_of(node)) is not None:
                 self._attributes.append((attributes, dict(attributes)))
                 waiting += ((child, True) for child in attributes.values())

@@ -26,11 +26,10 @@ def containers_in(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[tup
         if type(node) in CONTAINERS:
             found[path] = node
         children: Any = list(enumerate(children_of(node)))
-        attributes = {} if isinstance(node, (dict, list, tuple)) else attributes_of(node)
-        if attributes:
+        attributes = None if isinstance(node, (dict, list, tuple)) else attributes_of(node)
+        if attributes is not None:
             found[(*path, "__dict__")] = attributes
-        if not children:
-            children = attributes.items()
+            children = children or attributes.items()
         for key, child in children:
             visit(child, (*path, key))
 

@@ -7,8 +7,10 @@ which tensors leave a unit. A dry run finds them here; what stages do about them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,12 +20,15 @@ from lightning_pp.split.containers import CONTAINERS, add_entries, containers_in
 from lightning_pp.split.hooks import watched_hooks
 from lightning_pp.split.record import ArgumentPlace, AttributePlace, Door, HookPlace, PassedOn
 from lightning_pp.split.tree import leaves_of, map_leaves
+from lightning_pp.split.unknown_numbers import PLAIN, UnknownNumber
 
-_PLAIN = (bool, int, float, str, type(None))
 _TORCHS_OWN = frozenset(vars(nn.Module())) | {"_compiled_call_impl", "forward", "_flat_weights", "_flat_weight_refs"}
 
 # Gives a tensor that leaves by a door its identity: what takes its place in the step, and what a door notes of it.
 _Mark = Callable[[Tensor], tuple[Tensor, Any]]
+
+
+_Place = AttributePlace | ArgumentPlace
 
 
 class DoorWatch:
@@ -51,6 +56,20 @@ class DoorWatch:
         self._objects = ArgumentObjects((args, kwargs))
         self._contents = {id(value): (value, value.copy()) for value in [*held, *self._arguments.values()]}
         self._deferred: list[tuple[HookPlace, Any, tuple[Any, ...]]] = []
+        # what is left besides tensors and depends on values: by place, by number among the leaves
+        self.unknown: dict[_Place, dict[int, UnknownNumber]] = {}
+
+    def left_behind(self) -> dict[_Place, list[Any]]:
+        """What the run has set on modules and added to lists, dicts and objects in the arguments, as leaves."""
+        left: dict[_Place, list[Any]] = {
+            AttributePlace(name, key, grows=False): leaves_of(value)
+            for name, attributes, before in self._before
+            for key, value in attributes.items()
+            if key not in _TORCHS_OWN and not (key in before and before[key] is value)
+        }
+        for path, container in self._arguments.items():
+            left[ArgumentPlace(path)] = leaves_of(new_entries(container, self._contents[id(container)][1]))
+        return left
 
     @contextmanager
     def attempt(self, part_of_unit: Collection[Any]) -> Iterator[None]:
@@ -88,13 +107,13 @@ class DoorWatch:
             ChangingHookError: A hook changes what it was given.
         """
 
-        def note(tree: Any) -> tuple[Any, Any]:
+        def note(tree: Any, unknown: Mapping[int, UnknownNumber] = MappingProxyType({})) -> tuple[Any, Any]:
             marked: list[Any] = []
 
             def handed(leaf: Any) -> Any:
                 if not isinstance(leaf, Tensor):
                     marked.append(leaf)
-                    return leaf
+                    return unknown.get(len(marked) - 1, leaf)
                 position = passed_on(leaf)
                 tensor, noted = (leaf, PassedOn(position)) if position is not None else mark(leaf)
                 marked.append(tensor)
@@ -110,11 +129,13 @@ class DoorWatch:
                     continue
                 if key in before and before[key] is value:
                     yield from self._grown(AttributePlace(name, key, grows=True), value, note)
-                elif _can_be_handed_on(value):
-                    content, attributes[key] = note(value)
-                    yield Door(AttributePlace(name, key, grows=False), content)
+                elif _can_be_handed_on(value, or_plain=True):
+                    attribute = AttributePlace(name, key, grows=False)
+                    content, attributes[key] = note(value, self.unknown.get(attribute, {}))
+                    yield Door(attribute, content)
         for path, container in self._arguments.items():
-            yield from self._grown(ArgumentPlace(path), container, note, or_plain=True)
+            note_left = partial(note, unknown=self.unknown.get(ArgumentPlace(path), {}))
+            yield from self._grown(ArgumentPlace(path), container, note_left, or_plain=True)
         for place, hook, given in self._deferred:
             content, marked = note(given[1:])
             result = hook(given[0], *marked)
@@ -154,10 +175,9 @@ def _can_be_handed_on(tree: Any, *, or_plain: bool = False) -> bool:
 
     Args:
         tree: Any nesting of containers.
-        or_plain: Whether it need not hold tensors: a depth or a name that the step hands from unit to unit is made anew
-            in each step, where an attribute that counts calls is the unit's own affair.
+        or_plain: Whether it need not hold tensors.
     """
     leaves = leaves_of(tree)
     return (or_plain or any(isinstance(leaf, Tensor) for leaf in leaves)) and all(
-        isinstance(leaf, (Tensor, *_PLAIN)) and not isinstance(leaf, nn.Parameter) for leaf in leaves
+        isinstance(leaf, (Tensor, *PLAIN)) and not isinstance(leaf, nn.Parameter) for leaf in leaves
     )

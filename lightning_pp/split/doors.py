@@ -19,6 +19,7 @@ from lightning_pp.split.containers import ABSENT, add_entries, containers_in, la
 from lightning_pp.split.hooks import hook_at, watched_hooks
 from lightning_pp.split.record import ArgumentPlace, AttributePlace, Door, Handed, HookPlace, PassedOn, UnitCall, Value
 from lightning_pp.split.tree import leaves_of, map_leaves
+from lightning_pp.split.unknown_numbers import UnknownNumber
 
 
 class DoorKeeper:
@@ -97,9 +98,14 @@ class DoorKeeper:
 
 
 class StandInDoors:
-    """Leaves behind what units that do not run here would, and takes it back when the step has ended."""
+    """Leaves behind what units that do not run here would, and takes it back when the step has ended.
 
-    def __init__(self) -> None:
+    Args:
+        with_made_up: Whether numbers that depend on values are those that made-up data gave; else they are unknown.
+    """
+
+    def __init__(self, *, with_made_up: bool = False) -> None:
+        self._with_made_up = with_made_up
         self._undo: list[Callable[[], None]] = []
 
     def leave(
@@ -127,6 +133,8 @@ class StandInDoors:
         def stand_in(leaf: Any) -> Any:
             if isinstance(leaf, Handed):
                 return tensor_of(leaf.value)
+            if isinstance(leaf, UnknownNumber) and self._with_made_up:
+                return leaf.made_up
             return given[leaf.position] if isinstance(leaf, PassedOn) else leaf
 
         for door in call.doors:

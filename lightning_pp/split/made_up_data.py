@@ -18,10 +18,12 @@ class MadeUpData:
 
     Args:
         seed: Seed of the content.
+        signed: As :class:`~lightning_pp.split.stand_in_mode.MadeUp` has it.
     """
 
-    def __init__(self, seed: int = 0) -> None:
-        self._fill = MadeUp(seed)
+    def __init__(self, seed: int = 0, *, signed: bool = False) -> None:
+        self.is_signed = signed
+        self._fill = MadeUp(seed, signed=signed)
         # the fake is kept as well, for its memory must not be given to another
         self._memories: dict[tuple[int | None, torch.dtype], tuple[Tensor, Tensor]] = {}
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_pp.split.tree import replace_leaves
+from lightning_pp.split.unknown_numbers import UnknownNumber
 
 
 class Value(NamedTuple):
@@ -134,7 +135,7 @@ class OutputLeaf:
 
     Attributes:
         spec: Shape and dtype of a tensor that the unit made; None for anything else.
-        stand_in: A detached fake of that tensor, a :class:`PassedOn`, or the constant itself.
+        stand_in: A detached fake of that tensor, a :class:`PassedOn`, an :class:`UnknownNumber`, or the constant.
         requires_grad: Whether autograd tracks it.
         edited_in_place: Whether code after the call writes into it.
         memory: Number of the memory it lies in, as in :class:`HeldMemory`.
@@ -231,12 +232,21 @@ class UnitCall:
         """All that the call hands on, with the numbers of :attr:`Value.leaf`."""
         return [*enumerate(self.leaves), *((-1 - number, leaf) for number, leaf in enumerate(self.left))]
 
-    def output_of(self, tensors: Mapping[Value, Any]) -> Any:
-        """What stands in for what the call returned: ``tensors`` where they are known, else fakes."""
+    def output_of(self, tensors: Mapping[Value, Any], *, with_made_up: bool = False) -> Any:
+        """What stands in for what the call returned: ``tensors`` where they are known, else fakes.
+
+        Args:
+            tensors: What is known.
+            with_made_up: Whether numbers that depend on values are those that made-up data gave; else they are unknown.
+        """
         leaves = []
         for place, leaf in enumerate(self.leaves):
-            tensor = tensors.get(Value(self.index, place))
-            leaves.append(leaf.for_one_step() if tensor is None else tensor)
+            known = tensors.get(Value(self.index, place))
+            if known is None:
+                known = leaf.for_one_step()
+                if with_made_up and isinstance(known, UnknownNumber):
+                    known = known.made_up
+            leaves.append(known)
         return leaves[0] if self.output is None else replace_leaves(self.output, leaves)
 
 

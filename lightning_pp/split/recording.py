@@ -40,6 +40,7 @@ from lightning_pp.split.source_lines import innermost_user_line, running_autogra
 from lightning_pp.split.sources import NOTHING, Parameter, Source, set_sources, storage_of
 from lightning_pp.split.stand_in_mode import NOT_FAKEABLE, NeedsDataError
 from lightning_pp.split.tree import leaves_of, map_leaves, tensors_of
+from lightning_pp.split.unknown_numbers import UnknownNumber, differing
 
 
 class DryRun:
@@ -72,6 +73,8 @@ class DryRun:
         self._seed_glue = seed_glue
         self._policy = policy
         self._python_generators: Any = None
+        # of the call that has run last: what it returned besides tensors that depends on values
+        self._unknown: dict[int, tuple[Any, Any]] = {}
         self._python_glue: set[int] = set()
         # seen now, before fakes take their places
         self._real_parameters: dict[int, frozenset[Source]] = {}
@@ -273,6 +276,7 @@ class DryRun:
         """What the unit returns for fakes, or for made-up data if it looks at data."""
         flow = self._flow
         kind = type(self._units[call.unit])
+        self._unknown = {}
         failure: Exception | None = None
         result: Any = None
         if kind not in self._units_that_need_data:
@@ -290,22 +294,28 @@ class DryRun:
                 return result
         specs: set[tuple[TensorSpec, ...]] = set()
         made_up = None
-        for seed in (1, 0):
+        left: list[tuple[list[Any], dict[Any, list[Any]]]] = []  # by each run
+        # the first is only to see whether numbers change with the signs of the data, which not all code accepts
+        for data in (MadeUpData(1, signed=True), MadeUpData(1), MadeUpData(0)):
             call.flops = call.weight_flops = call.flops_saved_by_policy = call.flops_run_again = call.saved_bytes = 0
             call.memory = HeldMemory()
             try:
                 with (
-                    flow.made_up_data(MadeUpData(seed)),
+                    flow.made_up_data(data),
                     flow.watch.call_on_made_up_data(),
                     self._saved_memory_counted(call),
                     doors.attempt(self._part_of_units),
                 ):
                     made_up = run_unit()
             except Exception as error:
+                if data.is_signed:
+                    continue
                 if failure is None and kind not in self._units_that_need_data:
                     return result  # it could do without data
                 raise self._no_run(call, failure or error, error) from error
-            specs.add(tuple(spec_of(tensor) for tensor in tensors_of(made_up)))
+            if not data.is_signed:
+                specs.add(tuple(spec_of(tensor) for tensor in tensors_of(made_up)))
+            left.append((leaves_of(made_up), doors.left_behind()))
         if len(specs) > 1:
             shapes = " and ".join(str([spec.shape for spec in found]) for found in specs)
             raise SplitError(
@@ -314,6 +324,12 @@ class DryRun:
                 "module with units= that keeps them inside."
             )
         self._units_that_need_data.add(kind)
+        outputs, behind = left.pop()
+        for other_outputs, other_behind in left:
+            self._unknown |= differing(other_outputs, outputs)
+            for place, leaves in behind.items():
+                for number, found in differing(other_behind.get(place, ()), leaves).items():
+                    doors.unknown.setdefault(place, {})[number] = UnknownNumber(call.unit, found)
         return made_up
 
     @staticmethod
@@ -341,7 +357,8 @@ class DryRun:
 
         def mark_returned(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
-                call.leaves.append(OutputLeaf(None, leaf))
+                found = self._unknown.get(len(call.leaves))
+                call.leaves.append(OutputLeaf(None, leaf if found is None else UnknownNumber(call.unit, found)))
                 return leaf
             position = passed_on.position_of(leaf)
             if position is not None:

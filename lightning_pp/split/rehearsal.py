@@ -50,7 +50,7 @@ def rehearse(
         Whether the step called the units of ``record`` as it says, and what it raised, which may be due to made-up
         values.
     """
-    doors = StandInDoors()
+    doors = StandInDoors(with_made_up=True)
     num_calls = 0
     went_elsewhere = False
     failure: Exception | None = None
@@ -70,7 +70,7 @@ def rehearse(
             kwargs,
             lambda value: left.setdefault(value, call.leaf(value.leaf).for_one_step()),
         )
-        output = call.output_of(left)
+        output = call.output_of(left, with_made_up=True)
         if call.index in record.random_glue.after:
             seed_glue(call.index)
         return output

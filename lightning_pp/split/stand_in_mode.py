@@ -158,10 +158,12 @@ class MadeUp:
 
     Args:
         seed: Seed of generators of its own; the global ones are left alone.
+        signed: Whether floats are of both signs and any size, for code that asks.
     """
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, *, signed: bool = False) -> None:
         self._seed = seed
+        self._rand = torch.randn if signed else torch.rand
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def __call__(self, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -170,7 +172,7 @@ class MadeUp:
         if generator is None:
             generator = self._generators[device] = torch.Generator(device).manual_seed(self._seed)
         if dtype.is_floating_point or dtype.is_complex:
-            return torch.rand(tuple(shape), generator=generator, device=device).to(dtype)
+            return self._rand(tuple(shape), generator=generator, device=device).to(dtype)
         return torch.randint(0, 2, tuple(shape), generator=generator, device=device).to(dtype)
 
 

@@ -308,6 +308,89 @@ def test_numbers_that_units_leave_in_an_object_are_there_on_every_stage() -> Non
     compare(WithDepth, batches(), 3, splits_backward=True)
 
 
+class Measuring(Block):
+    """Notes how long the sequences are."""
+
+    length = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.length = x.shape[1]
+        return super().forward(x)
+
+
+class ReadingALength(Small):
+    block = Measuring
+
+    def training_step(self, batch: Any) -> Tensor:
+        return super().training_step(batch) / self.blocks[0].length
+
+
+def test_a_number_that_a_unit_notes_is_there_on_every_stage() -> None:
+    compare(ReadingALength, [batch[:, :length] for batch, length in zip(batches(), (7, 5), strict=True)], 3)
+
+
+def number_of(x: Tensor) -> int:
+    return int((x > 0).sum()) + 1
+
+
+class CountingToReturn(Block):
+    def forward(self, x: Tensor, given: Any) -> Any:  # type: ignore[override]
+        output = super().forward(x)
+        return output, number_of(output)
+
+
+class CountingInADict(Block):
+    def forward(self, x: Tensor, given: Any) -> Any:  # type: ignore[override]
+        output = super().forward(x)
+        given["number"] = number_of(output)
+        return output, 0
+
+
+class CountingInAnObject(Block):
+    def forward(self, x: Tensor, given: Any) -> Any:  # type: ignore[override]
+        output = super().forward(x)
+        given["object"].depth = number_of(output)
+        return output, 0
+
+
+class CountingInAnAttribute(Block):
+    number = 0
+
+    def forward(self, x: Tensor, given: Any) -> Any:  # type: ignore[override]
+        output = super().forward(x)
+        self.number = number_of(output)
+        return output, 0
+
+
+class WithACount(Small):
+    """Divides by a number that the first block makes of its output's values."""
+
+    block = CountingToReturn
+
+    def training_step(self, batch: Any) -> Tensor:
+        h, given = self.embedding(batch), {"number": 0, "object": PlainContext()}
+        number = 0
+        for index, block in enumerate(self.blocks):
+            h, found = block(h, given)
+            if index == 0:
+                number = found + given["number"] + given["object"].depth + getattr(block, "number", 0)
+        return next_token_loss(self.head(h), batch) / number
+
+
+COUNTING = [CountingToReturn, CountingInADict, CountingInAnObject, CountingInAnAttribute]
+
+
+@pytest.mark.parametrize("block", COUNTING)
+def test_a_number_made_of_values_is_not_made_up_on_other_stages(block: type[Block]) -> None:
+    architecture = type("Counting", (WithACount,), {"block": block})
+    compare(architecture, batches(), 1)
+    with pytest.raises(SplitError) as error:
+        compare(architecture, batches(), 3)
+    message = str(error.value)
+    assert f"{THIS_FILE}:" in message and "in training_step" in message
+    assert "what the unit 'blocks.0' makes of values" in message and "x.sum()" in message
+
+
 @pytest.mark.parametrize(
     "architecture", [CollectingInside, ReadingAttributes, AppendingToLists, Balanced, ChangingInside]
 )
