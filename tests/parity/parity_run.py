@@ -281,3 +281,11 @@ def distance_moved(settings: Settings, outcome: Outcome) -> float:
     start = whole_weights(make_module(settings).to(torch.float64))
     moved = sum(float((value.double() - start[name]).square().sum()) for name, value in outcome.weights.items())
     return (moved / sum(float(value.square().sum()) for value in start.values())) ** 0.5
+
+
+def check_like_one_device(outcomes: list[Outcome], settings: Settings, layout: Layout) -> None:
+    """Asserts that all ranks together trained as one device does, to 1e-9, and that it changed the weights."""
+    outcome = merged(outcomes, layout)
+    found = differences(outcome, reference(settings))
+    assert max(found.loss, found.val_loss, found.epoch_loss, found.weight) < 1e-9, found
+    assert distance_moved(settings, outcome) > 1e-3

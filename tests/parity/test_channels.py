@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
-from parity_run import Layout, Outcome, Settings, differences, distance_moved, merged, reference, train_pipelined
+from parity_run import Layout, Outcome, Settings, check_like_one_device, train_pipelined
 from pool import WorkerPool
 from torch import Tensor
 
@@ -107,10 +107,7 @@ LAYOUTS += [
 def test_training_is_that_of_one_device(pool: WorkerPool, model: str, layout: Layout) -> None:
     settings = Settings(model, accumulate=2, clip_val=0.05, clip_algorithm="norm")
     outcomes = pool.run(train_over_channels, True, settings, layout, world_size=layout.world_size, timeout=120)
-    outcome, expected = merged(outcomes, layout), reference(settings)
-    found = differences(outcome, expected)
-    assert max(found.loss, found.val_loss, found.epoch_loss, found.weight) < 1e-9, found
-    assert distance_moved(settings, outcome) > 1e-3
+    check_like_one_device(outcomes, settings, layout)
 
 
 def test_channels_that_nobody_opens_hang(pool: WorkerPool) -> None:
