@@ -80,6 +80,7 @@ class CheckpointedRegions:
         names = [name for name in _GENERATORS if hasattr(torch_checkpoint, name)]
         originals = {name: getattr(torch_checkpoint, name) for name in names}
         function_class = torch_checkpoint.CheckpointFunction
+        own_apply = vars(function_class).get("apply")  # of an outer context: a step may be rehearsed within a step
         for name, original in originals.items():
             setattr(torch_checkpoint, name, self._wrapped(original))
         function_class.apply = _not_reentrant  # type: ignore[method-assign]
@@ -90,6 +91,8 @@ class CheckpointedRegions:
             for name, original in originals.items():
                 setattr(torch_checkpoint, name, original)
             del function_class.apply
+            if own_apply is not None:
+                function_class.apply = own_apply  # type: ignore[method-assign]
 
     def _wrapped(self, generator: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:

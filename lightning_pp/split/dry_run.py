@@ -18,11 +18,11 @@ from torch import nn
 from lightning_pp.errors import SplitError
 from lightning_pp.split.conversion import convertible_fakes
 from lightning_pp.split.interception import UnitCalls
-from lightning_pp.split.mean_losses import intercepted_mean_losses
 from lightning_pp.split.module_state import preserved_random_state, preserved_state
 from lightning_pp.split.placeholders import Placeholders
 from lightning_pp.split.record import StepRecord
 from lightning_pp.split.recording import DryRun
+from lightning_pp.split.reductions.recording import EarlierRun, ReductionRecorder
 from lightning_pp.split.selective_policy import Policy
 from lightning_pp.split.source_lines import innermost_user_line
 from lightning_pp.split.sources import Parameter, set_sources
@@ -39,6 +39,7 @@ def dry_run(
     with_gradients: bool,
     seed_glue: Callable[[int], None] | None = None,
     policy: Policy | None = None,
+    earlier: EarlierRun | None = None,
 ) -> StepRecord:
     """Runs ``step`` with every parameter fake, and records unit calls, what they read, and what the end needs.
 
@@ -56,6 +57,7 @@ def dry_run(
         with_gradients: Whether autograd is on, as in training.
         seed_glue: Given the index of a unit call (-1: the step's start), seeds the generators for the code after it.
         policy: What units save that are run again in backward, for the memory in the record.
+        earlier: A dry run of the step on fewer samples; see :class:`ReductionRecorder`.
 
     Raises:
         SplitError: The step looks at a weight-dependent value before its last unit call, or the outputs of a unit have
@@ -63,7 +65,7 @@ def dry_run(
     """
     run = DryRun(units, placeholders, seed_glue=seed_glue, policy=policy)
     try:
-        return _attempt(run, step, module, units, placeholders, with_gradients)
+        return _attempt(run, step, module, units, placeholders, with_gradients, earlier)
     except SplitError:
         raise
     except Exception as error:
@@ -74,7 +76,7 @@ def dry_run(
     lines = run.lines_of_value_reads()
     run = DryRun(units, placeholders, num_calls=num_calls, reads=lines, seed_glue=seed_glue, policy=policy)
     try:
-        return _attempt(run, step, module, units, placeholders, with_gradients)
+        return _attempt(run, step, module, units, placeholders, with_gradients, earlier)
     except SplitError:
         raise
     except Exception as error:
@@ -103,8 +105,11 @@ def _attempt(
     units: Mapping[str, nn.Module],
     placeholders: Placeholders,
     with_gradients: bool,
+    earlier: EarlierRun | None,
 ) -> StepRecord:
     record = run.record
+    recorder = ReductionRecorder(run.depends_on_weights, earlier)
+    record.reductions = recorder.reductions
     with ExitStack() as stack:
         stack.callback(run.release)
         stack.enter_context(preserved_random_state(placeholders.device))
@@ -115,17 +120,12 @@ def _attempt(
         stack.enter_context(convertible_fakes())
         stack.enter_context(_quiet())
 
-        def on_mean_loss(_: Any, loss: Callable[..., torch.Tensor]) -> torch.Tensor:
-            record.num_mean_losses += 1
-            record.step_edits_module = bool(changes())
-            return loss()
-
         unit_calls = UnitCalls(units)
         run.running_region, run.num_regions = unit_calls.running_region, unit_calls.num_regions
         with (
             run.recording(module),
             unit_calls.handled_by(run.on_call),
-            intercepted_mean_losses(on_mean_loss),
+            recorder,
         ):
             result = step(run)
         run.finish(result, with_gradients)

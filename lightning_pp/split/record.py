@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_pp.split.tree import replace_leaves
 from lightning_pp.split.unknown_numbers import UnknownNumber
+
+if TYPE_CHECKING:
+    from lightning_pp.split.reductions.recording import Reduction
 
 
 class Value(NamedTuple):
@@ -293,8 +296,8 @@ class StepRecord:
             another progress has the answer that this one had.
         value_reads_in_tail: Lines after the last call that read a weight-dependent value (``.item()``).
         mutated_attributes: ``(module name, attribute)`` that the step set or whose content it changed.
-        num_mean_losses: Calls, outside units, of functions that take the mean of a loss.
-        step_edits_module: Whether anything on the module changes before the last of them.
+        reductions: Calls, outside units, of functions that decide how values grow with the batch.
+        has_dynamic_shapes: Whether values of the batch decide shapes outside units (``loss[mask]``).
         gradient_hooks: Hooks that the code outside units put on tensors (``register_hook``, ``retain_grad``).
         edits_batch: Whether the step writes into memory that it was given, so that whoever runs it more than once
             must give it a copy each time.
@@ -312,8 +315,8 @@ class StepRecord:
     asked_of_progress: list[Callable[[Any], bool]] = field(default_factory=list)
     value_reads_in_tail: list[str] = field(default_factory=list)
     mutated_attributes: tuple[tuple[str, str], ...] = ()
-    num_mean_losses: int = 0
-    step_edits_module: bool = False
+    reductions: Sequence[Reduction] = ()
+    has_dynamic_shapes: bool = False
     gradient_hooks: list[GradientHook] = field(default_factory=list)
     edits_batch: bool = False
     compute_dtype: torch.dtype | None = None

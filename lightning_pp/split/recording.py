@@ -143,6 +143,10 @@ class DryRun:
             found.escapes = dict.fromkeys(found.escapes, place)
         _add(found, self._end)
 
+    def depends_on_weights(self, tensor: Tensor) -> bool:
+        """Whether the value of ``tensor`` does, and not on the batch alone."""
+        return self._flow.is_missing(tensor)
+
     def ask_of_progress(self, is_as_now: Callable[[Any], bool]) -> None:
         """Records what the step asks of how far the training is: whether another progress answers it as now."""
         self.record.asked_of_progress.append(is_as_now)
@@ -266,6 +270,7 @@ class DryRun:
         after = frozenset(self._flow.random_glue | self._python_glue)
         self.record.random_glue = RandomGlue(after, in_python=bool(self._python_glue))
         # what Python does with numbers of its own generators cannot be seen
+        self.record.has_dynamic_shapes = any(not look.is_in_python for look in self._flow.looks)
         self.record.may_branch_at_random = bool(self._python_glue) or self._flow.branches_at_random
 
     def merge_end(self) -> None:

@@ -77,7 +77,7 @@ def rehearse(
 
     with ExitStack() as stack:
         stack.enter_context(preserved_random_state(device))
-        if compares_arguments or record.step_edits_module or record.mutated_attributes:
+        if compares_arguments or record.mutated_attributes:
             stack.enter_context(preserved_state(module))
         stack.callback(doors.undo)
         stack.enter_context(_values_made_up(record))

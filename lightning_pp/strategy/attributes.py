@@ -9,7 +9,7 @@ one; and the last stage's result is given to every rank, since hooks that read i
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -61,13 +61,21 @@ class StepAttributes:
         return bool(self._places)
 
     @contextmanager
-    def of_microbatch(self, microbatch: int, *, active: bool) -> Iterator[None]:
-        """Around one microbatch's step; its changes are noted if ``active`` and undone in any case."""
+    def of_microbatch(
+        self, microbatch: int, of_whole_batch: Callable[[Any], Any] | None = None, *, active: bool
+    ) -> Iterator[None]:
+        """Around one microbatch's step; its changes are noted if ``active`` and undone in any case.
+
+        Args:
+            microbatch: Its index.
+            of_whole_batch: Makes values stand for the whole batch.
+            active: Whether the changes count.
+        """
         try:
             yield
             if active and self._places:
                 self._changes[microbatch] = [
-                    before.change(attributes.get(key, _MISSING))
+                    before.change(attributes.get(key, _MISSING), of_whole_batch)
                     for before, (attributes, key) in zip(self._before, self._places, strict=True)
                 ]
         finally:
@@ -94,8 +102,12 @@ class _Snapshot:
         self.value = value
         self.content = copy.copy(value) if isinstance(value, (list, dict, set)) else None
 
-    def change(self, now: Any) -> tuple[str, Any]:
+    def change(self, now: Any, of_whole_batch: Callable[[Any], Any] | None = None) -> tuple[str, Any]:
         """What happened: append (entries), set keys (items), set (the value), delete or keep (None)."""
+        kind, value = self._change(now)
+        return kind, value if of_whole_batch is None else of_whole_batch(value)
+
+    def _change(self, now: Any) -> tuple[str, Any]:
         if now is _MISSING:
             return ("keep" if self.value is _MISSING else "delete", None)
         if isinstance(now, list) and now is self.value and len(now) >= len(self.content or ()):

@@ -14,6 +14,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 
 from lightning_pp.split.dry_run import DryRun
+from lightning_pp.split.reductions.recording import is_number
 from lightning_pp.strategy.metrics import metrics_suspended
 from lightning_pp.strategy.progress import progress_watched, watched_batch_idx
 from lightning_pp.strategy.refusals import check_loss, loss_of
@@ -21,13 +22,17 @@ from lightning_pp.strategy.refusals import check_loss, loss_of
 
 @contextmanager
 def logging_to(module: pl.LightningModule, sink: Callable[[Any], None]) -> Iterator[None]:
-    """Within, ``module.log`` only tells ``sink`` what it is given; no loop needs to be running."""
+    """Within, ``module.log`` only tells ``sink`` what it is given; no loop needs to be running.
+
+    Numbers become tensors as in Lightning's own, so that it can be seen how they grow with the batch.
+    """
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        sink(value)
+        sink(torch.tensor(value) if is_number(value) else value)
 
     def log_dict(dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        sink(dict(dictionary))
+        for name, value in dictionary.items():
+            log(name, value)
 
     replaced = {"log": log, "log_dict": log_dict}
     module.__dict__.update(replaced)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, cast
@@ -25,9 +25,12 @@ from lightning_pp.schedule import Schedule, StageCosts
 from lightning_pp.split.dry_run import DryRun
 from lightning_pp.split.microbatch import Microbatch, batch_size_of, split_batch
 from lightning_pp.split.plan import StepPlan
+from lightning_pp.split.record import StepRecord
+from lightning_pp.split.reductions.recording import EarlierRun
 from lightning_pp.split.weight_updates import RepeatedUpdates
 from lightning_pp.strategy.assembly import SplitModel, assign_stages, record_model
 from lightning_pp.strategy.attributes import StepAttributes, kept_by_step
+from lightning_pp.strategy.batch_scaling import BatchScaling, ScaledBatch, two_sizes
 from lightning_pp.strategy.checkpointing import ActivationCheckpointing
 from lightning_pp.strategy.compiled_backward import CompiledBackward
 from lightning_pp.strategy.connection import Connection
@@ -35,7 +38,6 @@ from lightning_pp.strategy.control import ControlGroups
 from lightning_pp.strategy.cuts import CutOptions
 from lightning_pp.strategy.data import check_same_batch, fingerprint
 from lightning_pp.strategy.dry_steps import first_arguments, recorded_step
-from lightning_pp.strategy.global_means import GlobalMeans
 from lightning_pp.strategy.gradient_norms import GradientNorms
 from lightning_pp.strategy.gradients import StageGradients
 from lightning_pp.strategy.logs import StepLogs, replay
@@ -51,6 +53,7 @@ from lightning_pp.strategy.refusals import loss_of
 from lightning_pp.strategy.reports import Merged, report_batch
 from lightning_pp.strategy.results import BatchResults
 from lightning_pp.strategy.schedule_options import ScheduleOptions
+from lightning_pp.strategy.situation import Situation
 from lightning_pp.strategy.sizes import Auto, ParallelSizes, resolve_num_microbatches
 from lightning_pp.strategy.stage_sharding import ShardingSettings
 from lightning_pp.strategy.step_scopes import StepScopes
@@ -68,6 +71,48 @@ class _Sealed:
 
 
 _Results = tuple[Any, list[Any], _Sealed]
+
+
+@dataclass(frozen=True)
+class _StepCall:
+    """Which step of the user's is called, and with what after the batch."""
+
+    step: str
+    rest: list[Any]
+    kwargs: dict[str, Any]
+    training: bool
+
+    @property
+    def batch_idx(self) -> int:
+        return self.rest[0] if self.rest and isinstance(self.rest[0], int) else 0
+
+
+@dataclass(frozen=True)
+class _BatchRun:
+    """One batch, ready to be run."""
+
+    call: _StepCall
+    microbatches: Sequence[Microbatch]
+    plans: Sequence[StepPlan]
+    seed: int
+    call_step: Callable[[Any], Any]
+    scaled: ScaledBatch
+    logs: StepLogs
+    attributes: StepAttributes
+    scopes: StepScopes
+
+    @property
+    def weights(self) -> list[float]:
+        return [microbatch.weight for microbatch in self.microbatches]
+
+    @property
+    def num_samples(self) -> int:
+        return sum(microbatch.num_samples for microbatch in self.microbatches)
+
+    def merged(self, outputs: list[Any]) -> Merged:
+        """What the step returned for the whole batch, and what it changed on the module."""
+        num_samples = [microbatch.num_samples for microbatch in self.microbatches]
+        return merge_outputs(outputs, num_samples, self.weights), self.attributes.merged(num_samples, self.weights)
 
 
 class PipelineEngine:
@@ -226,7 +271,7 @@ class PipelineEngine:
         self._start = layout.start
         self._connection.set_last_stage(self.placement.rank_of_stage[-1])
         self.metrics = PipelineMetrics(self.module, self.groups)
-        self._means = GlobalMeans(self.module, self.split.units, self.groups, self.metrics, self.device)
+        self._scaling = BatchScaling(self.module, self.split.units, self.groups, self.metrics, self.device)
         self._programs = tuned_programs(
             self._options, layout, self.split, self.mesh, self._data_parallel, self.groups, self.device, agree
         )
@@ -324,7 +369,7 @@ class PipelineEngine:
             self._compiled_backward.tell()
         most = self.gradients.most_microbatches(len(microbatches), reduce=reduce)
         schedule = self.gradients.begin(self._programs.training(most), len(microbatches), reduce=reduce)
-        output = self._run("training_step", microbatches, rest, kwargs, schedule, loss_of, accumulate)
+        output = self._run("training_step", batch, microbatches, rest, kwargs, schedule, loss_of, accumulate)
         self.gradients.end(reduce=reduce)
         return output
 
@@ -350,7 +395,7 @@ class PipelineEngine:
         microbatches = self._cut(batch, for_training=False)
         most = self.gradients.most_microbatches(len(microbatches), reduce=False)
         schedule = self.gradients.begin(self._programs.evaluation(most), len(microbatches), reduce=False)
-        output = self._run(step, microbatches, rest, kwargs, schedule, None)
+        output = self._run(step, batch, microbatches, rest, kwargs, schedule, None)
         self.gradients.end_of_evaluation()
         return output
 
@@ -362,6 +407,7 @@ class PipelineEngine:
     def _run(
         self,
         step: str,
+        batch: Any,
         microbatches: list[Microbatch],
         rest: list[Any],
         kwargs: dict[str, Any],
@@ -372,25 +418,32 @@ class PipelineEngine:
         training = find_loss is not None
         batch_idx = rest[0] if rest and isinstance(rest[0], int) else 0
         self._check_first_batches(batch_idx)
-        trainable = tuple(parameter.requires_grad for parameter in self._parameters) if training else None
-        key = (step, signature_of(rest[1:]), trainable)
-        progress = Progress(batch_idx, self._trainer.global_step, self._trainer.current_epoch)
-        situation = self.split.plans.situation([microbatch.data for microbatch in microbatches], progress)
         self._num_batches_run[training] += 1
         number = 2 * self._num_batches_run[training] + training
         seed = ((self._seed * 1_000_003 + number) * 8_191 + self.replica) % (1 << 50)
+        scale = loss_scale(self._precision, self.device) if training else 1.0
+        run = self._prepare(_StepCall(step, rest, kwargs, training), batch, microbatches, seed, scale / accumulate)
+        outputs = self._execute(run, schedule, find_loss)
+        return self._report_training(run, outputs) if training else self._report_evaluation(run, outputs)
+
+    def _prepare(
+        self,
+        call: _StepCall,
+        batch: Any,
+        microbatches: Sequence[Microbatch],
+        seed: int,
+        factor: float,
+        *,
+        among_replicas: bool = True,
+    ) -> _BatchRun:
+        """Looks up what every stage does with each microbatch, and counts what the whole batch has to know."""
+        progress = Progress(call.batch_idx, self._trainer.global_step, self._trainer.current_epoch)
+        situation = self.split.plans.situation([microbatch.data for microbatch in microbatches], progress)
         seeds = [StepRandomness.of_microbatch(seed, index, self.device).seed_glue for index in range(len(microbatches))]
         plans = [
-            self.split.plans.plan(
-                (key, signature_of(microbatch.data)),
-                self._recorded_step(step, microbatch, rest, kwargs),
-                with_gradients=training,
-                seed_glue=seed_glue,
-                situation=situation,
-            )
+            self._plan(call, microbatch, seed_glue, situation)
             for microbatch, seed_glue in zip(microbatches, seeds, strict=True)
         ]
-        logs = StepLogs()
         attributes = StepAttributes(self.module, self._kept_by(plans))
         updates = RepeatedUpdates(
             self.split.placeholders, {name for plan in plans for name, others in plan.record.updates.items() if others}
@@ -398,68 +451,108 @@ class PipelineEngine:
 
         def call_step(data: Any) -> Any:
             with updates.of_step() if updates else nullcontext():
-                return getattr(self.module, step)(data, *rest, **kwargs)
+                return getattr(self.module, call.step)(data, *call.rest, **call.kwargs)
 
-        scale = loss_scale(self._precision, self.device) if training else 1.0
-        means = self._means.of_batch(microbatches, plans, call_step, seeds, scale / accumulate)
-        scopes = StepScopes(
-            self.module, self._precision, logs, self.metrics, attributes, means, self.placement, self.rank
+        def record_at(part: Microbatch, earlier: EarlierRun | None) -> StepRecord:
+            return self.split.plans.record(
+                self._recorded_step(call.step, part, call.rest, call.kwargs),
+                with_gradients=call.training,
+                seed_glue=seeds[0],
+                earlier=earlier,
+            )
+
+        scaled = self._scaling.of_batch(
+            call.step,
+            microbatches,
+            plans,
+            self._in_precision(call_step),
+            seeds,
+            factor,
+            sizes=lambda: two_sizes(microbatches, batch, self._cut_into),
+            record_at=record_at,
+            among_replicas=among_replicas,
         )
-        with scopes.of_batch():
+        logs = StepLogs()
+        scopes = StepScopes(
+            self.module, self._precision, logs, self.metrics, attributes, scaled, self.placement, self.rank
+        )
+        return _BatchRun(call, microbatches, plans, seed, call_step, scaled, logs, attributes, scopes)
+
+    def _in_precision(self, call_step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def call(data: Any) -> Any:
+            with self._precision.forward_context():
+                return call_step(data)
+
+        return call
+
+    def _plan(
+        self, call: _StepCall, microbatch: Microbatch, seed_glue: Callable[[int], None], situation: Situation
+    ) -> StepPlan:
+        trainable = tuple(parameter.requires_grad for parameter in self._parameters) if call.training else None
+        key = (call.step, signature_of(call.rest[1:]), trainable, signature_of(microbatch.data))
+        return self.split.plans.plan(
+            key,
+            self._recorded_step(call.step, microbatch, call.rest, call.kwargs),
+            with_gradients=call.training,
+            seed_glue=seed_glue,
+            situation=situation,
+        )
+
+    def _execute(self, run: _BatchRun, schedule: Schedule, find_loss: Callable[[Any], Tensor] | None) -> list[Any]:
+        """Runs this rank's program; returns what the last stage's step returned for each microbatch."""
+        with run.scopes.of_batch():
             outputs, timer = self._executor.run(
                 schedule,
                 StepInputs(
-                    plans,
-                    lambda microbatch, stage: scopes.run(
-                        partial(call_step, microbatches[microbatch].data), microbatch, stage
+                    run.plans,
+                    lambda microbatch, stage: run.scopes.run(
+                        partial(run.call_step, run.microbatches[microbatch].data), microbatch, stage
                     ),
                     find_loss,
-                    means.loss_weights,
-                    seed,
+                    run.scaled.loss_weights,
+                    run.seed,
                     self.gradients.stages,
-                    self._programs.queued_bytes if training else None,
+                    self._programs.queued_bytes if run.call.training else None,
                 ),
             )
-        num_samples = [microbatch.num_samples for microbatch in microbatches]
-        if training:
+        if find_loss is not None:
             self.last_training_step = (schedule, timer)
-            self._programs.note(timer, microbatches, plans)
+            self._programs.note(timer, run.microbatches, run.plans)
             if self._compiled_backward is not None:
                 self._compiled_backward.note(schedule, timer)
-            self.last_num_samples = sum(num_samples)
-        weights = [microbatch.weight for microbatch in microbatches]
+            self.last_num_samples = run.num_samples
+        return outputs
 
+    def _report_training(self, run: _BatchRun, outputs: list[Any]) -> Any:
+        mine, self._fingerprint = self._fingerprint, None
+        self.num_batches_trained += 1
+        report = report_batch(
+            self._connection.messages,
+            run.logs,
+            lambda: run.merged(outputs),
+            weights=run.weights,
+            num_samples=run.num_samples,
+            fingerprint=mine,
+            device=self.device,
+        )
+        self.results.add(report.message, run.call.batch_idx, mine)
+        if run.attributes.are_kept:
+            run.attributes.apply(report.changes())
+        return report.outputs()
+
+    def _report_evaluation(self, run: _BatchRun, outputs: list[Any]) -> Any:
         mine, self._fingerprint = self._fingerprint, None
 
-        def merged() -> Merged:
-            return merge_outputs(outputs, num_samples, weights), attributes.merged(num_samples, weights)
-
-        if training:
-            self.num_batches_trained += 1
-            report = report_batch(
-                self._connection.messages,
-                logs,
-                merged,
-                weights=weights,
-                num_samples=sum(num_samples),
-                fingerprint=mine,
-                device=self.device,
-            )
-            self.results.add(report.message, batch_idx, mine)
-            if attributes.are_kept:
-                attributes.apply(report.changes())
-            return report.outputs()
-
         def results() -> _Results:
-            calls, total = logs.merge_over_replicas(weights, sum(num_samples), self.groups)
-            return *merged(), _Sealed((calls, total, mine))
+            calls, total = run.logs.merge_over_replicas(run.weights, run.num_samples, self.groups)
+            return *run.merged(outputs), _Sealed((calls, total, mine))
 
         output, changes, sealed = cast(_Results, share_result_of(results, self.groups, self.device))
         calls, total, fingerprint_of_last_stage = sealed.content
         if mine is not None and fingerprint_of_last_stage is not None:
-            check_same_batch([mine, fingerprint_of_last_stage], batch_idx)
+            check_same_batch([mine, fingerprint_of_last_stage], run.call.batch_idx)
         replay(self.module, calls, total)
-        attributes.apply(changes)
+        run.attributes.apply(changes)
         return output
 
     def _kept_by(self, plans: Sequence[StepPlan]) -> tuple[tuple[str, str], ...]:
@@ -468,6 +561,9 @@ class PipelineEngine:
 
     def _cut(self, batch: Any, *, for_training: bool) -> list[Microbatch]:
         number = resolve_num_microbatches(self._num_microbatches, self.sizes.pipeline, batch_size_of(batch))
+        return list(self._cut_into(batch, number))
+
+    def _cut_into(self, batch: Any, number: int) -> Sequence[Microbatch]:
         return split_batch(batch, number)
 
     def _check_first_batches(self, batch_idx: int) -> None:

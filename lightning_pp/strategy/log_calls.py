@@ -37,6 +37,7 @@ class LogCall:
         dtype: Of the logged tensor.
         weight: Number of samples that the value stands for.
         batch_size: What the user gave as ``batch_size``, summed; None where Lightning is to find it.
+        extreme: ``min`` or ``max`` where the value is that over samples.
     """
 
     fx: str
@@ -49,6 +50,7 @@ class LogCall:
     dtype: torch.dtype
     weight: float
     batch_size: float | None
+    extreme: str | None = None
 
     @property
     def key(self) -> tuple[str, str, int | None, int]:
@@ -58,6 +60,16 @@ class LogCall:
     def reduction(self) -> str:
         """``mean``, ``sum``, ``min`` or ``max``; a metric's values on microbatches are averaged."""
         return "mean" if self.metric is not None else str(self.options["reduce_fx"])
+
+    @property
+    def merging(self) -> str:
+        """How values of microbatches or replicas become the batch's: ``mean``, ``min`` or ``max``.
+
+        Also where ``reduce_fx`` is ``sum``: that adds up batches, and each part's value stands for the whole batch.
+        """
+        if self.extreme is not None:
+            return self.extreme
+        return self.reduction if self.reduction in ("min", "max") else "mean"
 
     def value_dtype(self) -> torch.dtype:
         """Dtype in which the merged value is handed to Lightning: what Lightning itself would store it in, or finer."""
@@ -117,7 +129,7 @@ def _merge_key(calls: Sequence[LogCall], by_batch_size: bool) -> LogCall:
     known = [(call.value, weight) for call, weight in zip(calls, weights, strict=True) if call.value is not None]
     return replace(
         first,
-        value=_reduce(first.reduction, known),
+        value=_reduce(first.merging, known),
         weight=sum(call.weight for call in calls),
         batch_size=sum(sizes) if all_given else None,
     )
@@ -127,8 +139,6 @@ def _reduce(reduction: str, weighted: Sequence[tuple[float, float]]) -> float | 
     """Of pairs of value and weight."""
     if not weighted:
         return None
-    if reduction == "sum":
-        return sum(value for value, _ in weighted)
     if reduction == "mean":
         # a mean over no things at all is 0 / 0, and has no part in the mean over all
         weighted = [pair for pair in weighted if pair[1]] or weighted

@@ -33,6 +33,7 @@ from torchmetrics import Metric
 
 from lightning_pp.errors import SplitError
 from lightning_pp.split.placeholders import is_fake
+from lightning_pp.split.reductions.scaling import extreme_of
 from lightning_pp.strategy.control import ControlGroups
 from lightning_pp.strategy.host_copies import HostCopies
 from lightning_pp.strategy.log_calls import LogCall, merge_calls, reduction_name, to_numbers, to_tensors
@@ -54,6 +55,7 @@ class StepLogs:
         self._microbatches: dict[int, list[_Recorded]] = {}
         self._recorded: list[_Recorded] | None = None
         self._is_in_step = False
+        self._of_whole_batch: Callable[[Any], Any] | None = None
 
     @contextmanager
     def installed(self, module: LightningModule, observe: Callable[[Any], None] | None = None) -> Iterator[None]:
@@ -87,6 +89,8 @@ class StepLogs:
                 observe(value)
             options["reduce_fx"] = reduction_name(options["reduce_fx"])
             recorded = self._recorded
+            if recorded is not None and self._of_whole_batch is not None and isinstance(value, Tensor):
+                value = self._of_whole_batch(value)
             if recorded is not None:
                 occurrence = sum(earlier.call.name == name and earlier.call.fx == fx for earlier in recorded)
                 recorded.append(_recorded(module, results, fx, name, occurrence, value, options))
@@ -103,21 +107,23 @@ class StepLogs:
             finally:
                 connector._current_fx = current_fx
 
-    def begin(self, microbatch: int | None) -> None:
+    def begin(self, microbatch: int | None, of_whole_batch: Callable[[Any], Any] | None = None) -> None:
         """A step begins.
 
         Args:
             microbatch: Index of the microbatch if this is the last stage's run of the step, the one with real values:
                 they are recorded, in the place of what was recorded for that index. None swallows them.
+            of_whole_batch: Makes logged tensors stand for the whole batch.
         """
         self._is_in_step = True
+        self._of_whole_batch = of_whole_batch
         if microbatch is not None:
             self._recorded = self._microbatches[microbatch] = []
 
     def end(self) -> None:
         """The step has ended."""
         self._is_in_step = False
-        self._recorded = None
+        self._recorded = self._of_whole_batch = None
 
     @contextmanager
     def of_step(
@@ -141,15 +147,13 @@ class StepLogs:
     def merge(self, weights: Sequence[float], num_samples: int) -> list[LogCall]:
         """What the whole batch logged, from what its microbatches did.
 
-        Each key is averaged by weight over the microbatches that logged it, or summed, or the least or the greatest is
-        taken, as its ``reduce_fx`` says. The second call with a key in each microbatch is merged with the other second
-        calls: Lightning decides what calling twice means.
+        Each key is averaged by weight over the microbatches that logged it: a tensor that is logged stands for the
+        whole batch (:mod:`lightning_pp.split.reductions`), a sum too. Of what is the least or greatest over samples, or
+        has such a ``reduce_fx``, the least or greatest is taken. The second call with a key in each microbatch is
+        merged with the other second calls: Lightning decides what calling twice means.
 
-        So a mean over samples comes out as the batch's own. A mean over other things (tokens that are not masked) does
-        where its value in each microbatch is its share of the batch's mean (which is what
-        :mod:`lightning_pp.split.mean_losses` makes of torch's losses), and otherwise where the microbatches have
-        equally many of them. A ``batch_size`` that the user gave is summed; it weighs the batch among other batches and
-        the replica among replicas.
+        A ``batch_size`` that the user gave is summed; it weighs the batch among other batches and the replica among
+        replicas.
 
         The value of a metric on the batch (``on_step=True``) is the weighted mean of its values on the microbatches,
         which is the batch's own for accuracies and means over samples, and an approximation for others. Its value over
@@ -305,6 +309,7 @@ def _recorded(
         dtype=torch.get_default_dtype() if number is None else number.dtype,
         weight=0.0,
         batch_size=batch_size.item() if isinstance(batch_size, Tensor) else batch_size,
+        extreme=extreme_of(value) if isinstance(value, Tensor) else None,
     )
     return _Recorded(call, number)
 

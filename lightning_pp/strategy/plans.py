@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from lightning_pp.errors import SplitError
 from lightning_pp.runtime.recomputation import Recomputation
 from lightning_pp.split.dry_run import DryRun, dry_run
-from lightning_pp.split.mean_losses import intercepted_mean_losses
-from lightning_pp.split.placeholders import Placeholders
+from lightning_pp.split.placeholders import Placeholders, is_fake
 from lightning_pp.split.plan import StepPlan, build_plan
 from lightning_pp.split.record import StepRecord
+from lightning_pp.split.reductions.places import Place
+from lightning_pp.split.reductions.recording import EarlierRun, Reduction, ReductionRecorder
 from lightning_pp.split.rehearsal import rehearse
 from lightning_pp.split.tree import leaves_of
 from lightning_pp.strategy.situation import NO_SITUATION, SETTLED_AFTER, Situation, Surroundings
@@ -123,6 +124,7 @@ class PlanBook:
         *,
         with_gradients: bool,
         seed_glue: Callable[[int], None] | None = None,
+        earlier: EarlierRun | None = None,
     ) -> StepRecord:
         """A dry run of ``step``; see :func:`lightning_pp.split.dry_run`."""
         record = dry_run(
@@ -133,6 +135,7 @@ class PlanBook:
             with_gradients=with_gradients,
             seed_glue=seed_glue,
             policy=self._recomputation.policy if with_gradients else None,
+            earlier=earlier,
         )
         record.recomputed_units = self._recomputation.units
         return record
@@ -219,14 +222,8 @@ class PlanBook:
     def _goes_so(self, plan: StepPlan, step: Callable[[DryRun], Any], seed_glue: Callable[[int], None]) -> bool:
         if plan.record.edits_batch or plan.record.updates:  # a rehearsal would leave the batch, or parameters, edited
             return True
-        num_mean_losses = 0
-
-        def count(_: Any, loss: Callable[..., Tensor]) -> Tensor:
-            nonlocal num_mean_losses
-            num_mean_losses += 1
-            return loss()
-
-        with intercepted_mean_losses(count):
+        recorder = ReductionRecorder(is_fake)
+        with recorder:
             matches, failure = rehearse(
                 plan.record,
                 self._units,
@@ -237,7 +234,11 @@ class PlanBook:
                 compares_arguments=True,
             )
         # what the end of the step makes of made-up values says nothing
-        return matches and (failure is not None or num_mean_losses == plan.record.num_mean_losses)
+        return matches and (failure is not None or _places(recorder.reductions) == _places(plan.record.reductions))
+
+
+def _places(reductions: Sequence[Reduction]) -> list[Place]:
+    return [reduction.place for reduction in reductions]
 
 
 def _draw_on(call: int) -> None:
@@ -265,7 +266,7 @@ def _with_other_values(plan: StepPlan, known: _OfOneSignature) -> StepPlan:
 def _course_of(record: StepRecord) -> list[Any]:
     """All that the plan of a step depends on."""
     course: list[Any] = [
-        record.num_mean_losses,
+        _places(record.reductions),
         record.gradient_sources,
         record.tail.values,
         set(record.tail.parameters),

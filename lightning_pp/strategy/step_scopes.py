@@ -10,8 +10,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import Precision
 
 from lightning_pp.schedule import Placement
+from lightning_pp.split.reductions.scaling import ScaledStep
 from lightning_pp.strategy.attributes import StepAttributes
-from lightning_pp.strategy.global_means import BatchMeans
+from lightning_pp.strategy.batch_scaling import ScaledBatch
 from lightning_pp.strategy.logs import StepLogs
 from lightning_pp.strategy.metrics import PipelineMetrics
 
@@ -25,7 +26,7 @@ class StepScopes:
         logs: Records what the last stage's steps log.
         metrics: Are used for real on the last stage only.
         attributes: Those that the steps change.
-        means: Corrects the last stage's losses.
+        scaled: Makes what the last stage's steps compute stand for the whole batch.
         placement: Which stages this rank has.
         rank: Its place in the pipeline.
     """
@@ -37,7 +38,7 @@ class StepScopes:
         logs: StepLogs,
         metrics: PipelineMetrics,
         attributes: StepAttributes,
-        means: BatchMeans,
+        scaled: ScaledBatch,
         placement: Placement,
         rank: int,
     ) -> None:
@@ -45,7 +46,7 @@ class StepScopes:
         self._logs = logs
         self._metrics = metrics
         self._attributes = attributes
-        self._means = means
+        self._scaled = scaled
         self._last_stage = placement.num_stages - 1
         stages = placement.stages_of_rank(rank)
         # None where some of this rank's steps are the last stage's and some are not
@@ -67,26 +68,33 @@ class StepScopes:
         """Runs the user's step for one microbatch and stage."""
         is_last = stage == self._last_stage
         scopes: list[AbstractContextManager[Any]] = []
+        scaled: ScaledStep | None = None
+        if is_last:
+            self._scaled.know_other_replicas()
+            scaled = self._scaled.step_of(microbatch)
+        of_whole_batch = None if scaled is None else scaled.of_whole_batch
         if self._forward_context is not None:
             scopes.append(self._forward_context())
         if self._are_last is None and self._metrics.are_there:
             scopes.append(self._of_metrics(is_last))
         if self._attributes.are_kept:
-            scopes.append(self._attributes.of_microbatch(microbatch, active=is_last))
-        if is_last:
-            self._means.know_other_replicas()
-            if self._means.losses.are_corrected:
-                scopes.append(self._means.losses.corrected(microbatch))
-        self._logs.begin(microbatch if is_last else None)
+            scopes.append(self._attributes.of_microbatch(microbatch, of_whole_batch, active=is_last))
+        if scaled is not None:
+            scopes.append(scaled)
+        self._logs.begin(microbatch if is_last else None, of_whole_batch)
         try:
             if not scopes:
                 return step()
             with ExitStack() as stack:
                 for scope in scopes:
                     stack.enter_context(scope)
-                return step()
+                output = step()
         finally:
             self._logs.end()
+        if scaled is None:
+            return output
+        self._scaled.check_complete(microbatch, scaled)
+        return scaled.of_whole_batch(output)
 
     def _of_metrics(self, is_last: bool | None) -> AbstractContextManager[None]:
         if is_last is None:

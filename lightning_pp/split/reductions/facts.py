@@ -1,0 +1,164 @@
+"""What two dry runs of a step, on batches of two sizes, tell about the calls in it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_pp.split.reductions.functions import Kind
+from lightning_pp.split.reductions.places import Place, Site
+from lightning_pp.split.reductions.recording import Reduction
+
+Name = tuple[Any, ...]
+"""A place as other processes know it."""
+
+_DEGREES = (1.0, -1.0, 2.0, -2.0, 0.5, -0.5)
+
+
+@dataclass(frozen=True)
+class Fact:
+    """How one call in a step has to do with the number of samples.
+
+    Attributes:
+        kind: What is called.
+        line: The user's line.
+        over_rows: Whether it reduces over samples: what it is given grows with the batch, and its result does not.
+        is_mean: Whether it is a mean.
+        is_counted: Whether it has to be counted, microbatch by microbatch, because values of the batch decide.
+        depends_on_weights: Whether its result does.
+        degrees: Of the numbers that it is given beside tensors; None where one grows, but not as a power.
+        adds_samples: Whether it adds to a sum, sample by sample, in a loop over samples.
+    """
+
+    kind: Kind
+    line: str
+    over_rows: bool
+    is_mean: bool
+    is_counted: bool
+    depends_on_weights: bool
+    degrees: tuple[float | None, ...]
+    adds_samples: bool
+
+    @property
+    def grows(self) -> bool:
+        """Whether it makes or meets values that grow with the batch."""
+        return self.adds_samples or any(degree != 0 for degree in self.degrees) or (self.over_rows and not self.is_mean)
+
+
+class Facts:
+    """What is known of the calls of one step.
+
+    Attributes:
+        by_place: Of each.
+        of_loops: Of calls in loops over samples, which come as often as there are samples.
+    """
+
+    def __init__(self) -> None:
+        self.by_place: dict[Place, Fact] = {}
+        self.of_loops: dict[Site, Fact] = {}
+
+    def find(self, place: Place) -> Fact | None:
+        """What is known of a call; None: no dry run has seen it."""
+        fact = self.by_place.get(place)
+        return self.of_loops.get(place.site) if fact is None else fact
+
+    def knows(self, reductions: Sequence[Reduction]) -> bool:
+        """Whether all calls of a dry run are known."""
+        return all(self.find(reduction.place) is not None for reduction in reductions)
+
+    def grow(self, reductions: Sequence[Reduction]) -> bool:
+        """Whether a step makes values that grow with the batch, so that microbatches need corrections."""
+        return any(fact is not None and fact.grows for fact in map(self.find, (r.place for r in reductions)))
+
+    def hang_together(self, counted: Sequence[Place]) -> bool:
+        """Whether some of what is counted may depend on other counts."""
+        facts = [fact for fact in map(self.find, counted) if fact is not None]
+        return len(facts) > 1 and any(not fact.depends_on_weights for fact in facts)
+
+    def named(self, counts: Mapping[Place, Any]) -> dict[Name, Any]:
+        """``counts`` by names that other processes know."""
+        return {_name_of(place): count for place, count in counts.items()}
+
+    def placed(self, counts: Mapping[Name, Any]) -> dict[Place, Any]:
+        """What :meth:`named` gave in another process; places that were never come to here are left out."""
+        places = {_name_of(place): place for place in self.by_place}
+        return {places[name]: count for name, count in counts.items() if name in places}
+
+    def counted(self, reductions: Sequence[Reduction]) -> list[Place]:
+        """The calls of a step that have to be counted in each microbatch."""
+        facts = [(reduction.place, self.find(reduction.place)) for reduction in reductions]
+        return [place for place, fact in facts if fact is not None and fact.is_counted]
+
+    def learn(
+        self, small: Sequence[Reduction], large: Sequence[Reduction], ratio: float, *, has_dynamic_shapes: bool
+    ) -> None:
+        """Compares two dry runs.
+
+        Args:
+            small: What the one on fewer samples noted.
+            large: What the other noted, with the counts of the first grown by ``ratio``.
+            ratio: Samples of the second over samples of the first.
+            has_dynamic_shapes: Whether values of the batch decide shapes (``loss[mask]``): then numbers that grow with
+                the batch have to be counted.
+        """
+        others = {reduction.place: reduction for reduction in large}
+        times_small, times_large = _times(small), _times(large)
+        for reduction in small:
+            site = reduction.place.site
+            is_looped = times_small[site] != times_large.get(site, times_small[site])
+            fact = _fact(reduction, others.get(reduction.place), ratio, has_dynamic_shapes, is_looped)
+            self.by_place[reduction.place] = fact
+            if is_looped:
+                self.of_loops.setdefault(site, fact)
+        for reduction in large:  # in a loop over samples there are more
+            if self.find(reduction.place) is None:
+                self.by_place[reduction.place] = _fact(reduction, None, ratio, has_dynamic_shapes, False)
+
+
+def _name_of(place: Place) -> Name:
+    code, position, function = place.site
+    return code.co_filename, code.co_name, code.co_firstlineno, position, function, place.occurrence
+
+
+def _times(reductions: Sequence[Reduction]) -> Mapping[Site, int]:
+    return Counter(reduction.place.site for reduction in reductions)
+
+
+def _fact(small: Reduction, large: Reduction | None, ratio: float, has_dynamic_shapes: bool, is_looped: bool) -> Fact:
+    over_rows = large is not None and small.given != large.given and small.result == large.result
+    degrees: tuple[float | None, ...] = ()
+    if large is not None and len(large.numbers) == len(small.numbers):
+        degrees = tuple(_degree(a, b, ratio) for a, b in zip(small.numbers, large.numbers, strict=True))
+    if has_dynamic_shapes:
+        degrees = tuple(None if degree == 1 and number == int(number) else degree
+                        for degree, number in zip(degrees, small.numbers, strict=False))  # fmt: skip
+    made_of_batch = over_rows and not small.depends_on_weights and not _is_arithmetic(small.kind)
+    is_counted = made_of_batch or (over_rows and small.is_mean and (small.is_counted or has_dynamic_shapes))
+    return Fact(
+        small.kind,
+        small.line,
+        over_rows,
+        small.is_mean,
+        is_counted or None in degrees,
+        small.depends_on_weights,
+        degrees,
+        is_looped and small.kind is Kind.ADDITION and small.result == (),
+    )
+
+
+def _is_arithmetic(kind: Kind) -> bool:
+    return kind in (Kind.PRODUCT, Kind.QUOTIENT, Kind.ADDITION, Kind.NUMBER)
+
+
+def _degree(small: float, large: float, ratio: float) -> float | None:
+    """The power of the number of samples by which a number has grown."""
+    if small == large:
+        return 0.0
+    if small != 0:
+        for degree in _DEGREES:
+            if math.isclose(large / small, ratio**degree, rel_tol=1e-9):
+                return degree
+    return None if large == int(large) and small == int(small) else 0.0

@@ -1,0 +1,104 @@
+"""Where in the user's code a torch function is called, so that two runs of a step can be compared call by call."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from functools import lru_cache
+from types import CodeType, FrameType
+from typing import NamedTuple
+
+import torch
+
+from lightning_pp.split.source_lines import SKIPPED, running_autograd_function
+
+
+def _folders(*packages: str) -> tuple[str, ...]:
+    specs = [importlib.util.find_spec(package) for package in packages]
+    return tuple(os.path.dirname(spec.origin) + os.sep for spec in specs if spec is not None and spec.origin)
+
+
+_NOT_THE_USERS = (*SKIPPED, *_folders("lightning", "lightning_utilities", "pytorch_lightning"))
+_METRICS = _folders("torchmetrics")
+
+
+class Site(NamedTuple):
+    """A call in the user's code.
+
+    Attributes:
+        code: The function that it stands in.
+        position: Where in its source: lines and columns, or the line alone on Python 3.10.
+        function: The name of what is called.
+    """
+
+    code: CodeType
+    position: tuple[int | None, ...]
+    function: str
+
+    def __hash__(self) -> int:
+        return hash((id(self.code), self.position, self.function))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Site) and (
+            self.code is other.code and self.position == other.position and self.function == other.function
+        )
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
+class Place(NamedTuple):
+    """One of the times that a step comes to a site: the first, second, ..."""
+
+    site: Site
+    occurrence: int
+
+
+class Places:
+    """Counts, in one run of a step, how often it comes to each site."""
+
+    def __init__(self) -> None:
+        self._occurrences: dict[Site, int] = {}
+
+    def next(self, function: str) -> tuple[Place, FrameType] | None:
+        """The running call and the user's frame that makes it.
+
+        None where no correction belongs: within a metric, which looks after itself, and within the forward of a
+        :class:`torch.autograd.Function`, whose backward was written for what it computes.
+        """
+        frame = _user_frame()
+        if frame is None:
+            return None
+        site = Site(frame.f_code, _position(frame), function)
+        occurrence = self._occurrences.get(site, 0)
+        self._occurrences[site] = occurrence + 1
+        return Place(site, occurrence), frame
+
+
+def line_of(frame: FrameType) -> str:
+    """``file:line in function``."""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _position(frame: FrameType) -> tuple[int | None, ...]:
+    """Not ``f_lasti``: once the interpreter has specialised a call, another of its instructions makes it."""
+    positions = _positions_of(frame.f_code)
+    return (frame.f_lineno,) if positions is None else positions[frame.f_lasti // 2]
+
+
+@lru_cache(maxsize=4096)
+def _positions_of(code: CodeType) -> list[tuple[int | None, ...]] | None:
+    return list(code.co_positions()) if sys.version_info >= (3, 11) else None
+
+
+def _user_frame() -> FrameType | None:
+    if not torch.is_grad_enabled() and running_autograd_function():
+        return None
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if not filename.startswith(_NOT_THE_USERS):
+            return None if filename.startswith(_METRICS) else frame
+        frame = frame.f_back
+    return None

@@ -1,0 +1,170 @@
+"""What a dry run notes of the calls that matter to how the step's values grow with the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_pp.split.interception import running_unit
+from lightning_pp.split.reductions.functions import Kind, LossCall, kind_of
+from lightning_pp.split.reductions.places import Place, Places, line_of
+
+Shape = tuple[int, ...]
+_NOTED = (
+    Kind.SUM, Kind.CONTRACTION, Kind.MEAN, Kind.LOSS, Kind.EXTREME,
+    Kind.PRODUCT, Kind.QUOTIENT, Kind.ADDITION, Kind.NUMBER,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """One call of a function that matters.
+
+    Attributes:
+        place: Where.
+        kind: What it does.
+        line: The user's line.
+        is_mean: Whether it is a mean: one of elements, or a loss that takes it.
+        is_counted: Whether what it divides by depends on values of its target.
+        depends_on_weights: Whether its result does, and not on the batch alone.
+        given: Shapes of the tensors that it is given.
+        result: Shape of its result; None where that is no tensor.
+        numbers: Python numbers that it is given beside tensors.
+        value: Its result, where that depends on the batch alone.
+    """
+
+    place: Place
+    kind: Kind
+    line: str
+    is_mean: bool
+    is_counted: bool
+    depends_on_weights: bool
+    given: tuple[Shape, ...]
+    result: Shape | None
+    numbers: tuple[float, ...]
+    value: Tensor | None
+
+
+@dataclass(frozen=True)
+class EarlierRun:
+    """A dry run of the same step at another size, whose counts another one is shown, grown by the sizes' ratio.
+
+    Attributes:
+        reductions: What it noted.
+        ratio: Samples of the other over samples of this one.
+    """
+
+    reductions: Sequence[Reduction]
+    ratio: float
+
+
+class ReductionRecorder(TorchFunctionMode):
+    """Within, outside of units, calls of functions that matter are noted.
+
+    Args:
+        depends_on_weights: Whether a tensor's value does.
+        earlier: If given, what the batch alone decides has the values that it had there (counts: grown), so that the
+            numbers which the step makes of them can be compared.
+
+    Attributes:
+        reductions: The calls so far, in order.
+    """
+
+    def __init__(self, depends_on_weights: Callable[[Tensor], bool], earlier: EarlierRun | None = None) -> None:
+        super().__init__()
+        self.reductions: list[Reduction] = []
+        self._depends_on_weights = depends_on_weights
+        self._places = Places()
+        self._earlier: dict[Place, Reduction] = {}
+        self._ratio = 1.0
+        if earlier is not None:
+            self._earlier = {reduction.place: reduction for reduction in earlier.reductions}
+            self._ratio = earlier.ratio
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs one function."""
+        kwargs = kwargs or {}
+        if running_unit() or kind_of(func) not in _NOTED:
+            return func(*args, **kwargs)
+        called = self._places.next(func.__name__)
+        result = func(*args, **kwargs)
+        return result if called is None else self._note(func, called, args, kwargs, result)
+
+    def _note(self, func: Any, called: Any, args: Any, kwargs: Any, result: Any) -> Any:
+        place, frame = called
+        kind = kind_of(func)
+        assert kind is not None
+        tensors = list(tensors_given(args, kwargs))
+        depends = any(map(self._depends_on_weights, tensors))
+        is_mean, is_counted = kind is Kind.MEAN, False
+        if kind is Kind.LOSS:
+            loss = LossCall(func, args, kwargs)
+            if loss.reduction == "none":
+                return result
+            is_mean, is_counted = loss.is_mean, loss.is_mean and loss.is_counted_by_target
+        given = tuple(tuple(tensor.shape) for tensor in tensors)
+        before = self._earlier.get(place)
+        if before is not None and isinstance(result, Tensor) and not depends and before.given != given:
+            result = _as_before(before, result, self._ratio)
+        is_plain = isinstance(result, Tensor) and not depends and result.numel() <= _MOST_ELEMENTS
+        reduction = Reduction(
+            place,
+            kind,
+            line_of(frame),
+            is_mean,
+            is_counted,
+            depends,
+            given,
+            tuple(result.shape) if isinstance(result, Tensor) else None,
+            tuple(numbers_given(args, kwargs)),
+            result.detach().clone() if is_plain and kind not in (Kind.PRODUCT, Kind.QUOTIENT, Kind.ADDITION) else None,
+        )
+        self.reductions.append(reduction)
+        return result
+
+
+_MOST_ELEMENTS = 1 << 16
+
+
+def tensors_given(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors among the arguments, those in lists too."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from (entry for entry in value if isinstance(entry, Tensor))
+
+
+def numbers_given(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[float]:
+    """The numbers among the arguments."""
+    for value in (*args, *kwargs.values()):
+        if is_number(value):
+            yield value
+
+
+def is_number(value: object) -> bool:
+    """Whether ``value`` is a Python number and no truth value."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _as_before(before: Reduction, result: Tensor, ratio: float) -> Tensor:
+    if before.value is None or before.value.shape != result.shape or before.depends_on_weights:
+        return result
+    grows = before.kind in (Kind.SUM, Kind.CONTRACTION)
+    return grown(before.value, ratio) if grows else before.value
+
+
+def grown(value: Tensor, factor: float | Tensor) -> Tensor:
+    """``value`` times ``factor``; a count of samples becomes a floating-point number.
+
+    At least float32, and float64 where that is the default: counts are exact in it.
+    """
+    default = torch.get_default_dtype()
+    dtype = torch.promote_types(value.dtype, default) if value.is_floating_point() else default
+    with torch.no_grad():
+        return value.to(torch.promote_types(dtype, torch.float32)) * factor

@@ -1,0 +1,319 @@
+"""The user's step on one microbatch, with the counts of the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_pp.errors import SplitError
+from lightning_pp.split.interception import running_unit
+from lightning_pp.split.reductions.facts import Fact, Facts
+from lightning_pp.split.reductions.functions import GREATEST, REVERSED, Kind, LossCall, kind_of
+from lightning_pp.split.reductions.places import Place, Places, line_of
+from lightning_pp.split.reductions.recording import grown, is_number, tensors_given
+from lightning_pp.split.tree import map_leaves
+
+_DEGREE = "_pp_degree"
+_EXTREME = "_pp_extreme"
+
+Count = tuple[Tensor | float, ...] | None
+"""What one call counts in a microbatch, in parts that are added up over the batch; None: it is not known."""
+
+
+class Scale(NamedTuple):
+    """One microbatch beside its global batch.
+
+    Attributes:
+        share: Its share of the samples.
+        totals: What the whole batch counts at each place that is counted; empty while that is being found out.
+    """
+
+    share: float
+    totals: Mapping[Place, Count]
+
+
+class ScaledStep(TorchFunctionMode):
+    """Within, one run of the step: the degrees of its values are followed, and what it counts is the global batch's.
+
+    A count that the batch alone decides becomes the microbatch's share of the global batch's: the numbers that Python
+    makes of it go with ``len(x)``, which is a microbatch's too. A mean is divided by its share of the global batch's
+    count. Wherever a value meets one of another degree, or a function that is not in :mod:`functions`, it first becomes
+    what stands for the whole batch.
+
+    Args:
+        facts: What is known of the step's calls.
+        scale: The microbatch beside its batch.
+        has_data: Whether a tensor's values are there.
+        counted: If given, gets what the microbatch counts, by place.
+        refuses_unknown: Whether a sum that no dry run has seen is an error.
+    """
+
+    def __init__(
+        self,
+        facts: Facts,
+        scale: Scale,
+        has_data: Callable[[Tensor], bool],
+        counted: dict[Place, Count] | None = None,
+        *,
+        refuses_unknown: bool = False,
+    ) -> None:
+        super().__init__()
+        self._facts = facts
+        self._share, self._totals = scale
+        self._has_data = has_data
+        self._counted = counted
+        self._refuses_unknown = refuses_unknown
+        self._places = Places()
+        self._is_paused = False
+        self._seen: set[Place] = set()
+        self._handlers: Mapping[Kind, Callable[..., Any]] = {
+            Kind.SUM: self._sum,
+            Kind.CONTRACTION: self._sum,
+            Kind.MEAN: self._mean,
+            Kind.LOSS: self._loss,
+            Kind.EXTREME: self._extreme,
+            Kind.PRODUCT: self._product,
+            Kind.QUOTIENT: self._product,
+            Kind.ADDITION: self._addition,
+            Kind.NUMBER: self._tensor_of_number,
+        }
+
+    def of_whole_batch(self, tree: Any) -> Any:
+        """``tree`` with tensors that stand for the whole batch: their weighted mean over microbatches is its value."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            return map_leaves(lambda leaf: self._normal(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+        finally:
+            self._is_paused = before
+
+    def check_complete(self, counted: Iterable[Place]) -> None:
+        """After a step: raises :class:`SplitError` if it did not come to all that was counted for it beforehand."""
+        for place in counted:
+            fact = self._facts.find(place)
+            if place not in self._seen and fact is not None:
+                raise SplitError(
+                    f"{fact.line} was reached when the step was rehearsed to count what its loss divides by, and was "
+                    "not when it ran: it is in a branch that depends on weights, or in compiled code. Take the branch "
+                    "by what the batch alone says, or set whole_batch_loss=True on the strategy."
+                )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs one function."""
+        kwargs = kwargs or {}
+        if self._is_paused or running_unit():
+            return func(*args, **kwargs)
+        kind = kind_of(func)
+        if kind is Kind.READING:
+            return func(*args, **kwargs)
+        if kind is None or kind is Kind.LINEAR:
+            return self._other(kind, func, args, kwargs)
+        called = self._places.next(func.__name__)
+        if called is None:
+            return func(*args, **kwargs)
+        place, frame = called
+        fact = self._facts.find(place)
+        if fact is None:
+            result = func(*self._all_normal(args), **self._all_normal(kwargs))
+            self._check_known(kind, line_of(frame), result)
+            return result
+        return self._handlers[kind](place, fact, func, args, kwargs)
+
+    # ---------------------------------------------------------------- kinds of functions
+
+    def _other(self, kind: Kind | None, func: Any, args: Any, kwargs: Any) -> Any:
+        degrees = {_degree_of(tensor) for tensor in tensors_given(args, kwargs)}
+        if not any(degrees):
+            result = func(*args, **kwargs)
+            if kind is Kind.LINEAR and args and hasattr(args[0], _EXTREME) and isinstance(result, Tensor):
+                setattr(result, _EXTREME, getattr(args[0], _EXTREME))
+            return result
+        if kind is Kind.LINEAR and len(degrees) == 1:
+            return _with_degree(func(*args, **kwargs), degrees.pop())
+        name = func.__name__
+        if name.endswith("_") and not name.endswith("__") and isinstance(args[0], Tensor):
+            self._make_normal(args[0])
+        return func(*self._all_normal(args), **self._all_normal(kwargs))
+
+    def _sum(self, place: Place, fact: Fact, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        degree = sum(map(_degree_of, tensors_given(args, kwargs))) + fact.over_rows
+        if fact.is_counted and isinstance(result, Tensor):
+            whole = result if degree == 1 else grown(result, self._share ** (1 - degree))
+            total = self._total(place, (whole,))
+            if total is not None:
+                result = _like(result, total[0], self._share**degree)
+        return _with_degree(result, degree)
+
+    def _mean(self, place: Place, fact: Fact, func: Any, args: Any, kwargs: Any) -> Any:
+        if not fact.is_counted:
+            return self._other(Kind.LINEAR, func, args, kwargs)
+        args = self._all_normal(args)
+        given = next(tensors_given(args, kwargs))
+        summed = torch.sum(*args, **kwargs)
+        count = given.numel() / max(summed.numel(), 1)
+        if fact.depends_on_weights:
+            total = self._total(place, (count,))
+            return func(*args, **kwargs) if total is None else summed / (total[0] * self._share)
+        total = self._total(place, (summed.detach(), count))
+        return func(*args, **kwargs) if total is None else _like(summed, total[0], 1 / _at_least_one(total[1]))
+
+    def _loss(self, place: Place, fact: Fact, func: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = self._all_normal(args), self._all_normal(kwargs)
+        loss = LossCall(func, args, kwargs)
+        if loss.reduction == "none" or not fact.over_rows:
+            return func(*args, **kwargs)
+        if not loss.is_mean:
+            return self._sum(place, fact, func, args, kwargs)
+        if not fact.is_counted:
+            return func(*args, **kwargs)
+        denominator = loss.denominator(self._has_data)
+        total = self._total(place, None if denominator is None else (denominator,))
+        return func(*args, **kwargs) if total is None else loss.summed() / (total[0] * self._share)
+
+    def _extreme(self, place: Place, fact: Fact, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*self._all_normal(args), **self._all_normal(kwargs))
+        if not isinstance(result, Tensor):
+            return result
+        if not fact.is_counted:
+            if fact.over_rows:
+                setattr(result, _EXTREME, "max" if func.__name__ in GREATEST else "min")
+            return result
+        total = self._total(place, (result,))
+        return result if total is None else total[0]
+
+    def _product(self, place: Place, fact: Fact, func: Any, args: Any, kwargs: Any) -> Any:
+        args, degrees = self._with_degrees(place, fact, args)
+        if not any(degrees):
+            return func(*args, **kwargs)
+        if len(degrees) != 2:
+            return func(*self._all_normal(args, degrees), **self._all_normal(kwargs))
+        left, right = reversed(degrees) if func.__name__ in REVERSED else degrees
+        is_quotient = fact.kind is Kind.QUOTIENT
+        if is_quotient and kwargs.get("rounding_mode") is not None:
+            return func(*self._all_normal(args, degrees), **kwargs)
+        return _with_degree(func(*args, **kwargs), left - right if is_quotient else left + right)
+
+    def _addition(self, place: Place, fact: Fact, func: Any, args: Any, kwargs: Any) -> Any:
+        args, degrees = self._with_degrees(place, fact, args)
+        counting = [degree for degree, value in zip(degrees, args, strict=True) if not _is_zero(value)]
+        if fact.adds_samples:
+            return _with_degree(func(*args, **kwargs), min(counting, default=0) + 1)
+        if not any(counting):
+            return func(*args, **kwargs)
+        if len(set(counting)) == 1:
+            return _with_degree(func(*args, **kwargs), counting[0])
+        if func.__name__.endswith("_") and not func.__name__.endswith("__"):
+            self._make_normal(args[0])
+            degrees = [0.0, *degrees[1:]]
+        return _with_degree(func(*self._all_normal(args, degrees), **kwargs), 0)
+
+    def _tensor_of_number(self, place: Place, fact: Fact, func: Any, args: Any, kwargs: Any) -> Any:
+        if sum(map(is_number, args)) != 1 or len(fact.degrees) != 1:
+            return func(*args, **kwargs)
+        args, degrees = self._with_degrees(place, fact, args, of_any_tensor=True)
+        return _with_degree(func(*args, **kwargs), max(degrees, key=abs, default=0))
+
+    # ---------------------------------------------------------------- degrees and totals
+
+    def _with_degrees(
+        self, place: Place, fact: Fact, args: tuple[Any, ...], *, of_any_tensor: bool = False
+    ) -> tuple[tuple[Any, ...], list[float]]:
+        """The arguments, with numbers that are counted in the microbatch's share of the total, and their degrees."""
+        degrees = [_degree_of(value) for value in args]
+        if not any(fact.degrees) and None not in fact.degrees:
+            return args, degrees
+        tensors = [value for value in args if isinstance(value, Tensor)]
+        if not (of_any_tensor or any(tensor.is_floating_point() or _degree_of(tensor) for tensor in tensors)):
+            return args, degrees  # places in a batch, and not amounts
+        values, of_numbers = list(args), iter(fact.degrees)
+        where = [(index, next(of_numbers, 0.0)) for index, value in enumerate(args) if is_number(value)]
+        counted = [index for index, degree in where if degree is None]
+        total = self._total(place, tuple(float(values[index]) for index in counted)) if counted else ()
+        for index, degree in where:
+            degrees[index] = 1.0 if degree is None else degree
+        for index, whole in zip(counted, total or (), strict=False):
+            values[index] = float(whole) * self._share
+        return tuple(values), degrees
+
+    def _total(self, place: Place, count: Count) -> Count:
+        """Notes what the microbatch counts; what the whole batch does, if that is known."""
+        self._seen.add(place)
+        if self._counted is not None:
+            self._counted[place] = count
+        return self._totals.get(place)
+
+    def _normal(self, tensor: Tensor) -> Tensor:
+        degree = _degree_of(tensor)
+        return tensor if degree == 0 else tensor * self._share**-degree
+
+    def _make_normal(self, tensor: Tensor) -> None:
+        degree = _degree_of(tensor)
+        if degree != 0:
+            tensor.mul_(self._share**-degree)
+            _with_degree(tensor, 0)
+
+    def _all_normal(self, arguments: Any, degrees: list[float] | None = None) -> Any:
+        if isinstance(arguments, dict):
+            return {key: self._normal_argument(value) for key, value in arguments.items()}
+        if degrees is not None:
+            return tuple(
+                value * self._share**-degree if is_number(value) and degree else self._normal_argument(value)
+                for value, degree in zip(arguments, degrees, strict=True)
+            )
+        return tuple(map(self._normal_argument, arguments))
+
+    def _normal_argument(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._normal(value)
+        if type(value) in (list, tuple) and any(isinstance(entry, Tensor) for entry in value):
+            return type(value)(map(self._normal_argument, value))
+        return value
+
+    def _check_known(self, kind: Kind, line: str, result: Any) -> None:
+        is_sum = kind in (Kind.SUM, Kind.CONTRACTION, Kind.LOSS)
+        if self._refuses_unknown and is_sum and isinstance(result, Tensor) and result.dim() == 0:
+            raise SplitError(
+                f"{line} adds up samples in a branch that the recorded step did not take, so it is not known whether "
+                "that is to be a sum or a part of a mean. Take the branch by what the batch's shape or "
+                "trainer.global_step say, or set whole_batch_loss=True on the strategy."
+            )
+
+
+def extreme_of(tensor: Tensor) -> str | None:
+    """``min`` or ``max`` where ``tensor`` is the least or greatest of something over a microbatch's samples."""
+    found: str | None = getattr(tensor, _EXTREME, None)
+    return found
+
+
+def _degree_of(value: Any) -> float:
+    return getattr(value, _DEGREE, 0.0) if isinstance(value, Tensor) else 0.0
+
+
+def _with_degree(result: Any, degree: float) -> Any:
+    if isinstance(result, Tensor):
+        if degree != 0 or hasattr(result, _DEGREE):
+            setattr(result, _DEGREE, float(degree))
+    elif isinstance(result, (list, tuple)):
+        for entry in result:
+            _with_degree(entry, degree)
+    return result
+
+
+def _is_zero(value: Any) -> bool:
+    return is_number(value) and value == 0
+
+
+def _like(result: Tensor, total: Tensor | float, factor: float | Tensor) -> Tensor:
+    """``total`` times ``factor``; ``result`` itself if that is equal and looking costs nothing."""
+    whole = grown(torch.as_tensor(total, device=result.device), factor)
+    if result.is_cpu and bool((whole == result).all()):
+        return result
+    return whole
+
+
+def _at_least_one(count: Tensor | float) -> float:
+    return max(float(count), 1.0)

@@ -1,0 +1,332 @@
+"""Makes what microbatches and replicas compute stand for their global batch: its means, its sums, its counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+
+from lightning_pp.errors import SplitError
+from lightning_pp.split.microbatch import Microbatch
+from lightning_pp.split.placeholders import has_data
+from lightning_pp.split.plan import StepPlan
+from lightning_pp.split.record import StepRecord
+from lightning_pp.split.reductions.counting import Counts, are_equal, mapped, need_no_correction, total_of
+from lightning_pp.split.reductions.facts import Facts
+from lightning_pp.split.reductions.places import Place
+from lightning_pp.split.reductions.recording import EarlierRun
+from lightning_pp.split.reductions.scaling import Count, Scale, ScaledStep
+from lightning_pp.split.rehearsal import Rehearsed, rehearse
+from lightning_pp.split.source_lines import innermost_user_line
+from lightning_pp.strategy.control import ControlGroups
+from lightning_pp.strategy.dry_steps import loggers_muted
+from lightning_pp.strategy.logs import StepLogs
+from lightning_pp.strategy.metrics import PipelineMetrics
+
+_MOST_ROUNDS = 5
+_SAMPLES_TO_HALVE = 4
+RecordAt = Callable[[Microbatch, EarlierRun | None], StepRecord]
+"""A dry run of the step on a part of the batch."""
+
+
+@dataclass(frozen=True)
+class TwoSizes:
+    """A part of a batch, and the two parts that it can be cut into.
+
+    Attributes:
+        whole: The larger.
+        parts: The smaller ones.
+    """
+
+    whole: Microbatch
+    parts: Sequence[Microbatch]
+
+    @property
+    def ratio(self) -> float:
+        """Samples of the whole over samples of its first part."""
+        return self.whole.num_samples / self.parts[0].num_samples
+
+
+def two_sizes(
+    microbatches: Sequence[Microbatch], batch: Any, cut: Callable[[Any, int], Sequence[Microbatch]]
+) -> TwoSizes | None:
+    """A part of ``batch`` at two sizes: its first microbatch and halves of it, or, where those are small, two of them.
+
+    None where there is only one sample.
+    """
+    first = microbatches[0]
+    if first.num_samples < _SAMPLES_TO_HALVE and len(microbatches) > 1:
+        first = cut(batch, max(1, len(microbatches) // 2))[0]
+    parts = cut(first.data, 2)
+    return TwoSizes(first, parts) if len(parts) == 2 else None
+
+
+@dataclass
+class ScaledBatch:
+    """One batch's weights and corrections; the last stage uses them, from its first loss on.
+
+    Attributes:
+        loss_weights: For each microbatch, its share in the samples of the global batch times the number of replicas,
+            times what the caller asked for: the weights whose mean over replicas is the global batch's mean.
+        know_other_replicas: Waits for the other replicas, the first time, and sets shares and totals right.
+        facts: What is known of the step's calls; None where nothing has to be corrected.
+        shares: Share of each microbatch in the samples of the global batch.
+        totals: What the global batch counts.
+        counts: What each microbatch counts.
+        is_training: Whether a sum that nobody has seen before is an error.
+    """
+
+    loss_weights: list[float]
+    know_other_replicas: Callable[[], None]
+    facts: Facts | None = None
+    shares: list[float] = field(default_factory=list)
+    totals: dict[Place, Count] = field(default_factory=dict)
+    counts: list[Counts] = field(default_factory=list)
+    is_training: bool = False
+
+    def step_of(self, microbatch: int) -> ScaledStep | None:
+        """What the last stage's step of ``microbatch`` runs within; None for nothing."""
+        if self.facts is None:
+            return None
+        scale = Scale(self.shares[microbatch], self.totals)
+        return ScaledStep(self.facts, scale, has_data, refuses_unknown=self.is_training)
+
+    def check_complete(self, microbatch: int, step: ScaledStep) -> None:
+        """After that step: raises :class:`SplitError` if it did not come to what was counted for it."""
+        if self.is_training and self.counts:
+            step.check_complete(place for place in self.counts[microbatch] if self.totals.get(place) is not None)
+
+
+class BatchScaling:
+    """Finds out, on the last stage, how a step's values grow with the batch, and counts what has to be counted.
+
+    Args:
+        module: The user's module.
+        units: Its units.
+        groups: Joins the replicas.
+        metrics: Left alone while counting.
+        device: Where this rank computes.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        units: Mapping[str, nn.Module],
+        groups: ControlGroups,
+        metrics: PipelineMetrics,
+        device: torch.device,
+    ) -> None:
+        self._module = module
+        self._units = units
+        self._groups = groups
+        self._metrics = metrics
+        self._device = device
+        self._facts: dict[str, Facts] = {}
+
+    def of_batch(
+        self,
+        step: str,
+        microbatches: Sequence[Microbatch],
+        plans: Sequence[StepPlan],
+        call_step: Callable[[Any], Any],
+        seeds: Sequence[Callable[[int], None]],
+        factor: float,
+        *,
+        sizes: Callable[[], TwoSizes | None],
+        record_at: RecordAt,
+        among_replicas: bool = True,
+    ) -> ScaledBatch:
+        """Starts counting for one batch; runs the code of the step outside units where that is needed.
+
+        Args:
+            step: Name of the user's step.
+            microbatches: The batch.
+            plans: The plan of each.
+            call_step: Runs the user's step on the data of one.
+            seeds: For each, what seeds the generators for the code after a unit call.
+            factor: What all weights are multiplied by.
+            sizes: A part of the batch at two sizes; None where it has only one sample.
+            record_at: Makes a dry run of the step on such a part.
+            among_replicas: Whether the batch is a part of a global batch.
+
+        Raises:
+            SplitError: The step cannot be rehearsed to count what its loss divides by.
+        """
+        shares = [microbatch.weight for microbatch in microbatches]
+        weights = [share * factor for share in shares]
+        num_replicas = self._groups.num_replicas if among_replicas else 1
+        if not self._groups.is_last_stage or (len(microbatches) == 1 and num_replicas == 1):
+            return ScaledBatch(weights, _nothing)
+        facts = self._facts.setdefault(step, Facts())
+        records = {id(plan.record): plan.record for plan in plans}
+        if not all(facts.knows(record.reductions) for record in records.values()):
+            _learn(facts, sizes(), record_at)
+        is_training = step == "training_step"
+        batch = ScaledBatch(weights, _nothing, facts, shares, is_training=is_training)
+        needed = [facts.counted(plan.record.reductions) for plan in plans]
+
+        def count() -> list[Counts]:
+            return [
+                self._count(facts, Scale(batch.shares[index], batch.totals), needed[index], plan.record, call, seed)
+                for index, (plan, call, seed) in enumerate(zip(plans, calls, seeds, strict=True))
+            ]
+
+        calls = [partial(call_step, microbatch.data) for microbatch in microbatches]
+        batch.counts = count()
+        batch.totals = total_of(batch.counts, facts)
+        hangs_together = any(map(facts.hang_together, needed))
+        if num_replicas > 1:
+            join = _Replicas(self._groups, batch, microbatches, factor, count, hangs_together)
+            batch.know_other_replicas = join.wait
+            return batch
+        if hangs_together:
+            _settle(batch, count, lambda counts: total_of(counts, facts))
+        if not any(facts.grow(record.reductions) for record in records.values()) and (
+            need_no_correction(batch.counts, batch.totals, shares, facts)
+        ):
+            batch.facts = None
+        return batch
+
+    def _count(
+        self,
+        facts: Facts,
+        scale: Scale,
+        needed: Sequence[Place],
+        record: StepRecord,
+        call: Callable[[], Any],
+        seed: Callable[[int], None],
+    ) -> Counts:
+        """Rehearses the step of one microbatch until it has come to all that is counted."""
+        if not needed:
+            return {}
+        counted = _Until(needed)
+        with ExitStack() as stack:
+            stack.enter_context(StepLogs().of_step(self._module, None))
+            stack.enter_context(self._metrics.suspended())
+            stack.enter_context(loggers_muted(self._module._trainer))
+            stack.enter_context(ScaledStep(facts, scale, has_data, counted))
+            _, failure = rehearse(record, self._units, call, self._module, self._device, seed)
+        if failure is None or counted.are_complete:
+            return counted
+        if not torch.is_grad_enabled():  # an evaluation, whose end may need data; its first batch is checked
+            return {}
+        raise SplitError(
+            f"{innermost_user_line(failure)} cannot be rehearsed on made-up values, as has to be done to count what "
+            f"the loss divides by: {type(failure).__name__}: {failure}. Compute the loss before this line, or set "
+            "whole_batch_loss=True on the strategy."
+        ) from failure
+
+
+class _Until(dict[Place, Count]):
+    """What a rehearsal counts; leaves it once all is counted.
+
+    Args:
+        needed: What is.
+    """
+
+    def __init__(self, needed: Sequence[Place]) -> None:
+        super().__init__()
+        self._needed = set(needed)
+
+    @property
+    def are_complete(self) -> bool:
+        """Whether all is counted."""
+        return self._needed <= self.keys()
+
+    def __setitem__(self, place: Place, count: Count) -> None:
+        super().__setitem__(place, count)
+        if self.are_complete:
+            raise Rehearsed
+
+
+class _Replicas:
+    """What the last stages of all replicas tell each other of one batch.
+
+    Args:
+        groups: Joins them.
+        batch: This replica's; gets the global batch's shares, weights and totals.
+        microbatches: Its microbatches.
+        factor: What all weights are multiplied by.
+        count: Counts them again, with what is known by then.
+        hangs_together: Whether its counts may depend on each other.
+    """
+
+    def __init__(
+        self,
+        groups: ControlGroups,
+        batch: ScaledBatch,
+        microbatches: Sequence[Microbatch],
+        factor: float,
+        count: Callable[[], list[Counts]],
+        hangs_together: bool,
+    ) -> None:
+        assert batch.facts is not None
+        self._groups, self._batch, self._facts, self._count = groups, batch, batch.facts, count
+        self._num_samples = [microbatch.num_samples for microbatch in microbatches]
+        self._factor = factor
+        named = self._facts.named(batch.totals)
+        self._gather: Callable[[], list[Any]] | None = groups.start_gather(
+            (sum(self._num_samples), hangs_together, mapped(named, _on_host))
+        )
+
+    def wait(self) -> None:
+        """The first time: waits for the others."""
+        if self._gather is None:
+            return
+        gathered, self._gather = self._gather(), None
+        total = sum(samples for samples, _, _ in gathered)
+        batch = self._batch
+        batch.shares = [samples / total for samples in self._num_samples]
+        batch.loss_weights[:] = [share * self._groups.num_replicas * self._factor for share in batch.shares]
+        batch.totals = self._joined([counts for *_, counts in gathered])
+        if any(hang_together for _, hang_together, _ in gathered):
+            _settle(batch, self._count, self._exchanged)
+
+    def _exchanged(self, counts: Sequence[Counts]) -> dict[Place, Count]:
+        mine = mapped(self._facts.named(total_of(counts, self._facts)), _on_host)
+        return self._joined(self._groups.gather(mine))
+
+    def _joined(self, of_replicas: Sequence[Mapping[Any, Count]]) -> dict[Place, Count]:
+        return total_of([self._facts.placed(counts) for counts in of_replicas], self._facts)
+
+
+def _settle(
+    batch: ScaledBatch,
+    count: Callable[[], list[Counts]],
+    total: Callable[[Sequence[Counts]], dict[Place, Count]],
+) -> None:
+    """Counts again with what was counted, until nothing changes: counts may depend on earlier ones."""
+    for _ in range(_MOST_ROUNDS):
+        before = batch.totals
+        batch.counts = count()
+        batch.totals = total(batch.counts)
+        if are_equal(before, batch.totals):
+            return
+    raise SplitError(
+        f"What the step counts in its batch depends on more than {_MOST_ROUNDS} other counts, one after the other. Set "
+        "whole_batch_loss=True on the strategy."
+    )
+
+
+def _learn(facts: Facts, sizes: TwoSizes | None, record_at: RecordAt) -> None:
+    """Compares dry runs of the step on parts of two sizes."""
+    if sizes is None:  # one sample: nothing grows
+        return
+    small = record_at(sizes.parts[0], None)
+    large = record_at(sizes.whole, EarlierRun(small.reductions, sizes.ratio))
+    has_dynamic_shapes = small.has_dynamic_shapes or large.has_dynamic_shapes
+    facts.learn(small.reductions, large.reductions, sizes.ratio, has_dynamic_shapes=has_dynamic_shapes)
+
+
+def _on_host(part: Any) -> Any:
+    return part.cpu() if isinstance(part, torch.Tensor) else part
+
+
+def _nothing() -> None:
+    pass
