@@ -63,6 +63,8 @@ def solve_exactly(
     begin = [model.new_int_var(0, horizon, f"{code}") for code in range(3 * n * m)]
     _add_precedences(model, problem, begin, ticks, scale)
     _add_ranks(model, problem, begin, ticks)
+    if problem.whole_batch_loss:
+        _add_whole_batch(model, problem, begin, ticks)
     makespan = model.new_int_var(0, horizon, "makespan")
     for stage in range(n):
         model.add(makespan >= begin[(W * n + stage) * m + m - 1] + ticks[W * n + stage])
@@ -97,6 +99,12 @@ def _add_precedences(model: Any, problem: Problem, begin: list[Any], ticks: list
                     model.add(begin[row * m + microbatch] >= done)
             if microbatch:
                 model.add(begin[row * m + microbatch] >= begin[row * m + microbatch - 1] + ticks[row])
+
+
+def _add_whole_batch(model: Any, problem: Problem, begin: list[Any], ticks: list[int]) -> None:
+    """The first backward of the last stage after its last forward; the others follow from what needs what."""
+    n, m = problem.num_stages, problem.num_microbatches
+    model.add(begin[(I * n + n - 1) * m] >= begin[(F * n + n - 1) * m + m - 1] + ticks[F * n + n - 1])
 
 
 def _add_ranks(model: Any, problem: Problem, begin: list[Any], ticks: list[int]) -> None:
