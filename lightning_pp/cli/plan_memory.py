@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_pp.schedule import Schedule
 from lightning_pp.split.memory import MemoryEstimate
@@ -47,6 +47,16 @@ class PlanMemory:
 
     def __init__(self, model: MemoryModel) -> None:
         self._model = model
+
+    @property
+    def whole_batch_loss(self) -> bool:
+        """Whether the last stage joins all microbatches."""
+        return self._model.whole_batch_loss
+
+    @property
+    def without_whole_batch_loss(self) -> PlanMemory:
+        """What ranks hold where it does not."""
+        return PlanMemory(replace(self._model, whole_batch_loss=False))
 
     def held(self, split: SplitModel) -> tuple[list[float], list[float]]:
         """What one microbatch holds on each stage after F and after I."""

@@ -23,6 +23,7 @@ HELPS_WHOLE_BATCH = (
 """The end of errors about too little memory."""
 
 _BACKWARD = (ActionKind.I, ActionKind.W, ActionKind.B)
+_PHASES = (ActionKind.F, ActionKind.I, ActionKind.W)
 
 
 def late_forward(program: Sequence[Action]) -> int | None:
@@ -39,3 +40,8 @@ def forwards_first(program: Sequence[Action]) -> tuple[Action, ...]:
     """The F of ``program`` in their order, then its I, W and B in theirs; sharding actions are left out."""
     compute = [action for action in program if action.kind.is_compute]
     return tuple(sorted(compute, key=lambda action: action.kind is not ActionKind.F))
+
+
+def weights_last(program: Sequence[Action]) -> tuple[Action, ...]:
+    """The F of ``program``, then its I, then its W; it has no B. No order holds more where I holds more than F."""
+    return tuple(sorted((action for action in program if action.kind in _PHASES), key=lambda a: _PHASES.index(a.kind)))

@@ -9,8 +9,10 @@ from typing import Any, TypeVar
 
 from lightning_pp.errors import ConfigurationError, ScheduleError, SplitError
 from lightning_pp.schedule import Placement, Schedule, StageCosts, build_schedule
+from lightning_pp.schedule.merging import split_backwards
 from lightning_pp.schedule.registry import schedule_family
 from lightning_pp.schedule.search.auto import check_exact_is_practical
+from lightning_pp.schedule.whole_batch import weights_last
 from lightning_pp.split.partition import Partition
 from lightning_pp.split.record import StepRecord
 from lightning_pp.split.unit_costs import UnitCost
@@ -174,6 +176,7 @@ def _layout(
         exact=options.exact_search and options.costs is not None,
         placement=placement,
         quick=options.costs is None,
+        whole_batch_loss=options.whole_batch_loss,
     )
     return Layout(placement, partition, costs, schedule.validate(), room_gib=room)
 
@@ -184,12 +187,15 @@ def memory_limit_of(
     """What microbatches may hold on each rank, GiB.
 
     ``auto`` without a limit gets the memory of ``zb_h2``, twice that of ``1f1b``: on every rank two microbatches of all
-    its stages for each rank of the pipeline. More would hardly shorten a step, and hold whole batches. It keeps to
-    ``room_gib`` as well; for a schedule with a name the cuts have seen to that.
+    its stages for each rank of the pipeline. More would hardly shorten a step, and hold whole batches; with
+    ``whole_batch_loss`` whole batches are held in any case, and it gets no limit. It keeps to ``room_gib`` as well; for
+    a schedule with a name the cuts have seen to that.
     """
     limit, num_ranks = options.memory_limit_gib, placement.num_ranks
     if not options.searches:
         return limit
+    if limit is None and options.whole_batch_loss:
+        return None if room_gib is None else tuple(room_gib)
     if limit is None:
         held = costs.per_stage(placement.num_stages).held_after_forward
         limits = [2 * num_ranks * sum(held[stage] for stage in placement.stages_of_rank(r)) for r in range(num_ranks)]
@@ -214,23 +220,32 @@ def choose_cuts(
         costs=units,
         program=program,
         memory=request.memory,
-        keeps_order=not request.options.searches,
+        # with whole_batch_loss every order holds the same, so that a search finds none that holds less
+        keeps_order=not request.options.searches or request.options.whole_batch_loss,
     )
     return partition, units
 
 
 def _usual_program(placement: Placement, request: LayoutRequest) -> Schedule:
-    """The schedule with the name, or one made by hand on this placement where a search is to follow."""
+    """The schedule with the name, or one made by hand on this placement where a search is to follow.
+
+    With ``whole_batch_loss`` a search may put every W last, and so may hold what all microbatches hold after I.
+    """
     name = request.options.name
     if request.options.searches:
         usual = {"one chunk": "zb_h1", "V": "zb_v"}
         name = usual.get(placement.kind, "interleaved_zb")
-    return build_schedule(
+    usual_program = build_schedule(
         name,
         num_ranks=placement.num_ranks,
         num_microbatches=request.num_microbatches,
         stages_per_rank=placement.num_stages // placement.num_ranks,
+        whole_batch_loss=request.options.whole_batch_loss,
     )
+    if not (request.options.searches and request.options.whole_batch_loss):
+        return usual_program
+    programs = tuple(map(weights_last, split_backwards(usual_program).programs))
+    return replace(usual_program, name=request.options.name, programs=programs)
 
 
 def costs_of(
@@ -243,7 +258,14 @@ def costs_of(
     """The given costs, or estimates, of the stages of ``partition``; ``held_*`` in GiB."""
     options = request.options
     speeds = request.cut.speeds_of_stages(placement)
-    estimated = estimated_costs(record, partition, placement, assumed_speed(request.device_type), speeds)
+    estimated = estimated_costs(
+        record,
+        partition,
+        placement,
+        assumed_speed(request.device_type),
+        speeds,
+        whole_batch_loss=options.whole_batch_loss,
+    )
     given = options.costs
     if given is None:
         return estimated

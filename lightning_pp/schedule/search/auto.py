@@ -141,26 +141,28 @@ def _check_limit(request: ScheduleRequest, placements: list[Placement]) -> None:
 
     A rank must hold one microbatch on all its stages at the same time; if the loss needs the whole batch, all of them.
     """
-    if request.memory_limit is None:
+    limits = request.memory_limit
+    if limits is None:
         return
     held = request.costs.per_stage(placements[0].num_stages).held_after_forward
-    needs = []
+    needs: list[float] = []
     number = request.num_microbatches if request.whole_batch_loss else 1
     for placement in list(placements):
         ranks = range(placement.num_ranks)
         need = [number * sum(held[stage] for stage in placement.stages_of_rank(rank)) for rank in ranks]
         needs.append(max(need))
-        if any(map(exceeds, need, request.memory_limit)):
+        if any(map(exceeds, need, limits)):
             placements.remove(placement)
+            rank = max(ranks, key=lambda rank: need[rank] - limits[rank])
     if not placements:
         if request.whole_batch_loss:
             raise ScheduleError(
-                f"memory_limit {min(request.memory_limit):g} is too small for any schedule: with whole_batch_loss a "
-                f"rank holds all {number} microbatches of a batch on all its stages ({request.stages_per_rank}) at "
-                f"once; the smallest limit that works is {min(needs):g}. {HELPS_WHOLE_BATCH}"
+                f"memory_limit {limits[rank]:g} is too small for any schedule: with whole_batch_loss rank {rank} holds "
+                f"all {number} microbatches of a batch on all its stages ({request.stages_per_rank}) at once; the "
+                f"smallest limit that works is {min(needs):g}. {HELPS_WHOLE_BATCH}"
             )
         raise ScheduleError(
-            f"memory_limit {min(request.memory_limit):g} is too small for any schedule: a rank must hold one "
+            f"memory_limit {min(limits):g} is too small for any schedule: a rank must hold one "
             f"microbatch on all its stages ({request.stages_per_rank}) at once; the smallest limit that works is "
             f"{min(needs):g}"
         )
