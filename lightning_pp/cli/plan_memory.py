@@ -62,6 +62,8 @@ class PlanMemory:
         """What one microbatch holds on each stage after F and after I."""
         estimate = self._estimate(split)
         after_forward, after_input = estimate.held_after_forward, estimate.held_after_input
+        if self.whole_batch_loss:  # the difference would count for each microbatch of a batch
+            return list(map(float, after_forward)), list(map(float, after_input))
         # the search asks that I frees, and never takes more; where nothing is saved, what is queued was there before
         return [float(max(pair)) for pair in zip(after_forward, after_input, strict=True)], list(
             map(float, after_input)

@@ -13,6 +13,7 @@ Every rank then holds all microbatches at once, on all its stages, whatever the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from lightning_pp.schedule.action import Action, ActionKind
 
@@ -23,7 +24,6 @@ HELPS_WHOLE_BATCH = (
 """The end of errors about too little memory."""
 
 _BACKWARD = (ActionKind.I, ActionKind.W, ActionKind.B)
-_PHASES = (ActionKind.F, ActionKind.I, ActionKind.W)
 
 
 def late_forward(program: Sequence[Action]) -> int | None:
@@ -42,6 +42,7 @@ def forwards_first(program: Sequence[Action]) -> tuple[Action, ...]:
     return tuple(sorted(compute, key=lambda action: action.kind is not ActionKind.F))
 
 
-def weights_last(program: Sequence[Action]) -> tuple[Action, ...]:
-    """The F of ``program``, then its I, then its W; it has no B. No order holds more where I holds more than F."""
-    return tuple(sorted((action for action in program if action.kind in _PHASES), key=lambda a: _PHASES.index(a.kind)))
+def whole_backwards(program: Sequence[Action]) -> tuple[Action, ...]:
+    """``program`` with B in the place of each I, and without W: nothing is held between I and W."""
+    whole = (replace(action, kind=ActionKind.B) if action.kind is ActionKind.I else action for action in program)
+    return tuple(action for action in whole if action.kind is not ActionKind.W)

@@ -174,7 +174,7 @@ class CostExchange:
         held = self._groups.gather(by_dry_run if text == signature else None)
         after_forward = next(found for found in held if found is not None)
         return Measured(
-            with_held(costs, after_forward, after_input),
+            with_held(costs, after_forward, after_input, whole_batch_loss=self._whole_batch_loss),
             max(numbers, key=lambda number: (numbers[number], number)),
             num_samples[signature],
             signature,

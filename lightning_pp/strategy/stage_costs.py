@@ -76,7 +76,8 @@ def estimated_costs(
         backward_weight=[speed.action_ms + time for time in flop_times.backward_weight],
         p2p=[speed.latency_ms + num_bytes / speed.bytes_per_ms for num_bytes in to_and_fro],
     )
-    return with_held(costs, *held_gib(record, partition, placement, whole_batch_loss=whole_batch_loss))
+    held = held_gib(record, partition, placement, whole_batch_loss=whole_batch_loss)
+    return with_held(costs, *held, whole_batch_loss=whole_batch_loss)
 
 
 def held_gib(
@@ -98,7 +99,12 @@ def crossing_bytes(plan: StepPlan) -> list[int]:
     return sent
 
 
-def with_held(costs: StageCosts, after_forward: list[float], after_input: list[float]) -> StageCosts:
-    """``costs`` with other ``held_*``; nothing holds less after F than after I."""
-    most = [max(pair) for pair in zip(after_forward, after_input, strict=True)]
+def with_held(
+    costs: StageCosts, after_forward: list[float], after_input: list[float], *, whole_batch_loss: bool = False
+) -> StageCosts:
+    """``costs`` with other ``held_*``; nothing holds less after F than after I, but with ``whole_batch_loss``.
+
+    All microbatches are held after F then, so that the difference would count for each of them.
+    """
+    most = after_forward if whole_batch_loss else [max(pair) for pair in zip(after_forward, after_input, strict=True)]
     return replace(costs, held_after_forward=most, held_after_input=after_input)

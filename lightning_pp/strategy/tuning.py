@@ -9,10 +9,9 @@ from typing import Any, TypeVar
 
 from lightning_pp.errors import ConfigurationError, ScheduleError, SplitError
 from lightning_pp.schedule import Placement, Schedule, StageCosts, build_schedule
-from lightning_pp.schedule.merging import split_backwards
 from lightning_pp.schedule.registry import schedule_family
 from lightning_pp.schedule.search.auto import check_exact_is_practical
-from lightning_pp.schedule.whole_batch import weights_last
+from lightning_pp.schedule.whole_batch import whole_backwards
 from lightning_pp.split.partition import Partition
 from lightning_pp.split.record import StepRecord
 from lightning_pp.split.unit_costs import UnitCost
@@ -220,32 +219,33 @@ def choose_cuts(
         costs=units,
         program=program,
         memory=request.memory,
-        # with whole_batch_loss every order holds the same, so that a search finds none that holds less
         keeps_order=not request.options.searches or request.options.whole_batch_loss,
+        held_by=_leanest_program(program, request.options),
     )
     return partition, units
 
 
 def _usual_program(placement: Placement, request: LayoutRequest) -> Schedule:
-    """The schedule with the name, or one made by hand on this placement where a search is to follow.
-
-    With ``whole_batch_loss`` a search may put every W last, and so may hold what all microbatches hold after I.
-    """
+    """The schedule with the name, or one made by hand on this placement where a search is to follow."""
     name = request.options.name
     if request.options.searches:
         usual = {"one chunk": "zb_h1", "V": "zb_v"}
         name = usual.get(placement.kind, "interleaved_zb")
-    usual_program = build_schedule(
+    return build_schedule(
         name,
         num_ranks=placement.num_ranks,
         num_microbatches=request.num_microbatches,
         stages_per_rank=placement.num_stages // placement.num_ranks,
         whole_batch_loss=request.options.whole_batch_loss,
     )
-    if not (request.options.searches and request.options.whole_batch_loss):
-        return usual_program
-    programs = tuple(map(weights_last, split_backwards(usual_program).programs))
-    return replace(usual_program, name=request.options.name, programs=programs)
+
+
+def _leanest_program(usual: Schedule, options: ScheduleOptions) -> Schedule | None:
+    """With ``whole_batch_loss``, the order that holds the least of what a search may find: every backward whole."""
+    if not (options.searches and options.whole_batch_loss):
+        return None
+    programs = tuple(map(whole_backwards, usual.programs))
+    return replace(usual, name=options.name, programs=programs)
 
 
 def costs_of(

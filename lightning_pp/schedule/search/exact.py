@@ -43,14 +43,15 @@ def solve_exactly(
     in their order. Memory is a reservoir per rank that must stay within the limit.
 
     Raises:
-        ScheduleError: OR-tools is not installed, or the problem holds more after I than after F.
+        ScheduleError: OR-tools is not installed, or there is a limit and I holds more than F.
     """
     try:
         from ortools.sat.python import cp_model
     except ImportError as error:
         raise ScheduleError("exact search needs OR-tools: pip install 'lightning-pp[exact]'") from error
     n, m = problem.num_stages, problem.num_microbatches
-    if any(change > 0 for change in problem.held_change[I * n : W * n]):
+    has_limit = min(problem.limits) < UNLIMITED
+    if has_limit and any(change > 0 for change in problem.held_change[I * n : W * n]):
         raise ScheduleError("exact search needs held_after_input <= held_after_forward on every stage")
     starts = earliest(problem, start)
     assert starts is not None, "orders must be free of deadlock"

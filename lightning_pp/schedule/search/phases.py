@@ -14,7 +14,7 @@ from itertools import accumulate
 from lightning_pp.schedule.memory import exceeds
 from lightning_pp.schedule.search.justify import justify
 from lightning_pp.schedule.search.local import climb
-from lightning_pp.schedule.search.problem import B, I, Orders, Problem, W
+from lightning_pp.schedule.search.problem import UNLIMITED, B, I, Orders, Problem, W
 from lightning_pp.schedule.search.timing import Objective, earliest, length_of
 
 _TEMPERATURES = (0.0, 0.03)
@@ -45,11 +45,13 @@ def best_of_both_phases(problem: Problem, found: Sequence[Orders], *, num_steps:
         return objective.of(length_of(problem, orders, starts))
 
     forwards = min((forwards for forwards, _ in phases), key=score)
-    backwards = sorted((backwards for _, backwards in phases), key=score)
+    # of those that take as long the one that holds least, which matters where I holds more than F
+    backwards = sorted((rest for _, rest in phases), key=lambda rest: (round(score(rest), 9), _growth(problem, rest)))
     best = backwards[0]
     grows = any(change > 0 for change in problem.held_change[I * problem.num_stages : W * problem.num_stages])
     # where I frees, every order of the backwards is within the limits
-    if num_steps and not grows and score(best) > shortest_backwards(problem, objective) * (1 + _ROUNDING):
+    may_improve = not grows or min(problem.limits) == UNLIMITED
+    if num_steps and may_improve and score(best) > shortest_backwards(problem, objective) * (1 + _ROUNDING):
         best = min((justify(problem, orders, objective) for orders in backwards[:_NUM_JUSTIFIED]), key=score)
         for seed, temperature in enumerate(_TEMPERATURES):
             best = climb(
@@ -78,6 +80,12 @@ def shortest_backwards(problem: Problem, objective: Objective) -> float:
         makespan = max(makespan, min(head[stage] for stage in stages) + work)
         span = max(span, work)
     return objective.score(makespan, span)
+
+
+def _growth(problem: Problem, backwards: Orders) -> float:
+    """The most that a rank holds above what it holds after its F."""
+    m = problem.num_microbatches
+    return max(max(accumulate(problem.held_change[code // m] for code in order)) for order in backwards)
 
 
 def _fits(problem: Problem, orders: Orders) -> bool:
