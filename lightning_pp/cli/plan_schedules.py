@@ -278,19 +278,26 @@ class Planner:
                 usual = (math.inf,) * placement.num_ranks
             assert isinstance(usual, tuple)  # one for each rank, where none is given
             limits = usual
-        if self._limit is None or counts.whole_batch_loss:
-            # every order holds all microbatches: what is found is over the limit of the device, or any would fit
+        if self._limit is None:
             return limits
         room = counts.room(cut.split, self._limit)
+        needed = [0.0] * placement.num_ranks
+        if counts.whole_batch_loss:
+            held = cut.costs.per_stage(placement.num_stages).held_after_forward
+            needed = [
+                self._num_microbatches * sum(held[stage] for stage in placement.stages_of_rank(rank))
+                for rank in range(placement.num_ranks)
+            ]
         # without any room the search has nothing to keep to: what it finds is over the limit, and is told to be
-        return limits if min(room) < 0 else [min(pair) for pair in zip(limits, room, strict=True)]
+        has_room = all(left >= need for left, need in zip(room, needed, strict=True))
+        return [min(pair) for pair in zip(limits, room, strict=True)] if has_room else limits
 
 
 def _in_microbatches(schedule: Schedule, costs: StageCosts, peaks: Sequence[float]) -> tuple[float, ...]:
     placement = schedule.placement
     held = costs.per_stage(placement.num_stages).held_after_forward
     one = [sum(held[stage] for stage in placement.stages_of_rank(rank)) for rank in range(placement.num_ranks)]
-    if all(one):
+    if all(one) and not schedule.whole_batch_loss:  # where all are held, bytes after I would say more than there are
         return tuple(peak / whole for peak, whole in zip(peaks, one, strict=True))
     counted = schedule.simulate(StageCosts(0.0, 0.0, 0.0)).peak_memory  # nothing is held: each counts as one
     return tuple(peak / len(placement.stages_of_rank(rank)) for rank, peak in enumerate(counted))
