@@ -5,6 +5,7 @@ Usage, from the root of the repository:
     python benchmarks/schedules.py published       # hand-made and searched schedules beside the papers' figures
     python benchmarks/schedules.py optimality 100  # auto against CP-SAT on random small problems (needs ortools)
     python benchmarks/schedules.py time            # CPU seconds of the search on one core
+    python benchmarks/schedules.py whole_batch     # what whole_batch_loss costs every schedule
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lightning_pp.schedule import Placement, Schedule, StageCosts, build_schedule
+from lightning_pp.schedule import Placement, Schedule, StageCosts, available_schedules, build_schedule
+from lightning_pp.schedule.registry import schedule_family
 from lightning_pp.schedule.search.exact import solve_exactly
 from lightning_pp.schedule.search.problem import Problem
 
@@ -159,6 +161,31 @@ def search_time() -> None:
             )
 
 
+def whole_batch() -> None:
+    """Every schedule with and without ``whole_batch_loss``: 6.2B on 8 ranks, one stage a rank and two half as long."""
+    profiles = json.loads(PROFILES.read_text())["one_chunk_per_rank"]
+    row = next(row for row in profiles if row["model"] == "6.2B" and row["microbatches"] == 32)
+    print(f"{'':<18} v   step, ms: with  without   bubble: with without   held: with without")
+    for v in (1, 2):
+        costs = costs_of(row, 1 / v)
+        for name in available_schedules():
+            family = schedule_family(name)
+            if not family.allows(v) or family.default_stages_per_rank > v:
+                continue
+            sizes = {"num_ranks": row["stages"], "num_microbatches": row["microbatches"], "stages_per_rank": v}
+            if name == "auto":  # without a limit it would hold as many either way
+                free = build_schedule(name, costs=costs, memory_limit=2 * v * row["stages"], **sizes)
+            else:
+                free = build_schedule(name, costs=costs, **sizes)
+            whole = build_schedule(name, costs=costs, whole_batch_loss=True, **sizes)
+            one, other = whole.simulate(costs), free.simulate(costs)
+            print(
+                f"{name:<18} {v} {max(one.span_ms):15.1f} {max(other.span_ms):8.1f} {one.bubble_fraction:14.4f} "
+                f"{other.bubble_fraction:7.4f} {max(one.peak_memory) / v:12.1f} {max(other.peak_memory) / v:7.1f}",
+                flush=True,
+            )
+
+
 def main() -> None:
     """Read the command line and run one of the comparisons."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -169,11 +196,14 @@ def main() -> None:
     command.add_argument("num_problems", type=int, nargs="?", default=100)
     command.add_argument("--time-limit", type=float, default=60.0, help="seconds of the solver for one problem")
     commands.add_parser("time", help="measure the search")
+    commands.add_parser("whole_batch", help="the price of whole_batch_loss")
     arguments = parser.parse_args()
     if arguments.command == "published":
         published(arguments.most_microbatches)
     elif arguments.command == "optimality":
         optimality(arguments.num_problems, arguments.time_limit)
+    elif arguments.command == "whole_batch":
+        whole_batch()
     else:
         search_time()
 

@@ -92,6 +92,7 @@ class PipelineStrategyConf:
     memory_limit_gib: float | None = None
     device_memory_gib: float | None = None
     exact_search: bool = False
+    whole_batch_loss: bool = False
     units: list[str] | None = None
     split_points: list[str] | None = None
     unit_weights: Any = None  # a dict of names to numbers: of a typed one that is None nothing can be set

@@ -77,6 +77,7 @@ def _cut_as_json(cut: ModelCut) -> dict[str, Any]:
 
 
 def _schedule_as_json(planned: PlannedSchedule) -> dict[str, Any]:
+    without = planned.without
     return {
         "name": planned.name,
         "found": planned.schedule.name,
@@ -89,5 +90,7 @@ def _schedule_as_json(planned: PlannedSchedule) -> dict[str, Any]:
         "memory": [asdict(rank) for rank in planned.memory],
         "peak_bytes": planned.peak_bytes,
         "fits": planned.fits,
+        "whole_batch_loss": planned.schedule.whole_batch_loss,
+        "without_whole_batch_loss": None if without is None else _schedule_as_json(without),
         "programs": [",".join(map(str, program)) for program in planned.schedule.programs],
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_pp.schedule import Schedule
 from lightning_pp.split.memory import MemoryEstimate
@@ -48,10 +48,22 @@ class PlanMemory:
     def __init__(self, model: MemoryModel) -> None:
         self._model = model
 
+    @property
+    def whole_batch_loss(self) -> bool:
+        """Whether the last stage joins all microbatches."""
+        return self._model.whole_batch_loss
+
+    @property
+    def without_whole_batch_loss(self) -> PlanMemory:
+        """What ranks hold where it does not."""
+        return PlanMemory(replace(self._model, whole_batch_loss=False))
+
     def held(self, split: SplitModel) -> tuple[list[float], list[float]]:
         """What one microbatch holds on each stage after F and after I."""
         estimate = self._estimate(split)
         after_forward, after_input = estimate.held_after_forward, estimate.held_after_input
+        if self.whole_batch_loss:  # the difference would count for each microbatch of a batch
+            return list(map(float, after_forward)), list(map(float, after_input))
         # the search asks that I frees, and never takes more; where nothing is saved, what is queued was there before
         return [float(max(pair)) for pair in zip(after_forward, after_input, strict=True)], list(
             map(float, after_input)

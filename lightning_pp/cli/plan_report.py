@@ -66,6 +66,9 @@ def print_plan(console: Console, plan: Plan) -> None:
     console.print(memory_table(plan))
     console.print()
     console.print(schedule_table(plan))
+    if shown.without is not None:
+        console.print(Text(whole_batch_text(plan, shown)), soft_wrap=True)
+        console.print(whole_batch_table(plan))
     for unusable in plan.table.unusable:
         console.print(
             Text(f"not possible: {unusable.name}, {unusable.stages_per_rank} a rank: {unusable.reason}", "dim")
@@ -200,6 +203,53 @@ def memory_table(plan: Plan) -> Table:
         stages = ", ".join(map(str, placement.stages_of_rank(rank.rank)))
         table.add_row(
             str(rank.rank), stages, *map(numbers.gib, (*parts, rank.peak, *((rank.host,) if offloads else ())))
+        )
+    return table
+
+
+def whole_batch_text(plan: Plan, planned: PlannedSchedule) -> str:
+    """The price of ``whole_batch_loss`` under one schedule, in words."""
+    before = planned.without
+    assert before is not None, "asked for only with whole_batch_loss"
+    longer = planned.time_in_a_row / before.time_in_a_row - 1
+    return (
+        "\nwhole_batch_loss=True: all forwards of a batch come before its backwards, and all "
+        f"{plan.cutter.num_microbatches} microbatches are held at once. With {planned.schedule.name} a step in a row "
+        f"takes {numbers.milliseconds(planned.time_in_a_row)} {plan.costs.unit} with it and "
+        f"{numbers.milliseconds(before.time_in_a_row)} without ({longer:+.1%}), the bubble is "
+        f"{planned.bubble_fraction:.1%} and {before.bubble_fraction:.1%}, and the rank with most activations holds "
+        f"{numbers.gib(planned.most_activations)} GiB of them and {numbers.gib(before.most_activations)} GiB."
+    )
+
+
+def whole_batch_table(plan: Plan) -> Table:
+    """Every schedule with and without ``whole_batch_loss``, on one cut."""
+    unit = plan.costs.unit
+    table = Table(
+        title="The price of whole_batch_loss: with it / without",
+        caption="Activations: on the rank that has most of them. Without: the same cut, in the order of the schedule.",
+        title_justify="left",
+        caption_justify="left",
+    )
+    table.add_column("schedule", no_wrap=True)
+    for heading in ("stages", f"step {unit}", f"in a row {unit}", "bubble", "microbatches", "activations GiB"):
+        table.add_column(heading, justify="right")
+    for planned in plan.table.usable:
+        if planned.without is None:
+            continue
+        both, placement = (planned, planned.without), planned.schedule.placement
+        columns = (
+            [numbers.milliseconds(one.step_time) for one in both],
+            [numbers.milliseconds(one.time_in_a_row) for one in both],
+            [f"{one.bubble_fraction:.1%}" for one in both],
+            [f"{max(one.peak_microbatches):.3g}" for one in both],
+            [numbers.gib(one.most_activations) for one in both],
+        )
+        table.add_row(
+            planned.name,
+            f"{placement.num_stages}{' V' if placement.kind == 'V' else ''}",
+            *map(" / ".join, columns),
+            style="bold" if planned is plan.table.best else "",
         )
     return table
 

@@ -177,12 +177,17 @@ def _nothing_fits(table: ScheduleTable, limit: float | None) -> UserError:
         reasons = "\n".join(f"  {one.name}: {one.reason}" for one in table.unusable)
         return UserError(f"no schedule can be had here:\n{reasons}")
     fullest = max(least.memory, key=lambda rank: rank.peak)
+    smaller = "make microbatches smaller (strategy.num_microbatches)"
+    if least.schedule.whole_batch_loss:
+        smaller = (
+            "give a batch fewer samples: with whole_batch_loss all of its microbatches are held at once "
+            "(strategy.activation_checkpointing makes them smaller)"
+        )
     return UserError(
         f"device_memory_gib={limit / _GIB:g} is too small for every schedule: {least.name} needs the least, "
         f"{fullest.peak / _GIB:.3g} GiB on rank {fullest.rank}, of which "
         f"{(fullest.peak - fullest.activations - fullest.buffers) / _GIB:.3g} GiB are parameters, "
-        "gradients and optimizer state. Use more pipeline ranks, shard over more devices, or make microbatches smaller "
-        "(strategy.num_microbatches)"
+        f"gradients and optimizer state. Use more pipeline ranks, shard over more devices, or {smaller}"
     )
 
 

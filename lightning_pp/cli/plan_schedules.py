@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -62,6 +63,7 @@ class PlannedSchedule:
         peak_microbatches: The most that microbatches hold on each rank, in what one holds on all its stages after F.
         memory: What each rank holds.
         fits: Whether that is within the limit.
+        without: With ``whole_batch_loss``, the same schedule on the same cut without it; else None.
     """
 
     name: str
@@ -74,6 +76,12 @@ class PlannedSchedule:
     peak_microbatches: tuple[float, ...]
     memory: tuple[RankBytes, ...]
     fits: bool
+    without: PlannedSchedule | None = None
+
+    @property
+    def most_activations(self) -> int:
+        """Bytes of activations on the rank that has most of them."""
+        return max(rank.activations for rank in self.memory)
 
     @property
     def stages_per_rank(self) -> int:
@@ -165,6 +173,8 @@ class Planner:
         if name != options.name:
             stages_per_rank = placement.num_stages // placement.num_ranks
             from_file = Schedule.from_csv(name) if name.endswith(".csv") else None
+            if from_file is not None and options.whole_batch_loss:
+                from_file = from_file.with_whole_batch_loss()
             options = replace(options, name=name, stages_per_rank=stages_per_rank, from_file=from_file)
         cut = self._cutter.split(placement, options)
         key = repr((placement.rank_of_stage, sorted(cut.split.partition.stage_of_unit.items())))
@@ -220,17 +230,29 @@ class Planner:
 
     def _plan(self, name: str, stages_per_rank: int, placement: Placement) -> PlannedSchedule:
         cut = self.cut(name, placement)
+        if not self._cutter.options.schedule.whole_batch_loss:
+            return self._built(name, stages_per_rank, cut, self._memory)
+        memory = self._memory.without_whole_batch_loss
+        after_forward, after_input = memory.held(cut.split)
+        costs = replace(cut.costs, held_after_forward=after_forward, held_after_input=after_input)
+        without = self._built(name, stages_per_rank, replace(cut, costs=costs), memory)
+        return replace(self._built(name, stages_per_rank, cut, self._memory), without=without)
+
+    def _built(self, name: str, stages_per_rank: int, cut: ModelCut, counts: PlanMemory) -> PlannedSchedule:
+        """The schedule on ``cut``, with or without ``whole_batch_loss`` as ``counts`` has it."""
+        placement = cut.split.placement
         schedule = build_schedule(
             name,
             num_ranks=self._num_ranks,
             num_microbatches=self._num_microbatches,
             stages_per_rank=stages_per_rank,
             costs=cut.costs,
-            memory_limit=self._search_limits(cut) if name == "auto" else None,
+            memory_limit=self._search_limits(cut, counts) if name == "auto" else None,
             placement=placement,
+            whole_batch_loss=counts.whole_batch_loss,
         )
         simulation = schedule.simulate(cut.costs)
-        memory = tuple(self._memory.ranks(cut.split, schedule))
+        memory = tuple(counts.ranks(cut.split, schedule))
         return PlannedSchedule(
             name,
             schedule,
@@ -244,27 +266,38 @@ class Planner:
             self._limit is None or max(rank.peak for rank in memory) <= self._limit,
         )
 
-    def _search_limits(self, cut: ModelCut) -> Sequence[float]:
+    def _search_limits(self, cut: ModelCut, counts: PlanMemory) -> Sequence[float]:
         """What microbatches may hold on each rank in a search: as in training, and within what the device has left."""
         options, placement = self._cutter.options.schedule, cut.split.placement
         if options.memory_limit_gib is not None:
             limits: Sequence[float] = [options.memory_limit_gib * _GIB] * placement.num_ranks
         else:
-            usual = memory_limit_of(replace(options, name="auto"), cut.costs, placement)
+            asked = replace(options, name="auto", whole_batch_loss=counts.whole_batch_loss)
+            usual = memory_limit_of(asked, cut.costs, placement)
+            if usual is None:  # all microbatches are held in any case
+                usual = (math.inf,) * placement.num_ranks
             assert isinstance(usual, tuple)  # one for each rank, where none is given
             limits = usual
         if self._limit is None:
             return limits
-        room = self._memory.room(cut.split, self._limit)
+        room = counts.room(cut.split, self._limit)
+        needed = [0.0] * placement.num_ranks
+        if counts.whole_batch_loss:
+            held = cut.costs.per_stage(placement.num_stages).held_after_forward
+            needed = [
+                self._num_microbatches * sum(held[stage] for stage in placement.stages_of_rank(rank))
+                for rank in range(placement.num_ranks)
+            ]
         # without any room the search has nothing to keep to: what it finds is over the limit, and is told to be
-        return limits if min(room) < 0 else [min(pair) for pair in zip(limits, room, strict=True)]
+        has_room = all(left >= need for left, need in zip(room, needed, strict=True))
+        return [min(pair) for pair in zip(limits, room, strict=True)] if has_room else limits
 
 
 def _in_microbatches(schedule: Schedule, costs: StageCosts, peaks: Sequence[float]) -> tuple[float, ...]:
     placement = schedule.placement
     held = costs.per_stage(placement.num_stages).held_after_forward
     one = [sum(held[stage] for stage in placement.stages_of_rank(rank)) for rank in range(placement.num_ranks)]
-    if all(one):
+    if all(one) and not schedule.whole_batch_loss:  # where all are held, bytes after I would say more than there are
         return tuple(peak / whole for peak, whole in zip(peaks, one, strict=True))
     counted = schedule.simulate(StageCosts(0.0, 0.0, 0.0)).peak_memory  # nothing is held: each counts as one
     return tuple(peak / len(placement.stages_of_rank(rank)) for rank, peak in enumerate(counted))

@@ -18,6 +18,8 @@ from lightning_pp.schedule.program import Programs
 F, I, W, B = range(4)  # noqa: E741
 _COMPUTE_INDEX = {ActionKind.F: F, ActionKind.I: I, ActionKind.W: W, ActionKind.B: B}
 _SHARDING_INDEX = {ActionKind.UNSHARD: 0, ActionKind.RESHARD: 1, ActionKind.REDUCE: 2}
+WHOLE_BATCH = -2
+"""In the place of a row: all forwards of the last stage, which its backwards need under ``whole_batch_loss``."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,8 @@ class CostTables:
 
     Attributes:
         duration: Milliseconds of the action.
-        needs: Row whose result the action waits for (B publishes its result in the row of I), -1 for none.
+        needs: Row whose result the action waits for (B publishes its result in the row of I), -1 for none,
+            ``WHOLE_BATCH`` for all forwards of the last stage.
         latency: Milliseconds from the end of the needed action to its arrival.
         publishes: Row in which the action's end is noted.
         gather: Milliseconds of UNSHARD, by stage.
@@ -41,14 +44,17 @@ class CostTables:
     reduce: tuple[float, ...]
 
     @classmethod
-    def build(cls, placement: Placement, costs: StageCosts | ResolvedCosts) -> CostTables:
+    def build(
+        cls, placement: Placement, costs: StageCosts | ResolvedCosts, *, whole_batch_loss: bool = False
+    ) -> CostTables:
         """Tables for one placement; raises ScheduleError if the costs are for another number of stages."""
         num_stages, rank_of_stage = placement.num_stages, placement.rank_of_stage
         resolved = costs.per_stage(num_stages) if isinstance(costs, StageCosts) else costs
         stages = range(num_stages)
         full = tuple(map(sum, zip(resolved.backward_input, resolved.backward_weight, strict=True)))
         need_forward = tuple(stage - 1 for stage in stages)
-        need_backward = tuple(num_stages + stage + 1 if stage + 1 < num_stages else -1 for stage in stages)
+        of_last = WHOLE_BATCH if whole_batch_loss else -1
+        need_backward = tuple(num_stages + stage + 1 if stage + 1 < num_stages else of_last for stage in stages)
 
         def arrival(stage: int, sender: int) -> float:
             outside = not 0 <= sender < num_stages
@@ -99,6 +105,7 @@ def execute(codes: Sequence[Sequence[int]], tables: CostTables, placement: Place
     num_ranks, num_stages = placement.num_ranks, placement.num_stages
     duration, needs, latency, publishes = tables.duration, tables.needs, tables.latency, tables.publishes
     gathered = _implicit_gathers(codes, tables, num_stages, m)
+    last_forward = _last_forward(codes, placement, m) if WHOLE_BATCH in needs else -1
     start: list[list[float]] = [[] for _ in range(num_ranks)]
     end: list[list[float]] = [[] for _ in range(num_ranks)]
     done = [-1.0] * (3 * num_stages * m)
@@ -126,8 +133,8 @@ def execute(codes: Sequence[Sequence[int]], tables: CostTables, placement: Place
                 continue
             row, microbatch = divmod(code, m)
             needed = needs[row]
-            if needed >= 0:
-                needed = needed * m + microbatch
+            if needed != -1:
+                needed = needed * m + microbatch if needed >= 0 else last_forward
                 arrived = done[needed]
                 if arrived < 0.0:
                     waiting[needed] = rank
@@ -149,6 +156,12 @@ def execute(codes: Sequence[Sequence[int]], tables: CostTables, placement: Place
         clock[rank] = now
     makespan = max(max(ends, default=0.0) for ends in end)
     return Run(start, end, max(makespan, _implicit_reductions(codes, end, tables, num_stages, m)))
+
+
+def _last_forward(codes: Sequence[Sequence[int]], placement: Placement, m: int) -> int:
+    """The code of the last forward of the last stage, in the order of its rank."""
+    row = placement.num_stages - 1
+    return next(code for code in reversed(codes[placement.rank_of_stage[row]]) if code >= 0 and code // m == row)
 
 
 def _implicit_gathers(codes: Sequence[Sequence[int]], tables: CostTables, num_stages: int, m: int) -> list[float]:

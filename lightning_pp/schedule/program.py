@@ -18,12 +18,15 @@ class Programs:
         placement: Which rank holds which stages.
         num_microbatches: Number of microbatches of a step, ``m`` in formulas.
         programs: For each rank, its actions in the order in which it runs them.
+        whole_batch_loss: Whether the last stage starts no backward before its last forward, since the loss needs the
+            whole batch (:mod:`lightning_pp.schedule.whole_batch`).
     """
 
     name: str
     placement: Placement
     num_microbatches: int
     programs: tuple[tuple[Action, ...], ...]
+    whole_batch_loss: bool = False
 
     @cached_property
     def splits_backward(self) -> bool:

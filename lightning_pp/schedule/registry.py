@@ -13,6 +13,7 @@ from lightning_pp.schedule.placement import Placement
 from lightning_pp.schedule.schedule import Schedule
 from lightning_pp.schedule.sharding import Sharding
 from lightning_pp.schedule.validation import limit_of_each_rank
+from lightning_pp.schedule.whole_batch import HELPS_WHOLE_BATCH
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class ScheduleRequest:
         quick: Leave out what takes long, for families that search.
         sharding: What the stages gather and reduce, for families that compare schedules; None: each stage is gathered
             once, from the start of the step.
+        whole_batch_loss: Whether no backward may start before the last forward of the last stage; families that search
+            look at it, programs of the others are changed afterwards.
     """
 
     num_ranks: int
@@ -41,6 +44,7 @@ class ScheduleRequest:
     placement: Placement | None = None
     quick: bool = False
     sharding: Sharding | None = None
+    whole_batch_loss: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,7 @@ def build_schedule(
     placement: Placement | None = None,
     quick: bool = False,
     sharding: Sharding | None = None,
+    whole_batch_loss: bool = False,
 ) -> Schedule:
     """Make the schedule ``name``, or read it if the name ends with ``.csv``.
 
@@ -133,6 +138,8 @@ def build_schedule(
         sharding: With ``auto``, compare candidates with the gathers and reductions that
             :func:`~lightning_pp.schedule.sharding.insert_sharding` would give them, at ``costs.gather`` and
             ``costs.reduce``. The schedule comes without these actions.
+        whole_batch_loss: The loss needs the whole batch: each rank runs its F first, then its I, W and B, see
+            :meth:`Schedule.with_whole_batch_loss`. Every schedule then holds all microbatches at once.
 
     Raises:
         ScheduleError: The name is unknown, a size cannot work, the file does not fit the sizes, or the schedule needs
@@ -149,15 +156,26 @@ def build_schedule(
         schedule = Schedule.from_csv(
             name, num_ranks=num_ranks, num_stages=num_stages, num_microbatches=num_microbatches
         )
+        schedule = schedule.with_whole_batch_loss() if whole_batch_loss else schedule
     else:
         family = schedule_family(name)
         stages_per_rank = stages_per_rank if stages_per_rank is not None else _default_stages(family, num_ranks, costs)
         family.check_stages_per_rank(stages_per_rank)
         costs.per_stage(num_ranks * stages_per_rank)
         request = ScheduleRequest(
-            num_ranks, num_microbatches, stages_per_rank, costs, limits, exact, placement, quick, sharding
+            num_ranks,
+            num_microbatches,
+            stages_per_rank,
+            costs,
+            limits,
+            exact,
+            placement,
+            quick,
+            sharding,
+            whole_batch_loss,
         )
-        schedule = merge_first_stage(family.build(request))
+        schedule = family.build(request)
+        schedule = merge_first_stage(schedule.with_whole_batch_loss() if whole_batch_loss else schedule)
     if placement is not None and schedule.placement != placement:
         raise ScheduleError(
             f"{name} puts the stages on ranks {list(schedule.placement.rank_of_stage)}, but they have to be on "
@@ -179,6 +197,12 @@ def _default_stages(family: Family, num_ranks: int, costs: StageCosts) -> int:
 def _check_limit(schedule: Schedule, costs: StageCosts, limits: Sequence[float]) -> None:
     peaks = schedule.simulate(costs).peak_memory
     over = [rank for rank, (peak, limit) in enumerate(zip(peaks, limits, strict=True)) if exceeds(peak, limit)]
+    if over and schedule.whole_batch_loss:
+        raise ScheduleError(
+            f"{schedule.name} holds {peaks[over[0]]:g} on rank {over[0]}, the memory limit is {limits[over[0]]:g}: "
+            f"with whole_batch_loss every schedule holds all {schedule.num_microbatches} microbatches of a batch at "
+            f"once; the smallest limit that works is {max(peaks):g}. {HELPS_WHOLE_BATCH}"
+        )
     if over:
         rank = over[0]
         raise ScheduleError(

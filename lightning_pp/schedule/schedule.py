@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from lightning_pp.schedule.notation import csv_text, read_csv
 from lightning_pp.schedule.program import Programs
 from lightning_pp.schedule.simulation import Simulation, simulate
 from lightning_pp.schedule.validation import check_program
+from lightning_pp.schedule.whole_batch import forwards_first, late_forward
 
 
 class Schedule(Programs):
@@ -23,9 +25,9 @@ class Schedule(Programs):
 
         Every stage and microbatch has its F once and, unless the schedule is forward-only, either B or I and W, on
         the rank that holds the stage; what an action needs comes before it; where a rank's program says when to gather,
-        a stage is gathered when it is used; gradients are reduced after the last of them, and once; the ranks do not
-        wait for each other in a circle, given receives that block and sends that do not; no rank holds more than the
-        limit.
+        a stage is gathered when it is used; gradients are reduced after the last of them, and once; with
+        ``whole_batch_loss`` all F of a rank come before its backwards; the ranks do not wait for each other in a
+        circle, given receives that block and sends that do not; no rank holds more than the limit.
 
         Args:
             costs: Gives ``held_after_forward`` and ``held_after_input``; by default every microbatch holds 1 until W.
@@ -38,8 +40,23 @@ class Schedule(Programs):
         check_program(self, costs or UNIT_COSTS, memory_limit)
         return self
 
+    def with_whole_batch_loss(self) -> Schedule:
+        """This schedule for a step whose loss needs the whole batch: on each rank its F first, then its I, W and B.
+
+        Both parts keep their order. No other order of F and backward can run, and this one always can
+        (:mod:`lightning_pp.schedule.whole_batch`). Sharding actions are left out of a schedule that has to change: put
+        them in afterwards, with :func:`~lightning_pp.schedule.sharding.insert_sharding`.
+        """
+        if all(late_forward(program) is None for program in self.programs):
+            return replace(self, whole_batch_loss=True)
+        programs = tuple(map(forwards_first, self.programs))
+        return replace(self, programs=programs, whole_batch_loss=True)
+
     def simulate(self, costs: StageCosts | None = None) -> Simulation:
         """Run the schedule against ``costs`` (default: F, I and W of 1 ms) without a model.
+
+        With ``whole_batch_loss`` the backwards of the last stage wait for its last forward. What the code after the
+        last unit takes is spread over the F and I of the last stage, as their costs have it, though it runs in one go.
 
         Raises:
             ScheduleError: The costs are for another number of stages, or the schedule deadlocks.

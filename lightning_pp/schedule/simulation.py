@@ -95,7 +95,7 @@ class Simulation:
 
 def simulate(schedule: Programs, costs: StageCosts) -> Simulation:
     """Simulate one step of ``schedule``; see ``Schedule.simulate``."""
-    tables = CostTables.build(schedule.placement, costs)
+    tables = CostTables.build(schedule.placement, costs, whole_batch_loss=schedule.whole_batch_loss)
     codes = encode(schedule)
     run = execute(codes, tables, schedule.placement, schedule.num_microbatches)
     for rank, (starts, program) in enumerate(zip(run.start, schedule.programs, strict=True)):

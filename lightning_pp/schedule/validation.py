@@ -13,6 +13,7 @@ from lightning_pp.schedule.memory import exceeds, held_after_each
 from lightning_pp.schedule.notation import CsvTable
 from lightning_pp.schedule.picture import picture
 from lightning_pp.schedule.program import Programs
+from lightning_pp.schedule.whole_batch import late_forward
 
 _F, _I, _W, _B = ActionKind.F, ActionKind.I, ActionKind.W, ActionKind.B
 
@@ -65,6 +66,8 @@ class _Checker:
             cell_of = self._check_cells(rank)
             self._check_complete(rank, cell_of)
             self._check_order(rank, cell_of)
+            if self.schedule.whole_batch_loss:
+                self._check_forwards_first(rank)
             self._check_sharding(rank)
         self._check_deadlock()
         limits = limit_of_each_rank(memory_limit, self.schedule.placement.num_ranks)
@@ -152,6 +155,19 @@ class _Checker:
                         rank,
                         cell,
                     )
+
+    def _check_forwards_first(self, rank: int) -> None:
+        """No F after a backward, where the loss needs all forwards."""
+        program = self.schedule.programs[rank]
+        cell = late_forward(program)
+        if cell is not None:
+            before = next(action for action in program if action.kind in (_I, _W, _B))
+            self._fail(
+                f"{program[cell]} comes after {before}, but with whole_batch_loss every backward needs the forwards of "
+                "all microbatches: put all F of a rank before its I, W and B (Schedule.with_whole_batch_loss() does)",
+                rank,
+                cell,
+            )
 
     def _check_sharding(self, rank: int) -> None:
         """Gathered when used, where the program says when to gather; reduced once, and last."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightning_pp.schedule import Placement
 from lightning_pp.split.plan import StepPlan
-from lightning_pp.split.record import HeldMemory
+from lightning_pp.split.record import HeldMemory, StepRecord
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,11 @@ def _code_between_units(plan: StepPlan, stage: int) -> Iterator[HeldMemory]:
         yield plan.record.calls[index].reads.memory
     if stage == len(plan.stages) - 1:
         yield plan.record.tail.memory
+
+
+def joined_bytes(record: StepRecord) -> int:
+    """A microbatch's part of the values that the code after the last unit gets joined, and of their gradients."""
+    return sum(record.spec(value).num_bytes * (1 + record.leaf(value).requires_grad) for value in record.tail.values)
 
 
 def edge_buffers(plan: StepPlan, placement: Placement, stages: Sequence[int], num_ahead: int) -> int:

@@ -9,8 +9,11 @@ Six things take memory::
     activations           a microbatch holds its saved tensors from F to I, and what weight gradients need from I to W
     edge buffers          what is received ahead of need, and what is being sent
 
-Activations depend on the schedule: its order of F, I and W says how many microbatches a rank holds at a time. Not
-counted are what an operation allocates for a moment, the workspace of collectives and the optimizer's temporaries.
+Activations depend on the schedule: its order of F, I and W says how many microbatches a rank holds at a time. If the
+loss needs the whole batch, that is all of them, and the last stage also has the values that the code after the last
+unit gets joined, with their gradients. Not counted are what an operation allocates for a moment, the workspace of
+collectives and the optimizer's temporaries; nor, with such a loss, that a matrix of all pairs of samples grows faster
+than the batch.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from dataclasses import dataclass
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.schedule import Placement, Schedule, StageCosts
 from lightning_pp.schedule.sharding import SHARDING_MODES, ShardingMode
-from lightning_pp.split.activation_memory import Activations, edge_buffers
+from lightning_pp.split.activation_memory import Activations, edge_buffers, joined_bytes
 from lightning_pp.split.partition import Partition
 from lightning_pp.split.plan import build_plan
 from lightning_pp.split.record import StepRecord
@@ -36,7 +39,8 @@ class StageMemory:
         stage: Number of the stage.
         rank: The rank that runs it.
         state: What does not depend on microbatches. What two stages of a rank share is in both.
-        held_after_forward_bytes: Activations of one microbatch from F to I: what autograd saves, and what was received.
+        held_after_forward_bytes: Activations of one microbatch from F to I: what autograd saves, and what was received;
+            with ``whole_batch_loss`` its part of what is joined, too.
         held_after_input_bytes: Of one microbatch from I to W: inputs and output gradients of linear operations whose
             weight gradient is deferred.
         recomputed_bytes: What the largest checkpointed unit saves while I runs it again.
@@ -136,6 +140,7 @@ def estimate_memory(
     checkpointed_units: Collection[str] = (),
     schedule: Schedule | None = None,
     num_receives_ahead: int = 2,
+    whole_batch_loss: bool = False,
 ) -> MemoryEstimate:
     """What a training step holds on every stage and rank.
 
@@ -156,6 +161,7 @@ def estimate_memory(
         checkpointed_units: Units that keep their inputs only and run again in I, besides those that the record names.
         schedule: The order of actions; without it the activations of a whole step are not known.
         num_receives_ahead: Messages that are received ahead of the next one, for each sender.
+        whole_batch_loss: Whether the code after the last unit runs once, on all microbatches joined.
 
     Raises:
         ConfigurationError: ``sharding`` is unknown, ``num_shards`` is below 1, or above 1 with ``replicate``, which
@@ -177,12 +183,13 @@ def estimate_memory(
     stages = []
     for stage in range(partition.num_stages):
         activations = Activations.of(plan, stage, record.recomputed_units.union(checkpointed_units))
+        joined = joined_bytes(record) if whole_batch_loss and stage == partition.num_stages - 1 else 0
         stages.append(
             StageMemory(
                 stage,
                 placement.rank_of_stage[stage],
                 state.of([parameter for parameter in parameters if stage in parameter.stages], [stage]),
-                activations.after_forward,
+                activations.after_forward + joined,
                 activations.after_input,
                 activations.recomputed,
                 edge_buffers(plan, placement, [stage], num_receives_ahead),

@@ -76,6 +76,7 @@ def best_partition(
     program: Schedule,
     memory: DeviceMemory | None = None,
     keeps_order: bool = True,
+    held_by: Schedule | None = None,
 ) -> Partition:
     """The cut with the shortest step that is found: the balanced one, then one cut after the other moved.
 
@@ -92,6 +93,7 @@ def best_partition(
         program: A schedule on this placement.
         memory: What ranks may hold; None for no limit.
         keeps_order: Whether the limit is to be kept by ``program``; False: by a schedule that is searched for.
+        held_by: What the limit is to be kept by instead of ``program``, where a search finds what holds less.
 
     Raises:
         ConfigurationError, SplitError: As :func:`~lightning_pp.split.partition.partition_units` says; nothing fits
@@ -113,19 +115,20 @@ def best_partition(
     if cut.split_points is not None or placement.num_ranks == 1:
         partition = balanced(None)
         if memory is not None:
-            memory.check(partition, placement, program if keeps_order else None)
+            memory.check(partition, placement, (held_by or program) if keeps_order else None)
         return partition
-    held_by: Schedule | None = program
+    holding = held_by or program
+    kept_by: Schedule | None = holding
     if memory is None:
         partition = balanced(None)
     else:
         try:
-            partition = memory.fitting_partition(balanced, placement, program, held_by)
+            partition = memory.fitting_partition(balanced, placement, holding, kept_by)
         except ConfigurationError:
             if keeps_order:
                 raise
-            held_by = None
-            partition = memory.fitting_partition(balanced, placement, program, held_by)
+            kept_by = None
+            partition = memory.fitting_partition(balanced, placement, holding, kept_by)
     speeds = cut.speeds_of_stages(placement)
 
     def step_time(candidate: Partition) -> float:
@@ -137,7 +140,7 @@ def best_partition(
         for candidate in moved_cuts(record, partition):
             tried += 1
             time = step_time(candidate)
-            if time < best * _WORTH_A_MOVE and (memory is None or memory.fits(candidate, placement, held_by)):
+            if time < best * _WORTH_A_MOVE and (memory is None or memory.fits(candidate, placement, kept_by)):
                 partition, best, improved = candidate, time, True
                 break
     return partition

@@ -248,7 +248,13 @@ class PipelineEngine:
                 self._update_hooks = UpdateHooks(self.module, recording.placeholders, batch)
                 updates = self._update_hooks.updates if training else {}
                 if device_memory_gib is not None:
-                    model = MemoryModel.of(self._sharding, self.sizes.data_parallel_shard, dtypes, trains=training)
+                    model = MemoryModel.of(
+                        self._sharding,
+                        self.sizes.data_parallel_shard,
+                        dtypes,
+                        trains=training,
+                        whole_batch_loss=self._options.whole_batch_loss,
+                    )
                     model = model if optimizer is None else model.with_optimizer(optimizer)
                     self._device_memory = DeviceMemory(device_memory_gib, model, recording, updates)
                     request = replace(request, memory=self._device_memory)

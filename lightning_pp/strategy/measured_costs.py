@@ -109,6 +109,7 @@ class CostExchange:
         data_parallel: The ranks that hold the same stages.
         groups: Who talks to whom.
         device: Where this rank computes.
+        whole_batch_loss: Whether the last stage joins all microbatches.
     """
 
     def __init__(
@@ -118,7 +119,10 @@ class CostExchange:
         data_parallel: DeviceMesh,
         groups: ControlGroups,
         device: torch.device,
+        *,
+        whole_batch_loss: bool = False,
     ) -> None:
+        self._whole_batch_loss = whole_batch_loss
         self._split = split
         self._pipeline = pipeline
         self._rank = pipeline.get_local_rank()
@@ -164,11 +168,13 @@ class CostExchange:
         plan = profile.plans[text]
         p2p, gathers, reductions = self._measure_messages(plan)
         costs = StageCosts(forward, backward_input, backward_weight, p2p, gather=gathers, reduce=reductions)
-        by_dry_run = held_gib(plan.record, self._split.partition, self._split.placement)[0]
+        by_dry_run = held_gib(
+            plan.record, self._split.partition, self._split.placement, whole_batch_loss=self._whole_batch_loss
+        )[0]
         held = self._groups.gather(by_dry_run if text == signature else None)
         after_forward = next(found for found in held if found is not None)
         return Measured(
-            with_held(costs, after_forward, after_input),
+            with_held(costs, after_forward, after_input, whole_batch_loss=self._whole_batch_loss),
             max(numbers, key=lambda number: (numbers[number], number)),
             num_samples[signature],
             signature,

@@ -273,6 +273,9 @@ class DeviceMemory:
             by_model = any(call.region is not None or call.num_regions_inside for call in record.calls)
             if not record.recomputed_units and not by_model:
                 ways.append("activation_checkpointing=True")
+            if schedule is not None and schedule.whole_batch_loss:
+                ways.append("fewer samples in a batch (fewer microbatches of the same size)")
+                return ways
             ways.append("smaller microbatches (a larger num_microbatches, or fewer samples in a batch)")
             if schedule is not None:
                 ways.append("a schedule that holds fewer microbatches (v_half, v_min, auto)")
@@ -312,7 +315,8 @@ def _needs(estimate: MemoryEstimate, placement: Placement) -> list[Need]:
 def _order_text(schedule: Schedule | None) -> str:
     if schedule is None:
         return "with one microbatch at a time"
-    return f"under {schedule.name} with {schedule.num_microbatches} microbatches"
+    held = ", all of them held at once for whole_batch_loss" if schedule.whole_batch_loss else ""
+    return f"under {schedule.name} with {schedule.num_microbatches} microbatches{held}"
 
 
 def _units_text(partition: Partition, stage: int) -> str:

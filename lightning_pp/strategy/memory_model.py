@@ -35,6 +35,7 @@ class MemoryModel:
         cpu_offload: Whether what is sharded lies on the host.
         trains: Whether there are gradients.
         assumed: What had to be assumed, in words; empty if nothing.
+        whole_batch_loss: Whether the code after the last unit runs once, on all microbatches joined.
     """
 
     optimizer_bytes: float = 0.0
@@ -45,6 +46,7 @@ class MemoryModel:
     cpu_offload: bool = False
     trains: bool = True
     assumed: str = ""
+    whole_batch_loss: bool = False
 
     @classmethod
     def of(
@@ -54,6 +56,7 @@ class MemoryModel:
         dtypes: StepDtypes,
         *,
         trains: bool = True,
+        whole_batch_loss: bool = False,
     ) -> MemoryModel:
         """For the sharding and the precision of a run, with AdamW's state; :meth:`with_optimizer` knows better.
 
@@ -62,6 +65,7 @@ class MemoryModel:
             num_shards: Ranks that share the parameters of a stage.
             dtypes: Of computation and of gradients.
             trains: Whether the step is a training step.
+            whole_batch_loss: The strategy's argument.
         """
         is_whole = settings.mode == "replicate" or (num_shards == 1 and not settings.cpu_offload)
         return cls(
@@ -73,6 +77,7 @@ class MemoryModel:
             settings.cpu_offload,
             trains,
             "no optimizer: AdamW is assumed" if trains else "",
+            whole_batch_loss,
         )
 
     def with_optimizer(self, optimizer: Optimizer) -> MemoryModel:
@@ -110,4 +115,5 @@ class MemoryModel:
             unshard_budget_bytes=self.unshard_budget,
             cpu_offload=self.cpu_offload,
             schedule=schedule,
+            whole_batch_loss=self.whole_batch_loss and self.trains,
         )

@@ -151,7 +151,12 @@ class ModelCutter:
     @property
     def memory_model(self) -> MemoryModel:
         """How bytes are counted."""
-        model = MemoryModel.of(self.options.sharding, self.options.num_shards, self.dtypes)
+        model = MemoryModel.of(
+            self.options.sharding,
+            self.options.num_shards,
+            self.dtypes,
+            whole_batch_loss=self.options.schedule.whole_batch_loss,
+        )
         return model if self.optimizer is None else model.with_optimizer(self.optimizer)
 
     def _request(

@@ -76,7 +76,10 @@ class TunedPrograms:
         self._device = device
         self._agree = agree
         self._room_gib = room_gib
-        self._exchange = CostExchange(split, mesh["pipeline"], data_parallel, groups, device)
+        self._exchange = CostExchange(
+            split, mesh["pipeline"], data_parallel, groups, device, whole_batch_loss=options.whole_batch_loss
+        )
+        self._tells_order = options.whole_batch_loss
         self._is_first = mesh.get_local_rank("pipeline") == 0 and groups.replica == 0
         self._measures = options.measures
         self._num_batches = 0
@@ -88,6 +91,9 @@ class TunedPrograms:
     def training(self, num_microbatches: int) -> Schedule:
         """The schedule of the training batch that is about to be run; every rank asks before every batch."""
         self.queued_bytes = None
+        if self._tells_order:
+            self._tells_order = False
+            rank_zero_info(self._options.whole_batch_text(self._book.training(num_microbatches)))
         if not self._measures:
             return self._book.training(num_microbatches)
         if self._num_batches >= NUM_WARM_UP_BATCHES + self._options.num_profiled_batches:
@@ -162,6 +168,7 @@ class TunedPrograms:
                 exact=self._options.exact_search,
                 placement=placement,
                 sharding=self.sharding,
+                whole_batch_loss=self._options.whole_batch_loss,
             ).validate(costs=measured.costs, memory_limit=limit)
         except ScheduleError as error:
             return None, f"schedule='auto' keeps the schedule that it began with, {before.name}: {error}"
@@ -194,6 +201,7 @@ def tuned_programs(
         layout.costs,
         memory_limit_of(options, layout.costs, layout.placement, layout.room_gib),
         basis=None if is_named else layout.start,
+        whole_batch_loss=options.whole_batch_loss,
     )
     if layout.reason:
         how = "given" if options.costs is not None else "estimated"

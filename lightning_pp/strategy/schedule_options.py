@@ -34,6 +34,9 @@ class ScheduleOptions:
         costs_hold_gib: Whether their ``held_*`` are GiB; otherwise the bytes of the dry run count.
         costs_origin: Where they come from, for messages.
         costs_measured_on: What their file says of it.
+        whole_batch_loss: The code after the last unit runs once, on the outputs of all microbatches joined; every rank
+            runs its forwards first. ``from_file`` is in that order then.
+        is_reordered: Whether ``from_file`` had to be put in that order.
     """
 
     name: str
@@ -47,6 +50,8 @@ class ScheduleOptions:
     costs_hold_gib: bool = False
     costs_origin: str = ""
     costs_measured_on: Mapping[str, Any] = field(default_factory=dict)
+    whole_batch_loss: bool = False
+    is_reordered: bool = False
 
     @property
     def searches(self) -> bool:
@@ -71,6 +76,7 @@ class ScheduleOptions:
         exact_search: bool,
         num_profiled_batches: int,
         save_costs: str | PathLike[str] | None,
+        whole_batch_loss: bool = False,
     ) -> ScheduleOptions:
         """Reads the files and checks everything against everything else.
 
@@ -79,19 +85,17 @@ class ScheduleOptions:
             ConfigurationError: Two arguments do not go together, or a number is out of range.
         """
         name = str(schedule)
-        from_file = None
+        from_file, is_reordered = None, False
         if name.endswith(".csv"):
-            from_file = _read(name, stages_per_rank, num_microbatches, pipeline_parallel_size)
+            from_file = written = _read(name, stages_per_rank, num_microbatches, pipeline_parallel_size)
+            if whole_batch_loss:
+                from_file = written.with_whole_batch_loss()
+                is_reordered = from_file.programs != written.programs
         elif stages_per_rank is not None:
             schedule_family(name).check_stages_per_rank(stages_per_rank)
         else:
             schedule_family(name)
-        if memory_limit_gib is not None and not (math.isfinite(memory_limit_gib) and memory_limit_gib > 0):
-            raise ConfigurationError(
-                f"memory_limit_gib={memory_limit_gib!r} must be a number above 0, or None for no limit."
-            )
-        if isinstance(num_profiled_batches, bool) or num_profiled_batches < 1:
-            raise ConfigurationError(f"num_profiled_batches={num_profiled_batches!r} must be an integer of at least 1.")
+        _check_values(memory_limit_gib, num_profiled_batches, whole_batch_loss)
         if exact_search and name != "auto":
             raise ConfigurationError(f"exact_search=True is for schedule='auto'; the schedule is {name!r}.")
         if exact_search and importlib.util.find_spec("ortools") is None:
@@ -104,7 +108,17 @@ class ScheduleOptions:
             num_profiled_batches,
             None if save_costs is None else Path(save_costs),
             from_file,
+            whole_batch_loss=whole_batch_loss,
+            is_reordered=is_reordered,
             **_given(costs),
+        )
+
+    def whole_batch_text(self, schedule: Schedule) -> str:
+        """What ``whole_batch_loss`` does to ``schedule``, for the log."""
+        reordered = " The file has another order; its actions were put in this one." if self.is_reordered else ""
+        return (
+            f"whole_batch_loss=True: {schedule.name} runs all forwards of a batch before its backwards, and holds all "
+            f"{schedule.num_microbatches} microbatches at once.{reordered}"
         )
 
     def num_microbatches(self, asked: int | Any) -> int | Any:
@@ -131,6 +145,18 @@ class ScheduleOptions:
                 f"{f'a multiple of {num_ranks}' if wanted is None else wanted} of them: give costs that were measured "
                 "with as many stages, or leave costs out and they are measured."
             )
+
+
+def _check_values(memory_limit_gib: float | None, num_profiled_batches: int, whole_batch_loss: bool) -> None:
+    """Each by itself."""
+    if memory_limit_gib is not None and not (math.isfinite(memory_limit_gib) and memory_limit_gib > 0):
+        raise ConfigurationError(
+            f"memory_limit_gib={memory_limit_gib!r} must be a number above 0, or None for no limit."
+        )
+    if isinstance(num_profiled_batches, bool) or num_profiled_batches < 1:
+        raise ConfigurationError(f"num_profiled_batches={num_profiled_batches!r} must be an integer of at least 1.")
+    if not isinstance(whole_batch_loss, bool):
+        raise ConfigurationError(f"whole_batch_loss={whole_batch_loss!r} must be True or False.")
 
 
 def _read(name: str, stages_per_rank: int | None, num_microbatches: int | str, num_ranks: int | str) -> Schedule:

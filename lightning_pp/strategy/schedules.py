@@ -23,6 +23,7 @@ class ProgramBook:
         memory_limit: What a rank may hold, one number or one per rank, in the unit of ``costs.held_*``; None for no
             limit.
         basis: The schedule to keep microbatches of; None for one that is built by name.
+        whole_batch_loss: Whether forwards come first, as in :meth:`Schedule.with_whole_batch_loss`; in ``basis`` too.
     """
 
     def __init__(
@@ -32,7 +33,10 @@ class ProgramBook:
         costs: StageCosts,
         memory_limit: float | Sequence[float] | None = None,
         basis: Schedule | None = None,
+        *,
+        whole_batch_loss: bool = False,
     ) -> None:
+        self._whole_batch_loss = whole_batch_loss
         self._name = name
         self._placement = placement
         self._costs = costs
@@ -90,5 +94,6 @@ class ProgramBook:
             memory_limit=self._memory_limit,
             placement=self._placement,
             quick=True,
+            whole_batch_loss=self._whole_batch_loss,
         )
         return schedule.validate()

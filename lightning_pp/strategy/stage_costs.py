@@ -47,6 +47,8 @@ def estimated_costs(
     placement: Placement,
     speed: DeviceSpeed,
     speeds_of_stages: Sequence[float] | None = None,
+    *,
+    whole_batch_loss: bool = False,
 ) -> StageCosts:
     """Costs per stage from what a dry run counted; ``held_*`` in GiB.
 
@@ -58,6 +60,7 @@ def estimated_costs(
         placement: Which rank holds which stages.
         speed: Of the device.
         speeds_of_stages: How fast the rank of each stage is, compared with ``speed``; None: as fast.
+        whole_batch_loss: Whether the last stage joins all microbatches.
     """
     factors = speeds_of_stages or [1.0] * partition.num_stages
     plan = build_plan(record, partition.stage_of_unit, partition.num_stages)
@@ -73,12 +76,15 @@ def estimated_costs(
         backward_weight=[speed.action_ms + time for time in flop_times.backward_weight],
         p2p=[speed.latency_ms + num_bytes / speed.bytes_per_ms for num_bytes in to_and_fro],
     )
-    return with_held(costs, *held_gib(record, partition, placement))
+    held = held_gib(record, partition, placement, whole_batch_loss=whole_batch_loss)
+    return with_held(costs, *held, whole_batch_loss=whole_batch_loss)
 
 
-def held_gib(record: StepRecord, partition: Partition, placement: Placement) -> tuple[list[float], list[float]]:
+def held_gib(
+    record: StepRecord, partition: Partition, placement: Placement, *, whole_batch_loss: bool = False
+) -> tuple[list[float], list[float]]:
     """What one microbatch holds on each stage after F and after I, GiB, by the dry run ``record``."""
-    memory = estimate_memory(record, partition, placement, ())
+    memory = estimate_memory(record, partition, placement, (), whole_batch_loss=whole_batch_loss)
     return (
         [num_bytes / BYTES_PER_GIB for num_bytes in memory.held_after_forward],
         [num_bytes / BYTES_PER_GIB for num_bytes in memory.held_after_input],
@@ -93,7 +99,12 @@ def crossing_bytes(plan: StepPlan) -> list[int]:
     return sent
 
 
-def with_held(costs: StageCosts, after_forward: list[float], after_input: list[float]) -> StageCosts:
-    """``costs`` with other ``held_*``; nothing holds less after F than after I."""
-    most = [max(pair) for pair in zip(after_forward, after_input, strict=True)]
+def with_held(
+    costs: StageCosts, after_forward: list[float], after_input: list[float], *, whole_batch_loss: bool = False
+) -> StageCosts:
+    """``costs`` with other ``held_*``; nothing holds less after F than after I, but with ``whole_batch_loss``.
+
+    All microbatches are held after F then, so that the difference would count for each of them.
+    """
+    most = after_forward if whole_batch_loss else [max(pair) for pair in zip(after_forward, after_input, strict=True)]
     return replace(costs, held_after_forward=most, held_after_input=after_input)

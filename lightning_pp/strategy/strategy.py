@@ -78,6 +78,10 @@ class PipelineParallelStrategy(MeshStrategy):
             optimizer state, activations, and buffers of messages and gathers. Cuts and ``"auto"`` keep to it. What
             operations, the allocator and CUDA take for themselves is not in it, so leave some of the device out.
         exact_search: With ``"auto"`` and a small pipeline, let OR-tools' CP-SAT finish the search.
+        whole_batch_loss: For a loss that is no mean or sum over samples (an in-batch contrastive loss, a root of a
+            mean): the code after the last unit runs once, on the outputs of all microbatches joined. Every rank then
+            runs all forwards of a batch before its backwards and holds all microbatches at once, with any schedule;
+            ``lightning-pp-plan`` tells what this costs. False: that code runs once for each microbatch.
         units: Names or shell patterns of modules that live whole on one stage; by default discovered.
         split_points: Names of the units that start stages 1, 2, ...; by default the cut with the shortest step, by
             measured costs that are given, else by FLOPs and parameters.
@@ -131,6 +135,7 @@ class PipelineParallelStrategy(MeshStrategy):
         memory_limit_gib: float | None = None,
         device_memory_gib: float | None = None,
         exact_search: bool = False,
+        whole_batch_loss: bool = False,
         units: Sequence[str] | str | None = None,
         split_points: Sequence[str] | str | None = None,
         unit_weights: Mapping[str, float] | None = None,
@@ -176,6 +181,7 @@ class PipelineParallelStrategy(MeshStrategy):
             exact_search=exact_search,
             num_profiled_batches=num_profiled_batches,
             save_costs=save_costs,
+            whole_batch_loss=whole_batch_loss,
         )
         if device_memory_gib is not None and not (math.isfinite(device_memory_gib) and device_memory_gib > 0):
             raise ConfigurationError(

@@ -11,6 +11,7 @@ from lightning_pp.errors import ConfigurationError, ScheduleError, SplitError
 from lightning_pp.schedule import Placement, Schedule, StageCosts, build_schedule
 from lightning_pp.schedule.registry import schedule_family
 from lightning_pp.schedule.search.auto import check_exact_is_practical
+from lightning_pp.schedule.whole_batch import whole_backwards
 from lightning_pp.split.partition import Partition
 from lightning_pp.split.record import StepRecord
 from lightning_pp.split.unit_costs import UnitCost
@@ -174,6 +175,7 @@ def _layout(
         exact=options.exact_search and options.costs is not None,
         placement=placement,
         quick=options.costs is None,
+        whole_batch_loss=options.whole_batch_loss,
     )
     return Layout(placement, partition, costs, schedule.validate(), room_gib=room)
 
@@ -184,12 +186,15 @@ def memory_limit_of(
     """What microbatches may hold on each rank, GiB.
 
     ``auto`` without a limit gets the memory of ``zb_h2``, twice that of ``1f1b``: on every rank two microbatches of all
-    its stages for each rank of the pipeline. More would hardly shorten a step, and hold whole batches. It keeps to
-    ``room_gib`` as well; for a schedule with a name the cuts have seen to that.
+    its stages for each rank of the pipeline. More would hardly shorten a step, and hold whole batches; with
+    ``whole_batch_loss`` whole batches are held in any case, and it gets no limit. It keeps to ``room_gib`` as well; for
+    a schedule with a name the cuts have seen to that.
     """
     limit, num_ranks = options.memory_limit_gib, placement.num_ranks
     if not options.searches:
         return limit
+    if limit is None and options.whole_batch_loss:
+        return None if room_gib is None else tuple(room_gib)
     if limit is None:
         held = costs.per_stage(placement.num_stages).held_after_forward
         limits = [2 * num_ranks * sum(held[stage] for stage in placement.stages_of_rank(r)) for r in range(num_ranks)]
@@ -214,7 +219,8 @@ def choose_cuts(
         costs=units,
         program=program,
         memory=request.memory,
-        keeps_order=not request.options.searches,
+        keeps_order=not request.options.searches or request.options.whole_batch_loss,
+        held_by=_leanest_program(program, request.options),
     )
     return partition, units
 
@@ -230,7 +236,16 @@ def _usual_program(placement: Placement, request: LayoutRequest) -> Schedule:
         num_ranks=placement.num_ranks,
         num_microbatches=request.num_microbatches,
         stages_per_rank=placement.num_stages // placement.num_ranks,
+        whole_batch_loss=request.options.whole_batch_loss,
     )
+
+
+def _leanest_program(usual: Schedule, options: ScheduleOptions) -> Schedule | None:
+    """With ``whole_batch_loss``, the order that holds the least of what a search may find: every backward whole."""
+    if not (options.searches and options.whole_batch_loss):
+        return None
+    programs = tuple(map(whole_backwards, usual.programs))
+    return replace(usual, name=options.name, programs=programs)
 
 
 def costs_of(
@@ -243,7 +258,14 @@ def costs_of(
     """The given costs, or estimates, of the stages of ``partition``; ``held_*`` in GiB."""
     options = request.options
     speeds = request.cut.speeds_of_stages(placement)
-    estimated = estimated_costs(record, partition, placement, assumed_speed(request.device_type), speeds)
+    estimated = estimated_costs(
+        record,
+        partition,
+        placement,
+        assumed_speed(request.device_type),
+        speeds,
+        whole_batch_loss=options.whole_batch_loss,
+    )
     given = options.costs
     if given is None:
         return estimated

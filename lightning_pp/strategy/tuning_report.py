@@ -47,7 +47,12 @@ def save_costs(
 
 
 def compared_schedules(
-    costs: StageCosts, placement: Placement, num_microbatches: int, memory_limit: float | None
+    costs: StageCosts,
+    placement: Placement,
+    num_microbatches: int,
+    memory_limit: float | None,
+    *,
+    whole_batch_loss: bool = False,
 ) -> Iterator[tuple[str, Schedule | ScheduleError]]:
     """Every schedule that is made by hand on this placement, or why it cannot be used."""
     stages_per_rank = placement.num_stages // placement.num_ranks
@@ -60,6 +65,7 @@ def compared_schedules(
             "num_ranks": placement.num_ranks,
             "num_microbatches": num_microbatches,
             "stages_per_rank": stages_per_rank,
+            "whole_batch_loss": whole_batch_loss,
         }
         if build_schedule(name, **sizes).placement != placement:
             continue
@@ -85,7 +91,9 @@ def comparison(measured: Measured, found: Schedule, before: Schedule, limit: flo
         (f"> {found.name}", found),
         (f"  {before.name}, until now", before),
     ]
-    by_hand = compared_schedules(costs, found.placement, measured.num_microbatches, limit)
+    by_hand = compared_schedules(
+        costs, found.placement, measured.num_microbatches, limit, whole_batch_loss=found.whole_batch_loss
+    )
     compared += [(f"  {name}", schedule) for name, schedule in by_hand]
     lines = ["  predicted                       step, ms   bubble   most held, GiB"]
     for name, schedule in compared:

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_pp.cli.plan import run_plan
 from lightning_pp.cli.plan_report import Plan
+from lightning_pp.cli.problems import UserError
 from lightning_pp.recipes.byte_gpt import ByteGPT
 from lightning_pp.schedule import Schedule, StageCosts, available_schedules, build_schedule
 
@@ -345,6 +346,57 @@ def test_schedules_are_those_of_build_schedule(whole_plan: tuple[Plan, str, Path
         )
         assert built.programs == one.schedule.programs
         assert one.schedule.simulate(one.cut.costs).makespan == pytest.approx(one.step_time)
+
+
+def test_price_of_whole_batch_loss_is_told_beside_what_would_be_without(tmp_path: Path) -> None:
+    """Against schedules built and simulated here, with the costs that the plan tells."""
+    names = ["gpipe", "1f1b", "zb_h1", "v_half"]
+    whole = "strategy.whole_batch_loss=true"
+    plan, text = planned(whole, f"schedules=[{','.join(names)}]", "device=a100", "show=configured", f"out={tmp_path}")
+    content = read_json(tmp_path)
+    assert [entry["name"] for entry in content["schedules"]] == names
+    for entry in content["schedules"]:
+        cut = content["cuts"][entry["cut"]]
+        costs = StageCosts(**cut["costs"])
+        sizes = {"num_ranks": 2, "num_microbatches": NUM_MICROBATCHES, "costs": costs}
+        held = [0.0, 0.0]
+        for stage, rank in enumerate(cut["rank_of_stage"]):
+            held[rank] += cut["costs"]["held_after_forward"][stage]
+        before = entry["without_whole_batch_loss"]
+        for one, is_whole in ((entry, True), (before, False)):
+            simulation = build_schedule(entry["name"], **sizes, whole_batch_loss=is_whole).simulate(costs)
+            assert one["step_time"] == pytest.approx(simulation.makespan)
+            assert one["bubble_fraction"] == pytest.approx(float(simulation.bubble_fraction))
+            assert one["whole_batch_loss"] is is_whole
+        assert [rank["activations"] for rank in entry["memory"]] == [NUM_MICROBATCHES * round(one) for one in held]
+        assert before["without_whole_batch_loss"] is None
+        kinds = ["".join(cell.strip("0123456789") for cell in program.split(",")) for program in entry["programs"]]
+        assert all("F" not in row.lstrip("F") for row in kinds)
+    shown = content["schedules"][content["shown"]]
+    assert shown["name"] == "zb_h1"
+    before = shown["without_whole_batch_loss"]
+    assert f"all {NUM_MICROBATCHES} microbatches are held at once. With zb_h1 a step in a row takes" in text
+    assert f"({shown['time_in_a_row'] / before['time_in_a_row'] - 1:+.1%})" in text
+    assert f"the bubble is {shown['bubble_fraction']:.1%} and {before['bubble_fraction']:.1%}" in text
+    assert "The price of whole_batch_loss: with it / without" in text
+    assert plan.shown.without is not None and not plan.shown.without.schedule.whole_batch_loss
+
+
+def test_without_whole_batch_loss_no_price_is_told(whole_plan: tuple[Plan, str, Path]) -> None:
+    assert "whole_batch_loss" not in whole_plan[1]
+    assert all(entry["without_whole_batch_loss"] is None for entry in read_json(whole_plan[2])["schedules"])
+
+
+def test_a_device_that_cannot_hold_whole_batches_is_too_small(tmp_path: Path) -> None:
+    """A limit that auto keeps with fewer microbatches at a time is over with all of them."""
+    options = ("schedules=[auto]", "strategy.schedule=auto", "strategy.num_microbatches=8", "data.batch_size=64")
+    free = planned(*options, "strategy.memory_limit_gib=0.01")[0].shown
+    limit = 1.01 * free.peak_bytes / (1 << 30)
+    assert planned(*options, f"device_memory_gib={limit}")[0].shown.fits
+    with pytest.raises(
+        UserError, match=rf"device_memory_gib={limit:g} is too small.*give a batch fewer samples: with whole"
+    ):
+        planned(*options, f"device_memory_gib={limit}", "strategy.whole_batch_loss=true")
 
 
 def test_nothing_of_the_model_has_memory(whole_plan: tuple[Plan, str, Path]) -> None:

@@ -177,6 +177,7 @@ def test_sizes_and_cuts_that_do_not_fit(pool: WorkerPool, options: dict[str, Any
         ({"memory_limit_gib": 0}, r"memory_limit_gib=0 must be a number above 0"),
         ({"num_profiled_batches": 0}, r"num_profiled_batches=0 must be an integer of at least 1"),
         ({"exact_search": True}, r"exact_search=True is for schedule='auto'; the schedule is 'zb_h1'"),
+        ({"whole_batch_loss": "yes"}, r"whole_batch_loss='yes' must be True or False"),
         ({"num_microbatches": 0}, r"num_microbatches=0"),
         ({"pipeline_parallel_size": 0}, r"pipeline_parallel_size=0"),
         ({"schedule": "1f1b", "stages_per_rank": 2}, r"stages_per_rank is 2.*1f1b"),

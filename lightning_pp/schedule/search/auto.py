@@ -3,8 +3,9 @@
 Best is the shortest longest span, which is the time of a step in a row of overlapping ones, among schedules whose
 makespan is within half a percent of the shortest. Candidates are every hand-made schedule and what the greedy
 construction makes under many policies, on every placement that the number of stages allows. The best are shortened by
-justification and by annealing, in small problems on each placement. All effort is counted in simulated actions, not in
-seconds, so the same request gives the same schedule on every machine.
+justification and by annealing, in small problems on each placement. For a step whose loss needs the whole batch, F and
+backwards are chosen apart (:mod:`lightning_pp.schedule.search.phases`). All effort is counted in simulated actions, not
+in seconds, so the same request gives the same schedule on every machine.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from lightning_pp.schedule.search.exact import solve_exactly
 from lightning_pp.schedule.search.greedy import Policy, Preference, build_greedy
 from lightning_pp.schedule.search.justify import justify
 from lightning_pp.schedule.search.local import climb
+from lightning_pp.schedule.search.phases import best_of_both_phases
 from lightning_pp.schedule.search.problem import Orders, Problem
 from lightning_pp.schedule.search.timing import Length, Objective, earliest, length_of
 from lightning_pp.schedule.sharding import insert_sharding
+from lightning_pp.schedule.whole_batch import HELPS_WHOLE_BATCH
 
 _MAKESPAN_TOLERANCE = 0.005
 _SCREENING_ACTIONS = 500_000
@@ -70,14 +73,13 @@ def build_auto(request: ScheduleRequest) -> Schedule:
     """
     placements = _placements(request)
     _check_limit(request, placements)
-    problems = [
-        Problem.build(placement, request.num_microbatches, request.costs, request.memory_limit)
-        for placement in placements
-    ]
+    problems = [_problem(request, placement, request.num_microbatches) for placement in placements]
     hand_made = list(_hand_made(request))
     candidates = [*_raw_candidates(problems, hand_made), *_greedy_candidates(request, problems)]
     candidates += [_measured(problem, problem.sequential_orders(), "sequential") for problem in problems]
-    if not request.quick:
+    if request.whole_batch_loss:
+        candidates = [_in_two_phases(problem, candidates, quick=request.quick) for problem in problems]
+    elif not request.quick:
         candidates += _improved(candidates, problems)
     if request.exact:
         candidates += [_solve(candidates, problem) for problem in problems]
@@ -87,6 +89,23 @@ def build_auto(request: ScheduleRequest) -> Schedule:
     found = [candidate.problem.schedule_of(candidate.orders, f"auto ({candidate.origin})") for candidate in candidates]
     found += [replace(schedule, name=f"auto ({schedule.name})") for schedule in hand_made]
     return merge_where_nobody_waits(_best(found, request), request.costs)
+
+
+def _problem(request: ScheduleRequest, placement: Placement, num_microbatches: int) -> Problem:
+    return Problem.build(
+        placement,
+        num_microbatches,
+        request.costs,
+        request.memory_limit,
+        whole_batch_loss=request.whole_batch_loss,
+    )
+
+
+def _in_two_phases(problem: Problem, candidates: Iterable[_Candidate], *, quick: bool) -> _Candidate:
+    found = [candidate.orders for candidate in candidates if candidate.problem is problem]
+    num_steps = 0 if quick else min(_MAX_CLIMBING_STEPS, _CLIMBING_ACTIONS // _num_actions(problem))
+    orders = best_of_both_phases(problem, found, num_steps=num_steps if num_steps >= _MIN_CLIMBING_STEPS else 0)
+    return _measured(problem, orders, "forwards first")
 
 
 def _best(schedules: list[Schedule], request: ScheduleRequest) -> Schedule:
@@ -118,19 +137,32 @@ def _placements(request: ScheduleRequest) -> list[Placement]:
 
 
 def _check_limit(request: ScheduleRequest, placements: list[Placement]) -> None:
-    """Drop placements that cannot work; a rank must hold one microbatch on all its stages at the same time."""
-    if request.memory_limit is None:
+    """Drop placements that cannot work.
+
+    A rank must hold one microbatch on all its stages at the same time; if the loss needs the whole batch, all of them.
+    """
+    limits = request.memory_limit
+    if limits is None:
         return
     held = request.costs.per_stage(placements[0].num_stages).held_after_forward
-    needs = []
+    needs: list[float] = []
+    number = request.num_microbatches if request.whole_batch_loss else 1
     for placement in list(placements):
-        need = [sum(held[stage] for stage in placement.stages_of_rank(rank)) for rank in range(placement.num_ranks)]
+        ranks = range(placement.num_ranks)
+        need = [number * sum(held[stage] for stage in placement.stages_of_rank(rank)) for rank in ranks]
         needs.append(max(need))
-        if any(map(exceeds, need, request.memory_limit)):
+        if any(map(exceeds, need, limits)):
             placements.remove(placement)
+            rank = max(ranks, key=lambda rank: need[rank] - limits[rank])
     if not placements:
+        if request.whole_batch_loss:
+            raise ScheduleError(
+                f"memory_limit {limits[rank]:g} is too small for any schedule: with whole_batch_loss rank {rank} holds "
+                f"all {number} microbatches of a batch on all its stages ({request.stages_per_rank}) at once; the "
+                f"smallest limit that works is {min(needs):g}. {HELPS_WHOLE_BATCH}"
+            )
         raise ScheduleError(
-            f"memory_limit {min(request.memory_limit):g} is too small for any schedule: a rank must hold one "
+            f"memory_limit {min(limits):g} is too small for any schedule: a rank must hold one "
             f"microbatch on all its stages ({request.stages_per_rank}) at once; the smallest limit that works is "
             f"{min(needs):g}"
         )
@@ -145,6 +177,8 @@ def _hand_made(request: ScheduleRequest) -> Iterator[Schedule]:
         if family.build is build_auto or repeats or not family.allows(request.stages_per_rank):
             continue
         schedule = family.build(request)
+        if request.whole_batch_loss:
+            schedule = schedule.with_whole_batch_loss()
         if request.placement not in (None, schedule.placement):
             continue
         if request.memory_limit is not None:
@@ -193,15 +227,15 @@ def _num_actions(problem: Problem) -> int:
 def _greedy_candidates(request: ScheduleRequest, problems: list[Problem]) -> Iterator[_Candidate]:
     """Try policies on a step of few microbatches, which has the same warm-up and cool-down; build the best in full."""
     policies = _policies(request.stages_per_rank)
+    if request.whole_batch_loss:  # all microbatches are in flight
+        policies = list(dict.fromkeys(replace(policy, in_flight=None) for policy in policies))
     share = _SCREENING_ACTIONS // len(problems)
     # Fewer would not reach the steady part when a rank holds 2p; hand-made schedules are the better ones on a V anyway.
     least = (3 if len(problems) == 1 else 2) * request.num_ranks
     num_few = max(least, share // (len(policies) * 3 * problems[0].num_stages))
     screened: list[tuple[Length, int, Policy]] = []
     for index, problem in enumerate(problems):
-        few = Problem.build(
-            problem.placement, min(request.num_microbatches, num_few), request.costs, request.memory_limit
-        )
+        few = _problem(request, problem.placement, min(request.num_microbatches, num_few))
         for policy in policies[: max(4, share // _num_actions(few))]:
             orders = build_greedy(few, policy)
             if orders is not None:

@@ -43,14 +43,15 @@ def solve_exactly(
     in their order. Memory is a reservoir per rank that must stay within the limit.
 
     Raises:
-        ScheduleError: OR-tools is not installed, or the problem holds more after I than after F.
+        ScheduleError: OR-tools is not installed, or there is a limit and I holds more than F.
     """
     try:
         from ortools.sat.python import cp_model
     except ImportError as error:
         raise ScheduleError("exact search needs OR-tools: pip install 'lightning-pp[exact]'") from error
     n, m = problem.num_stages, problem.num_microbatches
-    if any(change > 0 for change in problem.held_change[I * n : W * n]):
+    has_limit = min(problem.limits) < UNLIMITED
+    if has_limit and any(change > 0 for change in problem.held_change[I * n : W * n]):
         raise ScheduleError("exact search needs held_after_input <= held_after_forward on every stage")
     starts = earliest(problem, start)
     assert starts is not None, "orders must be free of deadlock"
@@ -63,6 +64,8 @@ def solve_exactly(
     begin = [model.new_int_var(0, horizon, f"{code}") for code in range(3 * n * m)]
     _add_precedences(model, problem, begin, ticks, scale)
     _add_ranks(model, problem, begin, ticks)
+    if problem.whole_batch_loss:
+        _add_whole_batch(model, problem, begin, ticks)
     makespan = model.new_int_var(0, horizon, "makespan")
     for stage in range(n):
         model.add(makespan >= begin[(W * n + stage) * m + m - 1] + ticks[W * n + stage])
@@ -97,6 +100,12 @@ def _add_precedences(model: Any, problem: Problem, begin: list[Any], ticks: list
                     model.add(begin[row * m + microbatch] >= done)
             if microbatch:
                 model.add(begin[row * m + microbatch] >= begin[row * m + microbatch - 1] + ticks[row])
+
+
+def _add_whole_batch(model: Any, problem: Problem, begin: list[Any], ticks: list[int]) -> None:
+    """The first backward of the last stage after its last forward; the others follow from what needs what."""
+    n, m = problem.num_stages, problem.num_microbatches
+    model.add(begin[(I * n + n - 1) * m] >= begin[(F * n + n - 1) * m + m - 1] + ticks[F * n + n - 1])
 
 
 def _add_ranks(model: Any, problem: Problem, begin: list[Any], ticks: list[int]) -> None:

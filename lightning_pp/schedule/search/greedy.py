@@ -87,7 +87,7 @@ class _Construction:
         """For each stage the most microbatches between its F and its I, by Little's law from the policy."""
         n, m = self.problem.num_stages, self.problem.num_microbatches
         factor = self.policy.in_flight
-        if factor is None:
+        if factor is None or self.problem.whole_batch_loss:
             return [m] * n
         duration = self.problem.duration
         cycle = max(sum(duration[row] for stage in stages for row in (stage, B * n + stage)) for stages in self.stages)
@@ -146,7 +146,12 @@ class _Construction:
             if fed >= 0:
                 fed_kind, fed_stage = divmod(fed, n)
                 arrival = end + feeds_latency[row]
-                arrivals[fed_kind][fed_stage].append(arrival)
+                if problem.whole_batch_loss and fed_kind == I and kind == F:
+                    if done[F][stage] < m:
+                        continue
+                    arrivals[I][stage] = [arrival] * m
+                else:
+                    arrivals[fed_kind][fed_stage].append(arrival)
                 heappush(events, (arrival, rank_of_stage[fed_stage]))
         complete = all(weights == m for weights in done[W])
         return orders if complete else None

@@ -54,6 +54,8 @@ class Problem:
         publishes: Row under which the result is known: that of I for I and B, else the row itself.
         held_change: What the action adds to the memory of its rank.
         limits: For each rank, the most it may hold.
+        whole_batch_loss: Whether no backward starts before all forwards of the last stage have ended. Only the
+            constructions look at it; all else is given orders that keep it.
     """
 
     placement: Placement
@@ -68,6 +70,7 @@ class Problem:
     publishes: tuple[int, ...]
     held_change: tuple[float, ...]
     limits: tuple[float, ...]
+    whole_batch_loss: bool = False
 
     @property
     def num_stages(self) -> int:
@@ -95,7 +98,13 @@ class Problem:
 
     @classmethod
     def build(
-        cls, placement: Placement, num_microbatches: int, costs: StageCosts, limits: tuple[float, ...] | None
+        cls,
+        placement: Placement,
+        num_microbatches: int,
+        costs: StageCosts,
+        limits: tuple[float, ...] | None,
+        *,
+        whole_batch_loss: bool = False,
     ) -> Problem:
         """The problem of scheduling ``num_microbatches`` on ``placement``."""
         tables = CostTables.build(placement, costs)
@@ -124,6 +133,7 @@ class Problem:
             + tuple(-late for late in held_input)
             + tuple(-early for early in held_forward),
             limits=limits or (UNLIMITED,) * placement.num_ranks,
+            whole_batch_loss=whole_batch_loss,
         )
 
     def orders_of(self, schedule: Schedule) -> Orders:
@@ -168,4 +178,4 @@ class Problem:
                 kind, stage = divmod(row, n)
                 program.append(Action(stage, _KINDS[kind], microbatch))
             programs.append(tuple(program))
-        return Schedule(name, self.placement, m, tuple(programs))
+        return Schedule(name, self.placement, m, tuple(programs), self.whole_batch_loss)

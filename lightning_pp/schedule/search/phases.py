@@ -1,0 +1,104 @@
+"""Orders for a step whose loss needs the whole batch, in two phases that are chosen apart.
+
+With ``whole_batch_loss`` every F has ended when the last forward of the last stage has, and no backward starts earlier
+(:mod:`lightning_pp.schedule.whole_batch`). So a step is a problem of F alone and then one of I and W alone, in which
+all ranks are free from the start; its makespan is the sum of theirs, and the best of each make the best step. What is
+found without regard to the constraint serves as well: it is taken apart into its F and its backwards, in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from lightning_pp.schedule.memory import exceeds
+from lightning_pp.schedule.search.justify import justify
+from lightning_pp.schedule.search.local import climb
+from lightning_pp.schedule.search.problem import UNLIMITED, B, I, Orders, Problem, W
+from lightning_pp.schedule.search.timing import Objective, earliest, length_of
+
+_TEMPERATURES = (0.0, 0.03)
+"""Of the climbs of the backwards: downhill from the best, then an annealing from where that ended."""
+_NUM_JUSTIFIED = 4
+_ROUNDING = 1e-9
+
+
+def forwards_first(problem: Problem, orders: Orders) -> Orders:
+    """On each rank the F, then what follows them, both in their order."""
+    return [forwards + rest for forwards, rest in zip(*_phases(problem, orders), strict=True)]
+
+
+def best_of_both_phases(problem: Problem, found: Sequence[Orders], *, num_steps: int) -> Orders:
+    """The shortest forwards and the shortest backwards of all that was found, the backwards improved.
+
+    Args:
+        problem: Costs and limits; all microbatches fit the limits together.
+        found: Legal orders, with or without regard to the constraint; some within the limits once F come first.
+        num_steps: Moves of each climb from the best backwards; 0 to improve nothing.
+    """
+    phases = [_phases(problem, orders) for orders in found if _fits(problem, orders)]
+    objective = Objective()
+
+    def score(orders: Orders) -> float:
+        starts = earliest(problem, orders)
+        assert starts is not None, "a phase of legal orders is free of deadlock"
+        return objective.of(length_of(problem, orders, starts))
+
+    forwards = min((forwards for forwards, _ in phases), key=score)
+    # of those that take as long the one that holds least, which matters where I holds more than F
+    backwards = sorted((rest for _, rest in phases), key=lambda rest: (round(score(rest), 9), _growth(problem, rest)))
+    best = backwards[0]
+    grows = any(change > 0 for change in problem.held_change[I * problem.num_stages : W * problem.num_stages])
+    # where I frees, every order of the backwards is within the limits
+    may_improve = not grows or min(problem.limits) == UNLIMITED
+    if num_steps and may_improve and score(best) > shortest_backwards(problem, objective) * (1 + _ROUNDING):
+        best = min((justify(problem, orders, objective) for orders in backwards[:_NUM_JUSTIFIED]), key=score)
+        for seed, temperature in enumerate(_TEMPERATURES):
+            best = climb(
+                problem,
+                best,
+                objective,
+                num_steps=num_steps,
+                lower_bound=shortest_backwards(problem, objective),
+                temperature=temperature,
+                seed=seed,
+            )
+    return [first + rest for first, rest in zip(forwards, best, strict=True)]
+
+
+def shortest_backwards(problem: Problem, objective: Objective) -> float:
+    """No backwards have a lower score: the way of the first gradient to a rank, and the rank's work."""
+    n, m = problem.num_stages, problem.num_microbatches
+    duration, latency = problem.duration, problem.needs_latency
+    head = [0.0] * n
+    for stage in range(n - 2, -1, -1):
+        head[stage] = head[stage + 1] + duration[I * n + stage + 1] + latency[I * n + stage]
+    makespan = span = 0.0
+    for rank in range(problem.placement.num_ranks):
+        stages = problem.placement.stages_of_rank(rank)
+        work = m * sum(duration[B * n + stage] for stage in stages)
+        makespan = max(makespan, min(head[stage] for stage in stages) + work)
+        span = max(span, work)
+    return objective.score(makespan, span)
+
+
+def _growth(problem: Problem, backwards: Orders) -> float:
+    """The most that a rank holds above what it holds after its F."""
+    m = problem.num_microbatches
+    return max(max(accumulate(problem.held_change[code // m] for code in order)) for order in backwards)
+
+
+def _fits(problem: Problem, orders: Orders) -> bool:
+    """Whether every rank is within its limit when the F come first."""
+    peaks = (
+        max(accumulate(problem.held_change[code // problem.num_microbatches] for code in order))
+        for order in forwards_first(problem, orders)
+    )
+    return not any(map(exceeds, peaks, problem.limits))
+
+
+def _phases(problem: Problem, orders: Orders) -> tuple[Orders, Orders]:
+    end_of_forwards = problem.num_stages * problem.num_microbatches
+    forwards = [[code for code in order if code < end_of_forwards] for order in orders]
+    backwards = [[code for code in order if code >= end_of_forwards] for order in orders]
+    return forwards, backwards
