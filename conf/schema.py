@@ -93,6 +93,7 @@ class PipelineStrategyConf:
     device_memory_gib: float | None = None
     exact_search: bool = False
     whole_batch_loss: bool = False
+    check_first_batches: bool = True
     units: list[str] | None = None
     split_points: list[str] | None = None
     unit_weights: Any = None  # a dict of names to numbers: of a typed one that is None nothing can be set

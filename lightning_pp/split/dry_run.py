@@ -116,7 +116,7 @@ def _attempt(
         stack.enter_context(placeholders.all_fake(lambda fake, name: set_sources(fake, {Parameter(name)})))
         changes = stack.enter_context(preserved_state(module))
         stack.enter_context(torch.set_grad_enabled(with_gradients))
-        stack.enter_context(_uncompiled())
+        stack.enter_context(uncompiled())
         stack.enter_context(convertible_fakes())
         stack.enter_context(_quiet())
 
@@ -149,7 +149,7 @@ def _quiet() -> Iterator[None]:
         logger.disabled = before
 
 
-def _uncompiled() -> Any:
+def uncompiled() -> Any:
     """Within, compiled modules run uncompiled; nothing is imported for it."""
     if "torch._dynamo" not in sys.modules:
         return ExitStack()

@@ -68,12 +68,16 @@ class RepeatedUpdates:
             self._start()
             yield
 
+    def undo(self) -> None:
+        """Puts back the parameters as they were before the first run of the step."""
+        for parameter, before in self._before or ():
+            with torch.no_grad():
+                parameter.data.copy_(before)
+
     def _start(self) -> None:
         if self._before is None:
             parameters = dict(self._placeholders.module.named_parameters())
             written = [parameters[name] for name in self._names if name in parameters]
             self._before = [(p, p.detach().clone()) for p in written if has_data(p)]
             return
-        for parameter, before in self._before:
-            with torch.no_grad():
-                parameter.data.copy_(before)
+        self.undo()

@@ -48,9 +48,13 @@ class StepAttributes:
     Args:
         module: The user's module.
         names: Module names and attributes, as :func:`kept_by_step` gives them.
+
+    Attributes:
+        names: Of the attributes, dotted.
     """
 
     def __init__(self, module: nn.Module, names: Sequence[tuple[str, str]]) -> None:
+        self.names = [f"{name}.{attribute}" if name else attribute for name, attribute in names]
         self._places = [(module.get_submodule(name).__dict__, attribute) for name, attribute in names]
         self._before = [_Snapshot(attributes.get(key, _MISSING)) for attributes, key in self._places]
         self._changes: dict[int, list[Any]] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from lightning_pp.split.placeholders import has_data
 from lightning_pp.split.plan import StepPlan
 from lightning_pp.split.record import StepRecord
 from lightning_pp.split.reductions.counting import Counts, are_equal, mapped, need_no_correction, total_of
+from lightning_pp.split.reductions.estimates import estimate_of
 from lightning_pp.split.reductions.facts import Facts
 from lightning_pp.split.reductions.places import Place
 from lightning_pp.split.reductions.recording import EarlierRun
@@ -28,6 +29,7 @@ from lightning_pp.strategy.control import ControlGroups
 from lightning_pp.strategy.dry_steps import loggers_muted
 from lightning_pp.strategy.logs import StepLogs
 from lightning_pp.strategy.metrics import PipelineMetrics
+from lightning_pp.strategy.refusals import loss_of
 
 _MOST_ROUNDS = 5
 _SAMPLES_TO_HALVE = 4
@@ -64,7 +66,7 @@ def two_sizes(
     if first.num_samples < _SAMPLES_TO_HALVE and len(microbatches) > 1:
         first = cut(batch, max(1, len(microbatches) // 2))[0]
     parts = cut(first.data, 2)
-    return TwoSizes(first, parts) if len(parts) == 2 else None
+    return TwoSizes(replace(first, weight=1.0), parts) if len(parts) == 2 else None
 
 
 @dataclass
@@ -80,6 +82,7 @@ class ScaledBatch:
         totals: What the global batch counts.
         counts: What each microbatch counts.
         is_training: Whether a sum that nobody has seen before is an error.
+        follows_estimates: Whether a loss that does not add up over microbatches is an error.
     """
 
     loss_weights: list[float]
@@ -89,13 +92,35 @@ class ScaledBatch:
     totals: dict[Place, Count] = field(default_factory=dict)
     counts: list[Counts] = field(default_factory=list)
     is_training: bool = False
+    follows_estimates: bool = False
 
     def step_of(self, microbatch: int) -> ScaledStep | None:
         """What the last stage's step of ``microbatch`` runs within; None for nothing."""
         if self.facts is None:
             return None
         scale = Scale(self.shares[microbatch], self.totals)
-        return ScaledStep(self.facts, scale, has_data, refuses_unknown=self.is_training)
+        return ScaledStep(
+            self.facts,
+            scale,
+            has_data,
+            refuses_unknown=self.is_training,
+            follows_estimates=self.follows_estimates,
+        )
+
+    def check_loss(self, output: Any) -> None:
+        """Raises :class:`SplitError` if the loss of a step does not add up over microbatches."""
+        if not self.follows_estimates:
+            return
+        estimate = estimate_of(loss_of(output))
+        if estimate is not None and estimate.bent_by is not None:
+            raise SplitError(
+                f"The loss of the step does not add up over microbatches: {estimate.line} calls "
+                f"`{estimate.bent_by}` with a sum or a mean over samples, and what that gives for microbatches does "
+                "not make what it gives for the batch. Set whole_batch_loss=True on the strategy, which runs the code "
+                "after the last unit once on the whole batch, at the price of memory and bubble that lightning-pp-plan "
+                "tells. "
+                "check_first_batches=False turns this check off."
+            )
 
     def check_complete(self, microbatch: int, step: ScaledStep) -> None:
         """After that step: raises :class:`SplitError` if it did not come to what was counted for it."""
@@ -134,13 +159,14 @@ class BatchScaling:
         step: str,
         microbatches: Sequence[Microbatch],
         plans: Sequence[StepPlan],
-        call_step: Callable[[Any], Any],
+        call_step: Callable[[int], Any],
         seeds: Sequence[Callable[[int], None]],
         factor: float,
         *,
         sizes: Callable[[], TwoSizes | None],
         record_at: RecordAt,
         among_replicas: bool = True,
+        follows_estimates: bool = False,
     ) -> ScaledBatch:
         """Starts counting for one batch; runs the code of the step outside units where that is needed.
 
@@ -148,12 +174,13 @@ class BatchScaling:
             step: Name of the user's step.
             microbatches: The batch.
             plans: The plan of each.
-            call_step: Runs the user's step on the data of one.
+            call_step: Runs the user's step on the microbatch of that index.
             seeds: For each, what seeds the generators for the code after a unit call.
             factor: What all weights are multiplied by.
             sizes: A part of the batch at two sizes; None where it has only one sample.
             record_at: Makes a dry run of the step on such a part.
             among_replicas: Whether the batch is a part of a global batch.
+            follows_estimates: Whether a loss that does not add up over microbatches is an error.
 
         Raises:
             SplitError: The step cannot be rehearsed to count what its loss divides by.
@@ -168,7 +195,14 @@ class BatchScaling:
         if not all(facts.knows(record.reductions) for record in records.values()):
             _learn(facts, sizes(), record_at)
         is_training = step == "training_step"
-        batch = ScaledBatch(weights, _nothing, facts, shares, is_training=is_training)
+        batch = ScaledBatch(
+            weights,
+            _nothing,
+            facts,
+            shares,
+            is_training=is_training,
+            follows_estimates=follows_estimates and is_training,
+        )
         needed = [facts.counted(plan.record.reductions) for plan in plans]
 
         def count() -> list[Counts]:
@@ -177,7 +211,7 @@ class BatchScaling:
                 for index, (plan, call, seed) in enumerate(zip(plans, calls, seeds, strict=True))
             ]
 
-        calls = [partial(call_step, microbatch.data) for microbatch in microbatches]
+        calls = [partial(call_step, index) for index in range(len(microbatches))]
         batch.counts = count()
         batch.totals = total_of(batch.counts, facts)
         hangs_together = any(map(facts.hang_together, needed))
@@ -187,8 +221,10 @@ class BatchScaling:
             return batch
         if hangs_together:
             _settle(batch, count, lambda counts: total_of(counts, facts))
-        if not any(facts.grow(record.reductions) for record in records.values()) and (
-            need_no_correction(batch.counts, batch.totals, shares, facts)
+        if (
+            not batch.follows_estimates
+            and not any(facts.grow(record.reductions) for record in records.values())
+            and (need_no_correction(batch.counts, batch.totals, shares, facts))
         ):
             batch.facts = None
         return batch

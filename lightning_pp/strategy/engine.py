@@ -22,8 +22,9 @@ from lightning_pp.runtime.executor import PipelineExecutor, StepInputs
 from lightning_pp.runtime.randomness import StepRandomness
 from lightning_pp.runtime.timing import StepTimer
 from lightning_pp.schedule import Schedule, StageCosts
-from lightning_pp.split.dry_run import DryRun
+from lightning_pp.split.dry_run import DryRun, uncompiled
 from lightning_pp.split.microbatch import Microbatch, batch_size_of, split_batch
+from lightning_pp.split.module_state import preserved_random_state, preserved_state
 from lightning_pp.split.plan import StepPlan
 from lightning_pp.split.record import StepRecord
 from lightning_pp.split.reductions.recording import EarlierRun
@@ -37,7 +38,15 @@ from lightning_pp.strategy.connection import Connection
 from lightning_pp.strategy.control import ControlGroups
 from lightning_pp.strategy.cuts import CutOptions
 from lightning_pp.strategy.data import check_same_batch, fingerprint
-from lightning_pp.strategy.dry_steps import first_arguments, recorded_step
+from lightning_pp.strategy.dry_steps import first_arguments, loggers_muted, recorded_step
+from lightning_pp.strategy.first_batches import (
+    Around,
+    CheckedBatches,
+    Observed,
+    batch_norm_frozen,
+    tell_of_batch_norm,
+    tolerance_of,
+)
 from lightning_pp.strategy.gradient_norms import GradientNorms
 from lightning_pp.strategy.gradients import StageGradients
 from lightning_pp.strategy.logs import StepLogs, replay
@@ -45,6 +54,7 @@ from lightning_pp.strategy.memory_limit import DeviceMemory
 from lightning_pp.strategy.memory_model import MemoryModel
 from lightning_pp.strategy.metrics import PipelineMetrics
 from lightning_pp.strategy.outputs import merge_outputs, share_result_of
+from lightning_pp.strategy.part_check import PartCheck, observed
 from lightning_pp.strategy.plans import signature_of
 from lightning_pp.strategy.precision import loss_scale, step_dtypes
 from lightning_pp.strategy.profiling import tuned_programs
@@ -95,11 +105,12 @@ class _BatchRun:
     microbatches: Sequence[Microbatch]
     plans: Sequence[StepPlan]
     seed: int
-    call_step: Callable[[Any], Any]
+    call_step: Callable[[int, int | None], Any]
     scaled: ScaledBatch
     logs: StepLogs
     attributes: StepAttributes
     scopes: StepScopes
+    updates: RepeatedUpdates
 
     @property
     def weights(self) -> list[float]:
@@ -148,6 +159,7 @@ class PipelineEngine:
         timeout: How long a collective may wait.
         compile_options: Keyword arguments for ``torch.compile`` of each unit; None to leave units as they are.
         activation_checkpointing: The strategy's argument.
+        check_first_batches: The strategy's argument.
     """
 
     def __init__(
@@ -166,6 +178,7 @@ class PipelineEngine:
         timeout: timedelta | None,
         compile_options: Mapping[str, Any] | None = None,
         activation_checkpointing: ActivationCheckpointing = False,
+        check_first_batches: bool = True,
     ) -> None:
         self.module = module
         self.mesh = mesh
@@ -191,6 +204,7 @@ class PipelineEngine:
         self.num_batches_trained = 0  # in this process
         self._fingerprint: int | None = None
         self._failed = False
+        self._checked = CheckedBatches(check_first_batches)
         self._attached = ExitStack()
         self.last_training_step: tuple[Schedule, StepTimer] | None = None
         self.last_num_samples = 0
@@ -308,6 +322,7 @@ class PipelineEngine:
     def attach(self, trainer: pl.Trainer) -> None:
         """Takes over metrics and units for a run of the trainer; every rank has to call it."""
         self._trainer = trainer
+        self._checked.start()
         self._recover()
         self._attached.enter_context(self._update_hooks.attached(self.groups))
         norms = GradientNorms(self.module, self.split.placeholders, self.groups)
@@ -424,11 +439,15 @@ class PipelineEngine:
         training = find_loss is not None
         batch_idx = rest[0] if rest and isinstance(rest[0], int) else 0
         self._check_first_batches(batch_idx)
+        call = _StepCall(step, rest, kwargs, training)
+        is_checked = self._checked.takes(step)
+        if is_checked:
+            self._check(call, batch, microbatches)
         self._num_batches_run[training] += 1
         number = 2 * self._num_batches_run[training] + training
         seed = ((self._seed * 1_000_003 + number) * 8_191 + self.replica) % (1 << 50)
         scale = loss_scale(self._precision, self.device) if training else 1.0
-        run = self._prepare(_StepCall(step, rest, kwargs, training), batch, microbatches, seed, scale / accumulate)
+        run = self._prepare(call, batch, microbatches, seed, scale / accumulate, follows_estimates=is_checked)
         outputs = self._execute(run, schedule, find_loss)
         return self._report_training(run, outputs) if training else self._report_evaluation(run, outputs)
 
@@ -440,12 +459,24 @@ class PipelineEngine:
         seed: int,
         factor: float,
         *,
-        among_replicas: bool = True,
+        around: Around | None = None,
+        follows_estimates: bool = False,
     ) -> _BatchRun:
-        """Looks up what every stage does with each microbatch, and counts what the whole batch has to know."""
+        """Looks up what every stage does with each microbatch, and counts what the whole batch has to know.
+
+        Args:
+            call: The user's step.
+            batch: The batch.
+            microbatches: Its slices.
+            seed: Of the step.
+            factor: What losses are multiplied by.
+            around: For the check of a part of a batch: what goes around its steps.
+            follows_estimates: Whether a loss that does not add up over microbatches is an error.
+        """
         progress = Progress(call.batch_idx, self._trainer.global_step, self._trainer.current_epoch)
         situation = self.split.plans.situation([microbatch.data for microbatch in microbatches], progress)
-        seeds = [StepRandomness.of_microbatch(seed, index, self.device).seed_glue for index in range(len(microbatches))]
+        indices = range(len(microbatches)) if around is None else [0] * len(microbatches)
+        seeds = [StepRandomness.of_microbatch(seed, index, self.device).seed_glue for index in indices]
         plans = [
             self._plan(call, microbatch, seed_glue, situation)
             for microbatch, seed_glue in zip(microbatches, seeds, strict=True)
@@ -455,9 +486,16 @@ class PipelineEngine:
             self.split.placeholders, {name for plan in plans for name, others in plan.record.updates.items() if others}
         )
 
-        def call_step(data: Any) -> Any:
-            with updates.of_step() if updates else nullcontext():
-                return getattr(self.module, call.step)(data, *call.rest, **call.kwargs)
+        def call_step(index: int, stage: int | None) -> Any:
+            with (
+                updates.of_step() if updates else nullcontext(),
+                nullcontext() if around is None else around(index, stage),
+            ):
+                return getattr(self.module, call.step)(microbatches[index].data, *call.rest, **call.kwargs)
+
+        def rehearse(index: int) -> Any:
+            with self._precision.forward_context():
+                return call_step(index, None)
 
         def record_at(part: Microbatch, earlier: EarlierRun | None) -> StepRecord:
             return self.split.plans.record(
@@ -471,25 +509,19 @@ class PipelineEngine:
             call.step,
             microbatches,
             plans,
-            self._in_precision(call_step),
+            rehearse,
             seeds,
             factor,
             sizes=lambda: two_sizes(microbatches, batch, self._cut_into),
             record_at=record_at,
-            among_replicas=among_replicas,
+            among_replicas=around is None,
+            follows_estimates=follows_estimates,
         )
         logs = StepLogs()
         scopes = StepScopes(
             self.module, self._precision, logs, self.metrics, attributes, scaled, self.placement, self.rank
         )
-        return _BatchRun(call, microbatches, plans, seed, call_step, scaled, logs, attributes, scopes)
-
-    def _in_precision(self, call_step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def call(data: Any) -> Any:
-            with self._precision.forward_context():
-                return call_step(data)
-
-        return call
+        return _BatchRun(call, microbatches, plans, seed, call_step, scaled, logs, attributes, scopes, updates)
 
     def _plan(
         self, call: _StepCall, microbatch: Microbatch, seed_glue: Callable[[int], None], situation: Situation
@@ -504,21 +536,38 @@ class PipelineEngine:
             situation=situation,
         )
 
-    def _execute(self, run: _BatchRun, schedule: Schedule, find_loss: Callable[[Any], Tensor] | None) -> list[Any]:
-        """Runs this rank's program; returns what the last stage's step returned for each microbatch."""
+    def _execute(
+        self,
+        run: _BatchRun,
+        schedule: Schedule,
+        find_loss: Callable[[Any], Tensor] | None,
+        indices: Sequence[int] | None = None,
+    ) -> list[Any]:
+        """Runs this rank's program; returns what the last stage's step returned for each microbatch.
+
+        Args:
+            run: The batch.
+            schedule: The programs.
+            find_loss: Finds the loss in what the step returned; None for forwards only.
+            indices: The microbatches that are run; None for all.
+        """
+        indices = range(len(run.microbatches)) if indices is None else indices
+
+        def run_step(microbatch: int, stage: int) -> Any:
+            index = indices[microbatch]
+            return run.scopes.run(partial(run.call_step, index, stage), index, stage)
+
         with run.scopes.of_batch():
             outputs, timer = self._executor.run(
                 schedule,
                 StepInputs(
-                    run.plans,
-                    lambda microbatch, stage: run.scopes.run(
-                        partial(run.call_step, run.microbatches[microbatch].data), microbatch, stage
-                    ),
+                    [run.plans[index] for index in indices],
+                    run_step,
                     find_loss,
                     run.scaled.loss_weights,
                     run.seed,
                     self.gradients.stages,
-                    self._programs.queued_bytes if run.call.training else None,
+                    None if find_loss is None else self._programs.queued_bytes,
                 ),
             )
         if find_loss is not None:
@@ -528,6 +577,49 @@ class PipelineEngine:
                 self._compiled_backward.note(schedule, timer)
             self.last_num_samples = run.num_samples
         return outputs
+
+    # ---------------------------------------------------------------- the check of the first batches
+
+    def _check(self, call: _StepCall, batch: Any, microbatches: Sequence[Microbatch]) -> None:
+        """Raises :class:`SplitError` if the step makes something else of microbatches than of a batch."""
+        if len(microbatches) == 1 and self.groups.num_replicas == 1:
+            return
+        if call.training:
+            tell_of_batch_norm(self.module, microbatches[0].num_samples, batch_size_of(batch) or len(microbatches))
+        sizes = two_sizes(microbatches, batch, self._cut_into)
+        if all(self.groups.gather(sizes is not None)) and sizes is not None:
+            dtypes = [parameter.dtype for parameter in self._parameters if parameter.is_floating_point()]
+            compute = step_dtypes(self._precision).compute
+            tolerance = tolerance_of([*dtypes, *([] if compute is None else [compute])], self.device)
+            check = PartCheck(self.module, call.step, sizes, self.groups, self.split.units, tolerance)
+            check.run(partial(self._observe, call, sizes.whole.data))
+
+    def _observe(
+        self, call: _StepCall, batch: Any, microbatches: Sequence[Microbatch], around: Around
+    ) -> Observed | None:
+        """Runs the step forward on a part of a batch, without a trace; what it made of it, on the last stage."""
+        with ExitStack() as stack:
+            for scope in (
+                preserved_random_state(self.device),
+                preserved_state(self.module),
+                loggers_muted(self._trainer),
+                batch_norm_frozen(self.module),
+                torch.no_grad(),
+                uncompiled(),
+            ):
+                stack.enter_context(scope)
+            run = self._prepare(call, batch, microbatches, self._seed, 1.0, around=around)
+            stack.callback(run.updates.undo)
+            outputs: list[Any] = []
+            for index in range(len(microbatches)):
+                most = self.gradients.most_microbatches(1, reduce=False)
+                schedule = self.gradients.begin(self._programs.evaluation(most), 1, reduce=False)
+                with self.metrics.suspended():
+                    outputs += self._execute(run, schedule, None, [index])
+                self.gradients.end_of_evaluation()
+            return observed(call.training, run, outputs) if self.groups.is_last_stage else None
+
+    # ---------------------------------------------------------------- what a batch came to
 
     def _report_training(self, run: _BatchRun, outputs: list[Any]) -> Any:
         mine, self._fingerprint = self._fingerprint, None

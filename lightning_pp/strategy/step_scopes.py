@@ -94,6 +94,7 @@ class StepScopes:
         if scaled is None:
             return output
         self._scaled.check_complete(microbatch, scaled)
+        self._scaled.check_loss(output)
         return scaled.of_whole_batch(output)
 
     def _of_metrics(self, is_last: bool | None) -> AbstractContextManager[None]:

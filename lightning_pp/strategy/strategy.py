@@ -82,6 +82,9 @@ class PipelineParallelStrategy(MeshStrategy):
             mean): the code after the last unit runs once, on the outputs of all microbatches joined. Every rank then
             runs all forwards of a batch before its backwards and holds all microbatches at once, with any schedule;
             ``lightning-pp-plan`` tells what this costs. False: that code runs once for each microbatch.
+        check_first_batches: In the first two training batches of a fit, and the first of validation, a part is also run
+            in one piece and in two, forward only. If loss, logged values, outputs or changed attributes differ, the run
+            ends with an error that says where samples are coupled. False: nothing is compared.
         units: Names or shell patterns of modules that live whole on one stage; by default discovered.
         split_points: Names of the units that start stages 1, 2, ...; by default the cut with the shortest step, by
             measured costs that are given, else by FLOPs and parameters.
@@ -136,6 +139,7 @@ class PipelineParallelStrategy(MeshStrategy):
         device_memory_gib: float | None = None,
         exact_search: bool = False,
         whole_batch_loss: bool = False,
+        check_first_batches: bool = True,
         units: Sequence[str] | str | None = None,
         split_points: Sequence[str] | str | None = None,
         unit_weights: Mapping[str, float] | None = None,
@@ -201,6 +205,7 @@ class PipelineParallelStrategy(MeshStrategy):
         )
         check_activation_checkpointing(activation_checkpointing)
         self._activation_checkpointing = activation_checkpointing
+        self._check_first_batches = check_first_batches
         self._compile_options = check_compile_options(compile)
         self._engine: PipelineEngine | None = None
         self._checkpoints: Checkpoints | None = None
@@ -327,6 +332,7 @@ class PipelineParallelStrategy(MeshStrategy):
             timeout=self._timeout,
             compile_options=self._compile_options,
             activation_checkpointing=self._activation_checkpointing,
+            check_first_batches=self._check_first_batches,
         )
         step = {
             TrainerFn.FITTING: "training_step",

@@ -87,6 +87,7 @@ def run_idiom(
     layout: Layout | None, step: str, make: Callable[..., L.LightningModule] = TokenClassifier, **kwargs: Any
 ) -> dict[str, Any]:
     """Trains for an epoch; what came of every batch, and the weights."""
+    import idiom_refusals  # noqa: F401  # its steps are used by name
     torch.manual_seed(5)
     module = make(step)
     notes = Notes()

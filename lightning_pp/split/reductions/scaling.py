@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,10 +11,12 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_pp.errors import SplitError
 from lightning_pp.split.interception import running_unit
+from lightning_pp.split.reductions.estimates import follow
 from lightning_pp.split.reductions.facts import Fact, Facts
 from lightning_pp.split.reductions.functions import GREATEST, REVERSED, Kind, LossCall, kind_of
 from lightning_pp.split.reductions.places import Place, Places, line_of
 from lightning_pp.split.reductions.recording import grown, is_number, tensors_given
+from lightning_pp.split.source_lines import user_line
 from lightning_pp.split.tree import map_leaves
 
 _DEGREE = "_pp_degree"
@@ -50,6 +52,7 @@ class ScaledStep(TorchFunctionMode):
         has_data: Whether a tensor's values are there.
         counted: If given, gets what the microbatch counts, by place.
         refuses_unknown: Whether a sum that no dry run has seen is an error.
+        follows_estimates: Whether it is followed which values add up over microbatches.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class ScaledStep(TorchFunctionMode):
         counted: dict[Place, Count] | None = None,
         *,
         refuses_unknown: bool = False,
+        follows_estimates: bool = False,
     ) -> None:
         super().__init__()
         self._facts = facts
@@ -67,6 +71,7 @@ class ScaledStep(TorchFunctionMode):
         self._has_data = has_data
         self._counted = counted
         self._refuses_unknown = refuses_unknown
+        self._follows = follows_estimates
         self._places = Places()
         self._is_paused = False
         self._seen: set[Place] = set()
@@ -110,7 +115,10 @@ class ScaledStep(TorchFunctionMode):
         if kind is Kind.READING:
             return func(*args, **kwargs)
         if kind is None or kind is Kind.LINEAR:
-            return self._other(kind, func, args, kwargs)
+            result = self._other(kind, func, args, kwargs)
+            if self._follows:
+                follow(kind, func, _flat(args, kwargs), result, reduces=False, line=user_line)
+            return result
         called = self._places.next(func.__name__)
         if called is None:
             return func(*args, **kwargs)
@@ -120,12 +128,16 @@ class ScaledStep(TorchFunctionMode):
             result = func(*self._all_normal(args), **self._all_normal(kwargs))
             self._check_known(kind, line_of(frame), result)
             return result
-        return self._handlers[kind](place, fact, func, args, kwargs)
+        result = self._handlers[kind](place, fact, func, args, kwargs)
+        if self._follows:
+            reduces = fact.over_rows and fact.depends_on_weights
+            follow(kind, func, _flat(args, kwargs), result, reduces=reduces, line=user_line)
+        return result
 
     # ---------------------------------------------------------------- kinds of functions
 
     def _other(self, kind: Kind | None, func: Any, args: Any, kwargs: Any) -> Any:
-        degrees = {_degree_of(tensor) for tensor in tensors_given(args, kwargs)}
+        degrees = {degree_of(tensor) for tensor in tensors_given(args, kwargs)}
         if not any(degrees):
             result = func(*args, **kwargs)
             if kind is Kind.LINEAR and args and hasattr(args[0], _EXTREME) and isinstance(result, Tensor):
@@ -140,7 +152,7 @@ class ScaledStep(TorchFunctionMode):
 
     def _sum(self, place: Place, fact: Fact, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
-        degree = sum(map(_degree_of, tensors_given(args, kwargs))) + fact.over_rows
+        degree = sum(map(degree_of, tensors_given(args, kwargs))) + fact.over_rows
         if fact.is_counted and isinstance(result, Tensor):
             whole = result if degree == 1 else grown(result, self._share ** (1 - degree))
             total = self._total(place, (whole,))
@@ -223,11 +235,11 @@ class ScaledStep(TorchFunctionMode):
         self, place: Place, fact: Fact, args: tuple[Any, ...], *, of_any_tensor: bool = False
     ) -> tuple[tuple[Any, ...], list[float]]:
         """The arguments, with numbers that are counted in the microbatch's share of the total, and their degrees."""
-        degrees = [_degree_of(value) for value in args]
+        degrees = [degree_of(value) for value in args]
         if not any(fact.degrees) and None not in fact.degrees:
             return args, degrees
         tensors = [value for value in args if isinstance(value, Tensor)]
-        if not (of_any_tensor or any(tensor.is_floating_point() or _degree_of(tensor) for tensor in tensors)):
+        if not (of_any_tensor or any(tensor.is_floating_point() or degree_of(tensor) for tensor in tensors)):
             return args, degrees  # places in a batch, and not amounts
         values, of_numbers = list(args), iter(fact.degrees)
         where = [(index, next(of_numbers, 0.0)) for index, value in enumerate(args) if is_number(value)]
@@ -247,11 +259,11 @@ class ScaledStep(TorchFunctionMode):
         return self._totals.get(place)
 
     def _normal(self, tensor: Tensor) -> Tensor:
-        degree = _degree_of(tensor)
+        degree = degree_of(tensor)
         return tensor if degree == 0 else tensor * self._share**-degree
 
     def _make_normal(self, tensor: Tensor) -> None:
-        degree = _degree_of(tensor)
+        degree = degree_of(tensor)
         if degree != 0:
             tensor.mul_(self._share**-degree)
             _with_degree(tensor, 0)
@@ -283,13 +295,18 @@ class ScaledStep(TorchFunctionMode):
             )
 
 
+def _flat(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    return [*args, *(tensor for tensor in tensors_given(args, kwargs) if all(tensor is not value for value in args))]
+
+
 def extreme_of(tensor: Tensor) -> str | None:
     """``min`` or ``max`` where ``tensor`` is the least or greatest of something over a microbatch's samples."""
     found: str | None = getattr(tensor, _EXTREME, None)
     return found
 
 
-def _degree_of(value: Any) -> float:
+def degree_of(value: Any) -> float:
+    """The power of the number of samples that ``value`` grows with; 0 for what is no tensor."""
     return getattr(value, _DEGREE, 0.0) if isinstance(value, Tensor) else 0.0
 
 

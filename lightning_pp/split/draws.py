@@ -1,0 +1,97 @@
+"""The same random numbers for a part of a batch as for the whole, so that runs on both can be compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_pp.split.interception import running_unit
+
+_PERMUTATION = "aten::randperm"
+
+
+class Draws:
+    """What the step drew on the whole, in order.
+
+    Attributes:
+        differ: Whether something was drawn that has no rows to share out, such as places in the batch.
+    """
+
+    def __init__(self) -> None:
+        self._drawn: dict[int | None, list[Tensor]] = {}
+        self.differ = False
+
+    def on_whole(self, stage: int | None) -> TorchDispatchMode:
+        """Around the step on the whole, on one stage: notes what is drawn."""
+        return _Drawing(self, stage, None)
+
+    def on_part(self, stage: int | None, start: float, length: float) -> TorchDispatchMode:
+        """Around the step on a part: gives it its rows of what the whole drew.
+
+        Args:
+            stage: The stage; None for a rehearsal, in which no unit runs.
+            start: Where the part begins, as a share of the whole.
+            length: How much of the whole it is.
+        """
+        return _Drawing(self, stage, (start, length))
+
+    def note(self, stage: int | None, tensor: Tensor) -> None:
+        """The whole has drawn ``tensor``; ``stage`` None: outside of units, where all stages draw the same."""
+        self._drawn.setdefault(stage, []).append(tensor.detach().clone())
+
+    def share_out(self, stage: int | None, index: int, tensor: Tensor, part: tuple[float, float]) -> None:
+        """Overwrites ``tensor``, the ``index``-th that a part has drawn, with its rows of what the whole drew."""
+        drawn = self._drawn.get(stage, [])
+        source = _rows_of(drawn[index], tensor, part) if index < len(drawn) else None
+        if source is None:
+            self.differ = True
+        else:
+            tensor.copy_(source)
+
+
+class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, draws: Draws, stage: int | None, part: tuple[float, float] | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._draws = draws
+        self._stage = stage
+        self._part = part
+        self._indices: dict[int | None, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return result
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and type(tensor) is Tensor:
+                self._settle(func, tensor)
+        return result
+
+    def _settle(self, func: Any, tensor: Tensor) -> None:
+        if func._schema.name == _PERMUTATION:  # no part can have its share of one, so nothing is mixed
+            tensor.copy_(torch.arange(len(tensor), device=tensor.device))
+            return
+        stage = self._stage if running_unit() else None
+        if self._part is None:
+            self._draws.note(stage, tensor)
+            return
+        index = self._indices.get(stage, 0)
+        self._indices[stage] = index + 1
+        self._draws.share_out(stage, index, tensor, self._part)
+
+
+def _rows_of(drawn: Tensor, tensor: Tensor, part: tuple[float, float]) -> Tensor | None:
+    if drawn.shape == tensor.shape:
+        return drawn
+    if drawn.dim() != tensor.dim() or drawn.dtype != tensor.dtype:
+        return None
+    other = [dim for dim in range(drawn.dim()) if drawn.shape[dim] != tensor.shape[dim]]
+    if len(other) != 1:
+        return None
+    length, (start, share) = drawn.shape[other[0]], part
+    if round(length * share) != tensor.shape[other[0]]:
+        return None
+    return drawn.narrow(other[0], round(length * start), tensor.shape[other[0]])

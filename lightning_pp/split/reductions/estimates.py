@@ -1,0 +1,86 @@
+"""Whether a value that was made of a batch's samples adds up over microbatches.
+
+A sum or a mean over the samples of a microbatch is an *estimate*: the weighted mean of the microbatches' is the whole
+batch's. So is whatever is made of estimates by adding them and by multiplying with what the batch alone decides. The
+root of an estimate is not, nor the product of two, nor an estimate times something of another sample. Such a value is
+*bent*, and a loss that is bent is another one for microbatches than for the batch, if only by a little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pp.split.reductions.functions import REVERSED, Kind
+from lightning_pp.split.tree import tensors_of
+
+_ESTIMATE = "_pp_estimate"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a tensor is that was made of the samples of a microbatch.
+
+    Attributes:
+        bent_by: The function that has bent it; None: it adds up.
+        line: The user's line that calls it.
+    """
+
+    bent_by: str | None = None
+    line: str = ""
+
+
+def estimate_of(value: Any) -> Estimate | None:
+    """What ``value`` is as an estimate; None: it is none."""
+    return getattr(value, _ESTIMATE, None) if isinstance(value, Tensor) else None
+
+
+def follow(
+    kind: Kind | None, function: Any, given: Sequence[Any], result: Any, *, reduces: bool, line: Callable[[], str]
+) -> None:
+    """Marks ``result`` by what it was made of.
+
+    Args:
+        kind: What the function does.
+        function: The function.
+        given: Its arguments, those in lists too.
+        result: What it gave.
+        reduces: Whether it has reduced over samples what depends on weights.
+        line: Finds the user's line.
+    """
+    estimates = [estimate for estimate in map(estimate_of, given) if estimate is not None]
+    if not estimates and not reduces:
+        return
+    bent = next((estimate for estimate in estimates if estimate.bent_by is not None), None)
+    if bent is None:
+        bends = bool(estimates) and _bends(kind, function, given, result)
+        bends = bends or (reduces and kind is Kind.EXTREME)
+        bent = Estimate(function.__name__, line()) if bends else Estimate()
+    for tensor in tensors_of(result):
+        if tensor.is_floating_point():
+            setattr(tensor, _ESTIMATE, bent)
+
+
+def _bends(kind: Kind | None, function: Any, given: Sequence[Any], result: Any) -> bool:
+    """Whether the function does more to an estimate than add to it or multiply it with something known."""
+    if kind in (Kind.LINEAR, Kind.ADDITION, Kind.SUM, Kind.MEAN, Kind.NUMBER):
+        return False
+    if kind in (Kind.PRODUCT, Kind.CONTRACTION):
+        return sum(map(_depends_on_weights, given)) > 1
+    if kind is Kind.QUOTIENT:
+        divisor = given[0] if function.__name__ in REVERSED else given[-1]
+        return _depends_on_weights(divisor)
+    # a guard that does not act (a clamp, nan_to_num) gives what it was given
+    return not any(
+        isinstance(value, Tensor) and isinstance(result, Tensor) and value.shape == result.shape
+        and torch.equal(value.detach(), result.detach())
+        for value in given if estimate_of(value) is not None
+    )  # fmt: skip
+
+
+def _depends_on_weights(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.requires_grad or estimate_of(value) is not None)

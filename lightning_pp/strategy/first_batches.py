@@ -1,0 +1,275 @@
+"""The first batches are checked: a part of each is run in one piece and in two, and must give the same.
+
+For each checked batch, on every rank::
+
+    two_sizes: the first microbatch and its halves (or the first two microbatches and the two of them)
+    run the step on the whole, and on each part, forward only; the parts draw their rows of what the whole drew
+    the last stage compares loss, logged values, outputs and changed attributes, and shares the verdict
+    after a difference: run them again, each stage noting what its units give, to say where samples were coupled first
+
+The module's state and the random generators are as before afterwards; metrics, loggers and batch statistics see
+nothing. BatchNorm normalises over microbatches in every pipeline: this is told once, and left out of the comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+
+from lightning_pp.split.consistency import Culprit, is_close
+from lightning_pp.split.tree import leaves_of
+from lightning_pp.strategy.log_calls import LogCall
+
+NUM_CHECKED = {"training_step": 2, "validation_step": 1}
+"""Batches of a run that are checked, by step."""
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+_TURN_OFF = "check_first_batches=False on the strategy turns this check off."
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a step made of a batch, on the last stage.
+
+    Attributes:
+        output: What it returned.
+        losses: The loss of each microbatch, for a training step.
+        loss_dtype: Their dtype.
+        weights: Share of each microbatch.
+        logs: What it logged.
+        changes: By attribute of the module, what became of it.
+    """
+
+    output: Any
+    losses: Sequence[float]
+    loss_dtype: torch.dtype | None
+    weights: Sequence[float]
+    logs: Sequence[LogCall]
+    changes: Mapping[str, Any]
+
+    @property
+    def loss(self) -> float:
+        """Of all microbatches."""
+        return sum(loss * weight for loss, weight in zip(self.losses, self.weights, strict=True))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two values that should be equal.
+
+    Attributes:
+        what: The value, as the subject of a sentence.
+        is_loss: Whether it is the loss.
+        ends_run: Whether the training would be another one, and not only what is told of it.
+        whole: Of the whole in one piece.
+        parts: Of the whole, from its parts.
+        of_parts: Of each part alone, for a loss.
+    """
+
+    what: str
+    is_loss: bool
+    ends_run: bool
+    whole: float
+    parts: float
+    of_parts: tuple[float, ...] = ()
+
+
+class CheckedBatches:
+    """Counts the batches of a run that are checked.
+
+    Args:
+        is_on: Whether any are.
+    """
+
+    def __init__(self, is_on: bool) -> None:
+        self._is_on = is_on
+        self._num_left: dict[str, int] = {}
+        self.start()
+
+    def start(self) -> None:
+        """A run of the trainer begins."""
+        self._num_left = dict(NUM_CHECKED) if self._is_on else {}
+
+    def takes(self, step: str) -> bool:
+        """Whether the batch that is about to be run is checked."""
+        left = self._num_left.get(step, 0)
+        if left:
+            self._num_left[step] = left - 1
+        return left > 0
+
+
+def tolerance_of(dtypes: Sequence[torch.dtype], device: torch.device) -> float:
+    """How far two computations of the same may be apart, relatively."""
+    tolerance = max((_TOLERANCES.get(dtype, 0.0) for dtype in dtypes), default=_TOLERANCES[torch.float32])
+    if device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
+        tolerance = max(tolerance, 5e-3)
+    return tolerance
+
+
+def find_differences(step: str, whole: Observed, parts: Observed, tolerance: float) -> list[Difference]:
+    """What differs of the loss, changed attributes, logged values and outputs; what ends the run comes first."""
+    return [
+        *_of_loss(step, whole, parts, tolerance),
+        *_of_attributes(step, whole, parts, tolerance),
+        *_of_logs(step, whole, parts, tolerance),
+        *_of_outputs(step, whole, parts, tolerance),
+    ]
+
+
+def _of_loss(step: str, whole: Observed, parts: Observed, tolerance: float) -> Iterator[Difference]:
+    if whole.losses and whole.loss_dtype is not None:
+        bound = max(tolerance, _TOLERANCES.get(whole.loss_dtype, 0.0))
+        if not is_close(whole.loss, parts.loss, bound, *parts.losses):
+            yield Difference(f"The loss of {step}", True, True, whole.loss, parts.loss, tuple(parts.losses))
+
+
+def _of_attributes(step: str, whole: Observed, parts: Observed, tolerance: float) -> Iterator[Difference]:
+    for name, value in whole.changes.items():
+        found = _first_other(value, parts.changes.get(name), tolerance)
+        if found is not None:
+            yield Difference(f"The attribute {name!r} that {step} changes", False, True, *found)
+
+
+def _of_logs(step: str, whole: Observed, parts: Observed, tolerance: float) -> Iterator[Difference]:
+    others = {call.key: call for call in parts.logs}
+    for call in whole.logs:
+        other = others.get(call.key)
+        if other is None or call.value is None or other.value is None or call.metric is not None:
+            continue
+        bound = max(tolerance, _TOLERANCES.get(call.dtype, 0.0))
+        if not is_close(call.value, other.value, bound):
+            yield Difference(f"The value that {step} logs as {call.name!r}", False, False, call.value, other.value)
+
+
+def _of_outputs(step: str, whole: Observed, parts: Observed, tolerance: float) -> Iterator[Difference]:
+    is_loss = bool(whole.losses) and isinstance(whole.output, Tensor)
+    found = None if is_loss else _first_other(whole.output, parts.output, tolerance)
+    if found is not None:
+        yield Difference(f"A value that {step} returns", False, False, *found)
+
+
+def _for(value: Tensor, tolerance: float) -> float:
+    return max(tolerance, _TOLERANCES.get(value.dtype, 0.0))
+
+
+def _first_other(whole: Any, parts: Any, tolerance: float) -> tuple[float, float] | None:
+    mine, others = leaves_of(whole), leaves_of(parts)
+    if len(mine) != len(others):
+        return None
+    for leaf, other in zip(mine, others, strict=True):
+        pair = _numbers(leaf, other)
+        if pair is None:
+            continue
+        a, b = pair
+        bound = _for(leaf, tolerance) if isinstance(leaf, Tensor) else tolerance
+        scale = float(a.abs().nan_to_num().max()) if a.numel() else 0.0
+        # rows go through matrix products of other sizes, so single elements differ by more than a mean does
+        close = torch.isclose(a, b, rtol=0, atol=100 * bound * max(scale, 1e-12), equal_nan=True)
+        if not bool(close.all()):
+            where = int((~close).flatten().double().argmax())
+            return float(a.flatten()[where]), float(b.flatten()[where])
+    return None
+
+
+def _numbers(leaf: Any, other: Any) -> tuple[Tensor, Tensor] | None:
+    """Both as float64, where they are floating-point tensors of one shape or numbers."""
+    if isinstance(leaf, Tensor) and isinstance(other, Tensor):
+        if leaf.shape != other.shape or not leaf.is_floating_point():
+            return None
+        return leaf.detach().double().cpu(), other.detach().double().cpu()
+    if isinstance(leaf, (int, float)) and isinstance(other, (int, float)) and not isinstance(leaf, bool):
+        return torch.tensor(float(leaf)).double(), torch.tensor(float(other)).double()
+    return None
+
+
+def text_about(difference: Difference, culprit: Culprit | None, sizes: Sequence[int], line: str) -> str:
+    """What to tell the user of a difference.
+
+    Args:
+        difference: What differs.
+        culprit: Where samples were coupled first, if that was found.
+        sizes: Samples of the parts.
+        line: Where the step is.
+    """
+    total, cut = sum(sizes), " + ".join(map(str, sizes))
+    told = (
+        f"{difference.what} ({line}) depends on how the batch is cut: it is {difference.whole:.6g} for {total} samples "
+        f"in one piece and {difference.parts:.6g} for the same samples as {cut}, as a pipeline computes it."
+    )
+    return f"{told} {_reason(difference, culprit)} {_TURN_OFF}"
+
+
+def _reason(difference: Difference, culprit: Culprit | None) -> str:
+    whole_batch = (
+        "whole_batch_loss=True on the strategy runs the code after the last unit once on the whole batch, at the price "
+        "of memory and bubble that lightning-pp-plan tells."
+    )
+    if culprit is not None and culprit.unit is not None:
+        return (
+            f"The samples are coupled in the unit {culprit.unit!r}: what it gives for a sample depends on the other "
+            "samples of the microbatch. Use a layer that treats samples one by one (GroupNorm or LayerNorm in place of "
+            "batch statistics, attention within a sample), or num_microbatches=1."
+        )
+    if culprit is not None:
+        return (
+            f"The samples are coupled in {culprit.line} by `{culprit.function}`: what it gives is neither a sum nor a "
+            f"mean over them. {whole_batch}"
+        )
+    if difference.is_loss and is_close(difference.whole, sum(difference.of_parts), 1e-3):
+        return (
+            f"It is a sum over samples that was not recognised as one: use torch.sum or reduction='sum'. {whole_batch}"
+        )
+    if difference.of_parts and min(difference.of_parts) <= difference.whole <= max(difference.of_parts):
+        return (
+            "It seems to be a mean that divides by something else than the number of samples, in a way that was not "
+            f"recognised. Divide by a tensor that torch.sum made. {whole_batch}"
+        )
+    if not difference.is_loss:
+        return (
+            "It is neither a sum nor a mean over samples, or Python computed it from such (log the tensor in place of "
+            f"its .item()). {whole_batch}"
+        )
+    return f"It is neither a sum nor a mean over samples. {whole_batch}"
+
+
+def tell_of_batch_norm(module: pl.LightningModule, num_samples: int, batch_size: int) -> None:
+    """Says once which layers normalise over microbatches."""
+    names = [name for name, child in module.named_modules() if isinstance(child, _BATCH_NORMS) and child.training]
+    if names:
+        listed = ", ".join(repr(name) for name in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        rank_zero_warn(
+            f"BatchNorm normalises over microbatches of {num_samples} samples, and not over the {batch_size} of the "
+            f"batch, as it does under gradient accumulation: {listed}. The loss curve is not quite that of one device. "
+            "GroupNorm, or num_microbatches=1, is exact."
+        )
+
+
+def tell_unchecked(step: str) -> None:
+    """Says that a check was not possible."""
+    rank_zero_info(
+        f"{step} draws random numbers that a part of a batch cannot share with the whole, so it could not be checked "
+        "that its loss is the same for microbatches as for the batch."
+    )
+
+
+@contextmanager
+def batch_norm_frozen(module: nn.Module) -> Iterator[None]:
+    """Within, BatchNorm uses its running statistics, so that it does not count as a difference."""
+    with ExitStack() as stack:
+        for child in module.modules():
+            if isinstance(child, _BATCH_NORMS) and child.training:
+                child.training = False
+                stack.callback(setattr, child, "training", True)
+        yield
+
+
+Around = Callable[[int, int | None], Any]
+"""Makes the context around the step of a microbatch on a stage (None: in a rehearsal)."""

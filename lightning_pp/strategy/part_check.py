@@ -1,0 +1,164 @@
+"""Runs a part of a batch in one piece and in two, compares, and says where samples were coupled."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+import lightning.pytorch as pl
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
+
+from lightning_pp.errors import SplitError
+from lightning_pp.split.consistency import Culprit, Seen, first_culprit, watched
+from lightning_pp.split.draws import Draws
+from lightning_pp.split.microbatch import Microbatch
+from lightning_pp.strategy.attributes import StepAttributes
+from lightning_pp.strategy.batch_scaling import TwoSizes
+from lightning_pp.strategy.control import ControlGroups
+from lightning_pp.strategy.first_batches import (
+    Around,
+    Difference,
+    Observed,
+    find_differences,
+    tell_unchecked,
+    text_about,
+)
+from lightning_pp.strategy.logs import StepLogs
+from lightning_pp.strategy.outputs import merge_outputs
+from lightning_pp.strategy.refusals import loss_of
+
+Observe = Callable[[Sequence[Microbatch], Around], Observed | None]
+"""Runs the step on slices of the part, within what ``Around`` gives; what came of it, on the last stage."""
+
+
+class Run(Protocol):
+    """A batch that was run; see the engine."""
+
+    @property
+    def microbatches(self) -> Sequence[Microbatch]: ...
+    @property
+    def weights(self) -> list[float]: ...
+    @property
+    def logs(self) -> StepLogs: ...
+    @property
+    def attributes(self) -> StepAttributes: ...
+
+
+def observed(is_training: bool, run: Run, outputs: Sequence[Any]) -> Observed:
+    """What a run made of its microbatches."""
+    num_samples = [microbatch.num_samples for microbatch in run.microbatches]
+    losses = [loss_of(output).detach() for output in outputs] if is_training else []
+    changes = run.attributes.merged(num_samples, run.weights)
+    return Observed(
+        merge_outputs(outputs, num_samples, run.weights),
+        [float(loss) for loss in losses],
+        losses[0].dtype if losses else None,
+        run.weights,
+        run.logs.merge(run.weights, sum(num_samples)),
+        dict(zip(run.attributes.names, (value for _, value in changes), strict=False)),
+    )
+
+
+class PartCheck:
+    """Checks one part of one batch; every rank does it together.
+
+    Args:
+        module: The user's module.
+        step: Name of its step.
+        sizes: The part, and what it is cut into.
+        groups: Join the ranks.
+        units: Names and modules of the units.
+        tolerance: How far values may be apart, relatively.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        step: str,
+        sizes: TwoSizes,
+        groups: ControlGroups,
+        units: Mapping[str, nn.Module],
+        tolerance: float,
+    ) -> None:
+        self._module = module
+        self._step = step
+        self._sizes = sizes
+        self._groups = groups
+        self._units = units
+        self._tolerance = tolerance
+        parts = sizes.parts
+        starts = [sum(part.num_samples for part in parts[:index]) for index in range(len(parts))]
+        total = sum(part.num_samples for part in parts)
+        self._places = [(start / total, part.num_samples / total) for start, part in zip(starts, parts, strict=True)]
+
+    def run(self, observe: Observe) -> None:
+        """Raises :class:`SplitError` on every rank of every replica if the two differ on any.
+
+        Args:
+            observe: Runs the step.
+        """
+        draws = Draws()
+        whole = observe([self._sizes.whole], lambda index, stage: draws.on_whole(stage))
+        parts = observe(self._sizes.parts, lambda index, stage: draws.on_part(stage, *self._places[index]))
+        mine: list[Difference] = []
+        if whole is not None and parts is not None:
+            mine = find_differences(self._step, whole, parts, self._tolerance)
+        told = self._groups.gather_in_pipeline((draws.differ, mine))
+        differences = [difference for _, found in told for difference in found]
+        if any(differ for differ, _ in told):
+            tell_unchecked(self._step)
+            differences = []
+        of_replicas = self._groups.gather(differences)
+        if not any(of_replicas):
+            return
+        culprit = self._culprit(observe)
+        shown = differences or next(found for found in of_replicas if found)
+        sizes = [part.num_samples for part in self._sizes.parts]
+        text = text_about(shown[0], culprit, sizes, _line_of(self._module, self._step))
+        if any(difference.ends_run for found in of_replicas for difference in found):
+            raise SplitError(text)
+        others = ", ".join(difference.what for difference in shown[1:])
+        rank_zero_warn(text + (f" The same goes for: {others}." if others else ""))
+
+    def _culprit(self, observe: Observe) -> Culprit | None:
+        """Runs both again, watched; where samples were coupled first, by any stage of the pipeline."""
+        draws = Draws()
+        of_whole: dict[int, Seen] = {}
+        of_parts: list[dict[int, Seen]] = [{} for _ in self._sizes.parts]
+
+        def around(context: Any, seen: dict[int, Seen], stage: int | None, share: float) -> ExitStack:
+            stack = ExitStack()
+            stack.enter_context(context)
+            if stage is not None:
+                stack.enter_context(watched(seen.setdefault(stage, Seen()), self._units, share))
+            return stack
+
+        observe(
+            [self._sizes.whole],
+            lambda index, stage: around(draws.on_whole(stage), of_whole, stage, 1.0),
+        )
+        observe(
+            self._sizes.parts,
+            lambda index, stage: around(
+                draws.on_part(stage, *self._places[index]), of_parts[index], stage, self._places[index][1]
+            ),
+        )
+        weights = [share for _, share in self._places]
+        found: dict[int, Culprit] = {}
+        for stage, seen in of_whole.items():
+            others = [part[stage] for part in of_parts if stage in part]
+            culprit = first_culprit(seen, others, weights, self._tolerance) if len(others) == len(of_parts) else None
+            if culprit is not None:
+                found[stage] = culprit
+        everywhere: dict[int, Culprit] = {}
+        for one in self._groups.gather_in_pipeline(found):
+            everywhere.update(one)
+        return everywhere[min(everywhere)] if everywhere else None
+
+
+def _line_of(module: pl.LightningModule, step: str) -> str:
+    code = getattr(inspect.unwrap(getattr(type(module), step)), "__code__", None)
+    return step if code is None else f"{code.co_filename}:{code.co_firstlineno}"
