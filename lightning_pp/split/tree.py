@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import enum
 from collections import UserDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree
 
@@ -88,6 +89,74 @@ def leaves_of(tree: Any) -> list[Any]:
     found: list[Any] = []
     map_leaves(found.append, tree)
     return found
+
+
+def entries_of(tree: Any, place: str, _around: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Every leaf of ``tree`` with its place in Python's notation (``batch['labels']``, ``batch[1].mask``).
+
+    Goes into the attributes of objects too, which :func:`map_leaves` takes for leaves; an object that holds itself is
+    met once.
+
+    Args:
+        tree: What to walk.
+        place: The place of ``tree`` itself.
+    """
+    if id(tree) in _around:
+        return
+    children = _named_children(tree)
+    if children is None:
+        yield place, tree
+        return
+    for name, child in children:
+        yield from entries_of(child, place + name, (*_around, id(tree)))
+
+
+def _named_children(tree: Any) -> list[tuple[str, Any]] | None:
+    """What is directly in ``tree``, with what leads there; None for a leaf."""
+    if isinstance(tree, (Tensor, str, bytes, int, float, complex, type(None), type)):
+        return None
+    if isinstance(tree, PackedSequence) or hasattr(tree, "_fields"):
+        return [(f".{name}", getattr(tree, name)) for name in tree._fields]
+    if isinstance(tree, Mapping):
+        return [(f"[{key!r}]", value) for key, value in tree.items()]
+    if isinstance(tree, (list, tuple)):
+        return [(f"[{index}]", value) for index, value in enumerate(tree)]
+    if not _pytree.tree_is_leaf(tree):
+        return [(f"[{index}]", value) for index, value in enumerate(children_of(tree))]
+    if is_object(tree):
+        return [(f".{name}", value) for name, value in attributes_of(tree).items()]
+    return None
+
+
+def is_object(tree: Any) -> bool:
+    """Whether ``tree`` is an object of a class that Python code defines, with attributes to hold data in.
+
+    Functions, modules of networks, generators and whatever C code defines are none.
+    """
+    kind = type(tree)
+    return (
+        bool(kind.__flags__ & _HEAP_TYPE)
+        and not isinstance(tree, (Tensor, nn.Module, type, enum.Enum))
+        and not callable(tree)
+        and (hasattr(tree, "__dict__") or bool(_slots_of(kind)))
+    )
+
+
+def attributes_of(instance: Any) -> dict[str, Any]:
+    """The attributes that an object holds itself, in ``__dict__`` and in slots."""
+    held = {name: getattr(instance, name) for name in _slots_of(type(instance)) if hasattr(instance, name)}
+    return {**held, **getattr(instance, "__dict__", {})}
+
+
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the class was made by a class statement
+
+
+def _slots_of(kind: type) -> list[str]:
+    found: list[str] = []
+    for base in kind.__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        found += [slots] if isinstance(slots, str) else list(slots)
+    return [name for name in found if name not in ("__dict__", "__weakref__")]
 
 
 def tensors_of(tree: Any) -> list[Tensor]:

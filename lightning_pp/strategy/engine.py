@@ -33,8 +33,8 @@ from lightning_pp.strategy.compiled_backward import CompiledBackward
 from lightning_pp.strategy.connection import Connection
 from lightning_pp.strategy.control import ControlGroups
 from lightning_pp.strategy.cuts import CutOptions
-from lightning_pp.strategy.data import check_same_batch, fingerprint
 from lightning_pp.strategy.dry_steps import first_arguments, recorded_step
+from lightning_pp.strategy.fingerprints import Fingerprint, check_same_batch, fingerprint
 from lightning_pp.strategy.global_means import GlobalMeans
 from lightning_pp.strategy.gradient_norms import GradientNorms
 from lightning_pp.strategy.gradients import StageGradients
@@ -144,7 +144,8 @@ class PipelineEngine:
         self._seed = 0
         self._num_batches_run = {True: 0, False: 0}  # training, evaluation
         self.num_batches_trained = 0  # in this process
-        self._fingerprint: int | None = None
+        self._fingerprint: Fingerprint | None = None
+        self._num_batches_before = 0  # of all kinds, when this run of the trainer began
         self._failed = False
         self._attached = ExitStack()
         self.last_training_step: tuple[Schedule, StepTimer] | None = None
@@ -258,6 +259,7 @@ class PipelineEngine:
         """Takes over metrics and units for a run of the trainer; every rank has to call it."""
         self._trainer = trainer
         self._recover()
+        self._num_batches_before = sum(self._num_batches_run.values())
         self._attached.enter_context(self._update_hooks.attached(self.groups))
         norms = GradientNorms(self.module, self.split.placeholders, self.groups)
         self._attached.enter_context(norms.in_place_of_lightnings())
@@ -355,9 +357,11 @@ class PipelineEngine:
         return output
 
     def note_batch(self, batch: Any) -> None:
-        """Remembers the fingerprint of the batch that is about to be run."""
+        """Remembers the fingerprint of the batch that is about to be run: of all of it in a run's first batches."""
         if self.sizes.pipeline > 1:
-            self._fingerprint = fingerprint(batch)
+            number = sum(self._num_batches_run.values())
+            is_read_whole = number - self._num_batches_before < _BATCHES_CHECKED_BEFOREHAND
+            self._fingerprint = fingerprint(batch, self.mesh.get_rank(), None if is_read_whole else number)
 
     def _run(
         self,
@@ -472,8 +476,10 @@ class PipelineEngine:
 
     def _check_first_batches(self, batch_idx: int) -> None:
         """Before a run's first batches are cut: later ones are checked by the message that ends a batch anyway."""
-        if self._fingerprint is not None and batch_idx < _BATCHES_CHECKED_BEFOREHAND:
-            check_same_batch(self.groups.gather_in_pipeline(self._fingerprint), batch_idx)
+        mine = self._fingerprint
+        if mine is not None and batch_idx < _BATCHES_CHECKED_BEFOREHAND:
+            others = [each for each in self.groups.gather_in_pipeline(mine) if each.rank != mine.rank]
+            check_same_batch([mine, *others], batch_idx)
 
     def _recorded_step(
         self, step: str, microbatch: Microbatch, rest: Sequence[Any], kwargs: dict[str, Any] | None = None
