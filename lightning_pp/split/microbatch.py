@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_pp.errors import BatchError, ConfigurationError
-from lightning_pp.split.tree import children_of, leaves_of, map_children, map_leaves
+from lightning_pp.split.tree import children_of, leaves_of, map_children
 
 
 @dataclass(frozen=True)
@@ -86,11 +86,6 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Microbatch]:
         microbatches.append(Microbatch(data, stop - start, (stop - start) / num_samples))
         start = stop
     return microbatches
-
-
-def copy_of(data: Any) -> Any:
-    """``data`` with memory of its own for every tensor, for steps that write into their batch."""
-    return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, data)
 
 
 def _slice(tree: Any, num_samples: int, start: int, stop: int, has_sample_list: bool) -> Any:

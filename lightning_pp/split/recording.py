@@ -39,7 +39,7 @@ from lightning_pp.split.selective_policy import Policy
 from lightning_pp.split.source_lines import innermost_user_line, running_autograd_function, user_line
 from lightning_pp.split.sources import NOTHING, Parameter, Source, set_sources, storage_of
 from lightning_pp.split.stand_in_mode import NOT_FAKEABLE, NeedsDataError
-from lightning_pp.split.tree import leaves_of, map_leaves, tensors_of
+from lightning_pp.split.tree import leaves_of, map_leaves, own_containers, tensors_of
 from lightning_pp.split.unknown_numbers import UnknownNumber, differing
 
 
@@ -115,12 +115,14 @@ class DryRun:
         flow = self._flow = DataFlow(self._placeholders.mode, held, self._real_parameters, watch, self._policy)
         flow.watch_parameters(self._placeholders)
         reads = PythonReads(flow.is_missing, flow.read, flow.look, flow.note_gradient_hook, watch.in_one_piece)
-        with reads, flow, self._end_data:
-            if self._num_calls == 0:
-                self._make_up_the_end()
-            self._start_glue(-1)
-            yield
-        flow.restore()
+        try:
+            with reads, flow, self._end_data:
+                if self._num_calls == 0:
+                    self._make_up_the_end()
+                self._start_glue(-1)
+                yield
+        finally:
+            flow.restore()  # after a failure as well, for the step may be tried again
 
     def lines_of_value_reads(self) -> list[str]:
         """Where code outside units has looked at a weight-dependent value, in this attempt or the one before."""
@@ -142,6 +144,15 @@ class DryRun:
         if place is not None:
             found.escapes = dict.fromkeys(found.escapes, place)
         _add(found, self._end)
+
+    def own(self, batch: Any) -> Any:
+        """The batch for one run of the step, which may write into it; contents are put back afterwards."""
+        return own_containers(batch)
+
+    @property
+    def edits_batch(self) -> bool:
+        """Whether the step has written into memory that it did not make."""
+        return self._flow.edits_batch
 
     def ask_of_progress(self, is_as_now: Callable[[Any], bool]) -> None:
         """Records what the step asks of how far the training is: whether another progress answers it as now."""

@@ -11,12 +11,16 @@ import copy
 import dataclasses
 import enum
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from pathlib import PurePath
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree
+from torch.utils.data import Dataset
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -128,15 +132,101 @@ def _named_children(tree: Any) -> list[tuple[str, Any]] | None:
     return None
 
 
+def own_containers(tree: Any) -> Any:
+    """``tree`` in containers of its own, for one run of a step that may write into its batch.
+
+    Lists, dicts, dataclasses and objects with attributes are new and may be given other entries; an object whose class
+    says how it is copied (``__copy__``) is copied so, and one that cannot be copied stays itself. Tensors are other
+    objects over the same memory, so that what turns them in place (``x.unsqueeze_(0)``) stays with the run.
+    """
+    return _own(tree, _alias, {})
+
+
+def own_copy(tree: Any) -> Any:
+    """As :func:`own_containers`, with memory of its own for every tensor and array."""
+    return _own(tree, _clone, {})
+
+
+def _own(tree: Any, on_leaf: Callable[[Any], Any], known: dict[int, Any]) -> Any:
+    """What occurs twice in ``tree`` is one thing in what is returned, too."""
+    if id(tree) in known:
+        return known[id(tree)]
+
+    def of_child(child: Any) -> Any:
+        return _own(child, on_leaf, known)
+
+    own: Any
+    if isinstance(tree, Tensor):
+        own = on_leaf(tree)
+    elif isinstance(tree, MutableMapping) and not isinstance(tree, UserDict) and _pytree.tree_is_leaf(tree):
+        own = known[id(tree)] = copy.copy(tree)
+        for key, value in tree.items():
+            child = of_child(value)
+            if child is not value:
+                own[key] = child
+    elif not _is_container(tree):
+        own = _own_object(tree, of_child, known) if is_object(tree) else on_leaf(tree)
+    else:
+        own = map_children(of_child, tree)
+    known[id(tree)] = own
+    return own
+
+
+def _own_object(instance: Any, of_child: Callable[[Any], Any], known: dict[int, Any]) -> Any:
+    try:
+        own = copy.copy(instance)
+    except Exception:  # whatever a class raises that cannot be copied
+        return instance
+    known[id(instance)] = own
+    if not hasattr(type(instance), "__copy__"):
+        for name, value in attributes_of(own).items():
+            child = of_child(value)
+            if child is not value:
+                object.__setattr__(own, name, child)
+    return own
+
+
+def _is_container(tree: Any) -> bool:
+    return not _pytree.tree_is_leaf(tree) or _map_other_children(lambda child: child, tree) is not _NO_CONTAINER
+
+
+def _alias(leaf: Any) -> Any:
+    return leaf.detach() if type(leaf) is Tensor and not leaf.requires_grad else leaf
+
+
+def _clone(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else copy.copy(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+
+def places_written(before: Any, after: Any) -> list[str]:
+    """Entries of ``after``, which :func:`own_containers` made of ``before``, that are others, new or gone since."""
+    then, now = dict(entries_of(before, "batch")), dict(entries_of(after, "batch"))
+    return [
+        place
+        for place in dict.fromkeys((*then, *now))
+        if place not in then or place not in now or not _is_same(then[place], now[place])
+    ]
+
+
+def _is_same(before: Any, after: Any) -> bool:
+    if before is after:
+        return True
+    if type(before) is not Tensor or type(after) is not Tensor or before.layout is not after.layout:
+        return type(before) is type(after) and isinstance(before, (str, bytes, int, float)) and before == after
+    if before.layout is not torch.strided or before.is_nested:
+        return True  # an alias of another layout cannot be told from what is written there
+    return bool(before.data_ptr() == after.data_ptr() and before.shape == after.shape)
+
+
 def is_object(tree: Any) -> bool:
     """Whether ``tree`` is an object of a class that Python code defines, with attributes to hold data in.
 
-    Functions, modules of networks, generators and whatever C code defines are none.
+    Functions, modules of networks, datasets, paths and whatever C code defines are none.
     """
     kind = type(tree)
     return (
         bool(kind.__flags__ & _HEAP_TYPE)
-        and not isinstance(tree, (Tensor, nn.Module, type, enum.Enum))
+        and not isinstance(tree, (Tensor, nn.Module, Dataset, PurePath, type, enum.Enum))
         and not callable(tree)
         and (hasattr(tree, "__dict__") or bool(_slots_of(kind)))
     )

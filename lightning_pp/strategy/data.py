@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pp.errors import ConfigurationError
+from lightning_pp.split.tree import own_copy
 
 _STEP_OF_STAGE = {
     RunningStage.TRAINING: "training_step",
@@ -47,7 +48,8 @@ def first_batch(trainer: pl.Trainer) -> Any:
     with generators_untouched():
         loop = _loop_of(trainer)
         loader = _kept_loader(loop._data_source)
-        batch = _first_of(loader, is_training=trainer.state.fn == TrainerFn.FITTING)
+        # a copy: hooks write into batches, and a dataset or a stream may hand out the same one again
+        batch = own_copy(_first_of(loader, is_training=trainer.state.fn == TrainerFn.FITTING))
         module = trainer.lightning_module
         batch = trainer.precision_plugin.convert_input(batch)
         batch = module._on_before_batch_transfer(batch, dataloader_idx=0)

@@ -11,9 +11,11 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.precision import Precision
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_pp.split.dry_run import DryRun
+from lightning_pp.split.tree import places_written
 from lightning_pp.strategy.metrics import metrics_suspended
 from lightning_pp.strategy.progress import progress_watched, watched_batch_idx
 from lightning_pp.strategy.refusals import check_loss, loss_of
@@ -72,7 +74,8 @@ def recorded_step(
 ) -> Callable[[DryRun], Any]:
     """The user's step on one microbatch, for :func:`lightning_pp.split.dry_run`.
 
-    What it logs and gives to metrics is recorded as needed at the end; nothing is logged and no metric updated.
+    Every run gets the batch in containers of its own. What it logs and gives to metrics is recorded as needed at the
+    end; nothing is logged and no metric updated.
 
     Args:
         module: The user's module.
@@ -98,9 +101,31 @@ def recorded_step(
             stack.enter_context(metrics_suspended(module, metric_returns))
             stack.enter_context(progress_watched(module._trainer, dry.ask_of_progress))
             watched = [watched_batch_idx(value, dry.ask_of_progress) if type(value) is int else value for value in rest]
-            output = getattr(module, step)(batch, *watched, **(kwargs or {}))
+            own = dry.own(batch)
+            output = getattr(module, step)(own, *watched, **(kwargs or {}))
+            if isinstance(dry, DryRun):
+                _tell_what_hooks_see(module, step, places_written(batch, own), edits_contents=dry.edits_batch)
         if step == "training_step":
             check_loss(loss_of(output), module)  # here every rank sees it, in the step only the last stage
         return output
 
     return run
+
+
+def _tell_what_hooks_see(module: pl.LightningModule, step: str, places: Sequence[str], *, edits_contents: bool) -> None:
+    """Warns of hooks that are given a batch after a step that writes into it: what it writes stays in the step."""
+    hook = f"on_{step.replace('training', 'train').removesuffix('_step')}_batch_end"
+    trainer = module._trainer
+    owners: list[Any] = [module, *(trainer.callbacks if trainer is not None else [])]  # type: ignore[attr-defined]
+    looking = [
+        type(owner).__name__
+        for owner in owners
+        if getattr(type(owner), hook, None) not in (getattr(pl.LightningModule, hook), getattr(pl.Callback, hook))
+        and not type(owner).__module__.startswith(("lightning.", "lightning_pp."))
+    ]
+    if looking and (places or edits_contents):
+        rank_zero_warn(
+            f"{step} of {type(module).__name__} writes into its batch ({', '.join(places[:3]) or 'in place'}). In a "
+            f"pipeline every run of the step gets the batch as it was, and so does {hook} of {', '.join(looking)}, "
+            "which on one device would see what the step wrote. Return from the step what the hook needs."
+        )

@@ -25,6 +25,7 @@ from lightning_pp.schedule import Schedule, StageCosts
 from lightning_pp.split.dry_run import DryRun
 from lightning_pp.split.microbatch import Microbatch, batch_size_of, split_batch
 from lightning_pp.split.plan import StepPlan
+from lightning_pp.split.tree import own_containers, own_copy
 from lightning_pp.split.weight_updates import RepeatedUpdates
 from lightning_pp.strategy.assembly import SplitModel, assign_stages, record_model
 from lightning_pp.strategy.attributes import StepAttributes, kept_by_step
@@ -400,9 +401,11 @@ class PipelineEngine:
             self.split.placeholders, {name for plan in plans for name, others in plan.record.updates.items() if others}
         )
 
+        own = own_copy if any(plan.record.edits_batch for plan in plans) else own_containers
+
         def call_step(data: Any) -> Any:
             with updates.of_step() if updates else nullcontext():
-                return getattr(self.module, step)(data, *rest, **kwargs)
+                return getattr(self.module, step)(own(data), *rest, **kwargs)
 
         scale = loss_scale(self._precision, self.device) if training else 1.0
         means = self._means.of_batch(microbatches, plans, call_step, seeds, scale / accumulate)

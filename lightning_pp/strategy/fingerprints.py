@@ -200,7 +200,8 @@ def _weights() -> np.ndarray:
 def _folded(words: np.ndarray) -> np.ndarray:
     """A permutation of the words that moves the high bits down: multiplied, only they would reach few bits."""
     folded: np.ndarray = np.right_shift(words, np.uint64(32))
-    return np.bitwise_xor(folded, words, out=folded)
+    np.bitwise_xor(folded, words, out=folded)
+    return folded
 
 
 def _number_of_bytes(raw: np.ndarray) -> int:

@@ -15,8 +15,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from lightning_pp.errors import BatchError, ConfigurationError
 from lightning_pp.split import batch_size_of, split_batch
-from lightning_pp.split.microbatch import copy_of
-from lightning_pp.split.tree import leaves_of, tensors_of
+from lightning_pp.split.tree import leaves_of, own_copy, tensors_of
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -194,7 +193,7 @@ def test_bad_numbers() -> None:
 
 def test_copies_share_no_memory() -> None:
     batch = {"x": x(), "names": NAMES, "pair": Pair(x(), 3)}
-    copied = copy_of(batch)
+    copied = own_copy(batch)
     copied["x"].zero_()
     copied["pair"].x.zero_()
     assert torch.equal(batch["x"], x()) and torch.equal(batch["pair"].x, x())
