@@ -276,6 +276,22 @@ class RandomGlue:
     in_python: bool = False
 
 
+class CarriedState(NamedTuple):
+    """State that one step leaves on the module and the next one uses.
+
+    Attributes:
+        module: Name of the module.
+        attribute: Name of its attribute or buffer.
+        line: The user's line that uses it.
+        is_buffer: Whether it is a buffer.
+    """
+
+    module: str
+    attribute: str
+    line: str
+    is_buffer: bool
+
+
 @dataclass
 class StepRecord:
     """One step as seen by a dry run.
@@ -293,6 +309,7 @@ class StepRecord:
             another progress has the answer that this one had.
         value_reads_in_tail: Lines after the last call that read a weight-dependent value (``.item()``).
         mutated_attributes: ``(module name, attribute)`` that the step set or whose content it changed.
+        carried: State, of more than a number each, that goes from one step to the next.
         num_mean_losses: Calls, outside units, of functions that take the mean of a loss.
         step_edits_module: Whether anything on the module changes before the last of them.
         gradient_hooks: Hooks that the code outside units put on tensors (``register_hook``, ``retain_grad``).
@@ -312,6 +329,7 @@ class StepRecord:
     asked_of_progress: list[Callable[[Any], bool]] = field(default_factory=list)
     value_reads_in_tail: list[str] = field(default_factory=list)
     mutated_attributes: tuple[tuple[str, str], ...] = ()
+    carried: tuple[CarriedState, ...] = ()
     num_mean_losses: int = 0
     step_edits_module: bool = False
     gradient_hooks: list[GradientHook] = field(default_factory=list)

@@ -39,7 +39,7 @@ from lightning_pp.split.selective_policy import Policy
 from lightning_pp.split.source_lines import innermost_user_line, running_autograd_function, user_line
 from lightning_pp.split.sources import NOTHING, Parameter, Source, set_sources, storage_of
 from lightning_pp.split.stand_in_mode import NOT_FAKEABLE, NeedsDataError
-from lightning_pp.split.tree import leaves_of, map_leaves, own_containers, tensors_of
+from lightning_pp.split.tree import leaves_of, map_leaves, own_containers, own_copy, tensors_of
 from lightning_pp.split.unknown_numbers import UnknownNumber, differing
 
 
@@ -73,6 +73,7 @@ class DryRun:
         self._seed_glue = seed_glue
         self._policy = policy
         self._python_generators: Any = None
+        self._is_second = False
         # of the call that has run last: what it returned besides tensors that depends on values
         self._unknown: dict[int, tuple[Any, Any]] = {}
         self._python_glue: set[int] = set()
@@ -147,12 +148,24 @@ class DryRun:
 
     def own(self, batch: Any) -> Any:
         """The batch for one run of the step, which may write into it; contents are put back afterwards."""
-        return own_containers(batch)
+        with _disable_current_modes():
+            return own_copy(batch) if self._is_second else own_containers(batch)
 
     @property
     def edits_batch(self) -> bool:
         """Whether the step has written into memory that it did not make."""
         return self._flow.edits_batch
+
+    def hangs_on_batch(self, tensor: Tensor) -> bool:
+        """Whether the value of ``tensor`` was made of the batch, or of weights."""
+        return self._flow.hangs_on_batch(tensor)
+
+    def again(self, sources: Mapping[int, frozenset[Source]]) -> DryRun:
+        """A recording of one more run, in which memories that this one has left have ``sources``."""
+        run = DryRun(self._units, self._placeholders, seed_glue=self._seed_glue, policy=self._policy)
+        run._real_parameters = {**self._real_parameters, **sources}
+        run._is_second = True  # what is left may be the batch itself
+        return run
 
     def ask_of_progress(self, is_as_now: Callable[[Any], bool]) -> None:
         """Records what the step asks of how far the training is: whether another progress answers it as now."""
@@ -278,6 +291,11 @@ class DryRun:
         self.record.random_glue = RandomGlue(after, in_python=bool(self._python_glue))
         # what Python does with numbers of its own generators cannot be seen
         self.record.may_branch_at_random = bool(self._python_glue) or self._flow.branches_at_random
+
+    def merge_all(self) -> None:
+        """Has the record's end need all that was read since the last call, and what sinks were given."""
+        self.record.tail = self._flow.reads
+        self.merge_end()
 
     def merge_end(self) -> None:
         """Adds what sinks were given to what the end needs."""

@@ -48,7 +48,7 @@ from lightning_pp.strategy.plans import signature_of
 from lightning_pp.strategy.precision import loss_scale, step_dtypes
 from lightning_pp.strategy.profiling import tuned_programs
 from lightning_pp.strategy.progress import Progress
-from lightning_pp.strategy.refusals import loss_of
+from lightning_pp.strategy.refusals import loss_of, refuse_carried_state
 from lightning_pp.strategy.reports import Merged, report_batch
 from lightning_pp.strategy.results import BatchResults
 from lightning_pp.strategy.schedule_options import ScheduleOptions
@@ -202,6 +202,7 @@ class PipelineEngine:
                     compute_dtype=dtypes.compute,
                     activation_checkpointing=self._activation_checkpointing,
                 )
+                refuse_carried_state(self.module, step, recording.record, len(microbatches))
                 self._update_hooks = UpdateHooks(self.module, recording.placeholders, batch)
                 updates = self._update_hooks.updates if training else {}
                 if device_memory_gib is not None:
@@ -395,6 +396,8 @@ class PipelineEngine:
             )
             for microbatch, seed_glue in zip(microbatches, seeds, strict=True)
         ]
+        for plan in plans:
+            refuse_carried_state(self.module, step, plan.record, len(microbatches))
         logs = StepLogs()
         attributes = StepAttributes(self.module, self._kept_by(plans))
         updates = RepeatedUpdates(
