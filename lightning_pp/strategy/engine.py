@@ -23,12 +23,14 @@ from lightning_pp.runtime.randomness import StepRandomness
 from lightning_pp.runtime.timing import StepTimer
 from lightning_pp.schedule import Schedule, StageCosts
 from lightning_pp.split.dry_run import DryRun
-from lightning_pp.split.microbatch import Microbatch, batch_size_of, split_batch
+from lightning_pp.split.microbatch import Microbatch, SplitBatch
 from lightning_pp.split.plan import StepPlan
+from lightning_pp.split.row_references import lengths_noted
 from lightning_pp.split.tree import own_containers, own_copy
 from lightning_pp.split.weight_updates import RepeatedUpdates
 from lightning_pp.strategy.assembly import SplitModel, assign_stages, record_model
 from lightning_pp.strategy.attributes import StepAttributes, kept_by_step
+from lightning_pp.strategy.batch_cutter import BatchCutter
 from lightning_pp.strategy.checkpointing import ActivationCheckpointing
 from lightning_pp.strategy.compiled_backward import CompiledBackward
 from lightning_pp.strategy.connection import Connection
@@ -52,7 +54,7 @@ from lightning_pp.strategy.refusals import loss_of, refuse_carried_state
 from lightning_pp.strategy.reports import Merged, report_batch
 from lightning_pp.strategy.results import BatchResults
 from lightning_pp.strategy.schedule_options import ScheduleOptions
-from lightning_pp.strategy.sizes import Auto, ParallelSizes, resolve_num_microbatches
+from lightning_pp.strategy.sizes import Auto, ParallelSizes
 from lightning_pp.strategy.stage_sharding import ShardingSettings
 from lightning_pp.strategy.step_scopes import StepScopes
 from lightning_pp.strategy.tuning import LayoutRequest, choose_layout, decided_by_one
@@ -104,6 +106,7 @@ class PipelineEngine:
         timeout: How long a collective may wait.
         compile_options: Keyword arguments for ``torch.compile`` of each unit; None to leave units as they are.
         activation_checkpointing: The strategy's argument.
+        split: The strategy's ``split_batch``.
     """
 
     def __init__(
@@ -122,6 +125,7 @@ class PipelineEngine:
         timeout: timedelta | None,
         compile_options: Mapping[str, Any] | None = None,
         activation_checkpointing: ActivationCheckpointing = False,
+        split: SplitBatch | None = None,
     ) -> None:
         self.module = module
         self.mesh = mesh
@@ -134,7 +138,7 @@ class PipelineEngine:
         self._trainer = trainer
         self._precision = precision
         self._options = options
-        self._num_microbatches = options.num_microbatches(num_microbatches)
+        self._cutter = BatchCutter(options.num_microbatches(num_microbatches), sizes.pipeline, split)
         self._compile_options = compile_options
         self._activation_checkpointing = activation_checkpointing
         self._compiled_units: CompiledUnits | None = None
@@ -192,16 +196,17 @@ class PipelineEngine:
             self.module.eval()
         try:
             with beforehand as optimizer:
-                recording = record_model(
-                    self.module,
-                    device=self.device,
-                    step=self._recorded_step(step, microbatches[0], first_arguments(self.module, step)),
-                    with_gradients=training,
-                    patterns=patterns,
-                    num_stages=request.fewest_stages,
-                    compute_dtype=dtypes.compute,
-                    activation_checkpointing=self._activation_checkpointing,
-                )
+                with lengths_noted(batch, len(microbatches)):
+                    recording = record_model(
+                        self.module,
+                        device=self.device,
+                        step=self._recorded_step(step, microbatches[0], first_arguments(self.module, step)),
+                        with_gradients=training,
+                        patterns=patterns,
+                        num_stages=request.fewest_stages,
+                        compute_dtype=dtypes.compute,
+                        activation_checkpointing=self._activation_checkpointing,
+                    )
                 refuse_carried_state(self.module, step, recording.record, len(microbatches))
                 self._update_hooks = UpdateHooks(self.module, recording.placeholders, batch)
                 updates = self._update_hooks.updates if training else {}
@@ -477,8 +482,7 @@ class PipelineEngine:
         return kept_by_step(self.module, list(mutated), list(self.split.units)) if mutated else ()
 
     def _cut(self, batch: Any, *, for_training: bool) -> list[Microbatch]:
-        number = resolve_num_microbatches(self._num_microbatches, self.sizes.pipeline, batch_size_of(batch))
-        return split_batch(batch, number)
+        return self._cutter.cut(batch, for_training=for_training)
 
     def _check_first_batches(self, batch_idx: int) -> None:
         """Before a run's first batches are cut: later ones are checked by the message that ends a batch anyway."""
