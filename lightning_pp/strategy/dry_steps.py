@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_pp.split.dry_run import DryRun
 from lightning_pp.split.tree import places_written
+from lightning_pp.strategy.mesh_strategy import MeshStrategy
 from lightning_pp.strategy.metrics import metrics_suspended
 from lightning_pp.strategy.progress import progress_watched, watched_batch_idx
 from lightning_pp.strategy.refusals import check_loss, loss_of
@@ -52,6 +53,12 @@ def loggers_muted(trainer: pl.Trainer | None) -> Iterator[None]:
         yield
     finally:
         trainer.loggers = before
+
+
+def collectives_refused(module: pl.LightningModule, step: str) -> AbstractContextManager[None]:
+    """Within, the step may call none of the strategy's collectives that has others to wait for."""
+    strategy = None if module._trainer is None else module._trainer.strategy
+    return strategy.within_step(step) if isinstance(strategy, MeshStrategy) else nullcontext()
 
 
 def first_arguments(module: pl.LightningModule, step: str) -> list[Any]:
@@ -95,6 +102,7 @@ def recorded_step(
 
         with ExitStack() as stack:
             stack.enter_context(around())
+            stack.enter_context(collectives_refused(module, step))
             stack.enter_context(precision.forward_context())
             stack.enter_context(logging_to(module, dry.need_at_end))
             stack.enter_context(loggers_muted(module._trainer))
