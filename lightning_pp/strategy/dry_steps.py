@@ -14,8 +14,9 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_pp.errors import BatchError
 from lightning_pp.split.dry_run import DryRun
-from lightning_pp.split.tree import places_written
+from lightning_pp.split.tree import entries_of, places_written
 from lightning_pp.strategy.mesh_strategy import MeshStrategy
 from lightning_pp.strategy.metrics import metrics_suspended
 from lightning_pp.strategy.progress import progress_watched, watched_batch_idx
@@ -109,8 +110,9 @@ def recorded_step(
             stack.enter_context(metrics_suspended(module, metric_returns))
             stack.enter_context(progress_watched(module._trainer, dry.ask_of_progress))
             watched = [watched_batch_idx(value, dry.ask_of_progress) if type(value) is int else value for value in rest]
-            own = dry.own(batch)
+            own, shared = dry.own(batch), dict(entries_of(batch, "batch"))
             output = getattr(module, step)(own, *watched, **(kwargs or {}))
+            _refuse_shared_writes(step, shared, batch)
             if isinstance(dry, DryRun):
                 _tell_what_hooks_see(module, step, places_written(batch, own), edits_contents=dry.edits_batch)
         if step == "training_step":
@@ -118,6 +120,23 @@ def recorded_step(
         return output
 
     return run
+
+
+def _refuse_shared_writes(step: str, before: Mapping[str, Any], batch: Any) -> None:
+    """Raises :class:`BatchError` if ``batch``, of which the step had containers of its own, has other entries now."""
+    after, again = dict(entries_of(batch, "batch")), dict(entries_of(batch, "batch"))
+    written = [
+        place
+        for place in dict.fromkeys((*before, *after))
+        # some containers make what they are asked for, another each time
+        if before.get(place, after) is not after.get(place, before) and after.get(place) is again.get(place)
+    ]
+    if written:
+        raise BatchError(
+            f"{step} writes into {', '.join(written[:3])}, an attribute of an object that copy.copy cannot copy. A step "
+            "runs several times on a microbatch, on each stage, and each run must get the batch as it was. Give the "
+            "object's class a __copy__ method, or put its tensors into a dict or a dataclass."
+        )
 
 
 def _tell_what_hooks_see(module: pl.LightningModule, step: str, places: Sequence[str], *, edits_contents: bool) -> None:

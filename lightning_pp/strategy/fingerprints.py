@@ -137,6 +137,8 @@ def _number(leaf: Any, part: int, num_parts: int) -> Any:
         return zlib.crc32(leaf)
     if isinstance(leaf, (str, bool, int, float, complex, np.generic, type(None))):
         return zlib.crc32(f"{type(leaf).__name__} {leaf!r}".encode())
+    if isinstance(leaf, (set, frozenset)):
+        return zlib.crc32(repr(sorted(map(repr, leaf))).encode())
     return zlib.crc32(type(leaf).__qualname__.encode())
 
 

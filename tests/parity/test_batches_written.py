@@ -50,6 +50,8 @@ class Dicts(Data):
             return Record(x, y, {"deep": [x.clone(), x + 1]})
         if self.kind == "plain":
             return Plain(x, y)
+        if self.kind == "uncopyable":
+            return Uncopyable(x, y)
         if self.kind == "list":
             return [x, y]
         return {"x": x, "labels": y, "deep": {"list": [x.clone(), x + 1]}}
@@ -177,6 +179,22 @@ def test_trained_as_on_one_device(pool: WorkerPool, kind: type[Writes], layout: 
         assert_equal_trees(seen, before * 2)  # hooks see the batch as it was
         weights.update(part)
     assert_equal_trees(weights, expected)
+
+
+class Uncopyable(Plain):
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("it is bound to a device")
+
+
+class SetsAttributesOfSuch(SetsAttributes):
+    data = "uncopyable"
+
+
+def test_objects_that_cannot_be_copied_are_refused(pool: WorkerPool) -> None:
+    report = pool.run(train, SetsAttributesOfSuch, LAYOUTS[1], world_size=2, timeout=60, expect_failure=True)
+    for failure in report.failures:
+        assert failure is not None and failure.type == "BatchError", failure
+        assert "training_step writes into batch.x" in failure.message and "__copy__" in failure.message
 
 
 def sums_of_batches() -> list[Tensor]:

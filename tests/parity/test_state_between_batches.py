@@ -208,6 +208,23 @@ def test_several_microbatches_are_refused_with_name_and_line(pool: WorkerPool, k
         assert "validation_step" not in failure.message.partition("leaves")[0]
 
 
+class InValidation(Stateful):
+    """Only the steps of validation keep a state."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.hidden = None
+        loss = super().training_step(batch, batch_idx)
+        self.hidden = None
+        return loss
+
+
+def test_state_in_validation_is_refused_in_its_first_batch(pool: WorkerPool) -> None:
+    report = pool.run(train, InValidation, FOUR, world_size=2, timeout=60, expect_failure=True)
+    for failure in report.failures:
+        assert failure is not None and failure.type == "ConfigurationError", failure
+        assert "validation_step of Notes leaves a tensor in self.hidden" in failure.message
+
+
 @pytest.mark.parametrize("layout", [ONE, FOUR], ids=str)
 def test_a_buffer_that_a_step_replaces_is_refused(pool: WorkerPool, layout: Layout) -> None:
     report = pool.run(train, InABuffer, layout, world_size=2, timeout=60, expect_failure=True)

@@ -56,6 +56,13 @@ class StreamsOnce(CountsLoaders):
         return iter(list(DataLoader(Stream(), batch_size=4)))  # can be read once only
 
 
+class WritesInTransfer(StreamsOnce):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        batch[0].mul_(2.0)
+        batch.append(0)
+        return batch[:2] if len(batch) == 3 else [batch[0] * 0, batch[1]]
+
+
 def batches_seen(module: type[CountsLoaders], pipelined: bool) -> tuple[list[float], int]:
     torch.manual_seed(3)
     random.seed(3)
@@ -67,7 +74,7 @@ def batches_seen(module: type[CountsLoaders], pipelined: bool) -> tuple[list[flo
     return instance.seen, instance.num_loaders
 
 
-@pytest.mark.parametrize("module", [CountsLoaders, StreamsOnce])
+@pytest.mark.parametrize("module", [CountsLoaders, StreamsOnce, WritesInTransfer])
 def test_looking_at_a_batch_changes_nothing(pool: WorkerPool, module: type[CountsLoaders]) -> None:
     [(expected, num_loaders)] = pool.run(batches_seen, module, False, world_size=1)
     for seen, its_num_loaders in pool.run(batches_seen, module, True, world_size=2):

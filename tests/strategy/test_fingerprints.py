@@ -67,6 +67,7 @@ def test_equal_batches_have_equal_fingerprints(make: Any) -> None:
         ([1, 2], [1, 3]),
         ([1], [True]),
         ([2.5], [2.5000001]),
+        ({"a", "b"}, {"a", "c"}),
         (Pair(1, 2), Pair(2, 1)),
         (Plain(torch.ones(3)), Plain(torch.zeros(3))),
         (Plain(1, {"a": [1]}), Plain(1, {"a": [2]})),
