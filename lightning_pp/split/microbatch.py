@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_pp.errors import BatchError, ConfigurationError
-from lightning_pp.split.tree import children_of, entries_of, leaves_of, map_children
+from lightning_pp.split.tree import children_of, entries_of, is_object, leaves_of, map_children
 
 
 @dataclass(frozen=True)
@@ -150,8 +150,10 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Microbatch]:
     num_samples = batch_size_of(batch)
     if num_samples is None:
         if num_microbatches > 1 and batch is not None and not isinstance(batch, (bool, int, float, str)):
+            lengths = lengths_of(batch)
+            why = f"keeps its tensors in attributes ({described(lengths)})" if lengths else "holds no tensor to cut"
             raise BatchError(
-                f"A batch of type {type(batch).__name__} holds no tensor with a dimension 0, so it cannot be cut into "
+                f"A batch of type {type(batch).__name__} {why}, so it cannot be cut along dimension 0 into "
                 f"{num_microbatches} microbatches. Return tensors (in tuples, dicts or dataclasses) from the "
                 "dataloader, register the type with torch.utils._pytree, give the strategy a function that cuts it "
                 "(split_batch=), or set num_microbatches=1."
@@ -163,6 +165,7 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Microbatch]:
     if num_slices == 1:
         return [Microbatch(batch, num_samples, 1.0)]
     _refuse_uncuttable(batch, num_slices)
+    _refuse_objects_with_samples(batch, num_samples, num_slices)
     has_sample_list = num_listed_samples(batch) is not None
     smaller, larger = divmod(num_samples, num_slices)
     microbatches, start = [], 0
@@ -239,3 +242,17 @@ def _refuse_uncuttable(tree: Any, num_slices: int) -> None:
         )
     for child in children_of(tree):
         _refuse_uncuttable(child, num_slices)
+
+
+def _refuse_objects_with_samples(batch: Any, num_samples: int, num_slices: int) -> None:
+    """An object goes whole to every microbatch, which is wrong for one with a row per sample."""
+    for leaf in leaves_of(batch):
+        lengths = lengths_of(leaf) if is_object(leaf) else {}
+        if num_samples in lengths.values():
+            place = next(place for place, length in lengths.items() if length == num_samples)
+            raise BatchError(
+                f"The batch has {num_samples} samples, and so has the attribute {place.removeprefix('batch.')!r} of "
+                f"the {type(leaf).__name__} in it, an object that cannot be cut into {num_slices} microbatches. "
+                "Register the type with torch.utils._pytree, make it a dataclass, give the strategy a function that "
+                "cuts the batch (split_batch=), or set num_microbatches=1."
+            )

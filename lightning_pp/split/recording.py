@@ -162,7 +162,7 @@ class DryRun:
 
     def again(self, sources: Mapping[int, frozenset[Source]]) -> DryRun:
         """A recording of one more run, in which memories that this one has left have ``sources``."""
-        run = DryRun(self._units, self._placeholders, seed_glue=self._seed_glue, policy=self._policy)
+        run = DryRun(self._units, self._placeholders, self._num_calls, seed_glue=self._seed_glue, policy=self._policy)
         run._real_parameters = {**self._real_parameters, **sources}
         run._is_second = True  # what is left may be the batch itself
         return run

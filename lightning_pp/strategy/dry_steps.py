@@ -133,9 +133,9 @@ def _refuse_shared_writes(step: str, before: Mapping[str, Any], batch: Any) -> N
     ]
     if written:
         raise BatchError(
-            f"{step} writes into {', '.join(written[:3])}, an attribute of an object that copy.copy cannot copy. A step "
-            "runs several times on a microbatch, on each stage, and each run must get the batch as it was. Give the "
-            "object's class a __copy__ method, or put its tensors into a dict or a dataclass."
+            f"{step} writes into {', '.join(written[:3])}, an attribute of an object that copy.copy cannot copy. A "
+            "step runs several times on a microbatch, on each stage, and each run must get the batch as it was. Give "
+            "the object's class a __copy__ method, or put its tensors into a dict or a dataclass."
         )
 
 

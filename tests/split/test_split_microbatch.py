@@ -165,9 +165,18 @@ _pytree.register_pytree_node(Known, lambda known: ([known.x], None), lambda chil
 
 
 def test_unknown_types_are_refused_and_registered_ones_cut() -> None:
-    with pytest.raises(BatchError, match=r"batch of type Opaque holds no tensor .* 2 microbatches.*register the type"):
+    with pytest.raises(
+        BatchError,
+        match=r"of type Opaque keeps its tensors in attributes \(batch.x has 6 rows\), .* 2 microbatches.*register the",
+    ):
         split_batch(Opaque(x()), 2)
     assert split_batch(Opaque(x()), 1)[0].num_samples == 1
+    with pytest.raises(
+        BatchError, match=r"has 6 samples, and so has the attribute 'x' of the Opaque in it.*split_batch="
+    ):
+        split_batch({"object": Opaque(x()), "y": torch.arange(6)}, 2)
+    weights = Opaque(torch.ones(3))
+    assert split_batch((x(), weights), 2)[1].data[1] is weights
     assert [part.data.x.shape[0] for part in split_batch(Known(x()), 2)] == [3, 3]
 
 
