@@ -84,6 +84,7 @@ class PipelineStrategyConf:
     pipeline_parallel_size: int | str = "auto"
     data_parallel_size: int | str = "auto"
     num_microbatches: int | str = "auto"
+    split_batch: Any = None  # a function: {_target_: hydra.utils.get_method, path: my_package.my_module.split_graphs}
     schedule: str = "zb_h1"
     stages_per_rank: int | None = None
     costs: Any = None

@@ -13,12 +13,17 @@ from lightning_pp import _registration
 
 if TYPE_CHECKING:
     from lightning_pp.callbacks import PipelineMonitor
+    from lightning_pp.split import BatchPart
     from lightning_pp.strategy import PipelineParallelStrategy
 
 __version__ = "0.1.0"
-__all__ = ["PipelineMonitor", "PipelineParallelStrategy"]
+__all__ = ["BatchPart", "PipelineMonitor", "PipelineParallelStrategy"]
 
-_MODULE_OF = {"PipelineMonitor": "lightning_pp.callbacks", "PipelineParallelStrategy": "lightning_pp.strategy"}
+_MODULE_OF = {
+    "BatchPart": "lightning_pp.split",
+    "PipelineMonitor": "lightning_pp.callbacks",
+    "PipelineParallelStrategy": "lightning_pp.strategy",
+}
 
 
 def __getattr__(name: str) -> Any:

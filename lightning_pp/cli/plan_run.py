@@ -222,6 +222,7 @@ def split_options(strategy: PipelineParallelStrategy, device_type: str) -> Split
         strategy.sharding,
         strategy.sizes.data_parallel_shard,
         strategy._device_memory_gib,
+        split_batch=strategy._split_batch,
     )
 
 

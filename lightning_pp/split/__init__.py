@@ -12,13 +12,14 @@ This layer knows torch but not torch.distributed. In the order of use:
 from __future__ import annotations
 
 from lightning_pp.split.dry_run import dry_run
-from lightning_pp.split.microbatch import Microbatch, batch_size_of, split_batch
+from lightning_pp.split.microbatch import BatchPart, Microbatch, batch_size_of, split_batch
 from lightning_pp.split.partition import partition_units
 from lightning_pp.split.plan import StepPlan, build_plan
 from lightning_pp.split.record import StepRecord
 from lightning_pp.split.units import discover_units
 
 __all__ = [
+    "BatchPart",
     "Microbatch",
     "StepPlan",
     "StepRecord",

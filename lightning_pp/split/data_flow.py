@@ -141,6 +141,8 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._glue_memory: set[int | None] = set()
         # what the step has made of nothing that it was given: the same for all batches of the same shapes
         self._constants: set[int | None] = set()
+        # what hangs on neither the batch nor weights: constants, and what is made of the module's buffers
+        self._without_batch: set[int | None] = set(own_memory)
         self._contents_before: list[tuple[Tensor, Tensor]] = []
         self._parameters: dict[Tensor, str] = {}
         self._names_of_storages: dict[int | None, str] = {}
@@ -200,6 +202,10 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def is_missing(self, tensor: Tensor) -> bool:
         """Whether the value of ``tensor`` depends on weights, so that a stage may not have it."""
         return is_fake(tensor) or bool(self.sources_of(tensor))
+
+    def hangs_on_batch(self, tensor: Tensor) -> bool:
+        """Whether the value of ``tensor`` was made of the batch, or of weights."""
+        return self.is_missing(tensor) or storage_of(tensor) not in self._without_batch
 
     def sources_of(self, tensor: Tensor) -> frozenset[Source]:
         """Where the value of ``tensor`` comes from, with what was written into its memory."""
@@ -394,6 +400,10 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._constants |= made
         else:
             self._constants -= made
+        if func is _LIFT_FRESH or given <= self._without_batch:
+            self._without_batch |= made
+        else:
+            self._without_batch -= made
         self._own_memory |= new
         if self.call is None:
             self._glue_memory |= new

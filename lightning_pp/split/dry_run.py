@@ -9,18 +9,19 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_pp.errors import SplitError
+from lightning_pp.split.carried_state import Left, LeftTensors, buffers_outside, rebound
 from lightning_pp.split.conversion import convertible_fakes
 from lightning_pp.split.interception import UnitCalls
 from lightning_pp.split.module_state import preserved_random_state, preserved_state
 from lightning_pp.split.placeholders import Placeholders
-from lightning_pp.split.record import StepRecord
+from lightning_pp.split.record import CarriedState, StepRecord
 from lightning_pp.split.recording import DryRun
 from lightning_pp.split.reductions.recording import EarlierRun, ReductionRecorder
 from lightning_pp.split.selective_policy import Policy
@@ -115,6 +116,7 @@ def _attempt(
         stack.enter_context(preserved_random_state(placeholders.device))
         stack.enter_context(placeholders.all_fake(lambda fake, name: set_sources(fake, {Parameter(name)})))
         changes = stack.enter_context(preserved_state(module))
+        buffers = list(buffers_outside(module, units))
         stack.enter_context(torch.set_grad_enabled(with_gradients))
         stack.enter_context(uncompiled())
         stack.enter_context(convertible_fakes())
@@ -135,7 +137,37 @@ def _attempt(
                 run.need_at_end(value, f"the attribute {attribute!r} of {name or type(module).__name__}")
         run.merge_end()
         record.mutated_attributes = tuple((name, attribute) for name, attribute, _ in changed)
+
+        def left() -> list[Left]:
+            return [*(Left(*change) for change in changes()), *rebound(buffers, module)]
+
+        record.carried = _carried(run, step, module, units, left)
     return record
+
+
+def _carried(
+    first: DryRun,
+    step: Callable[[DryRun], Any],
+    module: nn.Module,
+    units: Mapping[str, nn.Module],
+    left: Callable[[], list[Left]],
+) -> tuple[CarriedState, ...]:
+    """What the ``first`` run has left on the module and a second one uses."""
+    tensors = LeftTensors(left(), first.hangs_on_batch)
+    if not tensors:
+        return ()
+    run = first.again(tensors.by_storage)
+    unit_calls = UnitCalls(units)
+    run.running_region, run.num_regions = unit_calls.running_region, unit_calls.num_regions
+    try:
+        # a step that fails here says what it has used so far
+        with suppress(Exception), run.recording(module), unit_calls.handled_by(run.on_call):
+            run.need_at_end(step(run))
+        run.need_at_end(tensors.made_anew(left()))
+        run.merge_all()
+        return tensors.used_by(run.record)
+    finally:
+        run.release()
 
 
 @contextmanager

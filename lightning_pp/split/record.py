@@ -279,6 +279,22 @@ class RandomGlue:
     in_python: bool = False
 
 
+class CarriedState(NamedTuple):
+    """State that one step leaves on the module and the next one uses.
+
+    Attributes:
+        module: Name of the module.
+        attribute: Name of its attribute or buffer.
+        line: The user's line that uses it.
+        is_buffer: Whether it is a buffer.
+    """
+
+    module: str
+    attribute: str
+    line: str
+    is_buffer: bool
+
+
 @dataclass
 class StepRecord:
     """One step as seen by a dry run.
@@ -298,6 +314,7 @@ class StepRecord:
         mutated_attributes: ``(module name, attribute)`` that the step set or whose content it changed.
         reductions: Calls, outside units, of functions that decide how values grow with the batch.
         has_dynamic_shapes: Whether values of the batch decide shapes outside units (``loss[mask]``).
+        carried: State, of more than a number each, that goes from one step to the next.
         gradient_hooks: Hooks that the code outside units put on tensors (``register_hook``, ``retain_grad``).
         edits_batch: Whether the step writes into memory that it was given, so that whoever runs it more than once
             must give it a copy each time.
@@ -317,6 +334,7 @@ class StepRecord:
     mutated_attributes: tuple[tuple[str, str], ...] = ()
     reductions: Sequence[Reduction] = ()
     has_dynamic_shapes: bool = False
+    carried: tuple[CarriedState, ...] = ()
     gradient_hooks: list[GradientHook] = field(default_factory=list)
     edits_batch: bool = False
     compute_dtype: torch.dtype | None = None

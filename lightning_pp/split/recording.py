@@ -39,7 +39,7 @@ from lightning_pp.split.selective_policy import Policy
 from lightning_pp.split.source_lines import innermost_user_line, running_autograd_function, user_line
 from lightning_pp.split.sources import NOTHING, Parameter, Source, set_sources, storage_of
 from lightning_pp.split.stand_in_mode import NOT_FAKEABLE, NeedsDataError
-from lightning_pp.split.tree import leaves_of, map_leaves, tensors_of
+from lightning_pp.split.tree import leaves_of, map_leaves, own_containers, own_copy, tensors_of
 from lightning_pp.split.unknown_numbers import UnknownNumber, differing
 
 
@@ -73,6 +73,7 @@ class DryRun:
         self._seed_glue = seed_glue
         self._policy = policy
         self._python_generators: Any = None
+        self._is_second = False
         # of the call that has run last: what it returned besides tensors that depends on values
         self._unknown: dict[int, tuple[Any, Any]] = {}
         self._python_glue: set[int] = set()
@@ -115,12 +116,14 @@ class DryRun:
         flow = self._flow = DataFlow(self._placeholders.mode, held, self._real_parameters, watch, self._policy)
         flow.watch_parameters(self._placeholders)
         reads = PythonReads(flow.is_missing, flow.read, flow.look, flow.note_gradient_hook, watch.in_one_piece)
-        with reads, flow, self._end_data:
-            if self._num_calls == 0:
-                self._make_up_the_end()
-            self._start_glue(-1)
-            yield
-        flow.restore()
+        try:
+            with reads, flow, self._end_data:
+                if self._num_calls == 0:
+                    self._make_up_the_end()
+                self._start_glue(-1)
+                yield
+        finally:
+            flow.restore()  # after a failure as well, for the step may be tried again
 
     def lines_of_value_reads(self) -> list[str]:
         """Where code outside units has looked at a weight-dependent value, in this attempt or the one before."""
@@ -146,6 +149,27 @@ class DryRun:
     def depends_on_weights(self, tensor: Tensor) -> bool:
         """Whether the value of ``tensor`` does, and not on the batch alone."""
         return self._flow.is_missing(tensor)
+
+    def own(self, batch: Any) -> Any:
+        """The batch for one run of the step, which may write into it; contents are put back afterwards."""
+        with _disable_current_modes():
+            return own_copy(batch) if self._is_second else own_containers(batch)
+
+    @property
+    def edits_batch(self) -> bool:
+        """Whether the step has written into memory that it did not make."""
+        return self._flow.edits_batch
+
+    def hangs_on_batch(self, tensor: Tensor) -> bool:
+        """Whether the value of ``tensor`` was made of the batch, or of weights."""
+        return self._flow.hangs_on_batch(tensor)
+
+    def again(self, sources: Mapping[int, frozenset[Source]]) -> DryRun:
+        """A recording of one more run, in which memories that this one has left have ``sources``."""
+        run = DryRun(self._units, self._placeholders, self._num_calls, seed_glue=self._seed_glue, policy=self._policy)
+        run._real_parameters = {**self._real_parameters, **sources}
+        run._is_second = True  # what is left may be the batch itself
+        return run
 
     def ask_of_progress(self, is_as_now: Callable[[Any], bool]) -> None:
         """Records what the step asks of how far the training is: whether another progress answers it as now."""
@@ -272,6 +296,11 @@ class DryRun:
         # what Python does with numbers of its own generators cannot be seen
         self.record.has_dynamic_shapes = any(not look.is_in_python for look in self._flow.looks)
         self.record.may_branch_at_random = bool(self._python_glue) or self._flow.branches_at_random
+
+    def merge_all(self) -> None:
+        """Has the record's end need all that was read since the last call, and what sinks were given."""
+        self.record.tail = self._flow.reads
+        self.merge_end()
 
     def merge_end(self) -> None:
         """Adds what sinks were given to what the end needs."""

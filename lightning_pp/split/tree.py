@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import enum
 from collections import UserDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from pathlib import PurePath
 from typing import Any
 
-from torch import Tensor
+import numpy as np
+import torch
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree
+from torch.utils.data import Dataset
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -88,6 +93,160 @@ def leaves_of(tree: Any) -> list[Any]:
     found: list[Any] = []
     map_leaves(found.append, tree)
     return found
+
+
+def entries_of(tree: Any, place: str, _around: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Every leaf of ``tree`` with its place in Python's notation (``batch['labels']``, ``batch[1].mask``).
+
+    Goes into the attributes of objects too, which :func:`map_leaves` takes for leaves; an object that holds itself is
+    met once.
+
+    Args:
+        tree: What to walk.
+        place: The place of ``tree`` itself.
+    """
+    if id(tree) in _around:
+        return
+    children = _named_children(tree)
+    if children is None:
+        yield place, tree
+        return
+    for name, child in children:
+        yield from entries_of(child, place + name, (*_around, id(tree)))
+
+
+def _named_children(tree: Any) -> list[tuple[str, Any]] | None:
+    """What is directly in ``tree``, with what leads there; None for a leaf."""
+    if isinstance(tree, (Tensor, str, bytes, int, float, complex, type(None), type)):
+        return None
+    if isinstance(tree, PackedSequence) or hasattr(tree, "_fields"):
+        return [(f".{name}", getattr(tree, name)) for name in tree._fields]
+    if isinstance(tree, Mapping):
+        return [(f"[{key!r}]", value) for key, value in tree.items()]
+    if isinstance(tree, (list, tuple)):
+        return [(f"[{index}]", value) for index, value in enumerate(tree)]
+    if not _pytree.tree_is_leaf(tree):
+        return [(f"[{index}]", value) for index, value in enumerate(children_of(tree))]
+    if is_object(tree):
+        return [(f".{name}", value) for name, value in attributes_of(tree).items()]
+    return None
+
+
+def own_containers(tree: Any) -> Any:
+    """``tree`` in containers of its own, for one run of a step that may write into its batch.
+
+    Lists, dicts, dataclasses and objects with attributes are new and may be given other entries; an object whose class
+    says how it is copied (``__copy__``) is copied so, and one that cannot be copied stays itself. Tensors are other
+    objects over the same memory, so that what turns them in place (``x.unsqueeze_(0)``) stays with the run.
+    """
+    return _own(tree, _alias, {})
+
+
+def own_copy(tree: Any) -> Any:
+    """As :func:`own_containers`, with memory of its own for every tensor and array."""
+    return _own(tree, _clone, {})
+
+
+def _own(tree: Any, on_leaf: Callable[[Any], Any], known: dict[int, Any]) -> Any:
+    """What occurs twice in ``tree`` is one thing in what is returned, too."""
+    if id(tree) in known:
+        return known[id(tree)]
+
+    def of_child(child: Any) -> Any:
+        return _own(child, on_leaf, known)
+
+    own: Any
+    if isinstance(tree, Tensor):
+        own = on_leaf(tree)
+    elif isinstance(tree, MutableMapping) and not isinstance(tree, UserDict) and _pytree.tree_is_leaf(tree):
+        own = known[id(tree)] = copy.copy(tree)
+        for key, value in tree.items():
+            child = of_child(value)
+            if child is not value:
+                own[key] = child
+    elif not _is_container(tree):
+        own = _own_object(tree, of_child, known) if is_object(tree) else on_leaf(tree)
+    else:
+        own = map_children(of_child, tree)
+    known[id(tree)] = own
+    return own
+
+
+def _own_object(instance: Any, of_child: Callable[[Any], Any], known: dict[int, Any]) -> Any:
+    try:
+        own = copy.copy(instance)
+    except Exception:  # whatever a class raises that cannot be copied
+        return instance
+    known[id(instance)] = own
+    if not hasattr(type(instance), "__copy__"):
+        for name, value in attributes_of(own).items():
+            child = of_child(value)
+            if child is not value:
+                object.__setattr__(own, name, child)
+    return own
+
+
+def _is_container(tree: Any) -> bool:
+    return not _pytree.tree_is_leaf(tree) or _map_other_children(lambda child: child, tree) is not _NO_CONTAINER
+
+
+def _alias(leaf: Any) -> Any:
+    return leaf.detach() if type(leaf) is Tensor and not leaf.requires_grad else leaf
+
+
+def _clone(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else copy.copy(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+
+def places_written(before: Any, after: Any) -> list[str]:
+    """Entries of ``after``, which :func:`own_containers` made of ``before``, that are others, new or gone since."""
+    then, now = dict(entries_of(before, "batch")), dict(entries_of(after, "batch"))
+    return [
+        place
+        for place in dict.fromkeys((*then, *now))
+        if place not in then or place not in now or not _is_same(then[place], now[place])
+    ]
+
+
+def _is_same(before: Any, after: Any) -> bool:
+    if before is after:
+        return True
+    if type(before) is not Tensor or type(after) is not Tensor or before.layout is not after.layout:
+        return type(before) is type(after) and isinstance(before, (str, bytes, int, float)) and before == after
+    if before.layout is not torch.strided or before.is_nested:
+        return True  # an alias of another layout cannot be told from what is written there
+    return bool(before.data_ptr() == after.data_ptr() and before.shape == after.shape)
+
+
+def is_object(tree: Any) -> bool:
+    """Whether ``tree`` is an object of a class that Python code defines, with attributes to hold data in.
+
+    Functions, modules of networks, datasets, paths and whatever C code defines are none.
+    """
+    kind = type(tree)
+    return (
+        bool(kind.__flags__ & _HEAP_TYPE)
+        and not isinstance(tree, (Tensor, nn.Module, Dataset, PurePath, type, enum.Enum))
+        and not callable(tree)
+        and (hasattr(tree, "__dict__") or bool(_slots_of(kind)))
+    )
+
+
+def attributes_of(instance: Any) -> dict[str, Any]:
+    """The attributes that an object holds itself, in ``__dict__`` and in slots."""
+    held = {name: getattr(instance, name) for name in _slots_of(type(instance)) if hasattr(instance, name)}
+    return {**held, **getattr(instance, "__dict__", {})}
+
+
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the class was made by a class statement
+
+
+def _slots_of(kind: type) -> list[str]:
+    found: list[str] = []
+    for base in kind.__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        found += [slots] if isinstance(slots, str) else list(slots)
+    return [name for name in found if name not in ("__dict__", "__weakref__")]
 
 
 def tensors_of(tree: Any) -> list[Tensor]:

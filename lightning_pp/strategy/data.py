@@ -1,9 +1,8 @@
-"""What the strategy needs of the data: a first batch to learn from, and the certainty that stages see the same ones."""
+"""What the strategy needs of the data: a first batch to learn from, and the same draws on all stages."""
 
 from __future__ import annotations
 
 import random
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,12 +16,11 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource, _request_dataloader
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_pp.errors import BatchError, ConfigurationError
-from lightning_pp.split.tree import leaves_of
+from lightning_pp.errors import ConfigurationError
+from lightning_pp.split.tree import own_copy
 
 _STEP_OF_STAGE = {
     RunningStage.TRAINING: "training_step",
@@ -50,7 +48,8 @@ def first_batch(trainer: pl.Trainer) -> Any:
     with generators_untouched():
         loop = _loop_of(trainer)
         loader = _kept_loader(loop._data_source)
-        batch = _first_of(loader, is_training=trainer.state.fn == TrainerFn.FITTING)
+        # a copy: hooks write into batches, and a dataset or a stream may hand out the same one again
+        batch = own_copy(_first_of(loader, is_training=trainer.state.fn == TrainerFn.FITTING))
         module = trainer.lightning_module
         batch = trainer.precision_plugin.convert_input(batch)
         batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
@@ -160,32 +159,3 @@ def seed_workers_by(loader: object, data_parallel_rank: int) -> None:
 
     if isinstance(loader, DataLoader) and loader.worker_init_fn is None and int(os.environ.get("PL_SEED_WORKERS", 0)):
         loader.worker_init_fn = partial(pl_worker_init_function, rank=data_parallel_rank)
-
-
-def fingerprint(batch: Any) -> int:
-    """A number that equal batches share and different ones hardly ever: shapes, and a few values of each tensor.
-
-    Reads at most 64 elements a tensor, so a batch on an accelerator is waited for, but hardly moved.
-    """
-    total = 0
-    for leaf in leaves_of(batch):
-        if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested:
-            flat = leaf.detach().reshape(-1)
-            step = max(1, flat.numel() // 64)
-            sample = flat[::step][:64].contiguous().cpu()
-            total = zlib.crc32(sample.view(torch.uint8).numpy().tobytes() if sample.numel() else b"", total)
-            total = zlib.crc32(repr(tuple(leaf.shape)).encode(), total)
-        elif isinstance(leaf, (str, int, float, bool)):
-            total = zlib.crc32(repr(leaf).encode(), total)
-    return total
-
-
-def check_same_batch(fingerprints: list[int], batch_idx: int) -> None:
-    """Raises :class:`BatchError` unless all ranks of a pipeline have the same fingerprint."""
-    if len(set(fingerprints)) > 1:
-        raise BatchError(
-            f"Batch {batch_idx} differs between the stages of one pipeline: {len(set(fingerprints))} different batches "
-            f"on {len(fingerprints)} ranks that were compared. Every rank of a pipeline must load the same batch. Seed "
-            "what the dataset, its transforms and its sampler draw (seed_everything(seed, workers=True)), and let "
-            "nothing in them depend on the rank."
-        )

@@ -23,22 +23,25 @@ from lightning_pp.runtime.randomness import StepRandomness
 from lightning_pp.runtime.timing import StepTimer
 from lightning_pp.schedule import Schedule, StageCosts
 from lightning_pp.split.dry_run import DryRun, uncompiled
-from lightning_pp.split.microbatch import Microbatch, batch_size_of, split_batch
+from lightning_pp.split.microbatch import Microbatch, SplitBatch, batch_size_of
 from lightning_pp.split.module_state import preserved_random_state, preserved_state
 from lightning_pp.split.plan import StepPlan
 from lightning_pp.split.record import StepRecord
 from lightning_pp.split.reductions.recording import EarlierRun
+from lightning_pp.split.row_references import lengths_noted
+from lightning_pp.split.tree import own_containers, own_copy
 from lightning_pp.split.weight_updates import RepeatedUpdates
 from lightning_pp.strategy.assembly import SplitModel, assign_stages, record_model
 from lightning_pp.strategy.attributes import StepAttributes, kept_by_step
+from lightning_pp.strategy.batch_cutter import BatchCutter
 from lightning_pp.strategy.batch_scaling import BatchScaling, ScaledBatch, two_sizes
 from lightning_pp.strategy.checkpointing import ActivationCheckpointing
 from lightning_pp.strategy.compiled_backward import CompiledBackward
 from lightning_pp.strategy.connection import Connection
 from lightning_pp.strategy.control import ControlGroups
 from lightning_pp.strategy.cuts import CutOptions
-from lightning_pp.strategy.data import check_same_batch, fingerprint
 from lightning_pp.strategy.dry_steps import first_arguments, loggers_muted, recorded_step
+from lightning_pp.strategy.fingerprints import Fingerprint, check_same_batch, fingerprint
 from lightning_pp.strategy.first_batches import (
     Around,
     CheckedBatches,
@@ -59,12 +62,12 @@ from lightning_pp.strategy.plans import signature_of
 from lightning_pp.strategy.precision import loss_scale, step_dtypes
 from lightning_pp.strategy.profiling import tuned_programs
 from lightning_pp.strategy.progress import Progress
-from lightning_pp.strategy.refusals import loss_of
+from lightning_pp.strategy.refusals import loss_of, refuse_carried_state
 from lightning_pp.strategy.reports import Merged, report_batch
 from lightning_pp.strategy.results import BatchResults
 from lightning_pp.strategy.schedule_options import ScheduleOptions
 from lightning_pp.strategy.situation import Situation
-from lightning_pp.strategy.sizes import Auto, ParallelSizes, resolve_num_microbatches
+from lightning_pp.strategy.sizes import Auto, ParallelSizes
 from lightning_pp.strategy.stage_sharding import ShardingSettings
 from lightning_pp.strategy.step_scopes import StepScopes
 from lightning_pp.strategy.tuning import LayoutRequest, choose_layout, decided_by_one
@@ -160,6 +163,7 @@ class PipelineEngine:
         compile_options: Keyword arguments for ``torch.compile`` of each unit; None to leave units as they are.
         activation_checkpointing: The strategy's argument.
         check_first_batches: The strategy's argument.
+        split: The strategy's ``split_batch``.
     """
 
     def __init__(
@@ -179,6 +183,7 @@ class PipelineEngine:
         compile_options: Mapping[str, Any] | None = None,
         activation_checkpointing: ActivationCheckpointing = False,
         check_first_batches: bool = True,
+        split: SplitBatch | None = None,
     ) -> None:
         self.module = module
         self.mesh = mesh
@@ -191,7 +196,7 @@ class PipelineEngine:
         self._trainer = trainer
         self._precision = precision
         self._options = options
-        self._num_microbatches = options.num_microbatches(num_microbatches)
+        self._cutter = BatchCutter(options.num_microbatches(num_microbatches), sizes.pipeline, split)
         self._compile_options = compile_options
         self._activation_checkpointing = activation_checkpointing
         self._compiled_units: CompiledUnits | None = None
@@ -202,7 +207,8 @@ class PipelineEngine:
         self._seed = 0
         self._num_batches_run = {True: 0, False: 0}  # training, evaluation
         self.num_batches_trained = 0  # in this process
-        self._fingerprint: int | None = None
+        self._fingerprint: Fingerprint | None = None
+        self._num_batches_before = 0  # of all kinds, when this run of the trainer began
         self._failed = False
         self._checked = CheckedBatches(check_first_batches)
         self._attached = ExitStack()
@@ -249,16 +255,18 @@ class PipelineEngine:
             self.module.eval()
         try:
             with beforehand as optimizer:
-                recording = record_model(
-                    self.module,
-                    device=self.device,
-                    step=self._recorded_step(step, microbatches[0], first_arguments(self.module, step)),
-                    with_gradients=training,
-                    patterns=patterns,
-                    num_stages=request.fewest_stages,
-                    compute_dtype=dtypes.compute,
-                    activation_checkpointing=self._activation_checkpointing,
-                )
+                with lengths_noted(batch, len(microbatches)):
+                    recording = record_model(
+                        self.module,
+                        device=self.device,
+                        step=self._recorded_step(step, microbatches[0], first_arguments(self.module, step)),
+                        with_gradients=training,
+                        patterns=patterns,
+                        num_stages=request.fewest_stages,
+                        compute_dtype=dtypes.compute,
+                        activation_checkpointing=self._activation_checkpointing,
+                    )
+                refuse_carried_state(self.module, step, recording.record, len(microbatches))
                 self._update_hooks = UpdateHooks(self.module, recording.placeholders, batch)
                 updates = self._update_hooks.updates if training else {}
                 if device_memory_gib is not None:
@@ -324,6 +332,7 @@ class PipelineEngine:
         self._trainer = trainer
         self._checked.start()
         self._recover()
+        self._num_batches_before = sum(self._num_batches_run.values())
         self._attached.enter_context(self._update_hooks.attached(self.groups))
         norms = GradientNorms(self.module, self.split.placeholders, self.groups)
         self._attached.enter_context(norms.in_place_of_lightnings())
@@ -421,9 +430,11 @@ class PipelineEngine:
         return output
 
     def note_batch(self, batch: Any) -> None:
-        """Remembers the fingerprint of the batch that is about to be run."""
+        """Remembers the fingerprint of the batch that is about to be run: of all of it in a run's first batches."""
         if self.sizes.pipeline > 1:
-            self._fingerprint = fingerprint(batch)
+            number = sum(self._num_batches_run.values())
+            is_read_whole = number - self._num_batches_before < _BATCHES_CHECKED_BEFOREHAND
+            self._fingerprint = fingerprint(batch, self.mesh.get_rank(), None if is_read_whole else number)
 
     def _run(
         self,
@@ -481,17 +492,21 @@ class PipelineEngine:
             self._plan(call, microbatch, seed_glue, situation)
             for microbatch, seed_glue in zip(microbatches, seeds, strict=True)
         ]
+        for plan in plans:
+            refuse_carried_state(self.module, call.step, plan.record, len(microbatches))
         attributes = StepAttributes(self.module, self._kept_by(plans))
         updates = RepeatedUpdates(
             self.split.placeholders, {name for plan in plans for name, others in plan.record.updates.items() if others}
         )
+
+        own = own_copy if any(plan.record.edits_batch for plan in plans) else own_containers
 
         def call_step(index: int, stage: int | None) -> Any:
             with (
                 updates.of_step() if updates else nullcontext(),
                 nullcontext() if around is None else around(index, stage),
             ):
-                return getattr(self.module, call.step)(microbatches[index].data, *call.rest, **call.kwargs)
+                return getattr(self.module, call.step)(own(microbatches[index].data), *call.rest, **call.kwargs)
 
         def rehearse(index: int) -> Any:
             with self._precision.forward_context():
@@ -512,7 +527,7 @@ class PipelineEngine:
             rehearse,
             seeds,
             factor,
-            sizes=lambda: two_sizes(microbatches, batch, self._cut_into),
+            sizes=lambda: two_sizes(microbatches, batch, self._cutter.cut_into),
             record_at=record_at,
             among_replicas=around is None,
             follows_estimates=follows_estimates,
@@ -586,7 +601,7 @@ class PipelineEngine:
             return
         if call.training:
             tell_of_batch_norm(self.module, microbatches[0].num_samples, batch_size_of(batch) or len(microbatches))
-        sizes = two_sizes(microbatches, batch, self._cut_into)
+        sizes = two_sizes(microbatches, batch, self._cutter.cut_into)
         if all(self.groups.gather(sizes is not None)) and sizes is not None:
             dtypes = [parameter.dtype for parameter in self._parameters if parameter.is_floating_point()]
             compute = step_dtypes(self._precision).compute
@@ -658,16 +673,14 @@ class PipelineEngine:
         return kept_by_step(self.module, list(mutated), list(self.split.units)) if mutated else ()
 
     def _cut(self, batch: Any, *, for_training: bool) -> list[Microbatch]:
-        number = resolve_num_microbatches(self._num_microbatches, self.sizes.pipeline, batch_size_of(batch))
-        return list(self._cut_into(batch, number))
-
-    def _cut_into(self, batch: Any, number: int) -> Sequence[Microbatch]:
-        return split_batch(batch, number)
+        return self._cutter.cut(batch, for_training=for_training)
 
     def _check_first_batches(self, batch_idx: int) -> None:
         """Before a run's first batches are cut: later ones are checked by the message that ends a batch anyway."""
-        if self._fingerprint is not None and batch_idx < _BATCHES_CHECKED_BEFOREHAND:
-            check_same_batch(self.groups.gather_in_pipeline(self._fingerprint), batch_idx)
+        mine = self._fingerprint
+        if mine is not None and batch_idx < _BATCHES_CHECKED_BEFOREHAND:
+            others = [each for each in self.groups.gather_in_pipeline(mine) if each.rank != mine.rank]
+            check_same_batch([mine, *others], batch_idx)
 
     def _recorded_step(
         self, step: str, microbatch: Microbatch, rest: Sequence[Any], kwargs: dict[str, Any] | None = None

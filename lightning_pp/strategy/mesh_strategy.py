@@ -25,6 +25,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_pp.errors import ConfigurationError
+from lightning_pp.strategy.callers import line_of_user, user_reading_world_size
+from lightning_pp.strategy.gathering import gathered
 from lightning_pp.strategy.meshes import make_meshes
 from lightning_pp.strategy.sizes import Auto, ParallelSizes
 
@@ -32,7 +34,9 @@ from lightning_pp.strategy.sizes import Auto, ParallelSizes
 class MeshStrategy(ParallelStrategy):
     """A strategy whose processes form a mesh of ``pipeline`` x ``data_parallel`` (:class:`ParallelSizes`).
 
-    Lightning's collectives go over the replicas: within a pipeline all ranks hold the same logged values already.
+    :meth:`reduce` and :meth:`all_gather` go over the replicas, whoever asks: within a pipeline all ranks hold the same
+    logged values already. :meth:`reduce_boolean_decision`, :meth:`barrier` and :meth:`broadcast` go over all ranks,
+    since Lightning saves, stops and names files by them.
 
     Args:
         pipeline_parallel_size: Ranks along the pipeline, or ``"auto"``.
@@ -65,6 +69,8 @@ class MeshStrategy(ParallelStrategy):
         self._sizes: ParallelSizes | None = None
         self._device_mesh: DeviceMesh | None = None
         self._data_parallel_mesh: DeviceMesh | None = None
+        self._running_step: str | None = None
+        self._lines_told: set[str] = set()
 
     # ---------------------------------------------------------------- processes
 
@@ -78,6 +84,31 @@ class MeshStrategy(ParallelStrategy):
     def num_processes(self) -> int:
         """Processes on this node."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of the job: stages times replicas."""
+        return super().world_size
+
+    @property
+    def world_size(self) -> int:
+        """:attr:`num_ranks`; the number of replicas for user code that reads ``trainer.world_size``.
+
+        That code scales a learning rate or shards data, and on as many devices without a pipeline all would see data of
+        their own. It is told so once for each line.
+        """
+        line = user_reading_world_size()
+        if line is None or self.sizes.pipeline == 1:
+            return self.num_ranks
+        size = self.sizes.data_parallel
+        if line not in self._lines_told:
+            self._lines_told.add(line)
+            rank_zero.rank_zero_warn(
+                f"trainer.world_size is {size} at {line}: the number of replicas, by which data and learning rates go, "
+                f"not the {self.num_ranks} processes, of which each {self.sizes.pipeline} work on one batch. Write "
+                "trainer.strategy.data_parallel_size for the one, trainer.strategy.num_ranks for the other."
+            )
+        return size
 
     @property
     def is_distributed(self) -> bool:
@@ -127,7 +158,7 @@ class MeshStrategy(ParallelStrategy):
         # ranks of the world, for each channel of each pipeline; and the ranks outside of a gloo group would wait for a
         # split that its members do not make.
         _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout)
-        self._sizes = self._resolve_sizes(self.world_size)
+        self._sizes = self._resolve_sizes(self.num_ranks)
         if self._device_mesh is None:
             self._device_mesh, self._data_parallel_mesh = make_meshes(self.root_device.type, self.sizes)
         self.lightning_module._device_mesh = self._device_mesh
@@ -135,6 +166,7 @@ class MeshStrategy(ParallelStrategy):
     def barrier(self, name: str | None = None) -> None:
         """Waits for all ranks; after an exception it does not, since the others may never come."""
         if _distributed_is_initialized() and not self._is_interrupted:
+            self._check_outside_step("barrier", self.num_ranks)
             on_gpu = "nccl" in dist.get_backend()
             dist.barrier(device_ids=[self.root_device.index] if on_gpu else None)
 
@@ -142,6 +174,7 @@ class MeshStrategy(ParallelStrategy):
         """Rank ``src``'s object on every rank."""
         if not _distributed_is_initialized():
             return obj
+        self._check_outside_step("broadcast", self.num_ranks)
         objects = [obj]
         dist.broadcast_object_list(objects, src)
         return objects[0]
@@ -186,8 +219,13 @@ class MeshStrategy(ParallelStrategy):
         return self.global_rank // self.sizes.data_parallel
 
     @property
+    def data_parallel_size(self) -> int:
+        """Replicas of the pipeline: how many see data of their own, which is what learning rates are scaled by."""
+        return self.sizes.data_parallel
+
+    @property
     def data_parallel_rank(self) -> int:
-        """This rank's replica."""
+        """This rank's replica, from 0: which part of the data it reads, the same on all ranks of a pipeline."""
         return self.global_rank % self.sizes.data_parallel
 
     @property
@@ -195,36 +233,85 @@ class MeshStrategy(ParallelStrategy):
         """Samplers go by replica: all stages of one see the same samples."""
         return {"num_replicas": self.sizes.data_parallel, "rank": self.data_parallel_rank}
 
-    # ---------------------------------------------------------------- collectives that Lightning asks for
+    # ---------------------------------------------------------------- collectives that Lightning and users ask for
 
     def reduce(
         self, tensor: Tensor | Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
     ) -> Tensor:
-        """Reduces over the replicas; within a pipeline all ranks hold the same values already."""
+        """Reduces over the replicas: the ranks that hold the same stages, and see other data.
+
+        Within a pipeline all ranks hold the same logged values already, so a sum over all ranks would count each
+        replica once for each of its ranks.
+
+        Args:
+            tensor: A tensor of any shape; anything else is returned as it is.
+            group: None and the group of all ranks: the replicas. Another group is used as it is.
+            reduce_op: ``"mean"``, ``"sum"`` or a ``ReduceOp``.
+
+        Raises:
+            ConfigurationError: Called in a step, with several replicas.
+        """
         if isinstance(tensor, Tensor):
-            if group is None:
+            if _is_of_all_ranks(group):
                 if self.sizes.data_parallel == 1:
                     return tensor
+                self._check_outside_step("reduce", self.sizes.data_parallel)
                 group = self.data_parallel_mesh.get_group()
             tensor = _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
         reduced: Tensor = tensor
         return reduced
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Gathers from the replicas: shape ``(data_parallel_size, *tensor.shape)``."""
-        if group is None and _distributed_is_initialized():
+        """Gathers from the replicas, as ``LightningModule.all_gather`` does from all ranks elsewhere.
+
+        Args:
+            tensor: Of one shape on all replicas.
+            group: None and the group of all ranks: the replicas. Another group is used as it is.
+            sync_grads: Whether gradients flow back to where the tensors came from.
+
+        Returns:
+            Shape ``(data_parallel_size, *tensor.shape)``; with one replica ``tensor``, as on one device.
+
+        Raises:
+            ConfigurationError: Called in a step, with several replicas.
+        """
+        if _is_of_all_ranks(group):
             if self.sizes.data_parallel == 1:
-                return tensor.unsqueeze(0) if self.world_size > 1 else tensor
-            group = self.data_parallel_mesh.get_group()
+                return tensor
+            self._check_outside_step("all_gather", self.sizes.data_parallel)
+            return gathered(tensor, self.data_parallel_mesh.get_group(), sync_grads=sync_grads)
         return super().all_gather(tensor, group=group, sync_grads=sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Over all ranks: any of them may have been told to stop."""
-        if self.world_size == 1:
+        if self.num_ranks == 1:
             return decision
+        self._check_outside_step("reduce_boolean_decision", self.num_ranks)
         votes = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(votes)
-        return int(votes) == self.world_size if all else int(votes) > 0
+        return int(votes) == self.num_ranks if all else int(votes) > 0
+
+    @contextmanager
+    def within_step(self, step: str) -> Iterator[None]:
+        """Around the user's step: collectives are refused, since each stage runs a part of it for each microbatch.
+
+        Args:
+            step: Its name.
+        """
+        before, self._running_step = self._running_step, step
+        try:
+            yield
+        finally:
+            self._running_step = before
+
+    def _check_outside_step(self, collective: str, num_ranks: int) -> None:
+        if self._running_step is not None and num_ranks > 1:
+            raise ConfigurationError(
+                f"{self._running_step} calls strategy.{collective} among {num_ranks} ranks, at {line_of_user()}. In a "
+                "pipeline a step runs once for each microbatch, and on each stage only up to the stage's last unit, so "
+                "ranks would wait for others that never come. Use self.log, which averages over replicas, or call it "
+                "in a hook (on_train_batch_end), where every rank has what the step returned."
+            )
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -236,3 +323,8 @@ class MeshStrategy(ParallelStrategy):
     def _is_interrupted(self) -> bool:
         module = self.lightning_module
         return module is not None and module._trainer is not None and module.trainer.interrupted
+
+
+def _is_of_all_ranks(group: Any) -> bool:
+    """Whether nobody has chosen a group: ``LightningModule.all_gather`` passes that of all ranks."""
+    return group is None or (_distributed_is_initialized() and group is dist.group.WORLD)

@@ -17,10 +17,11 @@ from torch.optim import Optimizer
 
 from lightning_pp.schedule import Placement
 from lightning_pp.split.dry_run import DryRun
-from lightning_pp.split.microbatch import batch_size_of, split_batch
+from lightning_pp.split.microbatch import SplitBatch, batch_size_of
 from lightning_pp.split.state_memory import StepDtypes
 from lightning_pp.split.without_memory import parameters_without_memory
 from lightning_pp.strategy.assembly import RecordedModel, SplitModel, assign_stages, record_model
+from lightning_pp.strategy.batch_cutter import BatchCutter
 from lightning_pp.strategy.checkpointing import ActivationCheckpointing
 from lightning_pp.strategy.cuts import CutOptions
 from lightning_pp.strategy.data import first_batch
@@ -31,7 +32,7 @@ from lightning_pp.strategy.optimizers import set_up_one_optimizer
 from lightning_pp.strategy.precision import step_dtypes
 from lightning_pp.strategy.refusals import refuse_unsupported
 from lightning_pp.strategy.schedule_options import ScheduleOptions
-from lightning_pp.strategy.sizes import Auto, resolve_num_microbatches
+from lightning_pp.strategy.sizes import Auto
 from lightning_pp.strategy.stage_sharding import ShardingSettings
 from lightning_pp.strategy.tuning import LayoutRequest, choose_cuts, choose_layout
 
@@ -54,6 +55,7 @@ class SplitOptions:
         sharding: Inside stages.
         num_shards: Ranks that share the parameters of a stage.
         device_memory_gib: What a rank may hold altogether; None for no limit.
+        split_batch: Cuts a batch; None: along dimension 0.
     """
 
     num_ranks: int
@@ -66,6 +68,7 @@ class SplitOptions:
     sharding: ShardingSettings = field(default_factory=ShardingSettings)
     num_shards: int = 1
     device_memory_gib: float | None = None
+    split_batch: SplitBatch | None = None
 
 
 @dataclass(frozen=True)
@@ -112,8 +115,8 @@ class ModelCutter:
         self.options = options
         self.optimizer = optimizer
         self.batch_size = batch_size_of(batch)
-        number = resolve_num_microbatches(options.num_microbatches, options.num_ranks, self.batch_size)
-        microbatches = split_batch(batch, number)
+        cutter = BatchCutter(options.num_microbatches, options.num_ranks, options.split_batch)
+        microbatches = cutter.cut(batch, for_training=True)
         self.num_microbatches = len(microbatches)
         self.microbatch = microbatches[0]
         self._step = step(self.microbatch.data)

@@ -18,7 +18,7 @@ from lightning_pp.split.record import StepRecord
 from lightning_pp.split.reductions.places import Place
 from lightning_pp.split.reductions.recording import EarlierRun, Reduction, ReductionRecorder
 from lightning_pp.split.rehearsal import rehearse
-from lightning_pp.split.tree import leaves_of
+from lightning_pp.split.tree import entries_of, is_object, leaves_of, own_containers, own_copy
 from lightning_pp.strategy.situation import NO_SITUATION, SETTLED_AFTER, Situation, Surroundings
 
 _TEXT = "text"
@@ -41,12 +41,21 @@ def signature_of(tree: Any) -> Hashable:
         return _TEXT  # differs from sample to sample
     leaves = leaves_of(tree)
     if len(leaves) == 1 and leaves[0] is tree:
-        return type(tree).__qualname__
+        if not is_object(tree):
+            return type(tree).__qualname__
+        return (type(tree).__qualname__, *((place, signature_of(leaf)) for place, leaf in entries_of(tree, "")))
     return (type(tree), *map(signature_of, leaves))
 
 
 class _NobodyListens:
-    """Takes the place of a dry run where the step is only rehearsed."""
+    """Takes the place of a dry run where the step is only rehearsed.
+
+    Args:
+        own: Gives a batch of its own to the run.
+    """
+
+    def __init__(self, own: Callable[[Any], Any]) -> None:
+        self.own = own
 
     def need_at_end(self, value: Any, place: str | None = None) -> None:
         """What a sink is given."""
@@ -220,14 +229,15 @@ class PlanBook:
                     )
 
     def _goes_so(self, plan: StepPlan, step: Callable[[DryRun], Any], seed_glue: Callable[[int], None]) -> bool:
-        if plan.record.edits_batch or plan.record.updates:  # a rehearsal would leave the batch, or parameters, edited
+        if plan.record.updates:  # a rehearsal would leave parameters edited
             return True
+        listener = cast(DryRun, _NobodyListens(own_copy if plan.record.edits_batch else own_containers))
         recorder = ReductionRecorder(is_fake)
         with recorder:
             matches, failure = rehearse(
                 plan.record,
                 self._units,
-                lambda: step(cast(DryRun, _NobodyListens())),
+                lambda: step(listener),
                 self._module,
                 self._placeholders.device,
                 seed_glue,

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 
 from lightning_pp.errors import ConfigurationError
+from lightning_pp.split.record import StepRecord
 from lightning_pp.strategy.precision import refuse_precision
 
 
@@ -48,6 +49,26 @@ def refuse_unsupported(
             "EMAWeightAveraging, with a learning rate schedule of your own."
         )
     refuse_precision(precision, device)
+
+
+def refuse_carried_state(module: pl.LightningModule, step: str, record: StepRecord, num_microbatches: int) -> None:
+    """Raises :class:`ConfigurationError` for state that goes from batch to batch and cannot be cut with the batch."""
+    for carried in record.carried:
+        owner = type(module.get_submodule(carried.module)).__name__
+        name = ".".join(part for part in ("self", carried.module, carried.attribute) if part)
+        if carried.is_buffer:
+            raise ConfigurationError(
+                f"{step} of {type(module).__name__} replaces the buffer {carried.attribute!r} of {owner}, and the next "
+                f"step uses it, at {carried.line}. Only one stage would know the new tensor. Keep it in a plain "
+                f"attribute ({name} = ... without register_buffer), and set num_microbatches=1."
+            )
+        if num_microbatches > 1:
+            raise ConfigurationError(
+                f"{step} of {type(module).__name__} leaves a tensor in {name}, and the next step uses it, at "
+                f"{carried.line}. A batch is cut into {num_microbatches} microbatches, each of which would start from "
+                "what the whole batch before it has left, not from its own rows. Set num_microbatches=1, which "
+                "carries such state from batch to batch as one device does, or start each step from a new state."
+            )
 
 
 def loss_of(output: Any) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_pp.strategy.fingerprints import Fingerprint
 from lightning_pp.strategy.host_copies import HostCopies
 from lightning_pp.strategy.log_calls import LogCall
 from lightning_pp.strategy.logs import StepLogs
@@ -35,7 +36,7 @@ class BatchReport:
     calls: Sequence[LogCall]
     num_samples: int
     merged: Any
-    fingerprint: int | None
+    fingerprint: Fingerprint | None
 
 
 class ComingReport:
@@ -84,7 +85,7 @@ def report_batch(
     *,
     weights: Sequence[float],
     num_samples: int,
-    fingerprint: int | None,
+    fingerprint: Fingerprint | None,
     device: torch.device,
 ) -> ComingReport:
     """Has the last stage report a batch; every rank of the pipeline calls this once a batch, and none waits.

@@ -22,7 +22,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 
-from lightning_pp.strategy.data import check_same_batch
+from lightning_pp.strategy.fingerprints import Fingerprint, check_same_batch
 from lightning_pp.strategy.logs import replay
 from lightning_pp.strategy.messages import Message
 from lightning_pp.strategy.reports import BatchReport
@@ -35,7 +35,7 @@ MOST_PENDING = 1
 class _Batch:
     message: Message
     index: int
-    fingerprint: int | None
+    fingerprint: Fingerprint | None
     is_first: bool | None
     current_fx: str | None
 
@@ -97,7 +97,7 @@ class BatchResults:
         while len(self._pending) > MOST_PENDING:
             self._take()
 
-    def add(self, message: Message, index: int, fingerprint: int | None) -> None:
+    def add(self, message: Message, index: int, fingerprint: Fingerprint | None) -> None:
         """Notes a batch that this rank is done with; ``message`` says what it came to."""
         assert self._trainer is not None
         connector = self._trainer._logger_connector

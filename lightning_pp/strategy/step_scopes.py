@@ -13,6 +13,7 @@ from lightning_pp.schedule import Placement
 from lightning_pp.split.reductions.scaling import ScaledStep
 from lightning_pp.strategy.attributes import StepAttributes
 from lightning_pp.strategy.batch_scaling import ScaledBatch
+from lightning_pp.strategy.dry_steps import collectives_refused
 from lightning_pp.strategy.logs import StepLogs
 from lightning_pp.strategy.metrics import PipelineMetrics
 
@@ -61,7 +62,11 @@ class StepScopes:
     @contextmanager
     def of_batch(self) -> Iterator[None]:
         """Around all steps of the batch."""
-        with self._logs.installed(self._module), self._of_metrics(self._are_last):
+        with (
+            self._logs.installed(self._module),
+            self._of_metrics(self._are_last),
+            collectives_refused(self._module, "The step"),
+        ):
             yield
 
     def run(self, step: Callable[[], Any], microbatch: int, stage: int) -> Any:

@@ -28,6 +28,7 @@ from lightning_pp.errors import ConfigurationError
 from lightning_pp.runtime.compilation import check_compile_options
 from lightning_pp.schedule import StageCosts
 from lightning_pp.schedule.sharding import ShardingMode
+from lightning_pp.split.microbatch import SplitBatch
 from lightning_pp.split.module_state import preserved_random_state
 from lightning_pp.strategy.averaging import average_own_part, leave_averages_to_strategy
 from lightning_pp.strategy.checkpointing import ActivationCheckpointing, check_activation_checkpointing
@@ -116,6 +117,9 @@ class PipelineParallelStrategy(MeshStrategy):
             lack a prefix (``model.``) that all of the module's have.
         process_group_backend: ``"nccl"``, ``"gloo"``, ...; by default what suits the device.
         timeout: How long a collective may wait.
+        split_batch: ``split_batch(batch, n)`` cuts a batch, on the device, into at most ``n`` microbatches, where
+            cutting along dimension 0 is not right (graphs, objects): a list of :class:`lightning_pp.BatchPart`, or of
+            data whose tensors all have one length along dimension 0. The same on every rank of a pipeline.
 
     Raises:
         ConfigurationError: The sizes' product is not the number of devices, the sharding is unknown, the budget is less
@@ -156,6 +160,7 @@ class PipelineParallelStrategy(MeshStrategy):
         initial_weights: str | Path | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
+        split_batch: SplitBatch | None = None,
     ) -> None:
         super().__init__(
             pipeline_parallel_size,
@@ -197,6 +202,11 @@ class PipelineParallelStrategy(MeshStrategy):
         self._meta_init = meta_init
         self._initial_weights = initial_weights
         self.num_microbatches: int | Auto = num_microbatches
+        if split_batch is not None and not callable(split_batch):
+            raise ConfigurationError(
+                f"split_batch={split_batch!r} must be a function of a batch and the largest number of microbatches."
+            )
+        self._split_batch = split_batch
         self.schedule_name = str(schedule)
         self.stages_per_rank = stages_per_rank
         self._unit_patterns = [units] if isinstance(units, str) else units
@@ -333,6 +343,7 @@ class PipelineParallelStrategy(MeshStrategy):
             compile_options=self._compile_options,
             activation_checkpointing=self._activation_checkpointing,
             check_first_batches=self._check_first_batches,
+            split=self._split_batch,
         )
         step = {
             TrainerFn.FITTING: "training_step",

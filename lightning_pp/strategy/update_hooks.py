@@ -14,6 +14,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_pp.split.placeholders import Placeholders
+from lightning_pp.split.tree import own_copy
 from lightning_pp.split.weight_updates import Updates, updates_by
 from lightning_pp.strategy.control import ControlGroups
 from lightning_pp.strategy.dry_steps import logging_to
@@ -71,7 +72,7 @@ class UpdateHooks:
                 continue
             if all(parameter.requires_grad for parameter in module.parameters()):
                 continue
-            found = self._updates_of(name, arguments(batch))
+            found = self._updates_of(name, arguments(own_copy(batch)))
             if any(found.values()):
                 self._names.append(name)
             for target, sources in found.items():

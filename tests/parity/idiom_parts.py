@@ -88,6 +88,7 @@ def run_idiom(
 ) -> dict[str, Any]:
     """Trains for an epoch; what came of every batch, and the weights."""
     import idiom_refusals  # noqa: F401  # its steps are used by name
+
     torch.manual_seed(5)
     module = make(step)
     notes = Notes()

@@ -23,11 +23,10 @@ from lightning_pp.runtime.stage import StageRunner
 from lightning_pp.runtime.stage_forward import InFlight
 from lightning_pp.schedule import Placement
 from lightning_pp.split.dry_run import DryRun
-from lightning_pp.split.microbatch import copy_of
 from lightning_pp.split.placeholders import Placeholders, has_data, is_fake
 from lightning_pp.split.plan import StagePlan, StepPlan, build_plan
 from lightning_pp.split.record import Value
-from lightning_pp.split.tree import tensors_of
+from lightning_pp.split.tree import own_copy, tensors_of
 from lightning_pp.strategy.assembly import SplitModel, split_model
 from lightning_pp.strategy.plans import PlanBook, signature_of
 
@@ -100,7 +99,7 @@ def run_whole(module: nn.Module, batches: Sequence[Any], weights: Sequence[float
             logged[f"{name}/{index}"] = torch.as_tensor(value).detach().clone()
 
         with logging_to(module, log):
-            loss = loss_of(module.training_step(copy_of(batch))) * weight  # type: ignore[operator]
+            loss = loss_of(module.training_step(own_copy(batch))) * weight  # type: ignore[operator]
         loss.backward()
         total += loss.detach()
     return Outcome(total, logged, {name: parameter.grad for name, parameter in module.named_parameters()})
@@ -235,7 +234,7 @@ class OneProcessPipeline:
         for stage, plan in zip(self.stages, self.plans(batch), strict=True):
             received = [(edge.value, wires[edge.value].clone()) for edge in plan.stages[stage.number].receives]
             is_last = stage is self.stages[-1]
-            own_batch = copy_of(batch) if plan.record.edits_batch else batch
+            own_batch = own_copy(batch) if plan.record.edits_batch else batch
 
             def log(name: str, value: Any, is_last: bool = is_last) -> None:
                 if is_last and logged is not None:

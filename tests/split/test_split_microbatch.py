@@ -15,8 +15,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from lightning_pp.errors import BatchError, ConfigurationError
 from lightning_pp.split import batch_size_of, split_batch
-from lightning_pp.split.microbatch import copy_of
-from lightning_pp.split.tree import leaves_of, tensors_of
+from lightning_pp.split.tree import leaves_of, own_copy, tensors_of
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -166,9 +165,18 @@ _pytree.register_pytree_node(Known, lambda known: ([known.x], None), lambda chil
 
 
 def test_unknown_types_are_refused_and_registered_ones_cut() -> None:
-    with pytest.raises(BatchError, match=r"batch of type Opaque holds no tensor .* 2 microbatches.*register the type"):
+    with pytest.raises(
+        BatchError,
+        match=r"of type Opaque keeps its tensors in attributes \(batch.x has 6 rows\), .* 2 microbatches.*register the",
+    ):
         split_batch(Opaque(x()), 2)
     assert split_batch(Opaque(x()), 1)[0].num_samples == 1
+    with pytest.raises(
+        BatchError, match=r"has 6 samples, and so has the attribute 'x' of the Opaque in it.*split_batch="
+    ):
+        split_batch({"object": Opaque(x()), "y": torch.arange(6)}, 2)
+    weights = Opaque(torch.ones(3))
+    assert split_batch((x(), weights), 2)[1].data[1] is weights
     assert [part.data.x.shape[0] for part in split_batch(Known(x()), 2)] == [3, 3]
 
 
@@ -194,7 +202,7 @@ def test_bad_numbers() -> None:
 
 def test_copies_share_no_memory() -> None:
     batch = {"x": x(), "names": NAMES, "pair": Pair(x(), 3)}
-    copied = copy_of(batch)
+    copied = own_copy(batch)
     copied["x"].zero_()
     copied["pair"].x.zero_()
     assert torch.equal(batch["x"], x()) and torch.equal(batch["pair"].x, x())

@@ -13,7 +13,18 @@ from torch import Tensor, nn
 from transformers import BatchEncoding
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from lightning_pp.split.tree import children_of, leaves_of, map_children, map_leaves, replace_leaves, tensors_of
+from lightning_pp.split.tree import (
+    children_of,
+    entries_of,
+    leaves_of,
+    map_children,
+    map_leaves,
+    own_containers,
+    own_copy,
+    places_written,
+    replace_leaves,
+    tensors_of,
+)
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -106,3 +117,65 @@ def test_a_field_that_is_not_set_is_left_out() -> None:
     partial.value = one()
     assert len(leaves_of(partial)) == 2  # the default of the other is the class's
     assert torch.equal(map_leaves(lambda leaf: leaf, partial).value, one())
+
+
+class OfItsOwnKind(dict[str, Any]):
+    def __init__(self, content: dict[str, Any], *, name: str) -> None:
+        super().__init__(content)
+        self.name = name
+
+
+class Slotted:
+    __slots__ = ("x", "y")
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+class Linked:
+    def __init__(self, x: Any) -> None:
+        self.x, self.parts, self.owner = x, [x], self
+
+
+class Uncopyable:
+    def __init__(self) -> None:
+        self.x = torch.ones(2)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("not this one")
+
+
+def test_runs_get_containers_of_their_own() -> None:
+    x = torch.arange(4.0)
+    uncopyable = Uncopyable()
+    tree = {
+        "list": [x, [x]],
+        "encoding": BatchEncoding({"ids": x}),
+        "open": Open(x, {"deep": [1]}),
+        "kind": OfItsOwnKind({"a": [x]}, name="n"),
+        "read only": MappingProxyType({"b": [x]}),
+        "slotted": Slotted([x]),
+        "linked": Linked(x),
+        "uncopyable": uncopyable,
+    }
+    places = [place for place, _ in entries_of(tree, "batch")]
+    own = own_containers(tree)
+    assert [place for place, _ in entries_of(own, "batch")] == places and places_written(tree, own) == []
+    assert own["list"][0] is own["list"][1][0] is own["open"].value  # what is one thing stays one
+    assert own["list"][0] is not x and own["list"][0].data_ptr() == x.data_ptr()
+    assert own["linked"].owner is own["linked"] and own["kind"].name == "n" and own["uncopyable"] is uncopyable
+    own["list"][1].append(1)
+    own["list"][0].unsqueeze_(0)
+    own["encoding"]["ids"] = x + 1
+    own["open"].rest["deep"].clear()
+    own["kind"]["a"].append(2)
+    own["read only"]["b"].append(2)
+    own["slotted"].x.append(3)
+    own["linked"].parts.append(4)
+    own["linked"].new = 5
+    del own["open"].value
+    assert [place for place, _ in entries_of(tree, "batch")] == places and x.shape == (4,)
+    assert len(places_written(tree, own)) >= 8
+    copied = own_copy(tree)
+    copied["slotted"].x[0].zero_()
+    assert torch.equal(x, torch.arange(4.0)) and not copied["list"][0].any()

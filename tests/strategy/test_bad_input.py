@@ -273,7 +273,8 @@ def test_module_that_another_strategy_split(pool: WorkerPool) -> None:
 
 
 def test_stages_that_see_different_batches(pool: WorkerPool) -> None:
-    check_everywhere(pool, r"Batch 0 differs between the stages.*seed_everything", fit_own_data, DifferentBatches)
+    message = r"Batch 0 differs between the ranks of one pipeline at batch\[0\], batch\[1\]: .*seed_everything"
+    check_everywhere(pool, message, fit_own_data, DifferentBatches)
 
 
 def test_error_on_one_rank_ends_the_job(pool: WorkerPool) -> None:

@@ -1,0 +1,48 @@
+"""How the batches of a run become microbatches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_pp.split.microbatch import Microbatch, SplitBatch, batch_size_of, split_batch, split_by
+from lightning_pp.split.row_references import refuse_row_references
+from lightning_pp.strategy.sizes import Auto, resolve_num_microbatches
+
+_NUM_CHECKED = 2
+
+
+class BatchCutter:
+    """Cuts batches by the user's function, or along dimension 0.
+
+    Args:
+        num_microbatches: What the user asks for.
+        pipeline_size: Ranks along the pipeline, which ``"auto"`` goes by.
+        split: The user's function; None: along dimension 0.
+    """
+
+    def __init__(self, num_microbatches: int | Auto, pipeline_size: int, split: SplitBatch | None) -> None:
+        self._num_microbatches = num_microbatches
+        self._pipeline_size = pipeline_size
+        self._split = split
+        self._num_cut = {True: 0, False: 0}  # training, evaluation
+
+    def cut(self, batch: Any, *, for_training: bool) -> list[Microbatch]:
+        """The microbatches of ``batch``; of the first batches, values are looked at that may refer to rows.
+
+        Raises:
+            BatchError: The batch cannot be cut (:func:`split_batch`, :func:`split_by`), or its rows refer to each other
+                (:func:`refuse_row_references`).
+        """
+        size = batch_size_of(batch) if self._split is None else None
+        number = resolve_num_microbatches(self._num_microbatches, self._pipeline_size, size)
+        microbatches = self.cut_into(batch, number)
+        if self._split is not None:
+            return microbatches
+        self._num_cut[for_training] += 1
+        if len(microbatches) > 1 and self._num_cut[for_training] <= _NUM_CHECKED:
+            refuse_row_references(batch, sum(each.num_samples for each in microbatches), len(microbatches))
+        return microbatches
+
+    def cut_into(self, batch: Any, number: int) -> list[Microbatch]:
+        """At most ``number`` slices of ``batch``, which may be a slice itself."""
+        return split_batch(batch, number) if self._split is None else split_by(self._split, batch, number)

@@ -1,0 +1,42 @@
+"""Who asks: the user's code, or Lightning and this package."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any, cast
+
+import lightning.pytorch as pl
+
+_NOT_THE_USERS = ("lightning", "lightning_pp", "lightning_utilities", "torch", "contextlib")
+_TRAINERS_WORLD_SIZE = cast(Any, pl.Trainer.world_size).fget.__code__
+
+
+def line_of_user() -> str:
+    """``file:line in function`` of the innermost caller that is the user's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if _is_users(frame):
+            return _line(frame)
+        frame = frame.f_back
+    return "an unknown line"
+
+
+def user_reading_world_size() -> str | None:
+    """The line of the user's that reads ``trainer.world_size``, in a property of the strategy that the trainer reads.
+
+    None if the strategy is asked directly, or the trainer by Lightning itself or this package.
+    """
+    trainers = sys._getframe(2)
+    reader = trainers.f_back
+    if trainers.f_code is not _TRAINERS_WORLD_SIZE or reader is None or not _is_users(reader):
+        return None
+    return _line(reader)
+
+
+def _is_users(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _NOT_THE_USERS
+
+
+def _line(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -1,0 +1,282 @@
+"""Batches whose rows refer to each other: right whole or with a function that cuts them, else refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+import torch.nn.functional as F
+from feature_parts import assert_equal_trees
+from parity_run import QUIET, Layout, whole_weights
+from pool import WorkerPool
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_pp import BatchPart, PipelineParallelStrategy
+from lightning_pp.errors import BatchError
+from lightning_pp.split.microbatch import split_batch, split_by
+from lightning_pp.split.row_references import refuse_row_references
+
+PAGE = Path(__file__).parents[2] / "docs" / "batches.md"
+
+
+def documented() -> Any:
+    """The function in the documentation."""
+    code = re.search(r"```python\n(.*?def split_graphs.*?)```", PAGE.read_text(), re.DOTALL)
+    assert code is not None
+    names: dict[str, Any] = {}
+    exec(code.group(1), names)
+    return names["split_graphs"]
+
+
+def graphs(number: int, seed: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for index in range(number):
+        size = 3 + index % 4
+        x = torch.randn(size, 6, generator=generator, dtype=torch.float64)
+        edges = torch.randint(0, size, (2, 2 * size), generator=generator)
+        made.append((x, edges, x.sum().sin().reshape(1)))
+    return made
+
+
+def collate(samples: Any) -> dict[str, Tensor]:
+    sizes = torch.tensor([len(x) for x, _, _ in samples])
+    starts = sizes.cumsum(0) - sizes
+    return {
+        "x": torch.cat([x for x, _, _ in samples]),
+        "edges": torch.cat([edges + start for (_, edges, _), start in zip(samples, starts, strict=True)], 1),
+        "graph": torch.arange(len(samples)).repeat_interleave(sizes),
+        "y": torch.cat([y for _, _, y in samples]),
+    }
+
+
+class Plain:
+    """As graph libraries have it: an object that no walk over containers goes into."""
+
+    def __init__(self, content: dict[str, Tensor]) -> None:
+        self.__dict__.update(content)
+
+    def to(self, *args: Any, **kwargs: Any) -> Plain:
+        return Plain({name: value.to(*args, **kwargs) for name, value in vars(self).items()})
+
+
+def collate_plain(samples: Any) -> Plain:
+    return Plain(collate(samples))
+
+
+def split_plain(batch: Plain, num_microbatches: int) -> list[BatchPart]:
+    parts = documented()(vars(batch), num_microbatches)
+    return [BatchPart(Plain(part.data), part.num_samples) for part in parts]
+
+
+class Convolution(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.own, self.message = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, h: Tensor, edges: Tensor) -> Tensor:
+        return torch.tanh(self.own(h).index_add(0, edges[1], self.message(h)[edges[0]]))
+
+
+class Graphs(L.LightningModule):
+    collate = staticmethod(collate)
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding = nn.Linear(6, 8)
+        self.convolutions = nn.ModuleList(Convolution(8) for _ in range(4))
+        self.head = nn.Linear(8, 1)
+        self.losses: list[float] = []
+        self.seen: list[Any] = []
+
+    def forward(self, batch: Any) -> Tensor:
+        batch = batch if isinstance(batch, dict) else vars(batch)
+        h = self.embedding(batch["x"])
+        for convolution in self.convolutions:
+            h = convolution(h, batch["edges"])
+        number = int(batch["graph"].max()) + 1
+        pooled = torch.zeros(number, 8, dtype=h.dtype).index_add(0, batch["graph"], h)
+        return self.head(pooled / torch.bincount(batch["graph"])[:, None]).squeeze(-1)
+
+    def loss(self, batch: Any) -> Tensor:
+        y = batch["y"] if isinstance(batch, dict) else batch.y
+        return (self(batch) - y).square().mean()  # a mean over graphs, by hand
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("train_loss", loss, on_epoch=True, batch_size=8)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        predictions = self(batch)
+        self.log("val_loss", self.loss(batch), batch_size=len(predictions))
+        return predictions
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def on_validation_batch_end(self, outputs: Any, *args: Any) -> None:
+        self.seen.append(outputs.tolist())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def loader(self, number: int, seed: int) -> DataLoader[Any]:
+        placement = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        replicas = placement["num_replicas"]
+        samples = graphs(number, seed)
+        batches = [samples[start : start + 8] for start in range(0, number, 8)]
+        part = [list(batch[placement["rank"] :: replicas]) for batch in batches]
+        return DataLoader(part, batch_size=None, collate_fn=type(self).collate)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return self.loader(24, 1)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return self.loader(13, 2)
+
+
+class GraphObjects(Graphs):
+    collate = staticmethod(collate_plain)
+
+
+class Nodes(Graphs):
+    """A label for some of the nodes, and a mean by torch over those."""
+
+    def loss(self, batch: Any) -> Tensor:
+        h = self.embedding(batch["x"])
+        for convolution in self.convolutions:
+            h = convolution(h, batch["edges"])
+        mask = batch["x"][:, 0] > 0
+        return F.mse_loss(self.head(h).squeeze(-1)[mask], batch["x"].sum(-1)[mask])
+
+
+def train(kind: type[Graphs], layout: Layout | None = None, split: Any = None) -> tuple[Any, ...]:
+    split = documented() if split == "documented" else split
+    options: dict[str, Any] = {} if layout is None else {"strategy": layout.strategy(split_batch=split)}
+    module = kind()
+    trainer = L.Trainer(
+        **QUIET,
+        devices=1 if layout is None else layout.world_size,
+        max_epochs=2,
+        precision="64-true",
+        use_distributed_sampler=False,
+        **options,
+    )
+    trainer.fit(module)
+    logged = [float(trainer.callback_metrics[name]) for name in ("train_loss_epoch", "val_loss")]
+    return module.losses, module.seen, logged, whole_weights(module)
+
+
+CASES = [
+    (Graphs, Layout("1f1b", 2, 1, 1), None),
+    (Graphs, Layout("1f1b", 2, 1, 1), "documented"),
+    (Graphs, Layout("1f1b", 2, 1, 4), "documented"),
+    (Graphs, Layout("zb_v", 2, 1, 5), "documented"),
+    (Nodes, Layout("1f1b", 2, 1, 1), None),
+    (Nodes, Layout("1f1b", 2, 1, 4), "documented"),
+    (GraphObjects, Layout("1f1b", 2, 1, 1), None),
+    (GraphObjects, Layout("1f1b", 2, 1, 4), split_plain),
+]
+
+
+def named(value: Any) -> str:
+    return getattr(value, "__name__", str(value))
+
+
+@pytest.mark.parametrize(("kind", "layout", "split"), CASES, ids=named)
+def test_trained_as_on_one_device(pool: WorkerPool, kind: type[Graphs], layout: Layout, split: Any) -> None:
+    losses, seen, logged, expected = train(kind)
+    weights: dict[str, Tensor] = {}
+    for found, its_seen, its_logged, part in pool.run(train, kind, layout, split, world_size=2, timeout=60):
+        assert_equal_trees(found, losses)
+        assert_equal_trees(its_seen, seen)
+        assert_equal_trees(its_logged, logged)
+        weights.update(part)
+    assert_equal_trees(weights, expected)
+
+
+def test_replicas_weigh_by_graphs(pool: WorkerPool) -> None:
+    expected = train(Graphs)[-1]
+    layout = Layout("1f1b", 2, 2, 3)
+    weights: dict[str, Tensor] = {}
+    for *_, part in pool.run(train, Graphs, layout, "documented", world_size=4, timeout=60):
+        weights.update(part)
+    assert_equal_trees(weights, expected)
+
+
+@pytest.mark.parametrize("kind", [Graphs, GraphObjects])
+def test_several_microbatches_without_a_function_are_refused(pool: WorkerPool, kind: type[Graphs]) -> None:
+    report = pool.run(train, kind, Layout("1f1b", 2, 1, 4), world_size=2, timeout=60, expect_failure=True)
+    for failure in report.failures:
+        assert failure is not None and failure.type == "BatchError", failure
+        assert "split_batch=" in failure.message and "num_microbatches=1" in failure.message
+        if kind is Graphs:
+            found = r"batch\['edges'\], of shape \(2, (\d+)\), holds integers up to \d+, as indices of the (\d+) rows"
+            lengths = r"batch\['x'\] has (\d+) rows, batch\['edges'\] 2, batch\['graph'\] \d+, batch\['y'\] 8"
+            num_edges, num_nodes = re.search(found, failure.message).groups()  # type: ignore[union-attr]
+            assert int(num_edges) == 2 * int(num_nodes)
+            assert re.search(lengths, failure.message).group(1) == num_nodes  # type: ignore[union-attr]
+
+
+def refuses(batch: Any, number: int = 4) -> bool:
+    parts = split_batch(batch, number)
+    try:
+        refuse_row_references(batch, sum(part.num_samples for part in parts), len(parts))
+    except BatchError:
+        return True
+    return False
+
+
+def test_which_batches_are_taken_for_graphs() -> None:
+    batch = collate(graphs(8, 1))
+    assert refuses(batch)
+    assert refuses({name: batch[name] for name in ("x", "graph", "y")})  # a set of points each
+    assert refuses((batch["x"], batch["x"], batch["edges"][0], batch["edges"][1]))
+    assert refuses((batch["x"], batch["edges"].t(), batch["y"]))
+    assert refuses([batch["y"], batch["y"] + 1, batch["x"], batch["graph"]])  # cut by graphs, nodes go whole
+    assert refuses({"tokens": torch.ones(20), "labels": torch.ones(20), "offsets": torch.tensor([0, 5, 9, 20])})
+
+
+def test_batches_that_are_cut_as_before() -> None:
+    x, labels = torch.randn(16, 5), torch.tensor([3, 1, 2, 0] * 4)
+    targets = [{"boxes": torch.ones(n, 4), "labels": torch.arange(n)} for n in (2, 3, 2, 1) * 4]
+    for batch in (
+        (x, labels, torch.ones(4)),  # class weights
+        (x, labels, torch.ones(5, 5).bool(), torch.arange(5)),  # a mask and positions
+        {"ids": torch.ones(16, 8).long(), "positions": torch.arange(8)[None], "cache": torch.arange(8)},
+        {"ids": torch.ones(16, 8).long(), "positions": torch.arange(8), "cache": torch.arange(8)},
+        (x, labels.sort().values.fill_(3), torch.ones(4)),  # all of one class
+        (x, torch.arange(16), torch.ones(1000)),  # numbers of samples
+        (list(torch.randn(16, 3, 8, 8)), targets),
+        (x, torch.randint(0, 255, (2, 3), dtype=torch.uint8)),
+        (x, torch.tensor([-1, 4, 9])),
+    ):
+        assert not refuses(batch), batch
+
+
+def halves(batch: Any, number: int) -> Any:
+    return [batch[: len(batch) // 2], batch[len(batch) // 2 :]]
+
+
+def test_what_a_function_returns_is_checked() -> None:
+    x = torch.randn(7, 2)
+    assert [(part.num_samples, part.weight) for part in split_by(halves, x, 4)] == [(3, 3 / 7), (4, 4 / 7)]
+    for split, message in (
+        (lambda batch, number: [batch] * 5, "returned 5 parts; it must return a list of 1 to 4"),
+        (lambda batch, number: [], "returned 0 parts"),
+        (lambda batch, number: batch, "object of type Tensor"),
+        (lambda batch, number: [BatchPart(batch, 0)], "num_samples=0"),
+        (lambda batch, number: [{"a": x, "b": x[:2]}], r"batch\['a'\] has 7 rows, batch\['b'\] 2.*BatchPart"),
+        (lambda batch, number: ["text"], "no tensor with a dimension 0"),
+    ):
+        with pytest.raises(BatchError, match=message):
+            split_by(split, x, 4)
+    with pytest.raises(ValueError, match="split_batch=3 must be a function"):
+        PipelineParallelStrategy(2, split_batch=3)  # type: ignore[arg-type]

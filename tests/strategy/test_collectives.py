@@ -1,0 +1,173 @@
+"""Lightning's words for processes mean replicas to the user's code, and all ranks to Lightning's own."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from pipelined_fit import Blocks, loader, trainer
+from pool import WorkerPool
+from torch import Tensor
+
+from lightning_pp import PipelineParallelStrategy
+
+
+def strategy(replicas: int, microbatches: int = 4) -> PipelineParallelStrategy:
+    return PipelineParallelStrategy(2, replicas, num_microbatches=microbatches, schedule="1f1b")
+
+
+class Gathers(Blocks):
+    """Collectives in hooks, as published modules have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, Any] = {}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        gathered = self.all_gather({"rows": len(batch[0]), "loss": outputs["loss"]})
+        strategy = self.trainer.strategy
+        self.found["rows"] = (tuple(gathered["rows"].shape), int(gathered["rows"].sum()))
+        self.found["losses"] = tuple(gathered["loss"].shape)
+        self.found["sum"] = float(strategy.reduce(torch.tensor(2.0), reduce_op="sum"))
+        self.found["mean"] = float(strategy.reduce(torch.tensor(3.0), group=torch.distributed.group.WORLD))
+        self.found["any"] = strategy.reduce_boolean_decision(self.global_rank == 0, all=False)
+        self.found["all"] = strategy.reduce_boolean_decision(self.global_rank == 0, all=True)
+        x = torch.full((3,), float(self.trainer.global_rank), requires_grad=True)
+        y = self.all_gather(x, sync_grads=True)
+        (y * 2.0).sum().backward()
+        self.found["gradient"] = (tuple(y.shape), x.grad.tolist())  # type: ignore[union-attr]
+        self.found["without"] = self.all_gather(x).requires_grad
+
+
+def gathers(replicas: int | None, microbatches: int = 4) -> tuple[dict[str, Any], tuple[int, int]]:
+    devices = 1 if replicas is None else 2 * replicas
+    module = Gathers()
+    run = trainer(devices, strategy(replicas, microbatches) if replicas else "auto")
+    run.fit(module, loader())
+    places = (0, 0) if replicas is None else (run.strategy.data_parallel_size, run.strategy.data_parallel_rank)  # type: ignore[attr-defined]
+    return module.found, places
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_one_replica_gathers_as_one_device(pool: WorkerPool, microbatches: int) -> None:
+    [(expected, _)] = pool.run(gathers, None, world_size=1)
+    for found, places in pool.run(gathers, 1, microbatches, world_size=2):
+        assert places == (1, 0)
+        assert found.pop("all") is False and expected.get("all") is True  # over all ranks, as Lightning needs it
+        assert found == {key: value for key, value in expected.items() if key != "all"}
+
+
+def test_replicas_gather_among_themselves(pool: WorkerPool) -> None:
+    for rank, (found, places) in enumerate(pool.run(gathers, 2, 2, world_size=4)):
+        assert places == (2, rank % 2)
+        assert found["rows"] == ((2,), 4) and found["losses"] == (2,)
+        assert found["sum"] == 4.0 and found["mean"] == 3.0
+        assert found["any"] is True and found["all"] is False
+        assert found["gradient"] == ((2, 3), [4.0] * 3)  # of both replicas, not of all four ranks
+        assert found["without"] is False
+
+
+class InAStep(Blocks):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return self.all_gather(loss, sync_grads=True).mean()  # the line that the message names
+
+
+class WaitsInAStep(Blocks):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.trainer.strategy.barrier()  # the line that the message names
+        return super().training_step(batch, batch_idx)
+
+
+def line_of(kind: type[Blocks]) -> int:
+    lines, first = inspect.getsourcelines(kind)
+    return first + next(index for index, line in enumerate(lines) if "the line that the message names" in line)
+
+
+def fit(kind: type[Blocks], replicas: int, microbatches: int = 2) -> list[float]:
+    module = kind()
+    losses: list[float] = []
+    vars(module)["on_train_batch_end"] = lambda outputs, *_: losses.append(float(outputs["loss"]))
+    trainer(2 * replicas, strategy(replicas, microbatches)).fit(module, loader())
+    return losses
+
+
+@pytest.mark.parametrize(("kind", "name", "replicas"), [(InAStep, "all_gather", 2), (WaitsInAStep, "barrier", 1)])
+def test_collectives_in_a_step_are_refused(pool: WorkerPool, kind: type[Blocks], name: str, replicas: int) -> None:
+    report = pool.run(fit, kind, replicas, world_size=2 * replicas, timeout=60, expect_failure=True)
+    for failure in report.failures:
+        assert failure is not None and failure.type == "ConfigurationError", failure
+        place = rf"training_step calls strategy\.{name} among 2 ranks, at .*test_collectives.py:{line_of(kind)} in"
+        assert re.search(place, failure.message), failure.message
+        assert "on_train_batch_end" in failure.message
+    assert report.seconds < 40
+
+
+def test_one_replica_may_gather_in_a_step(pool: WorkerPool) -> None:
+    plain, gathering = (pool.run(fit, kind, 1, world_size=2) for kind in (Blocks, InAStep))
+    assert plain == gathering
+
+
+class Scales(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def configure_optimizers(self) -> Any:
+        self.sizes.append(self.trainer.world_size)  # the line that the message names
+        return torch.optim.SGD(self.parameters(), lr=0.1 * self.sizes[-1])
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.sizes.append(self.trainer.world_size)
+
+
+def scales(replicas: int | None) -> tuple[list[int], float, list[str], int]:
+    module = Scales()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run = trainer(2 * replicas if replicas else 1, strategy(replicas, 2) if replicas else "auto")
+        run.fit(module, loader())
+    lines = [str(warning.message) for warning in told if "trainer.world_size is" in str(warning.message)]
+    return module.sizes, run.optimizers[0].param_groups[0]["lr"], lines, run.strategy.world_size  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_world_size_is_the_number_of_replicas_to_users(pool: WorkerPool, replicas: int) -> None:
+    for rank, (sizes, lr, told, world_size) in enumerate(pool.run(scales, replicas, world_size=2 * replicas)):
+        assert set(sizes) == {replicas} and len(sizes) >= 4
+        assert lr == 0.1 * replicas
+        assert world_size == 2 * replicas  # asked of the strategy itself
+        if rank == 0:  # once for each line
+            assert len(told) == 2, told
+            pattern = rf"trainer.world_size is {replicas} at .*test_collectives.py:{line_of(Scales)} in configure_optim"
+            assert re.search(pattern, told[0]) and "trainer.strategy.data_parallel_size" in told[0]
+
+
+def scales_on_one_device() -> float:
+    run = trainer(1, "auto")
+    run.fit(Scales(), loader())
+    return float(run.optimizers[0].param_groups[0]["lr"])
+
+
+def test_one_replica_has_the_learning_rate_of_one_device(pool: WorkerPool) -> None:
+    assert pool.run(scales_on_one_device, world_size=1) == [0.1]
+
+
+def monitored(folder: str) -> tuple[int, str, int]:
+    """Callbacks of Lightning that decide together on all ranks, and its own reads of the world's size."""
+    best = ModelCheckpoint(folder, monitor="val_loss", save_top_k=1)
+    stop = EarlyStopping("val_loss", patience=1, min_delta=10.0)
+    run = trainer(2, strategy(1), max_epochs=5, enable_checkpointing=True, callbacks=[best, stop])
+    run.fit(Blocks(), loader(), loader(seed=2))
+    return run.current_epoch, best.best_model_path, run.strategy.num_ranks  # type: ignore[attr-defined]
+
+
+def test_lightnings_own_collectives_span_all_ranks(pool: WorkerPool, tmp_path: Any) -> None:
+    first, second = pool.run(monitored, str(tmp_path), world_size=2, timeout=90)
+    assert first == second and first[0] == 2 and Path(first[1]).exists() and first[2] == 2
