@@ -75,22 +75,23 @@ class Seen:
     """What one run of a step on one stage gave, call by call.
 
     Attributes:
+        share: Share of the samples, with which values that grow with the batch are made to stand for all of it.
         units: Name of a unit, and the how-manieth of its calls, to the tensors it was given and gave.
         functions: Outside of units: name, line, tensors given and given back of each torch function.
     """
 
+    share: float = 1.0
     units: dict[tuple[str, int], tuple[list[Tensor], list[Tensor]]] = field(default_factory=dict)
     functions: list[tuple[str, str, list[Tensor], list[Tensor]]] = field(default_factory=list)
 
 
 @contextmanager
-def watched(seen: Seen, units: Mapping[str, nn.Module], share: float) -> Iterator[None]:
+def watched(seen: Seen, units: Mapping[str, nn.Module]) -> Iterator[None]:
     """Around one run of a step: notes what units and the code between them give.
 
     Args:
         seen: Gets it.
         units: Names and modules of the units.
-        share: Share of the samples, with which values that grow with the batch are made to stand for all of it.
     """
     names = {id(unit): name for name, unit in units.items()}
     times: dict[str, int] = {}
@@ -103,31 +104,30 @@ def watched(seen: Seen, units: Mapping[str, nn.Module], share: float) -> Iterato
 
     hook = register_module_forward_hook(note, with_kwargs=True)
     try:
-        with _Functions(seen, share):
+        with _Functions(seen):
             yield
     finally:
         hook.remove()
 
 
 class _Functions(TorchFunctionMode):
-    def __init__(self, seen: Seen, share: float) -> None:
+    def __init__(self, seen: Seen) -> None:
         super().__init__()
         self._seen = seen
-        self._share = share
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if running_unit() or kind_of(func) is Kind.READING:
             return func(*args, **kwargs)
-        given = [self._of_whole(tensor) for tensor in tensors_given(args, kwargs)]
+        given = list(tensors_given(args, kwargs))
         result = func(*args, **kwargs)
-        name = getattr(func, "__name__", str(func))
-        self._seen.functions.append((name, user_line(), given, [self._of_whole(leaf) for leaf in tensors_of(result)]))
+        self._seen.functions.append((getattr(func, "__name__", str(func)), user_line(), given, tensors_of(result)))
         return result
 
-    def _of_whole(self, tensor: Tensor) -> Tensor:
-        degree = degree_of(tensor)
-        return tensor.detach() if degree == 0 else tensor.detach() * self._share**-degree
+
+def _of_whole(tensors: Sequence[Tensor], share: float) -> list[Tensor]:
+    """``tensors`` of a part, those that grow with the batch made to stand for the whole."""
+    return [tensor if not degree_of(tensor) else tensor * share ** -degree_of(tensor) for tensor in tensors]
 
 
 @dataclass(frozen=True)
@@ -159,11 +159,13 @@ def first_culprit(whole: Seen, parts: Sequence[Seen], weights: Sequence[float], 
     if any(len(part.functions) != len(whole.functions) for part in parts):
         return None
     for place, (name, line, given, results) in enumerate(whole.functions):
-        of_functions = [part.functions[place] for part in parts]
-        if any(other[0] != name for other in of_functions):
+        others = [(part.functions[place], part.share) for part in parts]
+        if any(other[0] != name for other, _ in others):
             return None
-        before = _lists_agree(given, [other[2] for other in of_functions], weights, tolerance)
-        if before and not _lists_agree(results, [other[3] for other in of_functions], weights, tolerance):
+        of_given = [_of_whole(other[2], share) for other, share in others]
+        of_results = [_of_whole(other[3], share) for other, share in others]
+        before = _lists_agree(given, of_given, weights, tolerance)
+        if before and not _lists_agree(results, of_results, weights, tolerance):
             return Culprit(None, function=name, line=line)
     return None
 

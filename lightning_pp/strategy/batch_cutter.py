@@ -43,6 +43,11 @@ class BatchCutter:
             refuse_row_references(batch, sum(each.num_samples for each in microbatches), len(microbatches))
         return microbatches
 
+    @property
+    def is_users(self) -> bool:
+        """Whether the user's function cuts."""
+        return self._split is not None
+
     def cut_into(self, batch: Any, number: int) -> list[Microbatch]:
         """At most ``number`` slices of ``batch``, which may be a slice itself."""
         return split_batch(batch, number) if self._split is None else split_by(self._split, batch, number)

@@ -44,10 +44,12 @@ class TwoSizes:
     Attributes:
         whole: The larger.
         parts: The smaller ones.
+        is_cut_by_user: Whether the user's function cuts batches; what a sample is made of may then differ in size.
     """
 
     whole: Microbatch
     parts: Sequence[Microbatch]
+    is_cut_by_user: bool = False
 
     @property
     def ratio(self) -> float:
@@ -56,7 +58,11 @@ class TwoSizes:
 
 
 def two_sizes(
-    microbatches: Sequence[Microbatch], batch: Any, cut: Callable[[Any, int], Sequence[Microbatch]]
+    microbatches: Sequence[Microbatch],
+    batch: Any,
+    cut: Callable[[Any, int], Sequence[Microbatch]],
+    *,
+    is_cut_by_user: bool,
 ) -> TwoSizes | None:
     """A part of ``batch`` at two sizes: its first microbatch and halves of it, or, where those are small, two of them.
 
@@ -66,7 +72,7 @@ def two_sizes(
     if first.num_samples < _SAMPLES_TO_HALVE and len(microbatches) > 1:
         first = cut(batch, max(1, len(microbatches) // 2))[0]
     parts = cut(first.data, 2)
-    return TwoSizes(replace(first, weight=1.0), parts) if len(parts) == 2 else None
+    return TwoSizes(replace(first, weight=1.0), parts, is_cut_by_user) if len(parts) == 2 else None
 
 
 @dataclass
@@ -356,7 +362,7 @@ def _learn(facts: Facts, sizes: TwoSizes | None, record_at: RecordAt) -> None:
         return
     small = record_at(sizes.parts[0], None)
     large = record_at(sizes.whole, EarlierRun(small.reductions, sizes.ratio))
-    has_dynamic_shapes = small.has_dynamic_shapes or large.has_dynamic_shapes
+    has_dynamic_shapes = sizes.is_cut_by_user or small.has_dynamic_shapes or large.has_dynamic_shapes
     facts.learn(small.reductions, large.reductions, sizes.ratio, has_dynamic_shapes=has_dynamic_shapes)
 
 

@@ -34,7 +34,7 @@ from lightning_pp.split.weight_updates import RepeatedUpdates
 from lightning_pp.strategy.assembly import SplitModel, assign_stages, record_model
 from lightning_pp.strategy.attributes import StepAttributes, kept_by_step
 from lightning_pp.strategy.batch_cutter import BatchCutter
-from lightning_pp.strategy.batch_scaling import BatchScaling, ScaledBatch, two_sizes
+from lightning_pp.strategy.batch_scaling import BatchScaling, ScaledBatch, TwoSizes, two_sizes
 from lightning_pp.strategy.checkpointing import ActivationCheckpointing
 from lightning_pp.strategy.compiled_backward import CompiledBackward
 from lightning_pp.strategy.connection import Connection
@@ -527,7 +527,7 @@ class PipelineEngine:
             rehearse,
             seeds,
             factor,
-            sizes=lambda: two_sizes(microbatches, batch, self._cutter.cut_into),
+            sizes=lambda: self._two_sizes(microbatches, batch),
             record_at=record_at,
             among_replicas=around is None,
             follows_estimates=follows_estimates,
@@ -601,7 +601,7 @@ class PipelineEngine:
             return
         if call.training:
             tell_of_batch_norm(self.module, microbatches[0].num_samples, batch_size_of(batch) or len(microbatches))
-        sizes = two_sizes(microbatches, batch, self._cutter.cut_into)
+        sizes = self._two_sizes(microbatches, batch)
         if all(self.groups.gather(sizes is not None)) and sizes is not None:
             dtypes = [parameter.dtype for parameter in self._parameters if parameter.is_floating_point()]
             compute = step_dtypes(self._precision).compute
@@ -674,6 +674,10 @@ class PipelineEngine:
 
     def _cut(self, batch: Any, *, for_training: bool) -> list[Microbatch]:
         return self._cutter.cut(batch, for_training=for_training)
+
+    def _two_sizes(self, microbatches: Sequence[Microbatch], batch: Any) -> TwoSizes | None:
+        cutter = self._cutter
+        return two_sizes(microbatches, batch, cutter.cut_into, is_cut_by_user=cutter.is_users)
 
     def _check_first_batches(self, batch_idx: int) -> None:
         """Before a run's first batches are cut: later ones are checked by the message that ends a batch anyway."""

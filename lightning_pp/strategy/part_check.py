@@ -133,7 +133,7 @@ class PartCheck:
             stack = ExitStack()
             stack.enter_context(context)
             if stage is not None:
-                stack.enter_context(watched(seen.setdefault(stage, Seen()), self._units, share))
+                stack.enter_context(watched(seen.setdefault(stage, Seen(share)), self._units))
             return stack
 
         observe(

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_pp.split.reductions.functions import Kind
 from lightning_pp.split.reductions.places import Place, Site
-from lightning_pp.split.reductions.recording import Reduction
+from lightning_pp.split.reductions.recording import Reduction, Shape
 
 Name = tuple[Any, ...]
 """A place as other processes know it."""
@@ -135,6 +135,8 @@ def _fact(small: Reduction, large: Reduction | None, ratio: float, has_dynamic_s
     if has_dynamic_shapes:
         degrees = tuple(None if degree == 1 and number == int(number) else degree
                         for degree, number in zip(degrees, small.numbers, strict=False))  # fmt: skip
+    if over_rows and small.is_mean and large is not None and not _in_ratio(small.given, large.given, ratio):
+        has_dynamic_shapes = True
     made_of_batch = over_rows and not small.depends_on_weights and not _is_arithmetic(small.kind)
     is_counted = made_of_batch or (over_rows and small.is_mean and (small.is_counted or has_dynamic_shapes))
     return Fact(
@@ -147,6 +149,11 @@ def _fact(small: Reduction, large: Reduction | None, ratio: float, has_dynamic_s
         degrees,
         is_looped and small.kind is Kind.ADDITION and small.result == (),
     )
+
+
+def _in_ratio(small: Sequence[Shape], large: Sequence[Shape], ratio: float) -> bool:
+    """Whether what grows does so as the number of samples: there are as many elements for each."""
+    return all(math.isclose(math.prod(b), ratio * math.prod(a)) for a, b in zip(small, large, strict=False) if a != b)
 
 
 def _is_arithmetic(kind: Kind) -> bool:
