@@ -391,15 +391,22 @@ class PipelineEngine:
     def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any], accumulate: int, reduce: bool) -> Any:
         self.results.make_room()
         batch, *rest = args
+        call = _StepCall("training_step", rest, kwargs, training=True)
         microbatches = self._cut(batch, for_training=True)
         if self._failed:
             self.gradients.abandon()
             self._failed = False
         if self._compiled_backward is not None:
             self._compiled_backward.tell()
+        is_checked = self._check(call, batch, microbatches)
         most = self.gradients.most_microbatches(len(microbatches), reduce=reduce)
         schedule = self.gradients.begin(self._programs.training(most), len(microbatches), reduce=reduce)
-        output = self._run("training_step", batch, microbatches, rest, kwargs, schedule, loss_of, accumulate)
+        factor = loss_scale(self._precision, self.device) / accumulate
+        run = self._prepare(
+            call, batch, microbatches, self._next_seed(training=True), factor, follows_estimates=is_checked
+        )
+        outputs = self._execute(run, schedule, loss_of)
+        output = self._report_training(run, outputs)
         self.gradients.end(reduce=reduce)
         return output
 
@@ -422,12 +429,21 @@ class PipelineEngine:
 
     def _evaluate(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch, *rest = args
+        call = _StepCall(step, rest, kwargs, training=False)
         microbatches = self._cut(batch, for_training=False)
+        self._check(call, batch, microbatches)
         most = self.gradients.most_microbatches(len(microbatches), reduce=False)
         schedule = self.gradients.begin(self._programs.evaluation(most), len(microbatches), reduce=False)
-        output = self._run(step, batch, microbatches, rest, kwargs, schedule, None)
+        run = self._prepare(call, batch, microbatches, self._next_seed(training=False), 1.0)
+        outputs = self._execute(run, schedule, None)
+        output = self._report_evaluation(run, outputs)
         self.gradients.end_of_evaluation()
         return output
+
+    def _next_seed(self, *, training: bool) -> int:
+        self._num_batches_run[training] += 1
+        number = 2 * self._num_batches_run[training] + training
+        return ((self._seed * 1_000_003 + number) * 8_191 + self.replica) % (1 << 50)
 
     def note_batch(self, batch: Any) -> None:
         """Remembers the fingerprint of the batch that is about to be run: of all of it in a run's first batches."""
@@ -435,32 +451,6 @@ class PipelineEngine:
             number = sum(self._num_batches_run.values())
             is_read_whole = number - self._num_batches_before < _BATCHES_CHECKED_BEFOREHAND
             self._fingerprint = fingerprint(batch, self.mesh.get_rank(), None if is_read_whole else number)
-
-    def _run(
-        self,
-        step: str,
-        batch: Any,
-        microbatches: list[Microbatch],
-        rest: list[Any],
-        kwargs: dict[str, Any],
-        schedule: Schedule,
-        find_loss: Callable[[Any], Tensor] | None,
-        accumulate: int = 1,
-    ) -> Any:
-        training = find_loss is not None
-        batch_idx = rest[0] if rest and isinstance(rest[0], int) else 0
-        self._check_first_batches(batch_idx)
-        call = _StepCall(step, rest, kwargs, training)
-        is_checked = self._checked.takes(step)
-        if is_checked:
-            self._check(call, batch, microbatches)
-        self._num_batches_run[training] += 1
-        number = 2 * self._num_batches_run[training] + training
-        seed = ((self._seed * 1_000_003 + number) * 8_191 + self.replica) % (1 << 50)
-        scale = loss_scale(self._precision, self.device) if training else 1.0
-        run = self._prepare(call, batch, microbatches, seed, scale / accumulate, follows_estimates=is_checked)
-        outputs = self._execute(run, schedule, find_loss)
-        return self._report_training(run, outputs) if training else self._report_evaluation(run, outputs)
 
     def _prepare(
         self,
@@ -595,10 +585,21 @@ class PipelineEngine:
 
     # ---------------------------------------------------------------- the check of the first batches
 
-    def _check(self, call: _StepCall, batch: Any, microbatches: Sequence[Microbatch]) -> None:
-        """Raises :class:`SplitError` if the step makes something else of microbatches than of a batch."""
-        if len(microbatches) == 1 and self.groups.num_replicas == 1:
-            return
+    def _check(self, call: _StepCall, batch: Any, microbatches: Sequence[Microbatch]) -> bool:
+        """Checks one of a run's first batches, and returns whether it is one.
+
+        Raises:
+            BatchError: The ranks of the pipeline have different batches.
+            SplitError: The step makes something else of microbatches than of a batch.
+        """
+        self._check_same_batch(call.batch_idx)
+        if not self._checked.takes(call.step):
+            return False
+        if len(microbatches) > 1 or self.groups.num_replicas > 1:
+            self._check_parts(call, batch, microbatches)
+        return True
+
+    def _check_parts(self, call: _StepCall, batch: Any, microbatches: Sequence[Microbatch]) -> None:
         if call.training:
             tell_of_batch_norm(self.module, microbatches[0].num_samples, batch_size_of(batch) or len(microbatches))
         sizes = self._two_sizes(microbatches, batch)
@@ -679,7 +680,7 @@ class PipelineEngine:
         cutter = self._cutter
         return two_sizes(microbatches, batch, cutter.cut_into, is_cut_by_user=cutter.is_users)
 
-    def _check_first_batches(self, batch_idx: int) -> None:
+    def _check_same_batch(self, batch_idx: int) -> None:
         """Before a run's first batches are cut: later ones are checked by the message that ends a batch anyway."""
         mine = self._fingerprint
         if mine is not None and batch_idx < _BATCHES_CHECKED_BEFOREHAND:
