@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
-from torch.overrides import TorchFunctionMode
 
-from lightning_pp.split.interception import running_unit
+from lightning_pp.split.interception import OutsideUnits, running_unit
 from lightning_pp.split.placeholders import is_fake
 from lightning_pp.split.reductions.functions import Kind, kind_of
 from lightning_pp.split.reductions.recording import tensors_given
@@ -110,7 +109,7 @@ def watched(seen: Seen, units: Mapping[str, nn.Module]) -> Iterator[None]:
         hook.remove()
 
 
-class _Functions(TorchFunctionMode):
+class _Functions(OutsideUnits):
     def __init__(self, seen: Seen) -> None:
         super().__init__()
         self._seen = seen

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_pp.errors import SplitError
+from lightning_pp.split._torch_private import current_function_mode, without_current_function_mode
 from lightning_pp.split.checkpointed_regions import RAN, Calls, CheckpointedRegions
 from lightning_pp.split.containers import ABSENT, put_back
 from lightning_pp.split.distributions import distributions_check_what_is_here
@@ -33,6 +35,10 @@ _num_running = 0
 def running_unit() -> bool:
     """Whether a unit is running now, as opposed to the code between units."""
     return _num_running > 0
+
+
+class OutsideUnits(TorchFunctionMode):
+    """A function mode that is off while a unit runs, where it would only cost time."""
 
 
 class UnitCalls:
@@ -183,7 +189,10 @@ class UnitCalls:
         self._num_ran += 1
         _num_running += 1
         try:
-            return original(*args, **kwargs)
+            if not isinstance(current_function_mode(), OutsideUnits):
+                return original(*args, **kwargs)
+            with without_current_function_mode():
+                return original(*args, **kwargs)
         finally:
             self._running_original = False
             _num_running -= 1

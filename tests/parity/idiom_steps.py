@@ -284,6 +284,7 @@ def logs_of_all_kinds(module: Any, batch: Any) -> Tensor:
     module.log("num_kept", batch["mask"].sum())
     module.log("num_samples", len(batch["x"]))
     module.log("num_samples_summed", float(len(batch["x"])), reduce_fx="sum")
+    module.log("count", float(len(batch["x"])), reduce_fx="sum", on_step=True, on_epoch=True)
     module.log("largest", logits.max())
     module.log("least", logits.detach().min(), reduce_fx="min")
     module.log("constant", 0.5)

@@ -19,6 +19,7 @@ from zoo_parts import WIDTH, Block, next_token_loss
 from lightning_pp.split import StepRecord, discover_units, dry_run
 from lightning_pp.split.placeholders import Placeholders, has_data
 from lightning_pp.split.record import PassedOn, RandomGlue, TensorSpec, Value
+from lightning_pp.split.reductions.functions import Kind
 
 # In these a unit hands on what it was given, which has no identity of its own in the record.
 HANDS_ON = {"structured"}
@@ -110,7 +111,7 @@ def test_random_glue_and_edits_are_noted() -> None:
     assert [record.leaf(Value(index, 0)).edited_in_place for index in range(6)] == [True] * 5 + [False]
 
 
-def test_reads_at_the_end_and_mean_losses_are_noted() -> None:
+def test_reads_at_the_end_and_means_are_noted() -> None:
     class Ending(Small):
         def training_step(self, batch: Any) -> Tensor:
             loss = super().training_step(batch)
@@ -121,9 +122,8 @@ def test_reads_at_the_end_and_mean_losses_are_noted() -> None:
     record = record_of(build(Ending), batches()[0])
     (line,) = record.value_reads_in_tail
     assert "test_split_record.py" in line
-    assert record.num_mean_losses == 2
+    assert [reduction.is_mean for reduction in record.reductions if reduction.kind is Kind.LOSS] == [True, True]
     assert record.mutated_attributes == (("", "total"),)
-    assert record.step_edits_module
 
 
 class Untidy(Small):

@@ -71,7 +71,6 @@ class LogsEverything(Regression):
         self.log("train/int", batch_idx)
         self.log("one_element", x.mean().reshape(1, 1), on_epoch=True, sync_dist=True)
         self.log_dict({"a/mean": x.mean(), "a/mean2": (x**2).mean()}, **both)
-        self.log("count", float(len(x)), reduce_fx="sum", prog_bar=True, **both)
         self.log("peak", x.max(), reduce_fx="max", sync_dist=True, **both)
         self.log("low", x.min(), reduce_fx=torch.min, **both)
         self.log("integer_max", x.max().long(), reduce_fx=max, **both)
@@ -95,7 +94,6 @@ class LogsEverything(Regression):
         prediction = self(x)
         self.log("val_loss", F.mse_loss(prediction, y), prog_bar=True)
         self.log(f"val/unique_{dataloader_idx}", x.mean(), add_dataloader_idx=False, on_step=True, on_epoch=True)
-        self.log("val_count", float(len(x)), reduce_fx="sum")
         self.val_error(prediction, y)
         self.log("val_error", self.val_error)
         if dataloader_idx == 0:

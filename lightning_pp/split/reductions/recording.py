@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from lightning_pp.split.interception import running_unit
+from lightning_pp.split.interception import OutsideUnits, running_unit
 from lightning_pp.split.reductions.functions import Kind, LossCall, kind_of
 from lightning_pp.split.reductions.places import Place, Places, line_of
 
@@ -63,7 +62,7 @@ class EarlierRun:
     ratio: float
 
 
-class ReductionRecorder(TorchFunctionMode):
+class ReductionRecorder(OutsideUnits):
     """Within, outside of units, calls of functions that matter are noted.
 
     Args:

@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from lightning_pp.errors import SplitError
-from lightning_pp.split.interception import running_unit
+from lightning_pp.split.interception import OutsideUnits, running_unit
 from lightning_pp.split.reductions.estimates import follow
 from lightning_pp.split.reductions.facts import Fact, Facts
 from lightning_pp.split.reductions.functions import GREATEST, REVERSED, Kind, LossCall, kind_of
@@ -38,7 +37,7 @@ class Scale(NamedTuple):
     totals: Mapping[Place, Count]
 
 
-class ScaledStep(TorchFunctionMode):
+class ScaledStep(OutsideUnits):
     """Within, one run of the step: the degrees of its values are followed, and what it counts is the global batch's.
 
     A count that the batch alone decides becomes the microbatch's share of the global batch's: the numbers that Python
