@@ -269,6 +269,7 @@ class DryRun:
         )
         after = frozenset(self._flow.random_glue | self._python_glue)
         self.record.random_glue = RandomGlue(after, in_python=bool(self._python_glue))
+        self.record.drawn_uses = self._flow.drawn_values.uses
         # what Python does with numbers of its own generators cannot be seen
         self.record.has_dynamic_shapes = any(not look.is_in_python for look in self._flow.looks)
         self.record.may_branch_at_random = bool(self._python_glue) or self._flow.branches_at_random

@@ -21,6 +21,7 @@ from lightning_pp.runtime.compilation import CompiledUnits
 from lightning_pp.runtime.executor import PipelineExecutor, StepInputs
 from lightning_pp.runtime.randomness import StepRandomness
 from lightning_pp.runtime.timing import StepTimer
+from lightning_pp.runtime.whole_batch import WholeBatch
 from lightning_pp.schedule import Schedule, StageCosts
 from lightning_pp.split.dry_run import DryRun
 from lightning_pp.split.microbatch import Microbatch, batch_size_of, split_batch
@@ -59,6 +60,7 @@ from lightning_pp.strategy.stage_sharding import ShardingSettings
 from lightning_pp.strategy.step_scopes import StepScopes
 from lightning_pp.strategy.tuning import LayoutRequest, choose_layout, decided_by_one
 from lightning_pp.strategy.update_hooks import UpdateHooks
+from lightning_pp.strategy.whole_batch_run import WholeBatchPlans, WholeBatchScopes, as_whole, not_scaled, work_of
 
 _BATCHES_CHECKED_BEFOREHAND = 2
 
@@ -100,10 +102,11 @@ class _BatchRun:
     logs: StepLogs
     attributes: StepAttributes
     scopes: StepScopes
+    whole: WholeBatch | None = None
 
     @property
     def weights(self) -> list[float]:
-        return [microbatch.weight for microbatch in self.microbatches]
+        return [1.0] if self.whole is not None else [microbatch.weight for microbatch in self.microbatches]
 
     @property
     def num_samples(self) -> int:
@@ -112,6 +115,8 @@ class _BatchRun:
     def merged(self, outputs: list[Any]) -> Merged:
         """What the step returned for the whole batch, and what it changed on the module."""
         num_samples = [microbatch.num_samples for microbatch in self.microbatches]
+        if self.whole is not None:
+            outputs, num_samples = outputs[:1], [sum(num_samples)]
         return merge_outputs(outputs, num_samples, self.weights), self.attributes.merged(num_samples, self.weights)
 
 
@@ -186,6 +191,7 @@ class PipelineEngine:
         self._device_memory: DeviceMemory | None = None
         self._connection = Connection(mesh, sizes, device, timeout)
         self.results = BatchResults(module)
+        self._whole_batches = WholeBatchPlans()
         self._seed = 0
         self._num_batches_run = {True: 0, False: 0}  # training, evaluation
         self.num_batches_trained = 0  # in this process
@@ -450,10 +456,11 @@ class PipelineEngine:
             self._plan(call, microbatch, seed_glue, situation)
             for microbatch, seed_glue in zip(microbatches, seeds, strict=True)
         ]
+        # what is predicted has a row per sample
+        if self._options.whole_batch_loss and call.step != "predict_step":
+            return self._prepare_whole(call, batch, microbatches, plans, seed, factor, situation)
         attributes = StepAttributes(self.module, self._kept_by(plans))
-        updates = RepeatedUpdates(
-            self.split.placeholders, {name for plan in plans for name, others in plan.record.updates.items() if others}
-        )
+        updates = self._updates_of(plans)
 
         def call_step(data: Any) -> Any:
             with updates.of_step() if updates else nullcontext():
@@ -483,6 +490,39 @@ class PipelineEngine:
             self.module, self._precision, logs, self.metrics, attributes, scaled, self.placement, self.rank
         )
         return _BatchRun(call, microbatches, plans, seed, call_step, scaled, logs, attributes, scopes)
+
+    def _prepare_whole(
+        self,
+        call: _StepCall,
+        batch: Any,
+        microbatches: Sequence[Microbatch],
+        plans: Sequence[StepPlan],
+        seed: int,
+        factor: float,
+        situation: Situation,
+    ) -> _BatchRun:
+        """The same for a batch whose step ends once, on all of it."""
+        number = len(microbatches)
+        whole = as_whole(batch, sum(microbatch.num_samples for microbatch in microbatches), plans)
+        seed_glue = StepRandomness.of_microbatch(seed, number if number > 1 else 0, self.device).seed_glue
+        plan = self._whole_batches.of(self._plan(call, whole, seed_glue, situation), plans, microbatches)
+        attributes = StepAttributes(self.module, self._kept_by([plan.tail]))
+        updates = self._updates_of([plan.tail])
+
+        def call_step(data: Any) -> Any:
+            with updates.of_step() if updates else nullcontext():
+                return getattr(self.module, call.step)(data, *call.rest, **call.kwargs)
+
+        logs, scaled = StepLogs(), not_scaled(number, factor)
+        scopes = WholeBatchScopes(
+            self.module, self._precision, logs, self.metrics, attributes, scaled, self.placement, self.rank
+        )
+        work = work_of(plan, call_step, whole, scopes, factor)
+        return _BatchRun(call, microbatches, plan.parts, seed, call_step, scaled, logs, attributes, scopes, work)
+
+    def _updates_of(self, plans: Sequence[StepPlan]) -> RepeatedUpdates:
+        names = {name for plan in plans for name, others in plan.record.updates.items() if others}
+        return RepeatedUpdates(self.split.placeholders, names)
 
     def _in_precision(self, call_step: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def call(data: Any) -> Any:
@@ -519,6 +559,7 @@ class PipelineEngine:
                     run.seed,
                     self.gradients.stages,
                     self._programs.queued_bytes if run.call.training else None,
+                    run.whole,
                 ),
             )
         if find_loss is not None:
