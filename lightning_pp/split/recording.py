@@ -85,6 +85,9 @@ class DryRun:
                 self._real_parameters[storage] = self._real_parameters.get(storage, NOTHING) | {source}
         self._flow = DataFlow(placeholders.mode)
         self._graph = GraphReader()
+        # the end of the step may fail on a part of the batch, since it runs on all of it; what it does there, if known
+        self.end_may_fail = False
+        self.end_of_batch: StepRecord | None = None
         # which checkpointed region the running code is in; set by whoever intercepts unit calls
         self.running_region: Callable[[], int | None] = lambda: None
         self.num_regions: Callable[[], int] = lambda: 0
@@ -254,6 +257,13 @@ class DryRun:
         self._note_edits()
         self.record.value_reads_in_tail.append(line)
         return self.record
+
+    def ends_elsewhere(self) -> bool:
+        """Whether all unit calls have been seen, and what follows them may fail here."""
+        if self.end_of_batch is not None:
+            calls, others = self.record.calls, self.end_of_batch.calls
+            return [call.unit for call in calls] == [call.unit for call in others]
+        return self.end_may_fail and {call.unit for call in self.record.calls} == set(self._units)
 
     def _note_edits(self) -> None:
         self.record.edits_batch = self._flow.edits_batch

@@ -60,7 +60,15 @@ from lightning_pp.strategy.stage_sharding import ShardingSettings
 from lightning_pp.strategy.step_scopes import StepScopes
 from lightning_pp.strategy.tuning import LayoutRequest, choose_layout, decided_by_one
 from lightning_pp.strategy.update_hooks import UpdateHooks
-from lightning_pp.strategy.whole_batch_run import WholeBatchPlans, WholeBatchScopes, as_whole, not_scaled, work_of
+from lightning_pp.strategy.whole_batch_run import (
+    WholeBatchPlans,
+    WholeBatchScopes,
+    ending_with_batch,
+    in_one_piece,
+    not_scaled,
+    on_parts,
+    work_of,
+)
 
 _BATCHES_CHECKED_BEFOREHAND = 2
 
@@ -241,10 +249,11 @@ class PipelineEngine:
             self.module.eval()
         try:
             with beforehand as optimizer:
+                recorded = self._recorded_step(step, microbatches[0], first_arguments(self.module, step))
                 recording = record_model(
                     self.module,
                     device=self.device,
-                    step=self._recorded_step(step, microbatches[0], first_arguments(self.module, step)),
+                    step=ending_with_batch(recorded) if self._ends_with_batch(step) else recorded,
                     with_gradients=training,
                     patterns=patterns,
                     num_stages=request.fewest_stages,
@@ -452,13 +461,12 @@ class PipelineEngine:
         progress = Progress(call.batch_idx, self._trainer.global_step, self._trainer.current_epoch)
         situation = self.split.plans.situation([microbatch.data for microbatch in microbatches], progress)
         seeds = [StepRandomness.of_microbatch(seed, index, self.device).seed_glue for index in range(len(microbatches))]
+        if self._ends_with_batch(call.step):
+            return self._prepare_whole(call, batch, microbatches, seed, factor, situation)
         plans = [
             self._plan(call, microbatch, seed_glue, situation)
             for microbatch, seed_glue in zip(microbatches, seeds, strict=True)
         ]
-        # what is predicted has a row per sample
-        if self._options.whole_batch_loss and call.step != "predict_step":
-            return self._prepare_whole(call, batch, microbatches, plans, seed, factor, situation)
         attributes = StepAttributes(self.module, self._kept_by(plans))
         updates = self._updates_of(plans)
 
@@ -496,16 +504,20 @@ class PipelineEngine:
         call: _StepCall,
         batch: Any,
         microbatches: Sequence[Microbatch],
-        plans: Sequence[StepPlan],
         seed: int,
         factor: float,
         situation: Situation,
     ) -> _BatchRun:
         """The same for a batch whose step ends once, on all of it."""
         number = len(microbatches)
-        whole = as_whole(batch, sum(microbatch.num_samples for microbatch in microbatches), plans)
-        seed_glue = StepRandomness.of_microbatch(seed, number if number > 1 else 0, self.device).seed_glue
-        plan = self._whole_batches.of(self._plan(call, whole, seed_glue, situation), plans, microbatches)
+        seeds = [StepRandomness.of_microbatch(seed, index, self.device).seed_glue for index in range(number + 1)]
+        whole = in_one_piece(batch, microbatches)
+        of_batch = self._plan(call, whole, seeds[number if number > 1 else 0], situation)
+        plans = [
+            self._plan(call, microbatch, seed_glue, situation, of_batch.record)
+            for microbatch, seed_glue in zip(microbatches, seeds, strict=False)
+        ]
+        plan = self._whole_batches.of(of_batch, plans, microbatches)
         attributes = StepAttributes(self.module, self._kept_by([plan.tail]))
         updates = self._updates_of([plan.tail])
 
@@ -517,8 +529,8 @@ class PipelineEngine:
         scopes = WholeBatchScopes(
             self.module, self._precision, logs, self.metrics, attributes, scaled, self.placement, self.rank
         )
-        work = work_of(plan, call_step, whole, scopes, factor)
-        return _BatchRun(call, microbatches, plan.parts, seed, call_step, scaled, logs, attributes, scopes, work)
+        work, of_part = work_of(plan, call_step, whole, scopes, factor), on_parts(plan, call_step)
+        return _BatchRun(call, microbatches, plan.parts, seed, of_part, scaled, logs, attributes, scopes, work)
 
     def _updates_of(self, plans: Sequence[StepPlan]) -> RepeatedUpdates:
         names = {name for plan in plans for name, others in plan.record.updates.items() if others}
@@ -531,14 +543,25 @@ class PipelineEngine:
 
         return call
 
+    def _ends_with_batch(self, step: str) -> bool:
+        """Whether the step's end runs once, on the whole batch; what is predicted has a row per sample anyway."""
+        return self._options.whole_batch_loss and step != "predict_step"
+
     def _plan(
-        self, call: _StepCall, microbatch: Microbatch, seed_glue: Callable[[int], None], situation: Situation
+        self,
+        call: _StepCall,
+        microbatch: Microbatch,
+        seed_glue: Callable[[int], None],
+        situation: Situation,
+        end_of_batch: StepRecord | None = None,
     ) -> StepPlan:
         trainable = tuple(parameter.requires_grad for parameter in self._parameters) if call.training else None
-        key = (call.step, signature_of(call.rest[1:]), trainable, signature_of(microbatch.data))
+        signature = (signature_of(microbatch.data), end_of_batch is not None)
+        key = (call.step, signature_of(call.rest[1:]), trainable, signature)
+        recorded = self._recorded_step(call.step, microbatch, call.rest, call.kwargs)
         return self.split.plans.plan(
             key,
-            self._recorded_step(call.step, microbatch, call.rest, call.kwargs),
+            recorded if end_of_batch is None else ending_with_batch(recorded, end_of_batch),
             with_gradients=call.training,
             seed_glue=seed_glue,
             situation=situation,

@@ -11,8 +11,10 @@ from lightning.pytorch.plugins.precision import Precision
 
 from lightning_pp.runtime.whole_batch import WholeBatch
 from lightning_pp.schedule import Placement
+from lightning_pp.split.dry_run import DryRun
 from lightning_pp.split.microbatch import Microbatch, copy_of
 from lightning_pp.split.plan import StepPlan
+from lightning_pp.split.record import StepRecord
 from lightning_pp.split.whole_batch import WholeBatchPlan, plan_whole_batch
 from lightning_pp.strategy.attributes import StepAttributes
 from lightning_pp.strategy.batch_scaling import ScaledBatch
@@ -50,15 +52,29 @@ class WholeBatchPlans:
         return self._plans[key][1]
 
 
+def ending_with_batch(step: Callable[[DryRun], Any], end: StepRecord | None = None) -> Callable[[DryRun], Any]:
+    """``step`` on a microbatch, for a dry run: its end runs on the whole batch only, and may fail on a few samples.
+
+    Args:
+        step: The step.
+        end: A dry run on the whole batch, if there has been one.
+    """
+
+    def run(dry: DryRun) -> Any:
+        dry.end_may_fail, dry.end_of_batch = True, end
+        return step(dry)
+
+    return run
+
+
 def not_scaled(num_microbatches: int, factor: float) -> ScaledBatch:
     """Weights without corrections: the loss is that of the whole batch already."""
     return ScaledBatch([factor] * num_microbatches, lambda: None)
 
 
-def as_whole(batch: Any, num_samples: int, plans: Sequence[StepPlan]) -> Microbatch:
-    """The batch in one piece, for the last run of its step; a copy if earlier ones write into it."""
-    data = copy_of(batch) if any(plan.record.edits_batch for plan in plans) else batch
-    return Microbatch(data, num_samples, 1.0)
+def in_one_piece(batch: Any, microbatches: Sequence[Microbatch]) -> Microbatch:
+    """The batch as one microbatch."""
+    return Microbatch(batch, sum(microbatch.num_samples for microbatch in microbatches), 1.0)
 
 
 class WholeBatchScopes(StepScopes):
@@ -96,3 +112,8 @@ def work_of(
 ) -> WholeBatch:
     """What the executor does at the end of the batch."""
     return WholeBatch(plan, lambda: scopes.run_tail(lambda: call_step(batch.data)), factor)
+
+
+def on_parts(plan: WholeBatchPlan, call_step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """``call_step`` for microbatches; they get copies if it writes into its batch, which the last run does again."""
+    return (lambda data: call_step(copy_of(data))) if plan.tail.record.edits_batch else call_step

@@ -167,6 +167,9 @@ class Pairs(L.LightningDataModule):
     def val_dataloader(self) -> DataLoader[Any]:
         return self.loader(2)
 
+    def predict_dataloader(self) -> DataLoader[Any]:
+        return self.loader(3)
+
 
 class Notes(L.Callback):
     """What every batch returned and logged."""
