@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from parity_run import QUIET, Layout, tensor_difference
 from pool import WorkerPool
 from torch import Tensor, nn
+from torchmetrics import MeanMetric, SumMetric
 from whole_batch_parts import LOSSES, WIDTH, Pairs, WholeBatchModel, run_whole
 
 from lightning_pp.schedule import available_schedules
@@ -144,7 +145,23 @@ class RowsOfOneSampleTogether(WholeBatchModel):
         return loss
 
 
-WAYS = [FrozenStart, HardestSamples, DrawsNoise, EditsItsBatch, Buckets, RowsOfOneSampleTogether]
+class MetricAndOutputs(WholeBatchModel):
+    """A metric sees the batch once; so does who reads what the step returned."""
+
+    def __init__(self, loss: str) -> None:
+        super().__init__(loss)
+        self.mean_distance, self.num_batches = MeanMetric(), SumMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        z = self(batch[0])
+        self.mean_distance.update((z - batch[1]).square().sum().sqrt())
+        self.num_batches.update(1)
+        self.log("mean_distance", self.mean_distance, on_step=False, on_epoch=True)
+        self.log("num_batches", self.num_batches, on_step=False, on_epoch=True)
+        return {"loss": z.square().mean().sqrt(), "spread": z.std()}
+
+
+WAYS = [MetricAndOutputs, FrozenStart, HardestSamples, DrawsNoise, EditsItsBatch, Buckets, RowsOfOneSampleTogether]
 
 
 @pytest.mark.parametrize("model", WAYS)
