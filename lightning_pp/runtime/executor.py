@@ -20,6 +20,7 @@ from lightning_pp.runtime.stage import StageRunner
 from lightning_pp.runtime.stage_forward import InFlight
 from lightning_pp.runtime.timing import StepTimer
 from lightning_pp.runtime.transport import Transport
+from lightning_pp.runtime.whole_batch import TailRun, WholeBatch
 from lightning_pp.schedule import ActionKind, Schedule
 from lightning_pp.split.interception import UnitCalls
 from lightning_pp.split.plan import StepPlan
@@ -41,6 +42,8 @@ class StepInputs:
         seed: Seed of the step, equal on all ranks of a pipeline, different between pipelines.
         sharded: Who carries out the sharding actions of the program; None leaves them out.
         queued_bytes: If given, gets for each stage and microbatch what the weight gradients hold that I has queued.
+        whole_batch: The end of the step, run once on the whole batch after the last stage's last F; None: that of each
+            microbatch is run in its F.
     """
 
     plans: Sequence[StepPlan]
@@ -50,6 +53,7 @@ class StepInputs:
     seed: int
     sharded: ShardedStages | None = None
     queued_bytes: dict[tuple[int, int], int] | None = None
+    whole_batch: WholeBatch | None = None
 
 
 class PipelineExecutor:
@@ -62,6 +66,7 @@ class PipelineExecutor:
             F: run the user's step up to the stage's last call, un-owned units standing in
                wait for values of other stages where it comes to the calls that they stand in for
                send what later stages read
+               last stage, with a loss over the whole batch: keep what its end needs; in the last F run the end, once
             I: wait for the gradients of what was sent
                one ordinary backward; linear-like operations queue their weight gradients
                send the gradients of what was received
@@ -108,8 +113,9 @@ class PipelineExecutor:
             inputs: The step's work.
 
         Returns:
-            What the user's step returned for each microbatch (None for each, except on the rank of the last stage),
-            and the timer of this rank's actions; reading it may wait for the device.
+            What the user's step returned for each microbatch (None for each, except on the rank of the last stage;
+            with ``whole_batch`` the first entry is what it returned for the batch, and the others are None), and the
+            timer of this rank's actions; reading it may wait for the device.
         """
         outputs: list[Any] = [None] * len(inputs.plans)
         in_flight: dict[tuple[int, int], InFlight] = {}
@@ -118,6 +124,7 @@ class PipelineExecutor:
         program = self._program(schedule, inputs.plans)
         loss_of = inputs.loss_of
         trains = loss_of is not None
+        tail = self._tail(inputs)
         transport.begin(program.route)
         try:
             with ExitStack() as stack:
@@ -147,8 +154,12 @@ class PipelineExecutor:
                             else self._no_randomness,
                             with_gradients=trains,
                             splits_backward=entry.splits_backward,
+                            watch=tail.watch(microbatch) if tail is not None and entry.is_last_stage else None,
                         )
-                        if entry.is_last_stage:
+                        if entry.is_last_stage and tail is not None:
+                            if tail.add(microbatch, kept):
+                                outputs[0] = map_leaves(_detached, tail.run(entry.runner))
+                        elif entry.is_last_stage:
                             if loss_of is not None:
                                 kept.loss = loss_of(output)
                             # a graph kept alive by what the step returned would keep its activations
@@ -168,7 +179,7 @@ class PipelineExecutor:
                         del kept
                     else:
                         kept = in_flight[stage, microbatch]
-                        gradients = self._backward(entry, inputs, kept, timer)
+                        gradients = self._backward(entry, inputs, kept, timer, tail)
                         if entry.stop.departures:
                             transport.send(entry.stop, gradients)
                         kept.end_backward()
@@ -196,12 +207,29 @@ class PipelineExecutor:
         """Returns when the other ranks have received what was sent; to be called before this process ends."""
         self._transport.drain()
 
-    def _backward(self, entry: _Entry, inputs: StepInputs, kept: InFlight, timer: StepTimer) -> dict[Value, Tensor]:
+    def _tail(self, inputs: StepInputs) -> TailRun | None:
+        whole = inputs.whole_batch
+        if whole is None:
+            return None
+        # a batch in one piece draws what its microbatch drew
+        number = len(inputs.plans) if len(inputs.plans) > 1 else 0
+        draws = whole.plan.tail.record.random_glue.after
+        randomness = StepRandomness.of_microbatch(inputs.seed, number, self._device) if draws else self._no_randomness
+        return TailRun(whole, inputs.loss_of, randomness)
+
+    def _backward(
+        self, entry: _Entry, inputs: StepInputs, kept: InFlight, timer: StepTimer, tail: TailRun | None
+    ) -> dict[Value, Tensor]:
         assert entry.microbatch is not None
+        gradients: Iterable[tuple[Value, Tensor]] = ()
+        if entry.is_last_stage and tail is not None:
+            gradients = tail.gradients_of(entry.microbatch)
+        elif entry.stop.arrivals:
+            gradients = _receive(entry.stop, self._transport, timer)
         return entry.runner.backward(
             inputs.plans[entry.microbatch],
             kept,
-            _receive(entry.stop, self._transport, timer) if entry.stop.arrivals else (),
+            gradients,
             inputs.loss_weights[entry.microbatch],
             split=entry.kind is ActionKind.I,
         )

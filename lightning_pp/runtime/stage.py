@@ -20,11 +20,12 @@ from lightning_pp.runtime.deferred import (
 from lightning_pp.runtime.randomness import StepRandomness
 from lightning_pp.runtime.recomputation import Recomputation
 from lightning_pp.runtime.stage_forward import InFlight, StageCalls, StageForward
-from lightning_pp.split.interception import UnitCalls
+from lightning_pp.split.interception import CallHandler, UnitCalls
 from lightning_pp.split.plan import StepPlan
 from lightning_pp.split.record import Value
 
 _MOST_PLANS = 512
+CallWatch = Callable[[CallHandler], CallHandler]
 
 
 class StageRunner:
@@ -60,6 +61,7 @@ class StageRunner:
         *,
         with_gradients: bool,
         splits_backward: bool = False,
+        watch: CallWatch | None = None,
     ) -> tuple[InFlight, Any]:
         """Runs the user's step for one microbatch up to this stage's last call (F).
 
@@ -70,6 +72,7 @@ class StageRunner:
             randomness: Seeds for glue that draws random numbers.
             with_gradients: Whether a backward follows.
             splits_backward: Whether that backward is I, with W to follow.
+            watch: Is shown what units are called with.
 
         Returns:
             What to keep and send, and what the user's step returned (None except on the last stage).
@@ -80,9 +83,11 @@ class StageRunner:
         calls = self._prepare(plan)[1]
         run = StageForward(calls, self._units, receive, randomness, with_gradients, self.recomputation)
         if calls.plan.last_call == -1:  # nothing of this stage is called in such a step
+            if calls.received:
+                run.receive_the_rest()
             return run.in_flight, None
         scope = _deferral(splits_backward)
-        with self._calls.handled_by(run.on_call):
+        with self._calls.handled_by(run.on_call if watch is None else watch(run.on_call)):
             if scope is None and not calls.random_glue.after:
                 return run.in_flight, run.run(step)
             glue = randomness.of_glue(calls.random_glue) if calls.random_glue.after else nullcontext()

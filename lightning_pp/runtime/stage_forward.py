@@ -34,7 +34,7 @@ class InFlight:
 
     Attributes:
         received: Leaves of the autograd graph: received tensors that a gradient is returned for.
-        outputs: Values made here that another stage needs, until they are sent.
+        outputs: Values made here that another stage needs, until they are sent; those that the plan keeps.
         roots: Where their gradients enter the graph. A value itself, once sent, is kept only if backward needs it.
         loss: The loss, on the last stage of a training step.
         queue: Weight gradients that I has left for W.
@@ -133,7 +133,7 @@ class StageCalls:
         self.compute_dtype = plan.record.compute_dtype
         # and whether a gradient goes back
         self.received = received = {edge.value: edge.has_gradient for edge in self.plan.receives}
-        self.sent = frozenset(edge.value for edge in self.plan.sends)
+        self.sent = frozenset(edge.value for edge in self.plan.sends) | self.plan.keeps
         # what nobody writes into can be the leaf itself
         self.edited = {value for value in received if plan.record.leaf(value).edited_in_place}
         self.calls: list[_Call] = []
@@ -273,9 +273,13 @@ class StageForward:
         finally:
             self.doors.undo()
         self.raise_failure()
-        if self._receive is not None:  # the step has not come to what is received
-            self._take_received(self._receive)
+        self.receive_the_rest()
         return output
+
+    def receive_the_rest(self) -> None:
+        """Waits for what is received, if the step has not come to it."""
+        if self._receive is not None:
+            self._take_received(self._receive)
 
     def raise_failure(self) -> None:
         """Raises what receiving has failed with, if it has, whatever the user's code made of it."""
@@ -299,12 +303,21 @@ class StageForward:
             self._failure = error
             raise
         for value, tensor in received:
+            if value in self._stage.plan.keeps:
+                self._keep_received(value, tensor)
             if self._with_gradients and self._stage.received[value]:
                 self.in_flight.received[value] = tensor.requires_grad_()
                 if value in self._stage.edited:
                     with torch.enable_grad():  # the user's code may have switched it off for this call
                         tensor = _AsNonLeaf.apply(tensor)  # type: ignore[no-untyped-call]
             self._inputs[value] = tensor
+
+    def _keep_received(self, value: Value, tensor: Tensor) -> None:
+        """Keeps a received value as it has come; its gradient enters the graph at the leaf."""
+        kept = tensor.detach()
+        self.in_flight.outputs[value] = kept.clone() if value in self._stage.edited else kept
+        if self._with_gradients and self._stage.received[value]:
+            self.in_flight.roots[value] = get_gradient_edge(tensor.requires_grad_())
 
     def _tensor_of(self, value: Value) -> Tensor:
         if value in self._stage.received and self._receive is not None:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import arg_tree_leaves, tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
+from lightning_pp.split.drawn_values import DrawnValues
 from lightning_pp.split.made_up_data import MadeUpData
 from lightning_pp.split.memory_watch import MemoryWatch
 from lightning_pp.split.placeholders import Placeholders, is_fake
@@ -97,6 +98,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         gradient_hooks: Hooks that glue put on weight-dependent tensors.
         edits_batch: Whether the step wrote into memory that it did not make.
         watch: Numbers the memories that the step makes.
+        drawn_values: Follows random numbers that glue draws.
     """
 
     def __init__(
@@ -149,6 +151,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._updates: dict[str, set[str]] = {}
         # real tensors that come from numbers that glue drew; a mark on them would be lost in views
         self._drawn: set[int | None] = set()
+        self.drawn_values = DrawnValues()
 
     def watch_parameters(self, placeholders: Placeholders) -> None:
         """From here on, what glue writes into fake parameters is noted."""
@@ -262,6 +265,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Lets go of all tensors, after the last question about any."""
         self._kept_alive.clear()
         self._sources_of_fakes.clear()
+        self.drawn_values.release()
         self.watch.release()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -278,6 +282,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note_looks_at_given(func, args, inputs)
         if self.call is None and torch.Tag.nondeterministic_seeded in func.tags:
             self.random_glue.add(self.num_calls - 1)
+        drawn = self.drawn_values.found_in(func, inputs, self.num_calls, None if self.call is None else self.call.index)
         is_mutable = func._schema.is_mutable
         if is_mutable:
             self._keep_contents(func, args, kwargs)
@@ -287,6 +292,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note_policy(func, args, kwargs, result, 0)
             if self.call is None and self.random_glue:
                 self._note_drawn(func, inputs, result)
+            self.drawn_values.note(drawn, result)
             if is_mutable and self.call is not None:
                 self._note_edits_by_unit(func, args, kwargs)
             return result
@@ -299,6 +305,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = (args, kwargs)
         result = self._run(func, args, kwargs, sources)
         flops = self._count_flops(func, args, kwargs, result, inputs)
+        self.drawn_values.note(drawn, result)
         self._note_product(func, args, result)
         produced: frozenset[Source] = frozenset({Inside(self.call.index)}) if self.call is not None else sources
         for tensor in tree_leaves(result):

@@ -11,6 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_pp.split.interception import running_unit
 
+Stretch = int | str | None
+"""What draws: the units of a stage, or the code outside of units, in which all stages draw the same."""
 _PERMUTATION = "aten::randperm"
 
 
@@ -22,30 +24,36 @@ class Draws:
     """
 
     def __init__(self) -> None:
-        self._drawn: dict[int | None, list[Tensor]] = {}
+        self._drawn: dict[Stretch, list[Tensor]] = {}
         self.differ = False
 
-    def on_whole(self, stage: int | None) -> TorchDispatchMode:
-        """Around the step on the whole, on one stage: notes what is drawn."""
-        return _Drawing(self, stage, None)
+    def on_whole(self, stage: int | None, *, is_end: bool = False) -> TorchDispatchMode:
+        """Around the step on the whole, on one stage: notes what is drawn.
 
-    def on_part(self, stage: int | None, start: float, length: float) -> TorchDispatchMode:
+        Args:
+            stage: The stage; None for a rehearsal, in which no unit runs.
+            is_end: Whether it is the run for the end of the batch.
+        """
+        return _Drawing(self, stage, None, is_end)
+
+    def on_part(self, stage: int | None, start: float, length: float, *, is_end: bool = False) -> TorchDispatchMode:
         """Around the step on a part: gives it its rows of what the whole drew.
 
         Args:
             stage: The stage; None for a rehearsal, in which no unit runs.
             start: Where the part begins, as a share of the whole.
             length: How much of the whole it is.
+            is_end: Whether it is the run for the end of the batch, on all of it.
         """
-        return _Drawing(self, stage, (start, length))
+        return _Drawing(self, stage, (0.0, 1.0) if is_end else (start, length), is_end)
 
-    def note(self, stage: int | None, tensor: Tensor) -> None:
-        """The whole has drawn ``tensor``; ``stage`` None: outside of units, where all stages draw the same."""
-        self._drawn.setdefault(stage, []).append(tensor.detach().clone())
+    def note(self, stretch: Stretch, tensor: Tensor) -> None:
+        """The whole has drawn ``tensor``."""
+        self._drawn.setdefault(stretch, []).append(tensor.detach().clone())
 
-    def share_out(self, stage: int | None, index: int, tensor: Tensor, part: tuple[float, float]) -> None:
+    def share_out(self, stretch: Stretch, index: int, tensor: Tensor, part: tuple[float, float]) -> None:
         """Overwrites ``tensor``, the ``index``-th that a part has drawn, with its rows of what the whole drew."""
-        drawn = self._drawn.get(stage, [])
+        drawn = self._drawn.get(stretch, [])
         source = _rows_of(drawn[index], tensor, part) if index < len(drawn) else None
         if source is None:
             self.differ = True
@@ -54,12 +62,13 @@ class Draws:
 
 
 class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, draws: Draws, stage: int | None, part: tuple[float, float] | None) -> None:
+    def __init__(self, draws: Draws, stage: int | None, part: tuple[float, float] | None, is_end: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._draws = draws
         self._stage = stage
         self._part = part
-        self._indices: dict[int | None, int] = {}
+        self._outside: Stretch = "end" if is_end else "outside"
+        self._indices: dict[Stretch, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -74,13 +83,13 @@ class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func._schema.name == _PERMUTATION:  # no part can have its share of one, so nothing is mixed
             tensor.copy_(torch.arange(len(tensor), device=tensor.device))
             return
-        stage = self._stage if running_unit() else None
+        stretch = self._stage if running_unit() else self._outside
         if self._part is None:
-            self._draws.note(stage, tensor)
+            self._draws.note(stretch, tensor)
             return
-        index = self._indices.get(stage, 0)
-        self._indices[stage] = index + 1
-        self._draws.share_out(stage, index, tensor, self._part)
+        index = self._indices.get(stretch, 0)
+        self._indices[stretch] = index + 1
+        self._draws.share_out(stretch, index, tensor, self._part)
 
 
 def _rows_of(drawn: Tensor, tensor: Tensor, part: tuple[float, float]) -> Tensor | None:

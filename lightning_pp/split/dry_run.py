@@ -84,6 +84,11 @@ def dry_run(
         failure = error
     if not with_gradients and {call.unit for call in run.record.calls} == set(units):
         return run.finish_opaque(innermost_user_line(failure))
+    if run.ends_elsewhere():
+        record = run.finish_opaque(innermost_user_line(failure))
+        if run.end_of_batch is not None:
+            record.gradient_sources = run.end_of_batch.gradient_sources
+        return record
     if _is_about_fakes(first_failure) or run.lines_of_value_reads():
         reads = ", ".join(run.lines_of_value_reads()[:3])
         raise SplitError(

@@ -36,9 +36,10 @@ class StagePlan:
         stage: Number of the stage.
         owned_calls: Indices of the unit calls that run here.
         last_call: Index of the last of them that anybody needs; the step ends there. None on the last stage, where
-            it runs through to the loss.
+            it runs through to the loss, unless it keeps values. -1 where nothing runs.
         receives: Edges that end here, by value.
         sends: Edges that start here, by value.
+        keeps: On the last stage, values to keep for one run of the step's end on the whole batch, received ones too.
     """
 
     stage: int
@@ -46,6 +47,7 @@ class StagePlan:
     last_call: int | None
     receives: tuple[Edge, ...]
     sends: tuple[Edge, ...]
+    keeps: frozenset[Value] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -305,6 +305,7 @@ class StepRecord:
         gradient_sources: For each value and for the loss (``None``), the values it depends on differentiably with no
             other unit's output in between. Empty for a step without gradients.
         random_glue: Where code outside units draws random numbers.
+        drawn_uses: What becomes of these: unit calls before a draw and before a use of it, and the line of the use.
         may_branch_at_random: Whether Python may look at such a number, so that another draw may call other units.
         hangs_on_values: Whether values that the step was given (the batch, buffers) may decide which units are called,
             or a shape.
@@ -327,6 +328,7 @@ class StepRecord:
     tail: Reads = field(default_factory=Reads)
     gradient_sources: dict[Value | None, frozenset[Value]] = field(default_factory=dict)
     random_glue: RandomGlue = RandomGlue()
+    drawn_uses: Mapping[tuple[int, int], str] = field(default_factory=dict)
     may_branch_at_random: bool = False
     hangs_on_values: bool = False
     asked_of_progress: list[Callable[[Any], bool]] = field(default_factory=list)

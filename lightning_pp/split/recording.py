@@ -86,6 +86,9 @@ class DryRun:
                 self._real_parameters[storage] = self._real_parameters.get(storage, NOTHING) | {source}
         self._flow = DataFlow(placeholders.mode)
         self._graph = GraphReader()
+        # the end of the step may fail on a part of the batch, since it runs on all of it; what it does there, if known
+        self.end_may_fail = False
+        self.end_of_batch: StepRecord | None = None
         # which checkpointed region the running code is in; set by whoever intercepts unit calls
         self.running_region: Callable[[], int | None] = lambda: None
         self.num_regions: Callable[[], int] = lambda: 0
@@ -279,6 +282,13 @@ class DryRun:
         self.record.value_reads_in_tail.append(line)
         return self.record
 
+    def ends_elsewhere(self) -> bool:
+        """Whether all unit calls have been seen, and what follows them may fail here."""
+        if self.end_of_batch is not None:
+            calls, others = self.record.calls, self.end_of_batch.calls
+            return [call.unit for call in calls] == [call.unit for call in others]
+        return self.end_may_fail and {call.unit for call in self.record.calls} == set(self._units)
+
     def _note_edits(self) -> None:
         self.record.edits_batch = self._flow.edits_batch
         for value in self._flow.edited:
@@ -293,6 +303,7 @@ class DryRun:
         )
         after = frozenset(self._flow.random_glue | self._python_glue)
         self.record.random_glue = RandomGlue(after, in_python=bool(self._python_glue))
+        self.record.drawn_uses = self._flow.drawn_values.uses
         # what Python does with numbers of its own generators cannot be seen
         self.record.has_dynamic_shapes = any(not look.is_in_python for look in self._flow.looks)
         self.record.may_branch_at_random = bool(self._python_glue) or self._flow.branches_at_random

@@ -21,6 +21,7 @@ from lightning_pp.runtime.compilation import CompiledUnits
 from lightning_pp.runtime.executor import PipelineExecutor, StepInputs
 from lightning_pp.runtime.randomness import StepRandomness
 from lightning_pp.runtime.timing import StepTimer
+from lightning_pp.runtime.whole_batch import WholeBatch
 from lightning_pp.schedule import Schedule, StageCosts
 from lightning_pp.split.dry_run import DryRun, uncompiled
 from lightning_pp.split.microbatch import Microbatch, SplitBatch, batch_size_of
@@ -72,6 +73,15 @@ from lightning_pp.strategy.stage_sharding import ShardingSettings
 from lightning_pp.strategy.step_scopes import StepScopes
 from lightning_pp.strategy.tuning import LayoutRequest, choose_layout, decided_by_one
 from lightning_pp.strategy.update_hooks import UpdateHooks
+from lightning_pp.strategy.whole_batch_run import (
+    END_OF_BATCH,
+    WholeBatchPlans,
+    WholeBatchScopes,
+    ending_with_batch,
+    in_one_piece,
+    not_scaled,
+    work_of,
+)
 
 _BATCHES_CHECKED_BEFOREHAND = 2
 
@@ -114,10 +124,11 @@ class _BatchRun:
     attributes: StepAttributes
     scopes: StepScopes
     updates: RepeatedUpdates
+    whole: WholeBatch | None = None
 
     @property
     def weights(self) -> list[float]:
-        return [microbatch.weight for microbatch in self.microbatches]
+        return [1.0] if self.whole is not None else [microbatch.weight for microbatch in self.microbatches]
 
     @property
     def num_samples(self) -> int:
@@ -126,6 +137,8 @@ class _BatchRun:
     def merged(self, outputs: list[Any]) -> Merged:
         """What the step returned for the whole batch, and what it changed on the module."""
         num_samples = [microbatch.num_samples for microbatch in self.microbatches]
+        if self.whole is not None:
+            outputs, num_samples = outputs[:1], [sum(num_samples)]
         return merge_outputs(outputs, num_samples, self.weights), self.attributes.merged(num_samples, self.weights)
 
 
@@ -204,6 +217,7 @@ class PipelineEngine:
         self._device_memory: DeviceMemory | None = None
         self._connection = Connection(mesh, sizes, device, timeout)
         self.results = BatchResults(module)
+        self._whole_batches = WholeBatchPlans()
         self._seed = 0
         self._num_batches_run = {True: 0, False: 0}  # training, evaluation
         self.num_batches_trained = 0  # in this process
@@ -255,11 +269,12 @@ class PipelineEngine:
             self.module.eval()
         try:
             with beforehand as optimizer:
+                recorded = self._recorded_step(step, microbatches[0], first_arguments(self.module, step))
                 with lengths_noted(batch, len(microbatches)):
                     recording = record_model(
                         self.module,
                         device=self.device,
-                        step=self._recorded_step(step, microbatches[0], first_arguments(self.module, step)),
+                        step=ending_with_batch(recorded) if self._ends_with_batch(step) else recorded,
                         with_gradients=training,
                         patterns=patterns,
                         num_stages=request.fewest_stages,
@@ -478,6 +493,8 @@ class PipelineEngine:
         situation = self.split.plans.situation([microbatch.data for microbatch in microbatches], progress)
         indices = range(len(microbatches)) if around is None else [0] * len(microbatches)
         seeds = [StepRandomness.of_microbatch(seed, index, self.device).seed_glue for index in indices]
+        if self._ends_with_batch(call.step):
+            return self._prepare_whole(call, batch, microbatches, seed, factor, situation, around)
         plans = [
             self._plan(call, microbatch, seed_glue, situation)
             for microbatch, seed_glue in zip(microbatches, seeds, strict=True)
@@ -485,9 +502,7 @@ class PipelineEngine:
         for plan in plans:
             refuse_carried_state(self.module, call.step, plan.record, len(microbatches))
         attributes = StepAttributes(self.module, self._kept_by(plans))
-        updates = RepeatedUpdates(
-            self.split.placeholders, {name for plan in plans for name, others in plan.record.updates.items() if others}
-        )
+        updates = self._updates_of(plans)
 
         own = own_copy if any(plan.record.edits_batch for plan in plans) else own_containers
 
@@ -528,14 +543,72 @@ class PipelineEngine:
         )
         return _BatchRun(call, microbatches, plans, seed, call_step, scaled, logs, attributes, scopes, updates)
 
+    def _prepare_whole(
+        self,
+        call: _StepCall,
+        batch: Any,
+        microbatches: Sequence[Microbatch],
+        seed: int,
+        factor: float,
+        situation: Situation,
+        around: Around | None,
+    ) -> _BatchRun:
+        """The same for a batch whose step ends once, on all of it."""
+        number = len(microbatches)
+        indices = range(number + 1) if around is None else [0] * (number + 1)
+        seeds = [StepRandomness.of_microbatch(seed, index, self.device).seed_glue for index in indices]
+        whole = in_one_piece(batch, microbatches)
+        of_batch = self._plan(call, whole, seeds[number if number > 1 else 0], situation)
+        plans = [
+            self._plan(call, microbatch, seed_glue, situation, of_batch.record)
+            for microbatch, seed_glue in zip(microbatches, seeds, strict=False)
+        ]
+        refuse_carried_state(self.module, call.step, of_batch.record, number)
+        plan = self._whole_batches.of(of_batch, plans, microbatches)
+        attributes = StepAttributes(self.module, self._kept_by([plan.tail]))
+        updates = self._updates_of([plan.tail])
+        own = own_copy if plan.tail.record.edits_batch else own_containers
+
+        def call_step(index: int, stage: int | None) -> Any:
+            data = batch if index == END_OF_BATCH else microbatches[index].data
+            with (
+                updates.of_step() if updates else nullcontext(),
+                nullcontext() if around is None else around(index, stage),
+            ):
+                return getattr(self.module, call.step)(own(data), *call.rest, **call.kwargs)
+
+        logs, scaled = StepLogs(), not_scaled(number, factor)
+        scopes = WholeBatchScopes(
+            self.module, self._precision, logs, self.metrics, attributes, scaled, self.placement, self.rank
+        )
+        work = work_of(plan, partial(call_step, END_OF_BATCH, None), scopes, factor)
+        return _BatchRun(
+            call, microbatches, plan.parts, seed, call_step, scaled, logs, attributes, scopes, updates, work
+        )
+
+    def _updates_of(self, plans: Sequence[StepPlan]) -> RepeatedUpdates:
+        names = {name for plan in plans for name, others in plan.record.updates.items() if others}
+        return RepeatedUpdates(self.split.placeholders, names)
+
+    def _ends_with_batch(self, step: str) -> bool:
+        """Whether the step's end runs once, on the whole batch; what is predicted has a row per sample anyway."""
+        return self._options.whole_batch_loss and step != "predict_step"
+
     def _plan(
-        self, call: _StepCall, microbatch: Microbatch, seed_glue: Callable[[int], None], situation: Situation
+        self,
+        call: _StepCall,
+        microbatch: Microbatch,
+        seed_glue: Callable[[int], None],
+        situation: Situation,
+        end_of_batch: StepRecord | None = None,
     ) -> StepPlan:
         trainable = tuple(parameter.requires_grad for parameter in self._parameters) if call.training else None
-        key = (call.step, signature_of(call.rest[1:]), trainable, signature_of(microbatch.data))
+        signature = (signature_of(microbatch.data), end_of_batch is not None)
+        key = (call.step, signature_of(call.rest[1:]), trainable, signature)
+        recorded = self._recorded_step(call.step, microbatch, call.rest, call.kwargs)
         return self.split.plans.plan(
             key,
-            self._recorded_step(call.step, microbatch, call.rest, call.kwargs),
+            recorded if end_of_batch is None else ending_with_batch(recorded, end_of_batch),
             with_gradients=call.training,
             seed_glue=seed_glue,
             situation=situation,
@@ -573,6 +646,7 @@ class PipelineEngine:
                     run.seed,
                     self.gradients.stages,
                     None if find_loss is None else self._programs.queued_bytes,
+                    run.whole,
                 ),
             )
         if find_loss is not None:
@@ -627,12 +701,16 @@ class PipelineEngine:
             run = self._prepare(call, batch, microbatches, self._seed, 1.0, around=around)
             stack.callback(run.updates.undo)
             outputs: list[Any] = []
-            for index in range(len(microbatches)):
-                most = self.gradients.most_microbatches(1, reduce=False)
-                schedule = self.gradients.begin(self._programs.evaluation(most), 1, reduce=False)
+            # one by one, so that each starts from the same generators, or together, for an end on all of them
+            turns = [range(len(microbatches))] if run.whole is not None else [[i] for i in range(len(microbatches))]
+            for indices in turns:
+                most = self.gradients.most_microbatches(len(indices), reduce=False)
+                schedule = self.gradients.begin(self._programs.evaluation(most), len(indices), reduce=False)
                 with self.metrics.suspended():
-                    outputs += self._execute(run, schedule, None, [index])
+                    outputs += self._execute(run, schedule, None, indices)
                 self.gradients.end_of_evaluation()
+            if run.whole is not None:
+                outputs = outputs[:1]
             return observed(call.training, run, outputs) if self.groups.is_last_stage else None
 
     # ---------------------------------------------------------------- what a batch came to

@@ -29,6 +29,7 @@ from lightning_pp.strategy.first_batches import (
 from lightning_pp.strategy.logs import StepLogs
 from lightning_pp.strategy.outputs import merge_outputs
 from lightning_pp.strategy.refusals import loss_of
+from lightning_pp.strategy.whole_batch_run import END_OF_BATCH
 
 Observe = Callable[[Sequence[Microbatch], Around], Observed | None]
 """Runs the step on slices of the part, within what ``Around`` gives; what came of it, on the last stage."""
@@ -50,6 +51,8 @@ class Run(Protocol):
 def observed(is_training: bool, run: Run, outputs: Sequence[Any]) -> Observed:
     """What a run made of its microbatches."""
     num_samples = [microbatch.num_samples for microbatch in run.microbatches]
+    if len(run.weights) == 1:  # the step has ended once, on all of them
+        num_samples = [sum(num_samples)]
     losses = [loss_of(output).detach() for output in outputs] if is_training else []
     changes = run.attributes.merged(num_samples, run.weights)
     return Observed(
@@ -101,8 +104,8 @@ class PartCheck:
             observe: Runs the step.
         """
         draws = Draws()
-        whole = observe([self._sizes.whole], lambda index, stage: draws.on_whole(stage))
-        parts = observe(self._sizes.parts, lambda index, stage: draws.on_part(stage, *self._places[index]))
+        whole = observe([self._sizes.whole], self._of_whole(draws))
+        parts = observe(self._sizes.parts, self._of_parts(draws))
         mine: list[Difference] = []
         if whole is not None and parts is not None:
             mine = find_differences(self._step, whole, parts, self._tolerance)
@@ -123,6 +126,12 @@ class PartCheck:
         others = ", ".join(difference.what for difference in shown[1:])
         rank_zero_warn(text + (f" The same goes for: {others}." if others else ""))
 
+    def _of_whole(self, draws: Draws) -> Around:
+        return lambda index, stage: draws.on_whole(stage, is_end=index == END_OF_BATCH)
+
+    def _of_parts(self, draws: Draws) -> Around:
+        return lambda index, stage: draws.on_part(stage, *self._places[index], is_end=index == END_OF_BATCH)
+
     def _culprit(self, observe: Observe) -> Culprit | None:
         """Runs both again, watched; where samples were coupled first, by any stage of the pipeline."""
         draws = Draws()
@@ -136,15 +145,11 @@ class PartCheck:
                 stack.enter_context(watched(seen.setdefault(stage, Seen(share)), self._units))
             return stack
 
-        observe(
-            [self._sizes.whole],
-            lambda index, stage: around(draws.on_whole(stage), of_whole, stage, 1.0),
-        )
+        on_whole, on_parts = self._of_whole(draws), self._of_parts(draws)
+        observe([self._sizes.whole], lambda index, stage: around(on_whole(index, stage), of_whole, stage, 1.0))
         observe(
             self._sizes.parts,
-            lambda index, stage: around(
-                draws.on_part(stage, *self._places[index]), of_parts[index], stage, self._places[index][1]
-            ),
+            lambda index, stage: around(on_parts(index, stage), of_parts[index], stage, self._places[index][1]),
         )
         weights = [share for _, share in self._places]
         found: dict[int, Culprit] = {}
