@@ -677,6 +677,8 @@ class PipelineEngine:
         if call.training:
             tell_of_batch_norm(self.module, microbatches[0].num_samples, batch_size_of(batch) or len(microbatches))
         sizes = self._two_sizes(microbatches, batch)
+        if self._ends_with_batch(call.step) and len(microbatches) > 1:  # the end may need all samples
+            sizes = TwoSizes(in_one_piece(batch, microbatches), microbatches)
         if all(self.groups.gather(sizes is not None)) and sizes is not None:
             dtypes = [parameter.dtype for parameter in self._parameters if parameter.is_floating_point()]
             compute = step_dtypes(self._precision).compute

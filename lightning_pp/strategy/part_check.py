@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
-from lightning_pp.errors import SplitError
+from lightning_pp.errors import BatchError, SplitError
 from lightning_pp.split.consistency import Culprit, Seen, first_culprit, watched
 from lightning_pp.split.draws import Draws
 from lightning_pp.split.microbatch import Microbatch
+from lightning_pp.split.source_lines import innermost_user_line
 from lightning_pp.strategy.attributes import StepAttributes
 from lightning_pp.strategy.batch_scaling import TwoSizes
 from lightning_pp.strategy.control import ControlGroups
@@ -104,8 +105,9 @@ class PartCheck:
             observe: Runs the step.
         """
         draws = Draws()
-        whole = observe([self._sizes.whole], self._of_whole(draws))
-        parts = observe(self._sizes.parts, self._of_parts(draws))
+        with self._failures_explained():
+            whole = observe([self._sizes.whole], self._of_whole(draws))
+            parts = observe(self._sizes.parts, self._of_parts(draws))
         mine: list[Difference] = []
         if whole is not None and parts is not None:
             mine = find_differences(self._step, whole, parts, self._tolerance)
@@ -125,6 +127,24 @@ class PartCheck:
             raise SplitError(text)
         others = ", ".join(difference.what for difference in shown[1:])
         rank_zero_warn(text + (f" The same goes for: {others}." if others else ""))
+
+    @contextmanager
+    def _failures_explained(self) -> Iterator[None]:
+        """Within, an error of the user's step says that it was run for the check."""
+        try:
+            yield
+        except (SplitError, BatchError):
+            raise
+        except Exception as error:
+            if str(error).startswith("Pipeline rank"):  # another rank has failed
+                raise
+            sizes = " and ".join(map(str, sorted({part.num_samples for part in self._sizes.parts})))
+            raise SplitError(
+                f"{self._step} failed when it was run on parts of the first batch, of {self._sizes.whole.num_samples} "
+                f"and of {sizes} samples, to check that its loss adds up: {type(error).__name__}: {error} "
+                f"({innermost_user_line(error)}). If it works for microbatches, check_first_batches=False leaves this "
+                "check out."
+            ) from error
 
     def _of_whole(self, draws: Draws) -> Around:
         return lambda index, stage: draws.on_whole(stage, is_end=index == END_OF_BATCH)
