@@ -1,0 +1,144 @@
+"""What it costs to follow how values grow with the batch, and to check the first batches, beside a step without.
+
+One process runs a small GPT as a pipeline of one stage and eight microbatches through ``Trainer``: with a cross entropy
+of torch, with a masked mean by hand, and with a mean of a loop over samples. Each training is run with corrections and
+check, without the check, and without both (corrections taken out for this benchmark: the loss is then not that of one
+device). Times are CPU times of the main thread; runs take turns, medians of all steps after the first four.
+
+    OMP_NUM_THREADS=1 python benchmarks/losses.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import statistics
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_pp import PipelineParallelStrategy
+from lightning_pp.strategy.batch_scaling import BatchScaling, ScaledBatch
+
+WORDS, LENGTH, BATCH, MICROBATCHES = 256, 64, 32, 8
+
+
+class SmallGPT(L.LightningModule):
+    """Blocks of torch, under one of three losses."""
+
+    def __init__(self, loss: str, width: int, num_blocks: int) -> None:
+        super().__init__()
+        self.loss = loss
+        self.embedding = nn.Embedding(WORDS, width)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True) for _ in range(num_blocks)
+        )
+        self.head = nn.Linear(width, WORDS)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """One of the losses."""
+        x, target, mask = batch
+        h = self.embedding(x)
+        for block in self.blocks:
+            h = block(h)
+        logits = self.head(h)
+        if self.loss == "cross entropy":
+            return F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=0)
+        losses = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view(mask.shape)
+        if self.loss == "masked mean":
+            return (losses * mask).sum() / mask.sum()
+        return torch.stack([(row * kept).sum() / kept.sum() for row, kept in zip(losses, mask, strict=True)]).mean()
+
+    def configure_optimizers(self) -> Any:
+        """Plain SGD."""
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class Times(L.Callback):
+    """CPU time of each batch, in ms."""
+
+    def __init__(self) -> None:
+        self.steps: list[float] = []
+        self._start = 0.0
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        """Notes when."""
+        self._start = time.thread_time()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        """Notes how long."""
+        self.steps.append(1e3 * (time.thread_time() - self._start))
+
+
+@contextmanager
+def uncorrected() -> Iterator[None]:
+    """Within, nothing is counted or corrected."""
+    of_batch = BatchScaling.of_batch
+
+    def weights_only(
+        self: Any, step: str, microbatches: Any, plans: Any, call: Any, seeds: Any, factor: float, **_: Any
+    ):
+        return ScaledBatch([microbatch.weight * factor for microbatch in microbatches], lambda: None)
+
+    BatchScaling.of_batch = weights_only  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        BatchScaling.of_batch = of_batch  # type: ignore[method-assign]
+
+
+def run(loss: str, width: int, num_blocks: int, num_steps: int, *, checks: bool) -> list[float]:
+    """Times of the steps of one training."""
+    torch.manual_seed(0)
+    x = torch.randint(1, WORDS, (BATCH, LENGTH))
+    mask = (torch.arange(LENGTH) < torch.randint(4, LENGTH, (BATCH, 1))).float()
+    data = [(x, x.roll(-1, 1) * mask.long(), mask)] * num_steps
+    times = Times()
+    strategy = PipelineParallelStrategy(
+        pipeline_parallel_size=1, num_microbatches=MICROBATCHES, schedule="1f1b", check_first_batches=checks
+    )
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[times],
+    )  # fmt: skip
+    trainer.fit(SmallGPT(loss, width, num_blocks), torch.utils.data.DataLoader(data, batch_size=None))
+    return times.steps
+
+
+def main() -> None:
+    """Runs all and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--blocks", type=int, default=4)
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    print(f"{'loss':<16}{'without':>10}{'with':>10}{'ratio':>8}   first two batches: without, with, and checked (ms)")
+    for loss in ("cross entropy", "masked mean", "loop"):
+        found: dict[str, list[list[float]]] = {"without": [], "with": [], "checked": []}
+        for _ in range(arguments.runs):
+            shape = (loss, arguments.width, arguments.blocks, arguments.steps)
+            with uncorrected():
+                found["without"].append(run(*shape, checks=False))
+            found["with"].append(run(*shape, checks=False))
+            found["checked"].append(run(*shape, checks=True))
+        later = {key: statistics.median(step for steps in runs for step in steps[4:]) for key, runs in found.items()}
+        first = {key: statistics.median(sum(steps[:2]) for steps in runs) for key, runs in found.items()}
+        print(
+            f"{loss:<16}{later['without']:>10.2f}{later['with']:>10.2f}{later['with'] / later['without']:>8.3f}   "
+            f"{first['without']:.0f}, {first['with']:.0f}, {first['checked']:.0f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
