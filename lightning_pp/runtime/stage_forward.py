@@ -61,21 +61,6 @@ class InFlight:
             self.queue.run(on_complete)
 
 
-class _AsNonLeaf(torch.autograd.Function):
-    """Gives a received leaf to the user's code as a tensor that it may edit in place."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        # over the same memory, yet not a view in autograd's sense: in-place edits of those are refused
-        alias = tensor.new_empty(0)
-        alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
-        return alias
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        return grad_outputs[0]
-
-
 class _Sent(NamedTuple):
     """An output of an owned call that another stage needs.
 
@@ -307,15 +292,15 @@ class StageForward:
                 self._keep_received(value, tensor)
             if self._with_gradients and self._stage.received[value]:
                 self.in_flight.received[value] = tensor.requires_grad_()
-                if value in self._stage.edited:
-                    with torch.enable_grad():  # the user's code may have switched it off for this call
-                        tensor = _AsNonLeaf.apply(tensor)  # type: ignore[no-untyped-call]
+            if value in self._stage.edited:
+                # a leaf cannot be edited, and one that a stage on this rank made may be under way to a third
+                with torch.enable_grad():  # the user's code may have switched it off for this call
+                    tensor = tensor.clone()
             self._inputs[value] = tensor
 
     def _keep_received(self, value: Value, tensor: Tensor) -> None:
         """Keeps a received value as it has come; its gradient enters the graph at the leaf."""
-        kept = tensor.detach()
-        self.in_flight.outputs[value] = kept.clone() if value in self._stage.edited else kept
+        self.in_flight.outputs[value] = tensor.detach()
         if self._with_gradients and self._stage.received[value]:
             self.in_flight.roots[value] = get_gradient_edge(tensor.requires_grad_())
 

@@ -120,7 +120,7 @@ class TailRun:
                 raise _order_unknown(record.calls[value.call].unit, record.calls[value.call].line, join)
             tensors = [part.pop(value).detach() for part in parts]
             if join.dim is None:
-                tensor = tensors[0].clone() if record.leaf(value).edited_in_place else tensors[0]
+                tensor = tensors[0]
             else:
                 tensor = joined_rows(tensors, join, self._whole.plan.num_samples, orders)
             joined.append((value, tensor))

@@ -196,7 +196,7 @@ def run_whole(
     settings: dict[str, Any] = {**QUIET, "precision": "64-true", "max_epochs": 1, "use_distributed_sampler": False}
     settings |= {"devices": 1, "callbacks": [notes]}
     if layout is not None:
-        pipeline: PipelineParallelStrategy = layout.strategy(whole_batch_loss=True, **(arguments or {}))
+        pipeline: PipelineParallelStrategy = layout.strategy(**{"whole_batch_loss": True, **(arguments or {})})
         settings |= {"devices": layout.world_size, "strategy": pipeline}
     if strategy is not None:
         settings |= {"devices": 2, "strategy": strategy}
