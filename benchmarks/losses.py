@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_pp import PipelineParallelStrategy
-from lightning_pp.strategy.batch_scaling import BatchScaling, ScaledBatch
+from lightning_pp.strategy.batch.scaling import BatchScaling, ScaledBatch
 
 WORDS, LENGTH, BATCH, MICROBATCHES = 256, 64, 32, 8
 

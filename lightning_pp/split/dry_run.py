@@ -114,7 +114,7 @@ def _attempt(
     earlier: EarlierRun | None,
 ) -> StepRecord:
     record = run.record
-    recorder = ReductionRecorder(run.depends_on_weights, earlier)
+    recorder = ReductionRecorder(run.depends_on_weights, run.depends_on_units, earlier)
     record.reductions = recorder.reductions
     with ExitStack() as stack:
         stack.callback(run.release)

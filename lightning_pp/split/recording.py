@@ -153,6 +153,10 @@ class DryRun:
         """Whether the value of ``tensor`` does, and not on the batch alone."""
         return self._flow.is_missing(tensor)
 
+    def depends_on_units(self, tensor: Tensor) -> bool:
+        """Whether the value of ``tensor`` depends on what a unit gave, and not on parameters and the batch alone."""
+        return any(not isinstance(source, Parameter) for source in self._flow.sources_of(tensor))
+
     def own(self, batch: Any) -> Any:
         """The batch for one run of the step, which may write into it; contents are put back afterwards."""
         with _disable_current_modes():

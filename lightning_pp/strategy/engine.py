@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, cast
@@ -19,69 +19,41 @@ from torch.optim import Optimizer
 
 from lightning_pp.runtime.compilation import CompiledUnits
 from lightning_pp.runtime.executor import PipelineExecutor, StepInputs
-from lightning_pp.runtime.randomness import StepRandomness
 from lightning_pp.runtime.timing import StepTimer
-from lightning_pp.runtime.whole_batch import WholeBatch
 from lightning_pp.schedule import Schedule, StageCosts
-from lightning_pp.split.dry_run import DryRun, uncompiled
-from lightning_pp.split.microbatch import Microbatch, SplitBatch, batch_size_of
-from lightning_pp.split.module_state import preserved_random_state, preserved_state
-from lightning_pp.split.plan import StepPlan
-from lightning_pp.split.record import StepRecord
-from lightning_pp.split.reductions.recording import EarlierRun
+from lightning_pp.split.dry_run import DryRun
+from lightning_pp.split.microbatch import Microbatch, SplitBatch
 from lightning_pp.split.row_references import lengths_noted
-from lightning_pp.split.tree import own_containers, own_copy
-from lightning_pp.split.weight_updates import RepeatedUpdates
 from lightning_pp.strategy.assembly import SplitModel, assign_stages, record_model
-from lightning_pp.strategy.attributes import StepAttributes, kept_by_step
-from lightning_pp.strategy.batch_cutter import BatchCutter
-from lightning_pp.strategy.batch_scaling import BatchScaling, ScaledBatch, TwoSizes, two_sizes
+from lightning_pp.strategy.batch.checks import BatchChecks
+from lightning_pp.strategy.batch.cutter import BatchCutter
+from lightning_pp.strategy.batch.preparation import BatchPreparation
+from lightning_pp.strategy.batch.run import BatchRun, StepCall
+from lightning_pp.strategy.batch.whole_batch import ending_with_batch
 from lightning_pp.strategy.checkpointing import ActivationCheckpointing
 from lightning_pp.strategy.compiled_backward import CompiledBackward
 from lightning_pp.strategy.connection import Connection
 from lightning_pp.strategy.control import ControlGroups
 from lightning_pp.strategy.cuts import CutOptions
-from lightning_pp.strategy.dry_steps import first_arguments, loggers_muted, recorded_step
+from lightning_pp.strategy.dry_steps import first_arguments, recorded_step
 from lightning_pp.strategy.fingerprints import Fingerprint, check_same_batch, fingerprint
-from lightning_pp.strategy.first_batches import (
-    Around,
-    CheckedBatches,
-    Observed,
-    batch_norm_frozen,
-    tell_of_batch_norm,
-    tolerance_of,
-)
 from lightning_pp.strategy.gradient_norms import GradientNorms
 from lightning_pp.strategy.gradients import StageGradients
-from lightning_pp.strategy.logs import StepLogs, replay
+from lightning_pp.strategy.logs import replay
 from lightning_pp.strategy.memory_limit import DeviceMemory
 from lightning_pp.strategy.memory_model import MemoryModel
 from lightning_pp.strategy.metrics import PipelineMetrics
-from lightning_pp.strategy.outputs import merge_outputs, share_result_of
-from lightning_pp.strategy.part_check import PartCheck, observed
-from lightning_pp.strategy.plans import signature_of
+from lightning_pp.strategy.outputs import share_result_of
 from lightning_pp.strategy.precision import loss_scale, step_dtypes
 from lightning_pp.strategy.profiling import tuned_programs
-from lightning_pp.strategy.progress import Progress
 from lightning_pp.strategy.refusals import loss_of, refuse_carried_state
-from lightning_pp.strategy.reports import Merged, report_batch
+from lightning_pp.strategy.reports import report_batch
 from lightning_pp.strategy.results import BatchResults
 from lightning_pp.strategy.schedule_options import ScheduleOptions
-from lightning_pp.strategy.situation import Situation
 from lightning_pp.strategy.sizes import Auto, ParallelSizes
 from lightning_pp.strategy.stage_sharding import ShardingSettings
-from lightning_pp.strategy.step_scopes import StepScopes
 from lightning_pp.strategy.tuning import LayoutRequest, choose_layout, decided_by_one
 from lightning_pp.strategy.update_hooks import UpdateHooks
-from lightning_pp.strategy.whole_batch_run import (
-    END_OF_BATCH,
-    WholeBatchPlans,
-    WholeBatchScopes,
-    ending_with_batch,
-    in_one_piece,
-    not_scaled,
-    work_of,
-)
 
 _BATCHES_CHECKED_BEFOREHAND = 2
 
@@ -96,58 +68,15 @@ class _Sealed:
 _Results = tuple[Any, list[Any], _Sealed]
 
 
-@dataclass(frozen=True)
-class _StepCall:
-    """Which step of the user's is called, and with what after the batch."""
-
-    step: str
-    rest: list[Any]
-    kwargs: dict[str, Any]
-    training: bool
-
-    @property
-    def batch_idx(self) -> int:
-        return self.rest[0] if self.rest and isinstance(self.rest[0], int) else 0
-
-
-@dataclass(frozen=True)
-class _BatchRun:
-    """One batch, ready to be run."""
-
-    call: _StepCall
-    microbatches: Sequence[Microbatch]
-    plans: Sequence[StepPlan]
-    seed: int
-    call_step: Callable[[int, int | None], Any]
-    scaled: ScaledBatch
-    logs: StepLogs
-    attributes: StepAttributes
-    scopes: StepScopes
-    updates: RepeatedUpdates
-    whole: WholeBatch | None = None
-
-    @property
-    def weights(self) -> list[float]:
-        return [1.0] if self.whole is not None else [microbatch.weight for microbatch in self.microbatches]
-
-    @property
-    def num_samples(self) -> int:
-        return sum(microbatch.num_samples for microbatch in self.microbatches)
-
-    def merged(self, outputs: list[Any]) -> Merged:
-        """What the step returned for the whole batch, and what it changed on the module."""
-        num_samples = [microbatch.num_samples for microbatch in self.microbatches]
-        if self.whole is not None:
-            outputs, num_samples = outputs[:1], [sum(num_samples)]
-        return merge_outputs(outputs, num_samples, self.weights), self.attributes.merged(num_samples, self.weights)
-
-
 class PipelineEngine:
     """Runs batches through this rank's stages.
 
     A batch, on every rank::
 
-        cut it into microbatches; look up the plan of each, by a dry run when its shapes are new
+        cut it into microbatches
+        in a run's first batches: compare the ranks' batches, and a part in one piece with the same in two
+        prepare it: look up the plan of each microbatch, by a dry run when its shapes are new; count what the loss
+            divides by
         run this rank's program (:class:`PipelineExecutor`), the user's step once per microbatch and stage; on the last
             batch of an accumulation it also reduces gradients over replicas, unit by unit
         then: sum gradients over stages that share parameters
@@ -217,14 +146,13 @@ class PipelineEngine:
         self._device_memory: DeviceMemory | None = None
         self._connection = Connection(mesh, sizes, device, timeout)
         self.results = BatchResults(module)
-        self._whole_batches = WholeBatchPlans()
         self._seed = 0
         self._num_batches_run = {True: 0, False: 0}  # training, evaluation
         self.num_batches_trained = 0  # in this process
         self._fingerprint: Fingerprint | None = None
         self._num_batches_before = 0  # of all kinds, when this run of the trainer began
         self._failed = False
-        self._checked = CheckedBatches(check_first_batches)
+        self._check_first_batches = check_first_batches
         self._attached = ExitStack()
         self.last_training_step: tuple[Schedule, StepTimer] | None = None
         self.last_num_samples = 0
@@ -270,11 +198,13 @@ class PipelineEngine:
         try:
             with beforehand as optimizer:
                 recorded = self._recorded_step(step, microbatches[0], first_arguments(self.module, step))
+                if self._options.whole_batch_loss and step != "predict_step":
+                    recorded = ending_with_batch(recorded)
                 with lengths_noted(batch, len(microbatches)):
                     recording = record_model(
                         self.module,
                         device=self.device,
-                        step=ending_with_batch(recorded) if self._ends_with_batch(step) else recorded,
+                        step=recorded,
                         with_gradients=training,
                         patterns=patterns,
                         num_stages=request.fewest_stages,
@@ -314,7 +244,26 @@ class PipelineEngine:
         self._start = layout.start
         self._connection.set_last_stage(self.placement.rank_of_stage[-1])
         self.metrics = PipelineMetrics(self.module, self.groups)
-        self._scaling = BatchScaling(self.module, self.split.units, self.groups, self.metrics, self.device)
+        self._preparation = BatchPreparation(
+            self.module,
+            self.split,
+            self.metrics,
+            self.groups,
+            self._precision,
+            self.rank,
+            self.device,
+            self._cutter,
+            lambda call, microbatch: self._recorded_step(call.step, microbatch, call.rest, call.kwargs),
+            ends_with_batch=self._options.whole_batch_loss,
+        )
+        self._checks = BatchChecks(
+            self._preparation,
+            self.groups,
+            self._precision,
+            self.device,
+            self._forward,
+            is_on=self._check_first_batches,
+        )
         self._programs = tuned_programs(
             self._options, layout, self.split, self.mesh, self._data_parallel, self.groups, self.device, agree
         )
@@ -345,7 +294,7 @@ class PipelineEngine:
     def attach(self, trainer: pl.Trainer) -> None:
         """Takes over metrics and units for a run of the trainer; every rank has to call it."""
         self._trainer = trainer
-        self._checked.start()
+        self._checks.start()
         self._recover()
         self._num_batches_before = sum(self._num_batches_run.values())
         self._attached.enter_context(self._update_hooks.attached(self.groups))
@@ -406,20 +355,20 @@ class PipelineEngine:
     def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any], accumulate: int, reduce: bool) -> Any:
         self.results.make_room()
         batch, *rest = args
-        call = _StepCall("training_step", rest, kwargs, training=True)
+        call = StepCall("training_step", rest, kwargs, training=True)
         microbatches = self._cut(batch, for_training=True)
         if self._failed:
             self.gradients.abandon()
             self._failed = False
         if self._compiled_backward is not None:
             self._compiled_backward.tell()
-        is_checked = self._check(call, batch, microbatches)
+        self._check_same_batch(call.batch_idx)
+        is_checked = self._checks.check(call, batch, microbatches, self._seed)
         most = self.gradients.most_microbatches(len(microbatches), reduce=reduce)
         schedule = self.gradients.begin(self._programs.training(most), len(microbatches), reduce=reduce)
         factor = loss_scale(self._precision, self.device) / accumulate
-        run = self._prepare(
-            call, batch, microbatches, self._next_seed(training=True), factor, follows_estimates=is_checked
-        )
+        seed = self._next_seed(training=True)
+        run = self._preparation.prepare(call, batch, microbatches, seed, factor, follows_estimates=is_checked)
         outputs = self._execute(run, schedule, loss_of)
         output = self._report_training(run, outputs)
         self.gradients.end(reduce=reduce)
@@ -444,16 +393,20 @@ class PipelineEngine:
 
     def _evaluate(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch, *rest = args
-        call = _StepCall(step, rest, kwargs, training=False)
+        call = StepCall(step, rest, kwargs, training=False)
         microbatches = self._cut(batch, for_training=False)
-        self._check(call, batch, microbatches)
-        most = self.gradients.most_microbatches(len(microbatches), reduce=False)
-        schedule = self.gradients.begin(self._programs.evaluation(most), len(microbatches), reduce=False)
-        run = self._prepare(call, batch, microbatches, self._next_seed(training=False), 1.0)
-        outputs = self._execute(run, schedule, None)
-        output = self._report_evaluation(run, outputs)
+        self._check_same_batch(call.batch_idx)
+        self._checks.check(call, batch, microbatches, self._seed)
+        run = self._preparation.prepare(call, batch, microbatches, self._next_seed(training=False), 1.0)
+        return self._report_evaluation(run, self._forward(run, range(len(microbatches))))
+
+    def _forward(self, run: BatchRun, indices: Sequence[int]) -> list[Any]:
+        """Runs microbatches of a batch, forward only; what the last stage's step returned for each."""
+        most = self.gradients.most_microbatches(len(indices), reduce=False)
+        schedule = self.gradients.begin(self._programs.evaluation(most), len(indices), reduce=False)
+        outputs = self._execute(run, schedule, None, indices)
         self.gradients.end_of_evaluation()
-        return output
+        return outputs
 
     def _next_seed(self, *, training: bool) -> int:
         self._num_batches_run[training] += 1
@@ -467,156 +420,9 @@ class PipelineEngine:
             is_read_whole = number - self._num_batches_before < _BATCHES_CHECKED_BEFOREHAND
             self._fingerprint = fingerprint(batch, self.mesh.get_rank(), None if is_read_whole else number)
 
-    def _prepare(
-        self,
-        call: _StepCall,
-        batch: Any,
-        microbatches: Sequence[Microbatch],
-        seed: int,
-        factor: float,
-        *,
-        around: Around | None = None,
-        follows_estimates: bool = False,
-    ) -> _BatchRun:
-        """Looks up what every stage does with each microbatch, and counts what the whole batch has to know.
-
-        Args:
-            call: The user's step.
-            batch: The batch.
-            microbatches: Its slices.
-            seed: Of the step.
-            factor: What losses are multiplied by.
-            around: For the check of a part of a batch: what goes around its steps.
-            follows_estimates: Whether a loss that does not add up over microbatches is an error.
-        """
-        progress = Progress(call.batch_idx, self._trainer.global_step, self._trainer.current_epoch)
-        situation = self.split.plans.situation([microbatch.data for microbatch in microbatches], progress)
-        indices = range(len(microbatches)) if around is None else [0] * len(microbatches)
-        seeds = [StepRandomness.of_microbatch(seed, index, self.device).seed_glue for index in indices]
-        if self._ends_with_batch(call.step):
-            return self._prepare_whole(call, batch, microbatches, seed, factor, situation, around)
-        plans = [
-            self._plan(call, microbatch, seed_glue, situation)
-            for microbatch, seed_glue in zip(microbatches, seeds, strict=True)
-        ]
-        for plan in plans:
-            refuse_carried_state(self.module, call.step, plan.record, len(microbatches))
-        attributes = StepAttributes(self.module, self._kept_by(plans))
-        updates = self._updates_of(plans)
-
-        own = own_copy if any(plan.record.edits_batch for plan in plans) else own_containers
-
-        def call_step(index: int, stage: int | None) -> Any:
-            with (
-                updates.of_step() if updates else nullcontext(),
-                nullcontext() if around is None else around(index, stage),
-            ):
-                return getattr(self.module, call.step)(own(microbatches[index].data), *call.rest, **call.kwargs)
-
-        def rehearse(index: int) -> Any:
-            with self._precision.forward_context():
-                return call_step(index, None)
-
-        def record_at(part: Microbatch, earlier: EarlierRun | None) -> StepRecord:
-            return self.split.plans.record(
-                self._recorded_step(call.step, part, call.rest, call.kwargs),
-                with_gradients=call.training,
-                seed_glue=seeds[0],
-                earlier=earlier,
-            )
-
-        scaled = self._scaling.of_batch(
-            call.step,
-            microbatches,
-            plans,
-            rehearse,
-            seeds,
-            factor,
-            sizes=lambda: self._two_sizes(microbatches, batch),
-            record_at=record_at,
-            among_replicas=around is None,
-            follows_estimates=follows_estimates,
-        )
-        logs = StepLogs()
-        scopes = StepScopes(
-            self.module, self._precision, logs, self.metrics, attributes, scaled, self.placement, self.rank
-        )
-        return _BatchRun(call, microbatches, plans, seed, call_step, scaled, logs, attributes, scopes, updates)
-
-    def _prepare_whole(
-        self,
-        call: _StepCall,
-        batch: Any,
-        microbatches: Sequence[Microbatch],
-        seed: int,
-        factor: float,
-        situation: Situation,
-        around: Around | None,
-    ) -> _BatchRun:
-        """The same for a batch whose step ends once, on all of it."""
-        number = len(microbatches)
-        indices = range(number + 1) if around is None else [0] * (number + 1)
-        seeds = [StepRandomness.of_microbatch(seed, index, self.device).seed_glue for index in indices]
-        whole = in_one_piece(batch, microbatches)
-        of_batch = self._plan(call, whole, seeds[number if number > 1 else 0], situation)
-        plans = [
-            self._plan(call, microbatch, seed_glue, situation, of_batch.record)
-            for microbatch, seed_glue in zip(microbatches, seeds, strict=False)
-        ]
-        refuse_carried_state(self.module, call.step, of_batch.record, number)
-        plan = self._whole_batches.of(of_batch, plans, microbatches)
-        attributes = StepAttributes(self.module, self._kept_by([plan.tail]))
-        updates = self._updates_of([plan.tail])
-        own = own_copy if plan.tail.record.edits_batch else own_containers
-
-        def call_step(index: int, stage: int | None) -> Any:
-            data = batch if index == END_OF_BATCH else microbatches[index].data
-            with (
-                updates.of_step() if updates else nullcontext(),
-                nullcontext() if around is None else around(index, stage),
-            ):
-                return getattr(self.module, call.step)(own(data), *call.rest, **call.kwargs)
-
-        logs, scaled = StepLogs(), not_scaled(number, factor)
-        scopes = WholeBatchScopes(
-            self.module, self._precision, logs, self.metrics, attributes, scaled, self.placement, self.rank
-        )
-        work = work_of(plan, partial(call_step, END_OF_BATCH, None), scopes, factor)
-        return _BatchRun(
-            call, microbatches, plan.parts, seed, call_step, scaled, logs, attributes, scopes, updates, work
-        )
-
-    def _updates_of(self, plans: Sequence[StepPlan]) -> RepeatedUpdates:
-        names = {name for plan in plans for name, others in plan.record.updates.items() if others}
-        return RepeatedUpdates(self.split.placeholders, names)
-
-    def _ends_with_batch(self, step: str) -> bool:
-        """Whether the step's end runs once, on the whole batch; what is predicted has a row per sample anyway."""
-        return self._options.whole_batch_loss and step != "predict_step"
-
-    def _plan(
-        self,
-        call: _StepCall,
-        microbatch: Microbatch,
-        seed_glue: Callable[[int], None],
-        situation: Situation,
-        end_of_batch: StepRecord | None = None,
-    ) -> StepPlan:
-        trainable = tuple(parameter.requires_grad for parameter in self._parameters) if call.training else None
-        signature = (signature_of(microbatch.data), end_of_batch is not None)
-        key = (call.step, signature_of(call.rest[1:]), trainable, signature)
-        recorded = self._recorded_step(call.step, microbatch, call.rest, call.kwargs)
-        return self.split.plans.plan(
-            key,
-            recorded if end_of_batch is None else ending_with_batch(recorded, end_of_batch),
-            with_gradients=call.training,
-            seed_glue=seed_glue,
-            situation=situation,
-        )
-
     def _execute(
         self,
-        run: _BatchRun,
+        run: BatchRun,
         schedule: Schedule,
         find_loss: Callable[[Any], Tensor] | None,
         indices: Sequence[int] | None = None,
@@ -657,67 +463,9 @@ class PipelineEngine:
             self.last_num_samples = run.num_samples
         return outputs
 
-    # ---------------------------------------------------------------- the check of the first batches
-
-    def _check(self, call: _StepCall, batch: Any, microbatches: Sequence[Microbatch]) -> bool:
-        """Checks one of a run's first batches, and returns whether it is one.
-
-        Raises:
-            BatchError: The ranks of the pipeline have different batches.
-            SplitError: The step makes something else of microbatches than of a batch.
-        """
-        self._check_same_batch(call.batch_idx)
-        if not self._checked.takes(call.step):
-            return False
-        if len(microbatches) > 1 or self.groups.num_replicas > 1:
-            self._check_parts(call, batch, microbatches)
-        return True
-
-    def _check_parts(self, call: _StepCall, batch: Any, microbatches: Sequence[Microbatch]) -> None:
-        if call.training:
-            tell_of_batch_norm(self.module, microbatches[0].num_samples, batch_size_of(batch) or len(microbatches))
-        sizes = self._two_sizes(microbatches, batch)
-        if self._ends_with_batch(call.step) and len(microbatches) > 1:  # the end may need all samples
-            sizes = TwoSizes(in_one_piece(batch, microbatches), microbatches)
-        if all(self.groups.gather(sizes is not None)) and sizes is not None:
-            dtypes = [parameter.dtype for parameter in self._parameters if parameter.is_floating_point()]
-            compute = step_dtypes(self._precision).compute
-            tolerance = tolerance_of([*dtypes, *([] if compute is None else [compute])], self.device)
-            check = PartCheck(self.module, call.step, sizes, self.groups, self.split.units, tolerance)
-            check.run(partial(self._observe, call, sizes.whole.data))
-
-    def _observe(
-        self, call: _StepCall, batch: Any, microbatches: Sequence[Microbatch], around: Around
-    ) -> Observed | None:
-        """Runs the step forward on a part of a batch, without a trace; what it made of it, on the last stage."""
-        with ExitStack() as stack:
-            for scope in (
-                preserved_random_state(self.device),
-                preserved_state(self.module),
-                loggers_muted(self._trainer),
-                batch_norm_frozen(self.module),
-                torch.no_grad(),
-                uncompiled(),
-            ):
-                stack.enter_context(scope)
-            run = self._prepare(call, batch, microbatches, self._seed, 1.0, around=around)
-            stack.callback(run.updates.undo)
-            outputs: list[Any] = []
-            # one by one, so that each starts from the same generators, or together, for an end on all of them
-            turns = [range(len(microbatches))] if run.whole is not None else [[i] for i in range(len(microbatches))]
-            for indices in turns:
-                most = self.gradients.most_microbatches(len(indices), reduce=False)
-                schedule = self.gradients.begin(self._programs.evaluation(most), len(indices), reduce=False)
-                with self.metrics.suspended():
-                    outputs += self._execute(run, schedule, None, indices)
-                self.gradients.end_of_evaluation()
-            if run.whole is not None:
-                outputs = outputs[:1]
-            return observed(call.training, run, outputs) if self.groups.is_last_stage else None
-
     # ---------------------------------------------------------------- what a batch came to
 
-    def _report_training(self, run: _BatchRun, outputs: list[Any]) -> Any:
+    def _report_training(self, run: BatchRun, outputs: list[Any]) -> Any:
         mine, self._fingerprint = self._fingerprint, None
         self.num_batches_trained += 1
         report = report_batch(
@@ -734,7 +482,7 @@ class PipelineEngine:
             run.attributes.apply(report.changes())
         return report.outputs()
 
-    def _report_evaluation(self, run: _BatchRun, outputs: list[Any]) -> Any:
+    def _report_evaluation(self, run: BatchRun, outputs: list[Any]) -> Any:
         mine, self._fingerprint = self._fingerprint, None
 
         def results() -> _Results:
@@ -749,19 +497,11 @@ class PipelineEngine:
         run.attributes.apply(changes)
         return output
 
-    def _kept_by(self, plans: Sequence[StepPlan]) -> tuple[tuple[str, str], ...]:
-        mutated = dict.fromkeys(name for plan in plans for name in plan.record.mutated_attributes)
-        return kept_by_step(self.module, list(mutated), list(self.split.units)) if mutated else ()
-
     def _cut(self, batch: Any, *, for_training: bool) -> list[Microbatch]:
         return self._cutter.cut(batch, for_training=for_training)
 
-    def _two_sizes(self, microbatches: Sequence[Microbatch], batch: Any) -> TwoSizes | None:
-        cutter = self._cutter
-        return two_sizes(microbatches, batch, cutter.cut_into, is_cut_by_user=cutter.is_users)
-
     def _check_same_batch(self, batch_idx: int) -> None:
-        """Before a run's first batches are cut: later ones are checked by the message that ends a batch anyway."""
+        """In a run's first batches; later ones are checked by the message that ends a batch anyway."""
         mine = self._fingerprint
         if mine is not None and batch_idx < _BATCHES_CHECKED_BEFOREHAND:
             others = [each for each in self.groups.gather_in_pipeline(mine) if each.rank != mine.rank]

@@ -21,7 +21,7 @@ from lightning_pp.split.microbatch import SplitBatch, batch_size_of
 from lightning_pp.split.state_memory import StepDtypes
 from lightning_pp.split.without_memory import parameters_without_memory
 from lightning_pp.strategy.assembly import RecordedModel, SplitModel, assign_stages, record_model
-from lightning_pp.strategy.batch_cutter import BatchCutter
+from lightning_pp.strategy.batch.cutter import BatchCutter
 from lightning_pp.strategy.checkpointing import ActivationCheckpointing
 from lightning_pp.strategy.cuts import CutOptions
 from lightning_pp.strategy.data import first_batch

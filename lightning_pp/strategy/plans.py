@@ -232,7 +232,7 @@ class PlanBook:
         if plan.record.updates:  # a rehearsal would leave parameters edited
             return True
         listener = cast(DryRun, _NobodyListens(own_copy if plan.record.edits_batch else own_containers))
-        recorder = ReductionRecorder(is_fake)
+        recorder = ReductionRecorder(is_fake, is_fake)
         with recorder:
             matches, failure = rehearse(
                 plan.record,

@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning_pp.schedule import Placement
 from lightning_pp.split.reductions.scaling import ScaledStep
 from lightning_pp.strategy.attributes import StepAttributes
-from lightning_pp.strategy.batch_scaling import ScaledBatch
+from lightning_pp.strategy.batch.scaling import ScaledBatch
 from lightning_pp.strategy.dry_steps import collectives_refused
 from lightning_pp.strategy.logs import StepLogs
 from lightning_pp.strategy.metrics import PipelineMetrics

@@ -40,14 +40,22 @@ def estimate_of(value: Any) -> Estimate | None:
 
 
 def follow(
-    kind: Kind | None, function: Any, given: Sequence[Any], result: Any, *, reduces: bool, line: Callable[[], str]
+    kind: Kind | None,
+    function: Any,
+    given: Sequence[Tensor],
+    of_samples: Sequence[bool],
+    result: Any,
+    *,
+    reduces: bool,
+    line: Callable[[], str],
 ) -> None:
     """Marks ``result`` by what it was made of.
 
     Args:
         kind: What the function does.
         function: The function.
-        given: Its arguments, those in lists too.
+        given: The tensors that it was given.
+        of_samples: Which of them were made of samples by weights; empty where that does not matter.
         result: What it gave.
         reduces: Whether it has reduced over samples what depends on weights.
         line: Finds the user's line.
@@ -57,7 +65,7 @@ def follow(
         return
     bent = next((estimate for estimate in estimates if estimate.bent_by is not None), None)
     if bent is None:
-        bends = bool(estimates) and _bends(kind, function, given, result)
+        bends = bool(estimates) and _bends(kind, function, given, of_samples, result)
         bends = bends or (reduces and kind is Kind.EXTREME)
         bent = Estimate(function.__name__, line()) if bends else Estimate()
     for tensor in tensors_of(result):
@@ -65,22 +73,18 @@ def follow(
             setattr(tensor, _ESTIMATE, bent)
 
 
-def _bends(kind: Kind | None, function: Any, given: Sequence[Any], result: Any) -> bool:
-    """Whether the function does more to an estimate than add to it or multiply it with something known."""
+def _bends(kind: Kind | None, function: Any, given: Sequence[Tensor], of_samples: Sequence[bool], result: Any) -> bool:
+    """Whether the function does more to an estimate than add to it or multiply it with what no sample decides."""
     if kind in (Kind.LINEAR, Kind.ADDITION, Kind.SUM, Kind.MEAN, Kind.NUMBER):
         return False
     if kind in (Kind.PRODUCT, Kind.CONTRACTION):
-        return sum(map(_depends_on_weights, given)) > 1
+        return sum(of_samples) > 1
     if kind is Kind.QUOTIENT:
-        divisor = given[0] if function.__name__ in REVERSED else given[-1]
-        return _depends_on_weights(divisor)
+        divisors = of_samples[:1] if function.__name__ in REVERSED else of_samples[1:]
+        return any(divisors)
     # a guard that does not act (a clamp, nan_to_num) gives what it was given
     return not any(
-        isinstance(value, Tensor) and isinstance(result, Tensor) and value.shape == result.shape
-        and torch.equal(value.detach(), result.detach())
-        for value in given if estimate_of(value) is not None
-    )  # fmt: skip
-
-
-def _depends_on_weights(value: Any) -> bool:
-    return isinstance(value, Tensor) and (value.requires_grad or estimate_of(value) is not None)
+        isinstance(result, Tensor) and value.shape == result.shape and torch.equal(value.detach(), result.detach())
+        for value in given
+        if estimate_of(value) is not None
+    )

@@ -29,6 +29,7 @@ class Fact:
         is_mean: Whether it is a mean.
         is_counted: Whether it has to be counted, microbatch by microbatch, because values of the batch decide.
         depends_on_weights: Whether its result does.
+        of_samples: Which of the tensors that it is given were made of samples by weights.
         degrees: Of the numbers that it is given beside tensors; None where one grows, but not as a power.
         adds_samples: Whether it adds to a sum, sample by sample, in a loop over samples.
     """
@@ -39,6 +40,7 @@ class Fact:
     is_mean: bool
     is_counted: bool
     depends_on_weights: bool
+    of_samples: tuple[bool, ...]
     degrees: tuple[float | None, ...]
     adds_samples: bool
 
@@ -146,6 +148,7 @@ def _fact(small: Reduction, large: Reduction | None, ratio: float, has_dynamic_s
         small.is_mean,
         is_counted or None in degrees,
         small.depends_on_weights,
+        small.of_samples,
         degrees,
         is_looped and small.kind is Kind.ADDITION and small.result == (),
     )

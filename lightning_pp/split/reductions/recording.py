@@ -32,6 +32,7 @@ class Reduction:
         is_counted: Whether what it divides by depends on values of its target.
         depends_on_weights: Whether its result does, and not on the batch alone.
         given: Shapes of the tensors that it is given.
+        of_samples: Which of them were made of samples by weights: outputs of units, or what was made of these.
         result: Shape of its result; None where that is no tensor.
         numbers: Python numbers that it is given beside tensors.
         value: Its result, where that depends on the batch alone.
@@ -44,6 +45,7 @@ class Reduction:
     is_counted: bool
     depends_on_weights: bool
     given: tuple[Shape, ...]
+    of_samples: tuple[bool, ...]
     result: Shape | None
     numbers: tuple[float, ...]
     value: Tensor | None
@@ -67,6 +69,7 @@ class ReductionRecorder(OutsideUnits):
 
     Args:
         depends_on_weights: Whether a tensor's value does.
+        depends_on_units: Whether it depends on what a unit gave.
         earlier: If given, what the batch alone decides has the values that it had there (counts: grown), so that the
             numbers which the step makes of them can be compared.
 
@@ -74,8 +77,14 @@ class ReductionRecorder(OutsideUnits):
         reductions: The calls so far, in order.
     """
 
-    def __init__(self, depends_on_weights: Callable[[Tensor], bool], earlier: EarlierRun | None = None) -> None:
+    def __init__(
+        self,
+        depends_on_weights: Callable[[Tensor], bool],
+        depends_on_units: Callable[[Tensor], bool],
+        earlier: EarlierRun | None = None,
+    ) -> None:
         super().__init__()
+        self._depends_on_units = depends_on_units
         self.reductions: list[Reduction] = []
         self._depends_on_weights = depends_on_weights
         self._places = Places()
@@ -119,6 +128,7 @@ class ReductionRecorder(OutsideUnits):
             is_counted,
             depends,
             given,
+            tuple(map(self._depends_on_units, tensors)),
             tuple(result.shape) if isinstance(result, Tensor) else None,
             tuple(numbers_given(args, kwargs)),
             result.detach().clone() if is_plain and kind not in (Kind.PRODUCT, Kind.QUOTIENT, Kind.ADDITION) else None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -116,7 +116,7 @@ class ScaledStep(OutsideUnits):
         if kind is None or kind is Kind.LINEAR:
             result = self._other(kind, func, args, kwargs)
             if self._follows:
-                follow(kind, func, _flat(args, kwargs), result, reduces=False, line=user_line)
+                follow(kind, func, list(tensors_given(args, kwargs)), (), result, reduces=False, line=user_line)
             return result
         called = self._places.next(func.__name__)
         if called is None:
@@ -130,7 +130,8 @@ class ScaledStep(OutsideUnits):
         result = self._handlers[kind](place, fact, func, args, kwargs)
         if self._follows:
             reduces = fact.over_rows and fact.depends_on_weights
-            follow(kind, func, _flat(args, kwargs), result, reduces=reduces, line=user_line)
+            given = list(tensors_given(args, kwargs))
+            follow(kind, func, given, fact.of_samples, result, reduces=reduces, line=user_line)
         return result
 
     # ---------------------------------------------------------------- kinds of functions
@@ -292,10 +293,6 @@ class ScaledStep(OutsideUnits):
                 "that is to be a sum or a part of a mean. Take the branch by what the batch's shape or "
                 "trainer.global_step say, or set whole_batch_loss=True on the strategy."
             )
-
-
-def _flat(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    return [*args, *(tensor for tensor in tensors_given(args, kwargs) if all(tensor is not value for value in args))]
 
 
 def extreme_of(tensor: Tensor) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -16,10 +16,7 @@ from lightning_pp.split.consistency import Culprit, Seen, first_culprit, watched
 from lightning_pp.split.draws import Draws
 from lightning_pp.split.microbatch import Microbatch
 from lightning_pp.split.source_lines import innermost_user_line
-from lightning_pp.strategy.attributes import StepAttributes
-from lightning_pp.strategy.batch_scaling import TwoSizes
-from lightning_pp.strategy.control import ControlGroups
-from lightning_pp.strategy.first_batches import (
+from lightning_pp.strategy.batch.differences import (
     Around,
     Difference,
     Observed,
@@ -27,41 +24,27 @@ from lightning_pp.strategy.first_batches import (
     tell_unchecked,
     text_about,
 )
-from lightning_pp.strategy.logs import StepLogs
-from lightning_pp.strategy.outputs import merge_outputs
+from lightning_pp.strategy.batch.run import BatchRun
+from lightning_pp.strategy.batch.scaling import TwoSizes
+from lightning_pp.strategy.batch.whole_batch import END_OF_BATCH
+from lightning_pp.strategy.control import ControlGroups
 from lightning_pp.strategy.refusals import loss_of
-from lightning_pp.strategy.whole_batch_run import END_OF_BATCH
 
 Observe = Callable[[Sequence[Microbatch], Around], Observed | None]
 """Runs the step on slices of the part, within what ``Around`` gives; what came of it, on the last stage."""
 
 
-class Run(Protocol):
-    """A batch that was run; see the engine."""
-
-    @property
-    def microbatches(self) -> Sequence[Microbatch]: ...
-    @property
-    def weights(self) -> list[float]: ...
-    @property
-    def logs(self) -> StepLogs: ...
-    @property
-    def attributes(self) -> StepAttributes: ...
-
-
-def observed(is_training: bool, run: Run, outputs: Sequence[Any]) -> Observed:
+def observed(run: BatchRun, outputs: Sequence[Any]) -> Observed:
     """What a run made of its microbatches."""
-    num_samples = [microbatch.num_samples for microbatch in run.microbatches]
-    if len(run.weights) == 1:  # the step has ended once, on all of them
-        num_samples = [sum(num_samples)]
-    losses = [loss_of(output).detach() for output in outputs] if is_training else []
-    changes = run.attributes.merged(num_samples, run.weights)
+    outputs = outputs[: len(run.weights)]
+    losses = [loss_of(output).detach() for output in outputs] if run.call.training else []
+    merged, changes = run.merged(outputs)
     return Observed(
-        merge_outputs(outputs, num_samples, run.weights),
+        merged,
         [float(loss) for loss in losses],
         losses[0].dtype if losses else None,
         run.weights,
-        run.logs.merge(run.weights, sum(num_samples)),
+        run.logs.merge(run.weights, run.num_samples),
         dict(zip(run.attributes.names, (value for _, value in changes), strict=False)),
     )
 

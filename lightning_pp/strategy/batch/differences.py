@@ -27,9 +27,6 @@ from lightning_pp.split.consistency import Culprit, is_close
 from lightning_pp.split.tree import leaves_of
 from lightning_pp.strategy.log_calls import LogCall
 
-NUM_CHECKED = {"training_step": 2, "validation_step": 1}
-"""Batches of a run that are checked, by step."""
-
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 _TURN_OFF = "check_first_batches=False on the strategy turns this check off."
@@ -80,30 +77,6 @@ class Difference:
     whole: float
     parts: float
     of_parts: tuple[float, ...] = ()
-
-
-class CheckedBatches:
-    """Counts the batches of a run that are checked.
-
-    Args:
-        is_on: Whether any are.
-    """
-
-    def __init__(self, is_on: bool) -> None:
-        self._is_on = is_on
-        self._num_left: dict[str, int] = {}
-        self.start()
-
-    def start(self) -> None:
-        """A run of the trainer begins."""
-        self._num_left = dict(NUM_CHECKED) if self._is_on else {}
-
-    def takes(self, step: str) -> bool:
-        """Whether the batch that is about to be run is checked."""
-        left = self._num_left.get(step, 0)
-        if left:
-            self._num_left[step] = left - 1
-        return left > 0
 
 
 def tolerance_of(dtypes: Sequence[torch.dtype], device: torch.device) -> float:

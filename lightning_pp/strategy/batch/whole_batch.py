@@ -17,7 +17,7 @@ from lightning_pp.split.plan import StepPlan
 from lightning_pp.split.record import StepRecord
 from lightning_pp.split.whole_batch import WholeBatchPlan, plan_whole_batch
 from lightning_pp.strategy.attributes import StepAttributes
-from lightning_pp.strategy.batch_scaling import ScaledBatch
+from lightning_pp.strategy.batch.scaling import ScaledBatch
 from lightning_pp.strategy.logs import StepLogs
 from lightning_pp.strategy.metrics import PipelineMetrics
 from lightning_pp.strategy.step_scopes import StepScopes

@@ -1,0 +1,117 @@
+"""The first batches of a run are checked before they are run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import Precision
+
+from lightning_pp.split.dry_run import uncompiled
+from lightning_pp.split.microbatch import Microbatch, batch_size_of
+from lightning_pp.split.module_state import preserved_random_state, preserved_state
+from lightning_pp.strategy.batch.differences import (
+    Around,
+    Observed,
+    batch_norm_frozen,
+    tell_of_batch_norm,
+    tolerance_of,
+)
+from lightning_pp.strategy.batch.part_check import PartCheck, observed
+from lightning_pp.strategy.batch.preparation import BatchPreparation
+from lightning_pp.strategy.batch.run import BatchRun, StepCall
+from lightning_pp.strategy.control import ControlGroups
+from lightning_pp.strategy.dry_steps import loggers_muted
+from lightning_pp.strategy.precision import step_dtypes
+
+NUM_CHECKED = {"training_step": 2, "validation_step": 1}
+"""Batches of a run of the trainer that are checked, by step."""
+
+
+class BatchChecks:
+    """Checks that a step makes the same of microbatches as of a batch.
+
+    Args:
+        preparation: Prepares parts of batches.
+        groups: Join the ranks.
+        precision: The precision plugin.
+        device: Where this rank computes.
+        forward: Runs microbatches of a prepared batch, forward only; what the last stage's step returned for each.
+        is_on: Whether anything is checked.
+    """
+
+    def __init__(
+        self,
+        preparation: BatchPreparation,
+        groups: ControlGroups,
+        precision: Precision,
+        device: torch.device,
+        forward: Callable[[BatchRun, Sequence[int]], list[Any]],
+        *,
+        is_on: bool,
+    ) -> None:
+        self._preparation = preparation
+        self._groups = groups
+        self._precision = precision
+        self._device = device
+        self._forward = forward
+        self._is_on = is_on
+        self._num_left: dict[str, int] = {}
+
+    def start(self) -> None:
+        """A run of the trainer begins."""
+        self._num_left = dict(NUM_CHECKED) if self._is_on else {}
+
+    def check(self, call: StepCall, batch: Any, microbatches: Sequence[Microbatch], seed: int) -> bool:
+        """Checks the batch if it is one of the first, and returns whether it is.
+
+        Raises:
+            SplitError: The step makes something else of microbatches than of a batch.
+        """
+        left = self._num_left.get(call.step, 0)
+        if not left:
+            return False
+        self._num_left[call.step] = left - 1
+        if len(microbatches) > 1 or self._groups.num_replicas > 1:
+            self._check_part(call, batch, microbatches, seed)
+        return True
+
+    def _check_part(self, call: StepCall, batch: Any, microbatches: Sequence[Microbatch], seed: int) -> None:
+        module = self._preparation.module
+        if call.training:
+            tell_of_batch_norm(module, microbatches[0].num_samples, batch_size_of(batch) or len(microbatches))
+        sizes = self._preparation.two_sizes(microbatches, batch)
+        if all(self._groups.gather(sizes is not None)) and sizes is not None:
+            dtypes = [parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()]
+            compute = step_dtypes(self._precision).compute
+            tolerance = tolerance_of([*dtypes, *([] if compute is None else [compute])], self._device)
+            check = PartCheck(module, call.step, sizes, self._groups, self._preparation.split.units, tolerance)
+            check.run(partial(self._observe, call, sizes.whole.data, seed))
+
+    def _observe(
+        self, call: StepCall, batch: Any, seed: int, microbatches: Sequence[Microbatch], around: Around
+    ) -> Observed | None:
+        """Runs the step forward on a part of a batch, without a trace; what it made of it, on the last stage."""
+        preparation = self._preparation
+        with ExitStack() as stack:
+            for scope in (
+                preserved_random_state(self._device),
+                preserved_state(preparation.module),
+                loggers_muted(preparation.module.trainer),
+                batch_norm_frozen(preparation.module),
+                torch.no_grad(),
+                uncompiled(),
+            ):
+                stack.enter_context(scope)
+            run = preparation.prepare(call, batch, microbatches, seed, 1.0, around=around)
+            stack.callback(run.updates.undo)
+            # one by one, so that each starts from the same generators, or together, for an end on all of them
+            each = [[index] for index in range(len(microbatches))]
+            outputs: list[Any] = []
+            for indices in each if run.whole is None else [list(range(len(microbatches)))]:
+                with preparation.metrics.suspended():
+                    outputs += self._forward(run, indices)
+            return observed(run, outputs) if self._groups.is_last_stage else None

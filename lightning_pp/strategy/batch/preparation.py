@@ -1,0 +1,247 @@
+"""From a batch to what is run of it: plans, copies, corrections and scopes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import Precision
+
+from lightning_pp.runtime.randomness import StepRandomness
+from lightning_pp.split.dry_run import DryRun
+from lightning_pp.split.microbatch import Microbatch
+from lightning_pp.split.plan import StepPlan
+from lightning_pp.split.record import StepRecord
+from lightning_pp.split.reductions.recording import EarlierRun
+from lightning_pp.split.tree import own_containers, own_copy
+from lightning_pp.split.weight_updates import RepeatedUpdates
+from lightning_pp.strategy.assembly import SplitModel
+from lightning_pp.strategy.attributes import StepAttributes, kept_by_step
+from lightning_pp.strategy.batch.cutter import BatchCutter
+from lightning_pp.strategy.batch.differences import Around
+from lightning_pp.strategy.batch.run import BatchRun, StepCall
+from lightning_pp.strategy.batch.scaling import BatchScaling, TwoSizes, two_sizes
+from lightning_pp.strategy.batch.whole_batch import (
+    END_OF_BATCH,
+    WholeBatchPlans,
+    WholeBatchScopes,
+    ending_with_batch,
+    in_one_piece,
+    not_scaled,
+    work_of,
+)
+from lightning_pp.strategy.control import ControlGroups
+from lightning_pp.strategy.logs import StepLogs
+from lightning_pp.strategy.metrics import PipelineMetrics
+from lightning_pp.strategy.plans import signature_of
+from lightning_pp.strategy.progress import Progress
+from lightning_pp.strategy.refusals import refuse_carried_state
+from lightning_pp.strategy.situation import Situation
+from lightning_pp.strategy.step_scopes import StepScopes
+
+RecordedStep = Callable[[StepCall, Microbatch], Callable[[DryRun], Any]]
+"""Makes the user's step on a microbatch, for a dry run."""
+
+
+class BatchPreparation:
+    """Prepares the batches of one rank.
+
+    Args:
+        module: The user's module.
+        split: The split model.
+        metrics: The module's.
+        groups: Join the ranks.
+        precision: The precision plugin.
+        rank: This rank's place in the pipeline.
+        device: Where it computes.
+        cutter: Cuts batches.
+        recorded_step: Makes steps for dry runs.
+        ends_with_batch: Whether steps end once, on the whole batch (``whole_batch_loss``).
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        split: SplitModel,
+        metrics: PipelineMetrics,
+        groups: ControlGroups,
+        precision: Precision,
+        rank: int,
+        device: torch.device,
+        cutter: BatchCutter,
+        recorded_step: RecordedStep,
+        *,
+        ends_with_batch: bool,
+    ) -> None:
+        self.module = module
+        self.split = split
+        self.metrics = metrics
+        self._precision = precision
+        self._rank = rank
+        self._device = device
+        self._cutter = cutter
+        self._recorded_step = recorded_step
+        self._ends_with_batch = ends_with_batch
+        self._parameters = list(module.parameters())
+        self._scaling = BatchScaling(module, split.units, groups, metrics, device)
+        self._whole_batches = WholeBatchPlans()
+
+    def prepare(
+        self,
+        call: StepCall,
+        batch: Any,
+        microbatches: Sequence[Microbatch],
+        seed: int,
+        factor: float,
+        *,
+        around: Around | None = None,
+        follows_estimates: bool = False,
+    ) -> BatchRun:
+        """Looks up what every stage does with each microbatch, and counts what the whole batch has to know.
+
+        Args:
+            call: The user's step.
+            batch: The batch.
+            microbatches: Its slices.
+            seed: Of the step.
+            factor: What losses are multiplied by.
+            around: For the check of a part of a batch: what goes around its steps.
+            follows_estimates: Whether a loss that does not add up over microbatches is an error.
+        """
+        progress = Progress(call.batch_idx, self.module.trainer.global_step, self.module.trainer.current_epoch)
+        situation = self.split.plans.situation([microbatch.data for microbatch in microbatches], progress)
+        indices = range(len(microbatches)) if around is None else [0] * len(microbatches)
+        seeds = [StepRandomness.of_microbatch(seed, index, self._device).seed_glue for index in indices]
+        if self.ends_with_batch(call.step):
+            return self._prepare_whole(call, batch, microbatches, seed, factor, situation, around)
+        plans = [
+            self._plan(call, microbatch, seed_glue, situation)
+            for microbatch, seed_glue in zip(microbatches, seeds, strict=True)
+        ]
+        for plan in plans:
+            refuse_carried_state(self.module, call.step, plan.record, len(microbatches))
+        attributes, updates = StepAttributes(self.module, self._kept_by(plans)), self._updates_of(plans)
+        call_step = self._caller(call, [microbatch.data for microbatch in microbatches], plans, updates, around)
+
+        def rehearse(index: int) -> Any:
+            with self._precision.forward_context():
+                return call_step(index, None)
+
+        def record_at(part: Microbatch, earlier: EarlierRun | None) -> StepRecord:
+            recorded = self._recorded_step(call, part)
+            return self.split.plans.record(recorded, with_gradients=call.training, seed_glue=seeds[0], earlier=earlier)
+
+        scaled = self._scaling.of_batch(
+            call.step,
+            microbatches,
+            plans,
+            rehearse,
+            seeds,
+            factor,
+            sizes=lambda: self.two_sizes(microbatches, batch),
+            record_at=record_at,
+            among_replicas=around is None,
+            follows_estimates=follows_estimates,
+        )
+        logs = StepLogs()
+        scopes = StepScopes(
+            self.module, self._precision, logs, self.metrics, attributes, scaled, self.split.placement, self._rank
+        )
+        return BatchRun(call, microbatches, plans, seed, call_step, scaled, logs, attributes, scopes, updates)
+
+    def _prepare_whole(
+        self,
+        call: StepCall,
+        batch: Any,
+        microbatches: Sequence[Microbatch],
+        seed: int,
+        factor: float,
+        situation: Situation,
+        around: Around | None,
+    ) -> BatchRun:
+        """The same for a batch whose step ends once, on all of it."""
+        number = len(microbatches)
+        indices = range(number + 1) if around is None else [0] * (number + 1)
+        seeds = [StepRandomness.of_microbatch(seed, index, self._device).seed_glue for index in indices]
+        whole = in_one_piece(batch, microbatches)
+        of_batch = self._plan(call, whole, seeds[number if number > 1 else 0], situation)
+        plans = [
+            self._plan(call, microbatch, seed_glue, situation, of_batch.record)
+            for microbatch, seed_glue in zip(microbatches, seeds, strict=False)
+        ]
+        refuse_carried_state(self.module, call.step, of_batch.record, number)
+        plan = self._whole_batches.of(of_batch, plans, microbatches)
+        attributes, updates = StepAttributes(self.module, self._kept_by([plan.tail])), self._updates_of([plan.tail])
+        # the batch comes last, at END_OF_BATCH
+        call_step = self._caller(call, [*(each.data for each in microbatches), batch], [plan.tail], updates, around)
+        logs, scaled = StepLogs(), not_scaled(number, factor)
+        scopes = WholeBatchScopes(
+            self.module, self._precision, logs, self.metrics, attributes, scaled, self.split.placement, self._rank
+        )
+        work = work_of(plan, partial(call_step, END_OF_BATCH, None), scopes, factor)
+        return BatchRun(
+            call, microbatches, plan.parts, seed, call_step, scaled, logs, attributes, scopes, updates, work
+        )
+
+    def _caller(
+        self,
+        call: StepCall,
+        data: Sequence[Any],
+        plans: Sequence[StepPlan],
+        updates: RepeatedUpdates,
+        around: Around | None,
+    ) -> Callable[[int, int | None], Any]:
+        """What runs the user's step on the ``data`` of an index; each run has a batch of its own to write into."""
+        own = own_copy if any(plan.record.edits_batch for plan in plans) else own_containers
+
+        def call_step(index: int, stage: int | None) -> Any:
+            with (
+                updates.of_step() if updates else nullcontext(),
+                nullcontext() if around is None else around(index, stage),
+            ):
+                return getattr(self.module, call.step)(own(data[index]), *call.rest, **call.kwargs)
+
+        return call_step
+
+    def _updates_of(self, plans: Sequence[StepPlan]) -> RepeatedUpdates:
+        names = {name for plan in plans for name, others in plan.record.updates.items() if others}
+        return RepeatedUpdates(self.split.placeholders, names)
+
+    def ends_with_batch(self, step: str) -> bool:
+        """Whether the step's end runs once, on the whole batch; what is predicted has a row per sample anyway."""
+        return self._ends_with_batch and step != "predict_step"
+
+    def _plan(
+        self,
+        call: StepCall,
+        microbatch: Microbatch,
+        seed_glue: Callable[[int], None],
+        situation: Situation,
+        end_of_batch: StepRecord | None = None,
+    ) -> StepPlan:
+        trainable = tuple(parameter.requires_grad for parameter in self._parameters) if call.training else None
+        signature = (signature_of(microbatch.data), end_of_batch is not None)
+        key = (call.step, signature_of(call.rest[1:]), trainable, signature)
+        recorded = self._recorded_step(call, microbatch)
+        return self.split.plans.plan(
+            key,
+            recorded if end_of_batch is None else ending_with_batch(recorded, end_of_batch),
+            with_gradients=call.training,
+            seed_glue=seed_glue,
+            situation=situation,
+        )
+
+    def _kept_by(self, plans: Sequence[StepPlan]) -> tuple[tuple[str, str], ...]:
+        mutated = dict.fromkeys(name for plan in plans for name in plan.record.mutated_attributes)
+        return kept_by_step(self.module, list(mutated), list(self.split.units)) if mutated else ()
+
+    def two_sizes(self, microbatches: Sequence[Microbatch], batch: Any) -> TwoSizes | None:
+        """A part of ``batch`` at two sizes, as a check or a comparison of dry runs takes it."""
+        if self._ends_with_batch and len(microbatches) > 1:  # the end may need all samples
+            return TwoSizes(in_one_piece(batch, microbatches), microbatches)
+        cutter = self._cutter
+        return two_sizes(microbatches, batch, cutter.cut_into, is_cut_by_user=cutter.is_users)

@@ -1,0 +1,93 @@
+"""A call of the user's step, and a batch that is ready to be run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_pp.runtime.whole_batch import WholeBatch
+from lightning_pp.split.microbatch import Microbatch
+from lightning_pp.split.plan import StepPlan
+from lightning_pp.split.weight_updates import RepeatedUpdates
+from lightning_pp.strategy.attributes import StepAttributes
+from lightning_pp.strategy.batch.scaling import ScaledBatch
+from lightning_pp.strategy.logs import StepLogs
+from lightning_pp.strategy.outputs import merge_outputs
+from lightning_pp.strategy.reports import Merged
+from lightning_pp.strategy.step_scopes import StepScopes
+
+
+@dataclass(frozen=True)
+class StepCall:
+    """Which step of the user's is called, and with what.
+
+    Attributes:
+        step: Its name.
+        rest: What follows the batch.
+        kwargs: Keyword arguments.
+        training: Whether a backward follows.
+    """
+
+    step: str
+    rest: list[Any]
+    kwargs: dict[str, Any]
+    training: bool
+
+    @property
+    def batch_idx(self) -> int:
+        """The batch's index, 0 where the step is not given it."""
+        return self.rest[0] if self.rest and isinstance(self.rest[0], int) else 0
+
+
+@dataclass(frozen=True)
+class BatchRun:
+    """One batch, ready to be run.
+
+    Attributes:
+        call: The user's step.
+        microbatches: The batch.
+        plans: What every stage does with each.
+        seed: Seed of the step.
+        call_step: Runs the user's step on the microbatch of an index, on a stage (None: in a rehearsal).
+        scaled: Weights and corrections.
+        logs: Gets what the steps log.
+        attributes: Those that the steps change.
+        scopes: What surrounds the steps.
+        updates: Parameters that the steps write into.
+        whole: What is done once at the end, on the whole batch; None where each microbatch's step runs to its end.
+    """
+
+    call: StepCall
+    microbatches: Sequence[Microbatch]
+    plans: Sequence[StepPlan]
+    seed: int
+    call_step: Callable[[int, int | None], Any]
+    scaled: ScaledBatch
+    logs: StepLogs
+    attributes: StepAttributes
+    scopes: StepScopes
+    updates: RepeatedUpdates
+    whole: WholeBatch | None = None
+
+    @property
+    def weights(self) -> list[float]:
+        """Share of each run of the step that counts."""
+        return [1.0] if self.whole is not None else [microbatch.weight for microbatch in self.microbatches]
+
+    @property
+    def num_samples(self) -> int:
+        """Of the whole batch."""
+        return sum(self.num_samples_each)
+
+    @property
+    def num_samples_each(self) -> list[int]:
+        """Of each run of the step that counts."""
+        each = [microbatch.num_samples for microbatch in self.microbatches]
+        return [sum(each)] if self.whole is not None else each
+
+    def merged(self, outputs: Sequence[Any]) -> Merged:
+        """What the step returned for the whole batch, and what it changed on the module."""
+        counting = outputs[: len(self.weights)]
+        merged = merge_outputs(counting, self.num_samples_each, self.weights)
+        return merged, self.attributes.merged(self.num_samples_each, self.weights)
