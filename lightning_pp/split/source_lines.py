@@ -12,6 +12,7 @@ import torch
 _TORCH_FOLDER = os.path.dirname(torch.__file__)
 _OWN_FOLDER = os.path.dirname(os.path.dirname(__file__))
 _APPLY_FUNCTION = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+UNKNOWN_LINE = "an unknown line"
 SKIPPED = (_TORCH_FOLDER + os.sep, _OWN_FOLDER + os.sep, "<")
 
 
@@ -23,14 +24,14 @@ def user_line() -> str:
         if not filename.startswith(SKIPPED) and not filename.endswith("/contextlib.py"):
             return f"{filename}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
-    return "an unknown line"
+    return UNKNOWN_LINE
 
 
 def innermost_user_line(error: BaseException) -> str:
     """``file:line in function`` of the innermost frame of ``error`` that is neither torch's nor this package's."""
     frames = traceback.extract_tb(error.__traceback__)
     outside = [frame for frame in frames if not frame.filename.startswith(SKIPPED)]
-    return f"{outside[-1].filename}:{outside[-1].lineno} in {outside[-1].name}" if outside else "an unknown line"
+    return f"{outside[-1].filename}:{outside[-1].lineno} in {outside[-1].name}" if outside else UNKNOWN_LINE
 
 
 def running_autograd_function() -> bool:

@@ -109,6 +109,13 @@ class NormalisesBatches(MixesSamples):
         super().__init__(step, BatchNormBlock)
 
 
+class EqualSamples(TokenClassifier):
+    """Gets one sample over and over."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return {name: value[:1].expand_as(value) for name, value in batch.items()}
+
+
 class DropsAndDraws(TokenClassifier):
     """Dropout within units, noise and masks drawn in the step."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_pp.split.reductions.functions import Kind
@@ -95,7 +95,13 @@ class Facts:
         return [place for place, fact in facts if fact is not None and fact.is_counted]
 
     def learn(
-        self, small: Sequence[Reduction], large: Sequence[Reduction], ratio: float, *, has_dynamic_shapes: bool
+        self,
+        small: Sequence[Reduction],
+        large: Sequence[Reduction],
+        ratio: float,
+        *,
+        has_dynamic_shapes: bool,
+        keeps_integers: bool = False,
     ) -> None:
         """Compares two dry runs.
 
@@ -105,6 +111,7 @@ class Facts:
             ratio: Samples of the second over samples of the first.
             has_dynamic_shapes: Whether values of the batch decide shapes (``loss[mask]``): then numbers that grow with
                 the batch have to be counted.
+            keeps_integers: Whether the step uses integer sums as places or sizes, so that they stay a microbatch's.
         """
         others = {reduction.place: reduction for reduction in large}
         times_small, times_large = _times(small), _times(large)
@@ -112,6 +119,8 @@ class Facts:
             site = reduction.place.site
             is_looped = times_small[site] != times_large.get(site, times_small[site])
             fact = _fact(reduction, others.get(reduction.place), ratio, has_dynamic_shapes, is_looped)
+            if reduction.is_integer and (keeps_integers or fact.kind is Kind.EXTREME):
+                fact = replace(fact, is_counted=False)
             self.by_place[reduction.place] = fact
             if is_looped:
                 self.of_loops.setdefault(site, fact)

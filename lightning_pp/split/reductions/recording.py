@@ -50,6 +50,12 @@ class Reduction:
     numbers: tuple[float, ...]
     value: Tensor | None
 
+    @property
+    def is_integer(self) -> bool:
+        """Whether it gives integers of the batch, which code may use as places and sizes."""
+        value = self.value
+        return value is not None and not value.is_floating_point() and value.dtype != torch.bool
+
 
 @dataclass(frozen=True)
 class EarlierRun:
@@ -58,10 +64,12 @@ class EarlierRun:
     Attributes:
         reductions: What it noted.
         ratio: Samples of the other over samples of this one.
+        shows_integers: Whether the other is shown integers too, which it may need as they are.
     """
 
     reductions: Sequence[Reduction]
     ratio: float
+    shows_integers: bool = True
 
 
 class ReductionRecorder(OutsideUnits):
@@ -91,7 +99,11 @@ class ReductionRecorder(OutsideUnits):
         self._earlier: dict[Place, Reduction] = {}
         self._ratio = 1.0
         if earlier is not None:
-            self._earlier = {reduction.place: reduction for reduction in earlier.reductions}
+            self._earlier = {
+                reduction.place: reduction
+                for reduction in earlier.reductions
+                if not reduction.is_integer or (earlier.shows_integers and reduction.kind is not Kind.EXTREME)
+            }
             self._ratio = earlier.ratio
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

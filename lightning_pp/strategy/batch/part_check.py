@@ -15,7 +15,7 @@ from lightning_pp.errors import BatchError, SplitError
 from lightning_pp.split.consistency import Culprit, Seen, first_culprit, watched
 from lightning_pp.split.draws import Draws
 from lightning_pp.split.microbatch import Microbatch
-from lightning_pp.split.source_lines import innermost_user_line
+from lightning_pp.split.source_lines import UNKNOWN_LINE, innermost_user_line
 from lightning_pp.strategy.batch.differences import (
     Around,
     Difference,
@@ -119,7 +119,7 @@ class PartCheck:
         except (SplitError, BatchError):
             raise
         except Exception as error:
-            if str(error).startswith("Pipeline rank"):  # another rank has failed
+            if innermost_user_line(error) == UNKNOWN_LINE:  # not the user's step: another rank has failed
                 raise
             sizes = " and ".join(map(str, sorted({part.num_samples for part in self._sizes.parts})))
             raise SplitError(

@@ -361,9 +361,20 @@ def _learn(facts: Facts, sizes: TwoSizes | None, record_at: RecordAt) -> None:
     if sizes is None:  # one sample: nothing grows
         return
     small = record_at(sizes.parts[0], None)
-    large = record_at(sizes.whole, EarlierRun(small.reductions, sizes.ratio))
+    keeps_integers = False
+    try:
+        large = record_at(sizes.whole, EarlierRun(small.reductions, sizes.ratio))
+    except Exception:  # a sum of integers that is a size or a place, and not a count
+        large = record_at(sizes.whole, EarlierRun(small.reductions, sizes.ratio, shows_integers=False))
+        keeps_integers = True
     has_dynamic_shapes = sizes.is_cut_by_user or small.has_dynamic_shapes or large.has_dynamic_shapes
-    facts.learn(small.reductions, large.reductions, sizes.ratio, has_dynamic_shapes=has_dynamic_shapes)
+    facts.learn(
+        small.reductions,
+        large.reductions,
+        sizes.ratio,
+        has_dynamic_shapes=has_dynamic_shapes,
+        keeps_integers=keeps_integers,
+    )
 
 
 def _on_host(part: Any) -> Any:
