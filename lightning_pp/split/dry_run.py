@@ -7,7 +7,6 @@ Source of the idea: none of the existing pipelines does this; tracing by fake te
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -17,6 +16,7 @@ from torch import nn
 
 from lightning_pp.errors import SplitError
 from lightning_pp.split.carried_state import Left, LeftTensors, buffers_outside, rebound
+from lightning_pp.split.compilation import uncompiled
 from lightning_pp.split.conversion import convertible_fakes
 from lightning_pp.split.interception import UnitCalls
 from lightning_pp.split.module_state import preserved_random_state, preserved_state
@@ -184,10 +184,3 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
-
-
-def uncompiled() -> Any:
-    """Within, compiled modules run uncompiled; nothing is imported for it."""
-    if "torch._dynamo" not in sys.modules:
-        return ExitStack()
-    return torch.compiler.set_stance("force_eager")

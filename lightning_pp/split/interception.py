@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_pp.errors import SplitError
 from lightning_pp.split._torch_private import current_function_mode, without_current_function_mode
 from lightning_pp.split.checkpointed_regions import RAN, Calls, CheckpointedRegions
+from lightning_pp.split.compilation import compiled_again
 from lightning_pp.split.containers import ABSENT, put_back
 from lightning_pp.split.distributions import distributions_check_what_is_here
 from lightning_pp.split.hooks import hooks_of_users, without_hooks
@@ -191,7 +192,7 @@ class UnitCalls:
         try:
             if not isinstance(current_function_mode(), OutsideUnits):
                 return original(*args, **kwargs)
-            with without_current_function_mode():
+            with without_current_function_mode(), compiled_again():
                 return original(*args, **kwargs)
         finally:
             self._running_original = False

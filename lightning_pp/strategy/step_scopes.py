@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import Precision
 
 from lightning_pp.schedule import Placement
+from lightning_pp.split.compilation import uncompiled_outside_units
 from lightning_pp.split.reductions.scaling import ScaledStep
 from lightning_pp.strategy.attributes import StepAttributes
 from lightning_pp.strategy.batch.scaling import ScaledBatch
@@ -85,7 +86,7 @@ class StepScopes:
         if self._attributes.are_kept:
             scopes.append(self._attributes.of_microbatch(microbatch, of_whole_batch, active=is_last))
         if scaled is not None:
-            scopes.append(scaled)
+            scopes += uncompiled_outside_units(), scaled
         self._logs.begin(microbatch if is_last else None, of_whole_batch)
         try:
             if not scopes:

@@ -182,6 +182,16 @@ def scaled_by_the_largest_weight(module: Any, batch: Any) -> Tensor:
     return (token_losses(module, batch).mean(1) * batch["weight"] / batch["weight"].max()).mean()
 
 
+@torch.compile(backend="aot_eager")
+def compiled_mean(losses: Tensor, mask: Tensor) -> Tensor:
+    return (losses * mask).sum() / mask.sum()
+
+
+@additive
+def compiled_function(module: Any, batch: Any) -> Tensor:
+    return compiled_mean(token_losses(module, batch), batch["mask"])
+
+
 # ------------------------------------------------------------------ sums, and numbers of samples
 
 

@@ -125,7 +125,8 @@ class ScaledStep(OutsideUnits):
         fact = self._facts.find(place)
         if fact is None:
             result = func(*self._all_normal(args), **self._all_normal(kwargs))
-            self._check_known(kind, line_of(frame), result)
+            if kind is not Kind.LOSS or _counts_something(LossCall(func, args, kwargs)):
+                self._check_known(kind, line_of(frame), result)
             return result
         result = self._handlers[kind](place, fact, func, args, kwargs)
         if self._follows:
@@ -293,6 +294,10 @@ class ScaledStep(OutsideUnits):
                 "that is to be a sum or a part of a mean. Take the branch by what the batch's shape or "
                 "trainer.global_step say, or set whole_batch_loss=True on the strategy."
             )
+
+
+def _counts_something(loss: LossCall) -> bool:
+    return not loss.is_mean or loss.is_counted_by_target
 
 
 def extreme_of(tensor: Tensor) -> str | None:

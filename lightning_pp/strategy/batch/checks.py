@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins.precision import Precision
 
-from lightning_pp.split.dry_run import uncompiled
+from lightning_pp.split.compilation import uncompiled
 from lightning_pp.split.microbatch import Microbatch, batch_size_of
 from lightning_pp.split.module_state import preserved_random_state, preserved_state
 from lightning_pp.strategy.batch.differences import (

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lightning_pp.errors import SplitError
+from lightning_pp.split.compilation import uncompiled
 from lightning_pp.split.microbatch import Microbatch
 from lightning_pp.split.placeholders import has_data
 from lightning_pp.split.plan import StepPlan
@@ -87,6 +88,7 @@ class ScaledBatch:
         shares: Share of each microbatch in the samples of the global batch.
         totals: What the global batch counts.
         counts: What each microbatch counts.
+        grows: Whether the step makes values that grow with the batch.
         is_training: Whether a sum that nobody has seen before is an error.
         follows_estimates: Whether a loss that does not add up over microbatches is an error.
     """
@@ -97,6 +99,7 @@ class ScaledBatch:
     shares: list[float] = field(default_factory=list)
     totals: dict[Place, Count] = field(default_factory=dict)
     counts: list[Counts] = field(default_factory=list)
+    grows: bool = False
     is_training: bool = False
     follows_estimates: bool = False
 
@@ -127,6 +130,16 @@ class ScaledBatch:
                 "tells. "
                 "check_first_batches=False turns this check off."
             )
+
+    def drop_facts_without_use(self) -> None:
+        """Once all is counted: has nothing done where each microbatch counts its share and nothing grows."""
+        if (
+            self.facts is not None
+            and not self.follows_estimates
+            and not self.grows
+            and need_no_correction(self.counts, self.totals, self.shares, self.facts)
+        ):
+            self.facts = None
 
     def check_complete(self, microbatch: int, step: ScaledStep) -> None:
         """After that step: raises :class:`SplitError` if it did not come to what was counted for it."""
@@ -198,26 +211,22 @@ class BatchScaling:
             return ScaledBatch(weights, _nothing)
         facts = self._facts.setdefault(step, Facts())
         records = {id(plan.record): plan.record for plan in plans}
-        if not all(facts.knows(record.reductions) for record in records.values()):
-            _learn(facts, sizes(), record_at)
+        is_known = all(facts.knows(record.reductions) for record in records.values())
+        if not is_known:
+            is_known = _learn(facts, sizes(), record_at)
         is_training = step == "training_step"
-        batch = ScaledBatch(
-            weights,
-            _nothing,
-            facts,
-            shares,
-            is_training=is_training,
-            follows_estimates=follows_estimates and is_training,
-        )
+        batch = ScaledBatch(weights, _nothing, facts, shares)
+        batch.is_training = is_training and is_known  # of one sample nothing is known: replicas are as under DDP
+        batch.follows_estimates = follows_estimates and batch.is_training
+        batch.grows = any(facts.grow(record.reductions) for record in records.values())
         needed = [facts.counted(plan.record.reductions) for plan in plans]
 
         def count() -> list[Counts]:
             return [
-                self._count(facts, Scale(batch.shares[index], batch.totals), needed[index], plan.record, call, seed)
-                for index, (plan, call, seed) in enumerate(zip(plans, calls, seeds, strict=True))
+                self._count(batch, index, needed[index], plan.record, partial(call_step, index), seed, is_training)
+                for index, (plan, seed) in enumerate(zip(plans, seeds, strict=True))
             ]
 
-        calls = [partial(call_step, index) for index in range(len(microbatches))]
         batch.counts = count()
         batch.totals = total_of(batch.counts, facts)
         hangs_together = any(map(facts.hang_together, needed))
@@ -227,36 +236,34 @@ class BatchScaling:
             return batch
         if hangs_together:
             _settle(batch, count, lambda counts: total_of(counts, facts))
-        if (
-            not batch.follows_estimates
-            and not any(facts.grow(record.reductions) for record in records.values())
-            and (need_no_correction(batch.counts, batch.totals, shares, facts))
-        ):
-            batch.facts = None
+        batch.drop_facts_without_use()
         return batch
 
     def _count(
         self,
-        facts: Facts,
-        scale: Scale,
+        batch: ScaledBatch,
+        index: int,
         needed: Sequence[Place],
         record: StepRecord,
         call: Callable[[], Any],
         seed: Callable[[int], None],
+        is_training: bool,
     ) -> Counts:
         """Rehearses the step of one microbatch until it has come to all that is counted."""
-        if not needed:
+        if not needed or batch.facts is None:
             return {}
         counted = _Until(needed)
+        scale = Scale(batch.shares[index], batch.totals)
         with ExitStack() as stack:
             stack.enter_context(StepLogs().of_step(self._module, None))
             stack.enter_context(self._metrics.suspended())
             stack.enter_context(loggers_muted(self._module._trainer))
-            stack.enter_context(ScaledStep(facts, scale, has_data, counted))
+            stack.enter_context(uncompiled())
+            stack.enter_context(ScaledStep(batch.facts, scale, has_data, counted))
             _, failure = rehearse(record, self._units, call, self._module, self._device, seed)
         if failure is None or counted.are_complete:
             return counted
-        if not torch.is_grad_enabled():  # an evaluation, whose end may need data; its first batch is checked
+        if not is_training:  # an evaluation, whose end may need data; its first batch is checked
             return {}
         raise SplitError(
             f"{innermost_user_line(failure)} cannot be rehearsed on made-up values, as has to be done to count what "
@@ -329,6 +336,7 @@ class _Replicas:
         batch.totals = self._joined([counts for *_, counts in gathered])
         if any(hang_together for _, hang_together, _ in gathered):
             _settle(batch, self._count, self._exchanged)
+        batch.drop_facts_without_use()
 
     def _exchanged(self, counts: Sequence[Counts]) -> dict[Place, Count]:
         mine = mapped(self._facts.named(total_of(counts, self._facts)), _on_host)
@@ -356,10 +364,10 @@ def _settle(
     )
 
 
-def _learn(facts: Facts, sizes: TwoSizes | None, record_at: RecordAt) -> None:
-    """Compares dry runs of the step on parts of two sizes."""
-    if sizes is None:  # one sample: nothing grows
-        return
+def _learn(facts: Facts, sizes: TwoSizes | None, record_at: RecordAt) -> bool:
+    """Compares dry runs of the step on parts of two sizes; whether there are two."""
+    if sizes is None:
+        return False
     small = record_at(sizes.parts[0], None)
     keeps_integers = False
     try:
@@ -375,6 +383,7 @@ def _learn(facts: Facts, sizes: TwoSizes | None, record_at: RecordAt) -> None:
         has_dynamic_shapes=has_dynamic_shapes,
         keeps_integers=keeps_integers,
     )
+    return True
 
 
 def _on_host(part: Any) -> Any:
