@@ -141,6 +141,7 @@ def _attempt(
             if not any(name == unit or name.startswith(unit + ".") for unit in units):  # those stay on their stage
                 run.need_at_end(value, f"the attribute {attribute!r} of {name or type(module).__name__}")
         run.merge_end()
+        record.has_dynamic_shapes |= recorder.makes_integers
         record.mutated_attributes = tuple((name, attribute) for name, attribute, _ in changed)
 
         def left() -> list[Left]:

@@ -314,7 +314,8 @@ class StepRecord:
         value_reads_in_tail: Lines after the last call that read a weight-dependent value (``.item()``).
         mutated_attributes: ``(module name, attribute)`` that the step set or whose content it changed.
         reductions: Calls, outside units, of functions that decide how values grow with the batch.
-        has_dynamic_shapes: Whether values of the batch decide shapes outside units (``loss[mask]``).
+        has_dynamic_shapes: Whether values of the batch decide shapes or Python integers outside units (``loss[mask]``,
+            ``int(mask.sum())``).
         carried: State, of more than a number each, that goes from one step to the next.
         gradient_hooks: Hooks that the code outside units put on tensors (``register_hook``, ``retain_grad``).
         edits_batch: Whether the step writes into memory that it was given, so that whoever runs it more than once

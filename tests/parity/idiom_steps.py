@@ -280,6 +280,121 @@ def penalty_on_activations(module: Any, batch: Any) -> Tensor:
     return cross_entropy(out.flatten(0, 1), batch["label"].flatten()) + 1e-3 * out.abs().sum() / len(out)
 
 
+# ------------------------------------------------------------------ further ways
+
+
+@additive
+def focal(module: Any, batch: Any) -> Tensor:
+    losses = token_losses(module, batch)
+    return ((1 - torch.exp(-losses)) ** 2 * losses).mean()
+
+
+@additive
+def where_and_count_nonzero(module: Any, batch: Any) -> Tensor:
+    kept = batch["mask"].bool()
+    return torch.where(kept, token_losses(module, batch), 0.0).sum() / torch.count_nonzero(kept)
+
+
+@additive
+def masked_select(module: Any, batch: Any) -> Tensor:
+    return token_losses(module, batch).masked_select(batch["mask"].bool()).mean()
+
+
+@additive
+def divided_in_place(module: Any, batch: Any) -> Tensor:
+    loss: Tensor = (token_losses(module, batch) * batch["mask"]).sum()
+    loss /= batch["mask"].sum().clamp_(min=1.0)
+    return loss
+
+
+@additive
+def integer_of_the_count(module: Any, batch: Any) -> Tensor:
+    return (token_losses(module, batch) * batch["mask"]).sum() / int(batch["mask"].sum())
+
+
+@additive
+def count_as_float(module: Any, batch: Any) -> Tensor:
+    return (token_losses(module, batch) * batch["mask"]).sum() / float((batch["label"] != IGNORED).sum())
+
+
+@additive
+def weights_scaled_to_the_batch(module: Any, batch: Any) -> Tensor:
+    weight = batch["weight"] / batch["weight"].sum() * len(batch["weight"])
+    return (token_losses(module, batch).mean(1) * weight).mean()
+
+
+@additive
+def positives_weighed_by_the_batch(module: Any, batch: Any) -> Tensor:
+    label = (batch["soft"] > 0.7).double()
+    positive = label.sum()
+    weight = (label.numel() - positive) / positive
+    return F.binary_cross_entropy_with_logits(module(batch["x"]), label, pos_weight=weight)
+
+
+@additive
+def kl_by_batch(module: Any, batch: Any) -> Tensor:
+    return F.kl_div(F.log_softmax(module(batch["x"]), -1), batch["soft"].softmax(-1), reduction="batchmean")
+
+
+@additive
+def gaussian_likelihood(module: Any, batch: Any) -> Tensor:
+    out = module(batch["x"])
+    return F.gaussian_nll_loss(out, batch["soft"], out.detach().exp())
+
+
+@additive
+def triplets_of_rows(module: Any, batch: Any) -> Tensor:
+    out = module(batch["x"])
+    return nn.TripletMarginLoss(margin=0.5)(out[:, 0], out[:, 1], out[:, 2])
+
+
+@additive
+def connectionist(module: Any, batch: Any) -> Tensor:
+    log_probs = module(batch["x"]).log_softmax(-1).transpose(0, 1)
+    targets = batch["target"][:, :2].clamp(min=1)
+    lengths = 1 + (batch["weight"] > 0.5).long()
+    return F.ctc_loss(log_probs, targets, torch.full((len(targets),), LENGTH), lengths, zero_infinity=True)
+
+
+@additive
+def parts_in_a_dict(module: Any, batch: Any) -> Tensor:
+    losses = token_losses(module, batch)
+    parts = {
+        "all": losses.mean(),
+        "masked": (losses * batch["mask"]).sum() / batch["mask"].sum(),
+        "two": 0.1 * losses.sum(),
+    }
+    return sum(parts.values())  # type: ignore[return-value]
+
+
+@additive
+def two_counts_in_a_loop(module: Any, batch: Any) -> Tensor:
+    losses, total = token_losses(module, batch), 0
+    for chosen in range(CLASSES):  # a mean for each class, over the batch
+        kept = (batch["target"] == chosen).double()
+        total = total + (losses * kept).sum() / kept.sum().clamp(min=1)
+    return total / CLASSES  # type: ignore[return-value]
+
+
+@additive
+def accumulated_over_chunks(module: Any, batch: Any) -> Tensor:
+    losses, total, count = token_losses(module, batch), 0.0, 0.0
+    for position in range(LENGTH):
+        total = total + (losses[:, position] * batch["mask"][:, position]).sum()
+        count = count + batch["mask"][:, position].sum()
+    return total / count  # type: ignore[return-value]
+
+
+@additive
+def vocabulary_penalty(module: Any, batch: Any) -> Tensor:
+    logits = module(batch["x"])
+    z = torch.logsumexp(logits, -1)
+    return (
+        cross_entropy(logits.flatten(0, 1), batch["label"].flatten())
+        + 1e-2 * (z**2 * batch["mask"]).sum() / batch["mask"].sum()
+    )
+
+
 # ------------------------------------------------------------------ logs
 
 

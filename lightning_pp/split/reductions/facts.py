@@ -149,7 +149,9 @@ def _fact(small: Reduction, large: Reduction | None, ratio: float, has_dynamic_s
     if over_rows and small.is_mean and large is not None and not _in_ratio(small.given, large.given, ratio):
         has_dynamic_shapes = True
     made_of_batch = over_rows and not small.depends_on_weights and not _is_arithmetic(small.kind)
-    is_counted = made_of_batch or (over_rows and small.is_mean and (small.is_counted or has_dynamic_shapes))
+    is_counted = made_of_batch or (
+        over_rows and small.is_mean and small.is_countable and (small.is_counted or has_dynamic_shapes)
+    )
     return Fact(
         small.kind,
         small.line,

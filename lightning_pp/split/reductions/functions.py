@@ -145,6 +145,12 @@ class LossCall:
         """Whether what it divides by depends on the values of its target."""
         return self._function.__name__ in _BY_TARGET and not self._target().is_floating_point()
 
+    @property
+    def is_countable(self) -> bool:
+        """Whether it is known what it divides by."""
+        name = self._function.__name__
+        return name in _BY_TARGET or (name in _BY_ELEMENT and self.reduction != "batchmean")
+
     def summed(self) -> Tensor:
         """The loss with ``reduction="sum"``."""
         given = {**self._given, "reduction": "sum"}
@@ -161,15 +167,12 @@ class LossCall:
             has_data: Whether a tensor's values are there.
         """
         name, given = self._function.__name__, self._given
-        tensors = [value for value in given.values() if isinstance(value, Tensor)]
         if name in _BY_TARGET:
             return self._count_of_targets(has_data)
-        if name in _BY_ELEMENT and self.reduction != "batchmean":
-            if name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss") and given.get("weight") is not None:
-                return None
-            values, target = tensors[:2]
-            return float(math.prod(torch.broadcast_shapes(values.shape, target.shape)))  # type: ignore[no-untyped-call]
-        return float(tensors[0].shape[0]) if tensors[0].dim() else 1.0
+        if name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss") and given.get("weight") is not None:
+            return None
+        values, target = [value for value in given.values() if isinstance(value, Tensor)][:2]
+        return float(math.prod(torch.broadcast_shapes(values.shape, target.shape)))  # type: ignore[no-untyped-call]
 
     def _target(self) -> Tensor:
         target: Tensor = self._given["target"]

@@ -29,6 +29,7 @@ class Reduction:
         kind: What it does.
         line: The user's line.
         is_mean: Whether it is a mean: one of elements, or a loss that takes it.
+        is_countable: Whether it is known what the mean divides by.
         is_counted: Whether what it divides by depends on values of its target.
         depends_on_weights: Whether its result does, and not on the batch alone.
         given: Shapes of the tensors that it is given.
@@ -42,6 +43,7 @@ class Reduction:
     kind: Kind
     line: str
     is_mean: bool
+    is_countable: bool
     is_counted: bool
     depends_on_weights: bool
     given: tuple[Shape, ...]
@@ -83,6 +85,7 @@ class ReductionRecorder(OutsideUnits):
 
     Attributes:
         reductions: The calls so far, in order.
+        makes_integers: Whether the step makes Python integers of what the batch alone decides (``int(mask.sum())``).
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class ReductionRecorder(OutsideUnits):
         super().__init__()
         self._depends_on_units = depends_on_units
         self.reductions: list[Reduction] = []
+        self.makes_integers = False
         self._depends_on_weights = depends_on_weights
         self._places = Places()
         self._earlier: dict[Place, Reduction] = {}
@@ -110,6 +114,7 @@ class ReductionRecorder(OutsideUnits):
         """Runs one function."""
         kwargs = kwargs or {}
         if running_unit() or kind_of(func) not in _NOTED:
+            self.makes_integers |= func.__name__ in INTEGERS and not running_unit()
             return func(*args, **kwargs)
         called = self._places.next(func.__name__)
         result = func(*args, **kwargs)
@@ -121,12 +126,13 @@ class ReductionRecorder(OutsideUnits):
         assert kind is not None
         tensors = list(tensors_given(args, kwargs))
         depends = any(map(self._depends_on_weights, tensors))
-        is_mean, is_counted = kind is Kind.MEAN, False
+        is_mean, is_countable, is_counted = kind is Kind.MEAN, kind is Kind.MEAN, False
         if kind is Kind.LOSS:
             loss = LossCall(func, args, kwargs)
             if loss.reduction == "none":
                 return result
-            is_mean, is_counted = loss.is_mean, loss.is_mean and loss.is_counted_by_target
+            is_mean, is_countable = loss.is_mean, loss.is_mean and loss.is_countable
+            is_counted = is_mean and loss.is_counted_by_target
         given = tuple(tuple(tensor.shape) for tensor in tensors)
         before = self._earlier.get(place)
         if before is not None and isinstance(result, Tensor) and not depends and before.given != given:
@@ -137,6 +143,7 @@ class ReductionRecorder(OutsideUnits):
             kind,
             line_of(frame),
             is_mean,
+            is_countable,
             is_counted,
             depends,
             given,
@@ -149,6 +156,7 @@ class ReductionRecorder(OutsideUnits):
         return result
 
 
+INTEGERS = ("__int__", "__index__")
 _MOST_ELEMENTS = 1 << 16
 
 

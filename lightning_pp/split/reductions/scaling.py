@@ -14,12 +14,13 @@ from lightning_pp.split.reductions.estimates import follow
 from lightning_pp.split.reductions.facts import Fact, Facts
 from lightning_pp.split.reductions.functions import GREATEST, REVERSED, Kind, LossCall, kind_of
 from lightning_pp.split.reductions.places import Place, Places, line_of
-from lightning_pp.split.reductions.recording import grown, is_number, tensors_given
+from lightning_pp.split.reductions.recording import INTEGERS, grown, is_number, tensors_given
 from lightning_pp.split.source_lines import user_line
 from lightning_pp.split.tree import map_leaves
 
 _DEGREE = "_pp_degree"
 _EXTREME = "_pp_extreme"
+_OWN_COUNT = "_pp_own_count"
 
 Count = tuple[Tensor | float, ...] | None
 """What one call counts in a microbatch, in parts that are added up over the batch; None: it is not known."""
@@ -112,6 +113,8 @@ class ScaledStep(OutsideUnits):
             return func(*args, **kwargs)
         kind = kind_of(func)
         if kind is Kind.READING:
+            if func.__name__ in INTEGERS:  # counted where they are used
+                args = (getattr(args[0], _OWN_COUNT, args[0]),)
             return func(*args, **kwargs)
         if kind is None or kind is Kind.LINEAR:
             result = self._other(kind, func, args, kwargs)
@@ -158,7 +161,7 @@ class ScaledStep(OutsideUnits):
             whole = result if degree == 1 else grown(result, self._share ** (1 - degree))
             total = self._total(place, (whole,))
             if total is not None:
-                result = _like(result, total[0], self._share**degree)
+                result = _with_own_count(_like(result, total[0], self._share**degree), result)
         return _with_degree(result, degree)
 
     def _mean(self, place: Place, fact: Fact, func: Any, args: Any, kwargs: Any) -> Any:
@@ -323,6 +326,12 @@ def _with_degree(result: Any, degree: float) -> Any:
 
 def _is_zero(value: Any) -> bool:
     return is_number(value) and value == 0
+
+
+def _with_own_count(whole: Tensor, own: Tensor) -> Tensor:
+    if whole is not own and own.dim() == 0:
+        setattr(whole, _OWN_COUNT, own)
+    return whole
 
 
 def _like(result: Tensor, total: Tensor | float, factor: float | Tensor) -> Tensor:
