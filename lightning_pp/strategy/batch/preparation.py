@@ -132,6 +132,8 @@ class BatchPreparation:
                 return call_step(index, None)
 
         def record_at(part: Microbatch, earlier: EarlierRun | None) -> StepRecord:
+            if earlier is None:  # a check of the batch needs its plan as well
+                return self._plan(call, part, seeds[0], situation).record
             recorded = self._recorded_step(call, part)
             return self.split.plans.record(recorded, with_gradients=call.training, seed_glue=seeds[0], earlier=earlier)
 
