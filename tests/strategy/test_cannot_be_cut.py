@@ -183,7 +183,8 @@ CANNOT_BE_CUT: list[tuple[type[Blocks], str]] = [
     ),
     (
         BranchesOnAGlobal,
-        r"HERE calls the unit .head. as call 3, where .* saw .blocks\.3.*attribute of the module|that rank has stopped",
+        r"HERE calls the unit .head. as call 3, where .* saw .blocks\.3.*attribute of the module|"
+        r"rank( of the pipeline)? has stopped",
     ),
     (
         SamplesToValidate,
