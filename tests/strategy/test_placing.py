@@ -44,6 +44,7 @@ def num_whole() -> int:
             for tensor in tensors
             if type(tensor) in (torch.Tensor, nn.Parameter)
             and not isinstance(tensor, FakeTensor)
+            and tensor.layout is torch.strided
             and tensor.device.type == "cpu"
             and tensor.untyped_storage().nbytes() == WIDTH * WIDTH * 4
         }
