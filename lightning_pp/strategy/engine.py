@@ -244,6 +244,14 @@ class PipelineEngine:
         self._start = layout.start
         self._connection.set_last_stage(self.placement.rank_of_stage[-1])
         self.metrics = PipelineMetrics(self.module, self.groups)
+        self._programs = tuned_programs(
+            self._options, layout, self.split, self.mesh, self._data_parallel, self.groups, self.device, agree
+        )
+        self.split.placeholders.release(self.split.owned_by(self.rank))
+        self.gradients = StageGradients(
+            self.split, self.mesh, self._data_parallel, self.rank, self.device, self._sharding, self.groups, dtypes
+        )
+        # from here on nothing may hold the parameters that were whole
         self._preparation = BatchPreparation(
             self.module,
             self.split,
@@ -264,14 +272,6 @@ class PipelineEngine:
             self._forward,
             is_on=self._check_first_batches,
         )
-        self._programs = tuned_programs(
-            self._options, layout, self.split, self.mesh, self._data_parallel, self.groups, self.device, agree
-        )
-        self.split.placeholders.release(self.split.owned_by(self.rank))
-        self.gradients = StageGradients(
-            self.split, self.mesh, self._data_parallel, self.rank, self.device, self._sharding, self.groups, dtypes
-        )
-        self._parameters = list(self.module.parameters())
         self._programs.sharding = self.gradients.sharding
         if self._compile_options is not None:
             self._compiled_units = CompiledUnits(self.split.units_of(self.rank), self._compile_options)
