@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from split_overhead import CPU, cut, llama
 
+from lightning_pp.planning.step_plans import signature_of
 from lightning_pp.runtime.compilation import CompiledUnits
 from lightning_pp.runtime.randomness import StepRandomness
 from lightning_pp.runtime.stage import StageRunner
-from lightning_pp.strategy.plans import signature_of
 
 ACTIONS = ("F", "I", "W")
 

@@ -54,7 +54,7 @@ from emulated_runs import (
     sleep_precisely,
 )
 
-from lightning_pp.runtime.transport import Transport
+from lightning_pp.runtime.transport.channels import Transport
 from lightning_pp.schedule import Schedule, StageCosts, available_schedules, build_schedule
 
 SIZES = {4: 12, 8: 24}

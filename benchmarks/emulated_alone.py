@@ -15,7 +15,11 @@ import torch.distributed as dist
 from emulated_runs import SLEEPS, WIDTH, Block, DelayedBlock
 
 import lightning_pp.runtime.stage
-from lightning_pp.runtime.deferred import WeightGradientQueue, collect_weight_gradients, weight_gradients_deferrable
+from lightning_pp.runtime.split_backward.deferral import (
+    WeightGradientQueue,
+    collect_weight_gradients,
+    weight_gradients_deferrable,
+)
 
 
 @dataclass(frozen=True)

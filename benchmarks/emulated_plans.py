@@ -30,12 +30,12 @@ import transformers as hf
 from emulated_runs import CPU, SLEEPS, Block, DelayedBlock, Ours, has_whole_backwards, sleep_precisely
 from torch import Tensor, nn
 
-from lightning_pp.runtime.transport import Transport
+from lightning_pp.planning.cuts import CutOptions
+from lightning_pp.planning.schedule_options import ScheduleOptions
+from lightning_pp.planning.stage_model import record_model
+from lightning_pp.planning.tuning import LayoutRequest, choose_layout
+from lightning_pp.runtime.transport.channels import Transport
 from lightning_pp.schedule import Schedule, StageCosts
-from lightning_pp.strategy.assembly import record_model
-from lightning_pp.strategy.cuts import CutOptions
-from lightning_pp.strategy.schedule_options import ScheduleOptions
-from lightning_pp.strategy.tuning import LayoutRequest, choose_layout
 
 NUM_RANKS = 4
 NUM_MICROBATCHES = 12

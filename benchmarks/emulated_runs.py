@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
+from lightning_pp.planning.stage_model import split_model
+from lightning_pp.planning.step_plans import signature_of
 from lightning_pp.runtime.executor import PipelineExecutor, StepInputs
-from lightning_pp.runtime.transport import Transport
+from lightning_pp.runtime.transport.channels import Transport
 from lightning_pp.schedule import ActionKind, Schedule
-from lightning_pp.strategy.assembly import split_model
-from lightning_pp.strategy.plans import signature_of
 
 CPU = torch.device("cpu")
 WIDTH = 8
@@ -178,7 +178,7 @@ class Ours:
             split_points=[f"blocks.{index}" for index in range(1, schedule.placement.num_stages)],
             agree=lambda item: item,
         )
-        split.placeholders.release(split.owned_by(rank))
+        split.fake_parameters.release(split.owned_by(rank))
         plan = split.plans.plan(
             signature_of(batches[0]), lambda _: module.training_step(batches[0]), with_gradients=True
         )

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from lightning_pp.split.tree import tensors_of
-from lightning_pp.strategy.fingerprints import fingerprint
+from lightning_pp.distributed.fingerprints import fingerprint
+from lightning_pp.split.data.tree import tensors_of
 
 
 def batches() -> dict[str, Any]:

@@ -103,9 +103,9 @@ def plan() -> dict[str, float]:
     import torch.distributed as dist
     from lightning.pytorch.plugins.precision import Precision
 
+    from lightning_pp.planning.stage_model import split_model
     from lightning_pp.schedule import Placement
-    from lightning_pp.strategy.assembly import split_model
-    from lightning_pp.strategy.dry_steps import recorded_step
+    from lightning_pp.strategy.step.dry_steps import recorded_step
 
     dist.init_process_group("gloo")
     rank, device = dist.get_rank(), torch.device("cpu")
@@ -128,7 +128,7 @@ def plan() -> dict[str, float]:
             split_points=None,
             agree=lambda value: value,
         )
-        split.placeholders.release(split.owned_by(rank))
+        split.fake_parameters.release(split.owned_by(rank))
         assert all(parameter.is_meta for parameter in module.parameters())
         return whole, bytes_of(module)
 
@@ -180,7 +180,7 @@ def in_real_memory(
     layout: tuple[int, int, str], weights: str | None = None, config: dict[str, int] = LLAMA_REAL
 ) -> dict[str, float]:
     """Sets the smaller model up."""
-    from lightning_pp._host_memory import return_freed_memory
+    from lightning_pp.strategy.parameters.host_memory import return_freed_memory
 
     set_up(LLAMA_TINY, VOCABULARY["tiny"], layout, steps=1)
     gc.collect()
@@ -195,7 +195,7 @@ def write_whole(path: Path) -> None:
     """A safetensors file with all of the smaller model's weights."""
     import torch
 
-    from lightning_pp.checkpoint.safetensors_file import write_safetensors
+    from lightning_pp.checkpoint.storage.safetensors_file import write_safetensors
 
     with torch.device("meta"):
         module = make_module(LLAMA_REAL, VOCABULARY["real"])

@@ -37,8 +37,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pp import PipelineParallelStrategy
 from lightning_pp.runtime.timing import StepTimer
-from lightning_pp.split.memory import estimate_memory
-from lightning_pp.split.state_memory import optimizer_bytes_per_parameter
+from lightning_pp.split.memory.estimate import estimate_memory
+from lightning_pp.split.memory.state_memory import optimizer_bytes_per_parameter
 
 VOCABULARY, WIDTH, HEADS, LENGTH, SAMPLES = 256, 128, 4, 128, 2
 PARTS = ("parameters", "gradients", "optimizer state", "activations")

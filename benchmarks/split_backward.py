@@ -2,7 +2,8 @@
 
 Run it with ``python benchmarks/split_backward.py`` (``--help`` for the rest) on an idle machine. For transformer blocks
 that are all overhead (tiny) and all arithmetic (compute-bound), each repeat runs a full backward by plain autograd, a
-split one by :mod:`lightning_pp.runtime.deferred`, and one by ``torch.distributed.pipelining``, each after a forward of
+split one by :mod:`lightning_pp.runtime.split_backward.deferral`, and one by ``torch.distributed.pipelining``, each
+after a forward of
 its own. Gradients exist already, as from the second microbatch on. Reported are medians over the repeats, and medians
 of the ratios within each.
 
@@ -33,7 +34,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_pp.runtime.deferred import (
+from lightning_pp.runtime.split_backward.deferral import (
     WeightGradientQueue,
     collect_weight_gradients,
     weight_gradients_deferrable,

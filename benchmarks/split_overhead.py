@@ -1,8 +1,8 @@
 """What it costs to run the user's own step on every stage, beside the blocks that a stage owns; how long a cut takes.
 
-A stage runs the user's step with stand-ins for the units of other stages. Here a model of 48 blocks is cut into 8
+A stage runs the user's step with fakes for the units of other stages. Here a model of 48 blocks is cut into 8
 stages, and the forward action of every stage is timed beside plain calls of its blocks on the same inputs: the
-difference is the Python of stand-ins and bookkeeping. Times are CPU times of this process, medians of many runs, so
+difference is the Python of fakes and bookkeeping. Times are CPU times of this process, medians of many runs, so
 that other work on the machine counts little.
 
     python benchmarks/split_overhead.py
@@ -24,13 +24,13 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
+from lightning_pp.planning.stage_model import SplitModel, split_model
+from lightning_pp.planning.step_plans import signature_of
 from lightning_pp.runtime.randomness import StepRandomness
 from lightning_pp.runtime.stage import StageRunner
 from lightning_pp.schedule import Placement
-from lightning_pp.split.interception import UnitCalls
-from lightning_pp.split.placeholders import Placeholders
-from lightning_pp.strategy.assembly import SplitModel, split_model
-from lightning_pp.strategy.plans import signature_of
+from lightning_pp.split.fakes.parameters import FakeParameters
+from lightning_pp.split.unit_calls.interception import UnitCalls
 
 CPU = torch.device("cpu")
 
@@ -204,10 +204,10 @@ def own_code(make: Callable[[int, int], L.LightningModule], args: argparse.Names
 
 
 def part_of(split: SplitModel, module: L.LightningModule, stage: int) -> L.LightningModule:
-    """``module`` as the rank of ``stage`` has it: the parameters of other stages are stand-ins."""
-    placeholders = Placeholders(module, CPU)
-    placeholders.mode = split.placeholders.mode
-    placeholders.release(split.owned_by(stage))
+    """``module`` as the rank of ``stage`` has it: the parameters of other stages are fakes."""
+    fake_parameters = FakeParameters(module, CPU)
+    fake_parameters.mode = split.fake_parameters.mode
+    fake_parameters.release(split.owned_by(stage))
     return module
 
 

@@ -6,20 +6,20 @@ A single file is what a Trainer on one device writes and reads.
 
 from __future__ import annotations
 
-from lightning_pp.checkpoint.background import BackgroundSaver
-from lightning_pp.checkpoint.catalog import ParameterCatalog
-from lightning_pp.checkpoint.full import gather_full_optimizer_state, gather_full_state
-from lightning_pp.checkpoint.load import load_checkpoint, open_checkpoint
-from lightning_pp.checkpoint.local import local_state_dict
-from lightning_pp.checkpoint.opened import OpenedCheckpoint, load_state
-from lightning_pp.checkpoint.sharded import (
+from lightning_pp.checkpoint.ownership.catalog import ParameterCatalog
+from lightning_pp.checkpoint.ownership.local import local_state_dict
+from lightning_pp.checkpoint.reading.load import load_checkpoint, open_checkpoint
+from lightning_pp.checkpoint.reading.opened import OpenedCheckpoint, load_state
+from lightning_pp.checkpoint.reading.weights import load_weights
+from lightning_pp.checkpoint.writing.background import BackgroundSaver
+from lightning_pp.checkpoint.writing.full import gather_full_optimizer_state, gather_full_state
+from lightning_pp.checkpoint.writing.sharded import (
     ShardedSave,
     is_sharded_checkpoint,
     make_stager,
     prepare_save,
     save_sharded,
 )
-from lightning_pp.checkpoint.weights import load_weights
 
 __all__ = [
     "BackgroundSaver",

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from lightning_pp.checkpoint import folder
-from lightning_pp.checkpoint.catalog import enumerate_names
-from lightning_pp.checkpoint.opened import OpenedCheckpoint
-from lightning_pp.checkpoint.opened_file import FileCheckpoint
-from lightning_pp.checkpoint.opened_folder import FolderCheckpoint
-from lightning_pp.checkpoint.safetensors_file import INDEX_FILENAME, write_safetensors
-from lightning_pp.checkpoint.stored_tensor import StoredTensor
+from lightning_pp.checkpoint.ownership.catalog import enumerate_names
+from lightning_pp.checkpoint.reading.opened import OpenedCheckpoint
+from lightning_pp.checkpoint.reading.opened_file import FileCheckpoint
+from lightning_pp.checkpoint.reading.opened_folder import FolderCheckpoint
+from lightning_pp.checkpoint.reading.stored_tensor import StoredTensor
+from lightning_pp.checkpoint.storage import folder
+from lightning_pp.checkpoint.storage.safetensors_file import INDEX_FILENAME, write_safetensors
 from lightning_pp.errors import CheckpointError
 
 

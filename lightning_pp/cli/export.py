@@ -210,7 +210,7 @@ def _wrapped_model(module: Module) -> tuple[str, Any] | None:
 
 
 def _check_names(weights: Any, model: Any, source: Path) -> None:
-    from lightning_pp.checkpoint.catalog import enumerate_names
+    from lightning_pp.checkpoint.ownership.catalog import enumerate_names
     from lightning_pp.errors import CheckpointError
 
     expected = model.state_dict()

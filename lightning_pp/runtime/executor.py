@@ -11,21 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pp.runtime.deferred import weight_gradients_deferrable
 from lightning_pp.runtime.randomness import StepRandomness, host_generators_untouched
 from lightning_pp.runtime.recomputation import Recomputation
-from lightning_pp.runtime.route import Route, Stop, plan_route
 from lightning_pp.runtime.sharded import ShardedStages, run_sharding_action
+from lightning_pp.runtime.split_backward.deferral import weight_gradients_deferrable
 from lightning_pp.runtime.stage import StageRunner
 from lightning_pp.runtime.stage_forward import InFlight
 from lightning_pp.runtime.timing import StepTimer
-from lightning_pp.runtime.transport import Transport
+from lightning_pp.runtime.transport.channels import Transport
+from lightning_pp.runtime.transport.route import Route, Stop, plan_route
 from lightning_pp.runtime.whole_batch import TailRun, WholeBatch
 from lightning_pp.schedule import ActionKind, Schedule
-from lightning_pp.split.interception import UnitCalls
-from lightning_pp.split.plan import StepPlan
-from lightning_pp.split.record import Value
-from lightning_pp.split.tree import map_leaves
+from lightning_pp.split.data.tree import map_leaves
+from lightning_pp.split.record.plan import StepPlan
+from lightning_pp.split.record.step_record import Value
+from lightning_pp.split.unit_calls.interception import UnitCalls
 
 _MOST_PROGRAMS = 256
 
@@ -101,7 +101,7 @@ class PipelineExecutor:
         self._transport = transport
         self._device = device
         self._recomputation = recomputation
-        self._no_randomness = StepRandomness(0, device)  # for steps whose glue draws nothing
+        self._no_randomness = StepRandomness(0, device)  # for steps whose inter-unit code draws nothing
         self._runners: dict[int, StageRunner] = {}
         self._programs: dict[tuple[int, ...], _Program] = {}
 
@@ -150,7 +150,7 @@ class PipelineExecutor:
                             partial(inputs.run_step, microbatch, stage),
                             partial(_receive, entry.stop, transport, timer) if entry.stop.arrivals else _nothing,
                             StepRandomness.of_microbatch(inputs.seed, microbatch, self._device)
-                            if plan.record.random_glue.after
+                            if plan.record.inter_unit_draws.after
                             else self._no_randomness,
                             with_gradients=trains,
                             splits_backward=entry.splits_backward,
@@ -213,7 +213,7 @@ class PipelineExecutor:
             return None
         # a batch in one piece draws what its microbatch drew
         number = len(inputs.plans) if len(inputs.plans) > 1 else 0
-        draws = whole.plan.tail.record.random_glue.after
+        draws = whole.plan.tail.record.inter_unit_draws.after
         randomness = StepRandomness.of_microbatch(inputs.seed, number, self._device) if draws else self._no_randomness
         return TailRun(whole, inputs.loss_of, randomness)
 

@@ -1,4 +1,4 @@
-"""Random numbers in a pipeline: glue draws the same on every stage that runs it, units draw from their own streams."""
+"""Random numbers in a pipeline: inter-unit code draws the same on every stage, units draw from their own streams."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from contextlib import contextmanager
 import torch
 
 from lightning_pp.runtime.python_generators import keep_python_generators, seed_python_generators
-from lightning_pp.split.record import RandomGlue
+from lightning_pp.split.record.step_record import InterUnitDraws
 
 
 class StepRandomness:
     """Seeds one microbatch on one stage.
 
     On one device a step draws all its numbers from one generator, in order. Stages run parts of that order, so each
-    stretch of glue gets a stream that depends on the seed, the step, the microbatch and its place in the step, but not
-    on the stage: noise that several stages use (diffusion time steps, masks) is the same on all of them. Units draw
-    from the stage's own stream. The generators change hands only where glue draws, as the dry run saw it. Glue may draw
-    from the generators of torch, Python and NumPy.
+    stretch of inter-unit code gets a stream that depends on the seed, the step, the microbatch and its place in the
+    step, but not on the stage: noise that several stages use (diffusion time steps, masks) is the same on all of them.
+    Units draw from the stage's own stream. The generators change hands only where inter-unit code draws, as the dry run
+    saw it. Inter-unit code may draw from the generators of torch, Python and NumPy.
 
     Args:
         seed: Depends on the run's seed, the data-parallel rank, the step and the microbatch; equal on all stages.
@@ -29,7 +29,7 @@ class StepRandomness:
         self._seed = seed
         self._device = device
         self._seeds_python = True
-        # the units' stream, while the generators are at the glue's
+        # the units' stream, while the generators are at the inter-unit code's
         self._unit_state: list[torch.Tensor] | None = None
 
     @classmethod
@@ -38,25 +38,25 @@ class StepRandomness:
         return cls(step_seed * 1_009 + microbatch, device)
 
     @contextmanager
-    def of_glue(self, draws: RandomGlue) -> Iterator[None]:
+    def between_units(self, draws: InterUnitDraws) -> Iterator[None]:
         """Around a step's forward on a stage.
 
         Args:
-            draws: Where its glue draws; :meth:`seed_glue` is called after these unit calls.
+            draws: Where its inter-unit code draws; :meth:`seed_inter_unit` is called after these unit calls.
         """
         self._seeds_python = draws.in_python
         restore = keep_python_generators() if draws.in_python else None
         try:
             if -1 in draws.after:
-                self.seed_glue(-1)
+                self.seed_inter_unit(-1)
             yield
         finally:
             if restore is not None:
                 restore()
             self.enter_unit()
 
-    def seed_glue(self, index: int) -> None:
-        """Seeds the generators for the stretch of glue after call ``index``."""
+    def seed_inter_unit(self, index: int) -> None:
+        """Seeds the generators for the stretch of inter-unit code after call ``index``."""
         seed = (self._seed * 1_000_003 + index + 1) % (1 << 63)
         if self._unit_state is None:
             self._unit_state = self._states()
@@ -103,7 +103,7 @@ def _seed_torch_generators(seed: int, device: torch.device) -> None:
     """Seeds the generators of the host and of ``device``.
 
     ``torch.manual_seed`` seeds those of every kind of device, and formats the stack for each kind that is not there,
-    which takes longer than most glue.
+    which takes longer than most inter-unit code.
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":

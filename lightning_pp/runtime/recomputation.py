@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-from lightning_pp.split.argument_objects import ArgumentObjects
-from lightning_pp.split.selective_policy import Policy
+from lightning_pp.split.side_effects.argument_objects import ArgumentObjects
+from lightning_pp.split.unit_calls.selective_policy import Policy
 
 
 class Recomputation:

@@ -1,4 +1,4 @@
-"""Running the user's step on one stage: forward with stand-ins for what is not owned, backward from what was sent."""
+"""Running the user's step on one stage: forward with fakes for what is not owned, backward from what was sent."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
 
-from lightning_pp.runtime.deferred import (
+from lightning_pp.runtime.randomness import StepRandomness
+from lightning_pp.runtime.recomputation import Recomputation
+from lightning_pp.runtime.split_backward.deferral import (
     collect_weight_gradients,
     delayed_weight_gradient_modules,
     weight_gradients_are_deferrable,
     weight_gradients_deferrable,
     weight_gradients_not_deferrable,
 )
-from lightning_pp.runtime.randomness import StepRandomness
-from lightning_pp.runtime.recomputation import Recomputation
 from lightning_pp.runtime.stage_forward import InFlight, StageCalls, StageForward
-from lightning_pp.split.interception import CallHandler, UnitCalls
-from lightning_pp.split.plan import StepPlan
-from lightning_pp.split.record import Value
+from lightning_pp.split.record.plan import StepPlan
+from lightning_pp.split.record.step_record import Value
+from lightning_pp.split.unit_calls.interception import CallHandler, UnitCalls
 
 _MOST_PLANS = 512
 CallWatch = Callable[[CallHandler], CallHandler]
@@ -69,7 +69,7 @@ class StageRunner:
             plan: The plan of the microbatch's signature.
             step: Runs the user's step on the microbatch.
             receive: Waits for all that the plan's ``receives`` lists and returns it; called when the step comes to it.
-            randomness: Seeds for glue that draws random numbers.
+            randomness: Seeds for inter-unit code that draws random numbers.
             with_gradients: Whether a backward follows.
             splits_backward: Whether that backward is I, with W to follow.
             watch: Is shown what units are called with.
@@ -88,10 +88,11 @@ class StageRunner:
             return run.in_flight, None
         scope = _deferral(splits_backward)
         with self._calls.handled_by(run.on_call if watch is None else watch(run.on_call)):
-            if scope is None and not calls.random_glue.after:
+            if scope is None and not calls.inter_unit_draws.after:
                 return run.in_flight, run.run(step)
-            glue = randomness.of_glue(calls.random_glue) if calls.random_glue.after else nullcontext()
-            with scope or nullcontext(), glue:
+            draws = calls.inter_unit_draws
+            streams = randomness.between_units(draws) if draws.after else nullcontext()
+            with scope or nullcontext(), streams:
                 return run.in_flight, run.run(step)
 
     def backward(

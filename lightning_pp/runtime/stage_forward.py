@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_pp.errors import SplitError
-from lightning_pp.runtime.deferred import WeightGradientQueue
 from lightning_pp.runtime.randomness import StepRandomness
 from lightning_pp.runtime.recomputation import Recomputation
-from lightning_pp.split.compute_dtype import cast_activations
-from lightning_pp.split.doors import DoorKeeper, StandInDoors
-from lightning_pp.split.placeholders import is_fake
-from lightning_pp.split.plan import StepPlan
-from lightning_pp.split.record import UnitCall, Value
-from lightning_pp.split.source_lines import user_line
-from lightning_pp.split.tree import leaves_of, replace_leaves
+from lightning_pp.runtime.split_backward.deferral import WeightGradientQueue
+from lightning_pp.split.data.tree import leaves_of, replace_leaves
+from lightning_pp.split.fakes.parameters import is_fake
+from lightning_pp.split.record.plan import StepPlan
+from lightning_pp.split.record.source_lines import user_line
+from lightning_pp.split.record.step_record import UnitCall, Value
+from lightning_pp.split.side_effects.carried import FakeSideEffects, SideEffectKeeper
+from lightning_pp.split.unit_calls.compute_dtype import cast_activations
 
 
 class StageFinished(BaseException):
@@ -86,22 +86,22 @@ class _Call:
         record: What the dry run saw.
         is_owned: Whether it runs here.
         is_last: Whether the step ends with it here.
-        glue_draws: Whether code after it draws random numbers.
+        draws_follow: Whether code after it draws random numbers.
         sent: For each output leaf, what there is to know of it if another stage needs it.
-        has_doors: Whether the unit leaves anything behind besides its outputs.
+        has_side_effects: Whether the unit leaves anything behind besides its outputs.
         is_received: Whether the stage receives any of its outputs.
-        stand_in: The tensor that it gives where it does not run here, if that is all that it gives and always the same.
+        fake: The tensor that it gives where it does not run here, if that is all that it gives and always the same.
     """
 
     unit: str
     record: UnitCall
     is_owned: bool
     is_last: bool
-    glue_draws: bool
+    draws_follow: bool
     sent: tuple[_Sent | None, ...]
-    has_doors: bool
+    has_side_effects: bool
     is_received: bool
-    stand_in: Tensor | None
+    fake: Tensor | None
 
 
 class StageCalls:
@@ -114,7 +114,7 @@ class StageCalls:
 
     def __init__(self, plan: StepPlan, stage: int) -> None:
         self.plan = plan.stages[stage]
-        self.random_glue = plan.record.random_glue
+        self.inter_unit_draws = plan.record.inter_unit_draws
         self.compute_dtype = plan.record.compute_dtype
         # and whether a gradient goes back
         self.received = received = {edge.value: edge.has_gradient for edge in self.plan.receives}
@@ -124,21 +124,21 @@ class StageCalls:
         self.calls: list[_Call] = []
         for call in plan.record.calls:
             values = [Value(call.index, position) for position in range(len(call.leaves))]
-            stand_in = None
+            fake = None
             is_received = not received.keys().isdisjoint(values)
             if call.output is None and not is_received and not call.leaves[0].edited_in_place:
-                stand_in = call.leaves[0].stand_in if isinstance(call.leaves[0].stand_in, Tensor) else None
+                fake = call.leaves[0].fake if isinstance(call.leaves[0].fake, Tensor) else None
             self.calls.append(
                 _Call(
                     call.unit,
                     call,
                     call.index in self.plan.owned_calls,
                     call.index == self.plan.last_call,
-                    call.index in self.random_glue.after,
+                    call.index in self.inter_unit_draws.after,
                     tuple(_sent(call, value) if value in self.sent else None for value in values),
-                    bool(call.doors),
+                    bool(call.side_effects),
                     is_received,
-                    stand_in,
+                    fake,
                 )
             )
 
@@ -159,14 +159,23 @@ class StageForward:
         calls: The stage's calls.
         units: All units of the model.
         receive: Waits for and returns the values that the plan's ``receives`` lists.
-        randomness: Seeds for glue that draws random numbers.
+        randomness: Seeds for inter-unit code that draws random numbers.
         with_gradients: Whether a backward follows.
         recomputation: Which units are run again in backward.
     """
 
     __slots__ = (
-        "_failure", "_inputs", "_next_call", "_randomness", "_receive", "_recomputation", "_stage", "_units",
-        "_with_gradients", "doors", "in_flight",
+        "_failure",
+        "_inputs",
+        "_next_call",
+        "_randomness",
+        "_receive",
+        "_recomputation",
+        "_stage",
+        "_units",
+        "_with_gradients",
+        "in_flight",
+        "side_effects",
     )  # fmt: skip
 
     def __init__(
@@ -180,7 +189,7 @@ class StageForward:
     ) -> None:
         self._recomputation = recomputation
         self.in_flight = InFlight()
-        self.doors = StandInDoors()
+        self.side_effects = FakeSideEffects()
         self._stage = calls
         self._units = units
         self._randomness = randomness
@@ -210,12 +219,12 @@ class StageForward:
             )
         call = calls[index]
         if not call.is_owned:
-            if call.glue_draws:
-                self._randomness.seed_glue(index)
-            if call.has_doors:
-                self.doors.leave(call.record, self._units[unit], args, kwargs, self._tensor_of)
-            if call.stand_in is not None:
-                return call.stand_in
+            if call.draws_follow:
+                self._randomness.seed_inter_unit(index)
+            if call.has_side_effects:
+                self.side_effects.leave(call.record, self._units[unit], args, kwargs, self._tensor_of)
+            if call.fake is not None:
+                return call.fake
             if call.is_received and self._receive is not None:
                 self._take_received(self._receive)
             return call.record.output_of(self._inputs)
@@ -223,20 +232,20 @@ class StageForward:
             args, kwargs = cast_activations(call.record, args, kwargs, self._stage.compute_dtype)
         if unit in self._recomputation.units:
             original = partial(self._recomputation.run, original)
-        if self._stage.random_glue.after:
+        if self._stage.inter_unit_draws.after:
             self._randomness.enter_unit()
-        if call.has_doors:
-            doors = DoorKeeper(call.record, self._units[unit], args, kwargs, self._stage.sent)
-            with doors.watching():
+        if call.has_side_effects:
+            side_effects = SideEffectKeeper(call.record, self._units[unit], args, kwargs, self._stage.sent)
+            with side_effects.watching():
                 output = self._keep(call, original(*args, **kwargs))
-            for value, tensor in doors.kept().items():
+            for value, tensor in side_effects.kept().items():
                 self._keep_sent(call, _sent(call.record, value), tensor)
         else:
             output = self._keep(call, original(*args, **kwargs))
         if call.is_last:
             raise StageFinished
-        if call.glue_draws:
-            self._randomness.seed_glue(index)
+        if call.draws_follow:
+            self._randomness.seed_inter_unit(index)
         return output
 
     def run(self, step: Callable[[], Any]) -> Any:
@@ -256,7 +265,7 @@ class StageForward:
         else:
             self.check_complete()
         finally:
-            self.doors.undo()
+            self.side_effects.undo()
         self.raise_failure()
         self.receive_the_rest()
         return output
@@ -353,7 +362,7 @@ class StageForward:
                 f"{what} of the unit {call.unit!r} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, where the "
                 f"dry run of a batch of the same shapes saw {shape} and {dtype}: other stages cannot know its size."
             )
-        # code after the unit may edit what left it by a door, and nothing can give it a copy
+        # code after the unit may edit what left it as a side effect, and nothing can give it a copy
         kept = self.in_flight.outputs[value] = tensor.clone() if value.leaf < 0 and edited_in_place else tensor
         if kept.grad_fn is not None:
             self.in_flight.roots[value] = GradientEdge(kept.grad_fn, kept.output_nr, None)

@@ -1,6 +1,6 @@
 """The end of a step on the whole batch: joining what microbatches gave, one run of the tail, splitting its gradients.
 
-On the rank of the last stage, with :mod:`lightning_pp.split.whole_batch`'s plan::
+On the rank of the last stage, with :mod:`lightning_pp.split.record.whole_batch`'s plan::
 
     F of each microbatch: the user's step up to the last unit; keep what the tail needs
     after the last of them: join what was kept; run the user's step once on the whole batch, units standing in
@@ -21,11 +21,11 @@ from lightning_pp.errors import SplitError
 from lightning_pp.runtime.randomness import StepRandomness
 from lightning_pp.runtime.stage import CallWatch, StageRunner
 from lightning_pp.runtime.stage_forward import InFlight
-from lightning_pp.split.interception import CallHandler
-from lightning_pp.split.placeholders import has_data
-from lightning_pp.split.record import Value
-from lightning_pp.split.tree import leaves_of
-from lightning_pp.split.whole_batch import Join, RowOrders, WholeBatchPlan, batch_only_places, join_of
+from lightning_pp.split.data.tree import leaves_of
+from lightning_pp.split.fakes.parameters import has_data
+from lightning_pp.split.record.step_record import Value
+from lightning_pp.split.record.whole_batch import Join, RowOrders, WholeBatchPlan, batch_only_places, join_of
+from lightning_pp.split.unit_calls.interception import CallHandler
 
 _TOLERANCE = 1e-2
 

@@ -8,15 +8,15 @@ actions of one rank for one step.
 from __future__ import annotations
 
 from lightning_pp.schedule import families as _families  # noqa: F401 - importing registers the families
-from lightning_pp.schedule.action import Action, ActionKind
-from lightning_pp.schedule.costs import StageCosts
 from lightning_pp.schedule.families.gpipe import build_forward_only
-from lightning_pp.schedule.placement import Placement
+from lightning_pp.schedule.program.action import Action, ActionKind
+from lightning_pp.schedule.program.placement import Placement
 from lightning_pp.schedule.registry import available_schedules, build_schedule
 from lightning_pp.schedule.schedule import Schedule
 from lightning_pp.schedule.search import auto as _auto  # noqa: F401 - importing registers it
 from lightning_pp.schedule.sharding import ShardedProgram, Sharding, insert_sharding
-from lightning_pp.schedule.simulation import BubbleFraction, Simulation, TimedAction
+from lightning_pp.schedule.simulation.costs import StageCosts
+from lightning_pp.schedule.simulation.simulate import BubbleFraction, Simulation, TimedAction
 
 __all__ = [
     "Action",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from lightning_pp.schedule.action import Action, ActionKind
-from lightning_pp.schedule.costs import StageCosts
-from lightning_pp.schedule.engine import CostTables
+from lightning_pp.schedule.program.action import Action, ActionKind
 from lightning_pp.schedule.schedule import Schedule
+from lightning_pp.schedule.simulation.costs import StageCosts
+from lightning_pp.schedule.simulation.engine import CostTables
 
 
 def merge_first_stage(schedule: Schedule) -> Schedule:

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lightning_pp.errors import ScheduleError
-from lightning_pp.schedule.costs import UNIT_COSTS, StageCosts
-from lightning_pp.schedule.memory import exceeds
 from lightning_pp.schedule.merging import merge_first_stage
-from lightning_pp.schedule.placement import Placement
+from lightning_pp.schedule.program.placement import Placement
+from lightning_pp.schedule.program.whole_batch import HELPS_WHOLE_BATCH
 from lightning_pp.schedule.schedule import Schedule
 from lightning_pp.schedule.sharding import Sharding
+from lightning_pp.schedule.simulation.costs import UNIT_COSTS, StageCosts
+from lightning_pp.schedule.simulation.memory import exceeds
 from lightning_pp.schedule.validation import limit_of_each_rank
-from lightning_pp.schedule.whole_batch import HELPS_WHOLE_BATCH
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 
-from lightning_pp.schedule.costs import UNIT_COSTS, StageCosts
-from lightning_pp.schedule.notation import csv_text, read_csv
-from lightning_pp.schedule.program import Programs
-from lightning_pp.schedule.simulation import Simulation, simulate
+from lightning_pp.schedule.program.notation import csv_text, read_csv
+from lightning_pp.schedule.program.program import Programs
+from lightning_pp.schedule.program.whole_batch import forwards_first, late_forward
+from lightning_pp.schedule.simulation.costs import UNIT_COSTS, StageCosts
+from lightning_pp.schedule.simulation.simulate import Simulation, simulate
 from lightning_pp.schedule.validation import check_program
-from lightning_pp.schedule.whole_batch import forwards_first, late_forward
 
 
 class Schedule(Programs):
@@ -44,8 +44,8 @@ class Schedule(Programs):
         """This schedule for a step whose loss needs the whole batch: on each rank its F first, then its I, W and B.
 
         Both parts keep their order. No other order of F and backward can run, and this one always can
-        (:mod:`lightning_pp.schedule.whole_batch`). Sharding actions are left out of a schedule that has to change: put
-        them in afterwards, with :func:`~lightning_pp.schedule.sharding.insert_sharding`.
+        (:mod:`lightning_pp.schedule.program.whole_batch`). Sharding actions are left out of a schedule that has to
+        change: put them in afterwards, with :func:`~lightning_pp.schedule.sharding.insert_sharding`.
         """
         if all(late_forward(program) is None for program in self.programs):
             return replace(self, whole_batch_loss=True)

@@ -25,9 +25,9 @@ from itertools import pairwise
 from typing import Literal, get_args
 
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.schedule.action import Action, ActionKind
-from lightning_pp.schedule.fewer import keep_first_microbatches
+from lightning_pp.schedule.fewer_microbatches import keep_first_microbatches
 from lightning_pp.schedule.gathering import MOST_EXTRA_GATHERS, GatherPlan, fewest_gathers, plan_gathers
+from lightning_pp.schedule.program.action import Action, ActionKind
 from lightning_pp.schedule.schedule import Schedule
 
 ShardingMode = Literal["replicate", "shard_grad_op", "full_shard"]

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from lightning_pp.errors import ScheduleError
-from lightning_pp.schedule.action import Action, ActionKind
-from lightning_pp.schedule.costs import UNIT_COSTS, StageCosts
-from lightning_pp.schedule.engine import CostTables, encode, execute
-from lightning_pp.schedule.memory import exceeds, held_after_each
-from lightning_pp.schedule.notation import CsvTable
-from lightning_pp.schedule.picture import picture
-from lightning_pp.schedule.program import Programs
-from lightning_pp.schedule.whole_batch import late_forward
+from lightning_pp.schedule.program.action import Action, ActionKind
+from lightning_pp.schedule.program.notation import CsvTable
+from lightning_pp.schedule.program.picture import picture
+from lightning_pp.schedule.program.program import Programs
+from lightning_pp.schedule.program.whole_batch import late_forward
+from lightning_pp.schedule.simulation.costs import UNIT_COSTS, StageCosts
+from lightning_pp.schedule.simulation.engine import CostTables, encode, execute
+from lightning_pp.schedule.simulation.memory import exceeds, held_after_each
 
 _F, _I, _W, _B = ActionKind.F, ActionKind.I, ActionKind.W, ActionKind.B
 

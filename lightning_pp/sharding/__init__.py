@@ -12,14 +12,13 @@ This layer knows torch.distributed; when things happen is the runtime's to say.
 
 from __future__ import annotations
 
-from lightning_pp.sharding._grouping import never_sharded
-from lightning_pp.sharding._torch_private import flattened
 from lightning_pp.sharding.clip import clip_by_norm_, clip_by_value_, global_norm
 from lightning_pp.sharding.fsdp import ShardedUnits
 from lightning_pp.sharding.replicated import ReplicatedGradients, broadcast_parameters, broadcast_values
 from lightning_pp.sharding.replicated_units import ReplicatedUnits
 from lightning_pp.sharding.shared import SharedParameters
 from lightning_pp.sharding.stages import ShardedStages
+from lightning_pp.sharding.units.grouping import never_sharded
 
 __all__ = [
     "ReplicatedGradients",
@@ -31,7 +30,6 @@ __all__ = [
     "broadcast_values",
     "clip_by_norm_",
     "clip_by_value_",
-    "flattened",
     "global_norm",
     "never_sharded",
 ]

@@ -68,11 +68,6 @@ def shard_together(
     return leader
 
 
-def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """``mesh`` as one dimension ``name``, which the mesh that it is part of knows by that name from then on."""
-    return mesh._flatten(name)
-
-
 def backward_pass() -> int | None:
     """A number for the backward pass that runs in this thread now, or None outside of one."""
     number = int(torch._C._current_graph_task_id())

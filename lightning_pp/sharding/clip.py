@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_pp.sharding._flat import local_tensor
+from lightning_pp.sharding.units.flat import local_tensor
 
 _EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 

@@ -12,12 +12,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.schedule.sharding import UnitPlan
-from lightning_pp.sharding._gather_on_use import GatherOnUse
-from lightning_pp.sharding._grouping import check_mesh, groups_sharing_parameters, never_sharded
-from lightning_pp.sharding._reduction import GradientReduction
 from lightning_pp.sharding._torch_private import shard_together
-from lightning_pp.sharding._unit_group import UnitGroup, gathered_bytes, slots_of
-from lightning_pp.sharding._unit_windows import UnitWindows
+from lightning_pp.sharding.units.gather_on_use import GatherOnUse
+from lightning_pp.sharding.units.group import UnitGroup, gathered_bytes, slots_of
+from lightning_pp.sharding.units.grouping import check_mesh, groups_sharing_parameters, never_sharded
+from lightning_pp.sharding.units.reduction import GradientReduction
+from lightning_pp.sharding.units.windows import UnitWindows
 
 
 class ShardedUnits:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.sharding._flat import (
+from lightning_pp.sharding.units.flat import (
     DEFAULT_BUCKET_BYTES,
     broadcast_tensors,
     buckets,

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_pp.sharding._flat import DEFAULT_BUCKET_BYTES
-from lightning_pp.sharding._grouping import groups_sharing_parameters
 from lightning_pp.sharding.replicated import ReplicatedGradients
+from lightning_pp.sharding.units.flat import DEFAULT_BUCKET_BYTES
+from lightning_pp.sharding.units.grouping import groups_sharing_parameters
 
 
 class ReplicatedUnits:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from lightning_pp.sharding._flat import local_tensor
+from lightning_pp.sharding.units.flat import local_tensor
 
 
 class AgreeingGradScaler(GradScaler):

@@ -9,16 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_pp._process_groups import agreed_groups
+from lightning_pp.distributed.groups import agreed_groups
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.sharding._flat import (
+from lightning_pp.sharding._torch_private import all_gather
+from lightning_pp.sharding.units.flat import (
     DEFAULT_BUCKET_BYTES,
     broadcast_tensors,
     buckets,
     pack_gradients,
     unpack_gradients,
 )
-from lightning_pp.sharding._torch_private import all_gather
 
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 

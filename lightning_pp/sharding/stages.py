@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from torch import nn
 
 from lightning_pp.schedule import Action, ActionKind, ShardedProgram
-from lightning_pp.sharding._unit_windows import UnitWindows
 from lightning_pp.sharding.fsdp import ShardedUnits
 from lightning_pp.sharding.replicated_units import ReplicatedUnits
+from lightning_pp.sharding.units.windows import UnitWindows
 
 
 class ShardedStages:

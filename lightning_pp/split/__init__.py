@@ -2,21 +2,22 @@
 
 This layer knows torch but not torch.distributed. In the order of use:
 
-* :mod:`.units` finds the submodules that live whole on one stage;
-* :mod:`.dry_run` runs the user's step once on fake parameters and records every unit call and what it reads;
-* :mod:`.partition` assigns units to stages;
-* :mod:`.plan` turns a record and a partition into what each stage runs, receives and sends;
-* :mod:`.microbatch` cuts a batch, :mod:`.placeholders` stands in for what a stage does not own.
+* :mod:`.unit_calls` finds the submodules that live whole on one stage, and intercepts their calls;
+* :mod:`.dry_run` runs the user's step once on fake parameters, and records every unit call and what it reads;
+* :mod:`.cut` assigns units to stages, :mod:`.memory` tells what each then holds;
+* :mod:`.record` has the record, and the plan of what each stage runs, receives and sends;
+* :mod:`.data` cuts a batch, :mod:`.fakes` stand for what a stage does not own, :mod:`.side_effects` are carried along;
+* :mod:`.reductions` makes the loss that of the whole batch, :mod:`.comparison` checks it.
 """
 
 from __future__ import annotations
 
-from lightning_pp.split.dry_run import dry_run
-from lightning_pp.split.microbatch import BatchPart, Microbatch, batch_size_of, split_batch
-from lightning_pp.split.partition import partition_units
-from lightning_pp.split.plan import StepPlan, build_plan
-from lightning_pp.split.record import StepRecord
-from lightning_pp.split.units import discover_units
+from lightning_pp.split.cut.partition import partition_units
+from lightning_pp.split.data.microbatch import BatchPart, Microbatch, batch_size_of, split_batch
+from lightning_pp.split.dry_run.run import dry_run
+from lightning_pp.split.record.plan import StepPlan, build_plan
+from lightning_pp.split.record.step_record import StepRecord
+from lightning_pp.split.unit_calls.units import discover_units
 
 __all__ = [
     "BatchPart",

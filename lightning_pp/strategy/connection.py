@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_pp.runtime.transport import Transport
-from lightning_pp.strategy.control import ControlGroups, make_control_groups
-from lightning_pp.strategy.messages import MessageLine
-from lightning_pp.strategy.sizes import ParallelSizes
+from lightning_pp.distributed.control import ControlGroups, make_control_groups
+from lightning_pp.distributed.messages import MessageLine
+from lightning_pp.distributed.sizes import ParallelSizes
+from lightning_pp.runtime.transport.channels import Transport
 
 
 class Connection:

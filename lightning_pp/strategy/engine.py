@@ -17,43 +17,43 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from lightning_pp.distributed.control import ControlGroups
+from lightning_pp.distributed.fingerprints import Fingerprint, check_same_batch, fingerprint
+from lightning_pp.distributed.sizes import Auto, ParallelSizes
+from lightning_pp.planning.cuts import CutOptions
+from lightning_pp.planning.memory_limit import DeviceMemory
+from lightning_pp.planning.memory_model import MemoryModel
+from lightning_pp.planning.recomputed_units import ActivationCheckpointing
+from lightning_pp.planning.schedule_options import ScheduleOptions
+from lightning_pp.planning.sharded_stages import ShardingSettings
+from lightning_pp.planning.stage_model import SplitModel, assign_stages, record_model
+from lightning_pp.planning.tuning import LayoutRequest, choose_layout, decided_by_one
 from lightning_pp.runtime.compilation import CompiledUnits
 from lightning_pp.runtime.executor import PipelineExecutor, StepInputs
 from lightning_pp.runtime.timing import StepTimer
 from lightning_pp.schedule import Schedule, StageCosts
-from lightning_pp.split.dry_run import DryRun
-from lightning_pp.split.microbatch import Microbatch, SplitBatch
-from lightning_pp.split.row_references import lengths_noted
-from lightning_pp.strategy.assembly import SplitModel, assign_stages, record_model
+from lightning_pp.split.data.microbatch import Microbatch, SplitBatch
+from lightning_pp.split.data.row_references import lengths_noted
+from lightning_pp.split.dry_run.run import DryRun
+from lightning_pp.strategy.autotune.compiled_backward import CompiledBackward
+from lightning_pp.strategy.autotune.profiling import tuned_programs
 from lightning_pp.strategy.batch.checks import BatchChecks
 from lightning_pp.strategy.batch.cutter import BatchCutter
 from lightning_pp.strategy.batch.preparation import BatchPreparation
 from lightning_pp.strategy.batch.run import BatchRun, StepCall
 from lightning_pp.strategy.batch.whole_batch import ending_with_batch
-from lightning_pp.strategy.checkpointing import ActivationCheckpointing
-from lightning_pp.strategy.compiled_backward import CompiledBackward
 from lightning_pp.strategy.connection import Connection
-from lightning_pp.strategy.control import ControlGroups
-from lightning_pp.strategy.cuts import CutOptions
-from lightning_pp.strategy.dry_steps import first_arguments, recorded_step
-from lightning_pp.strategy.fingerprints import Fingerprint, check_same_batch, fingerprint
-from lightning_pp.strategy.gradient_norms import GradientNorms
-from lightning_pp.strategy.gradients import StageGradients
-from lightning_pp.strategy.logs import replay
-from lightning_pp.strategy.memory_limit import DeviceMemory
-from lightning_pp.strategy.memory_model import MemoryModel
-from lightning_pp.strategy.metrics import PipelineMetrics
-from lightning_pp.strategy.outputs import share_result_of
-from lightning_pp.strategy.precision import loss_scale, step_dtypes
-from lightning_pp.strategy.profiling import tuned_programs
-from lightning_pp.strategy.refusals import loss_of, refuse_carried_state
-from lightning_pp.strategy.reports import report_batch
-from lightning_pp.strategy.results import BatchResults
-from lightning_pp.strategy.schedule_options import ScheduleOptions
-from lightning_pp.strategy.sizes import Auto, ParallelSizes
-from lightning_pp.strategy.stage_sharding import ShardingSettings
-from lightning_pp.strategy.tuning import LayoutRequest, choose_layout, decided_by_one
-from lightning_pp.strategy.update_hooks import UpdateHooks
+from lightning_pp.strategy.lightning.gradient_norms import GradientNorms
+from lightning_pp.strategy.parameters.gradients import StageGradients
+from lightning_pp.strategy.parameters.precision import loss_scale, step_dtypes
+from lightning_pp.strategy.results.batches import BatchResults
+from lightning_pp.strategy.results.logs import replay
+from lightning_pp.strategy.results.metrics import PipelineMetrics
+from lightning_pp.strategy.results.outputs import loss_of, share_result_of
+from lightning_pp.strategy.results.reports import report_batch
+from lightning_pp.strategy.step.dry_steps import first_arguments, recorded_step
+from lightning_pp.strategy.step.refusals import refuse_carried_state
+from lightning_pp.strategy.step.update_hooks import UpdateHooks
 
 _BATCHES_CHECKED_BEFOREHAND = 2
 
@@ -83,7 +83,8 @@ class PipelineEngine:
         have the last stage tell what was logged and returned: those of all replicas average, each tells its pipeline
         in evaluation: wait for it; in training: go on, and let :class:`BatchResults` take it up when it is looked at
 
-    The collectives of a training step are listed at :class:`~lightning_pp.strategy.loop.PipelineOptimization`. A batch
+    The collectives of a training step are listed at
+    :class:`~lightning_pp.strategy.lightning.loop.PipelineOptimization`. A batch
     of evaluation has one small gather among last stages, with replicas, and one small broadcast along each pipeline.
     Once in a training whose batches are measured: a few small gathers between two of them (:class:`TunedPrograms`).
 
@@ -212,7 +213,7 @@ class PipelineEngine:
                         activation_checkpointing=self._activation_checkpointing,
                     )
                 refuse_carried_state(self.module, step, recording.record, len(microbatches))
-                self._update_hooks = UpdateHooks(self.module, recording.placeholders, batch)
+                self._update_hooks = UpdateHooks(self.module, recording.fake_parameters, batch)
                 updates = self._update_hooks.updates if training else {}
                 if device_memory_gib is not None:
                     model = MemoryModel.of(
@@ -247,7 +248,7 @@ class PipelineEngine:
         self._programs = tuned_programs(
             self._options, layout, self.split, self.mesh, self._data_parallel, self.groups, self.device, agree
         )
-        self.split.placeholders.release(self.split.owned_by(self.rank))
+        self.split.fake_parameters.release(self.split.owned_by(self.rank))
         self.gradients = StageGradients(
             self.split, self.mesh, self._data_parallel, self.rank, self.device, self._sharding, self.groups, dtypes
         )
@@ -298,7 +299,7 @@ class PipelineEngine:
         self._recover()
         self._num_batches_before = sum(self._num_batches_run.values())
         self._attached.enter_context(self._update_hooks.attached(self.groups))
-        norms = GradientNorms(self.module, self.split.placeholders, self.groups)
+        norms = GradientNorms(self.module, self.split.fake_parameters, self.groups)
         self._attached.enter_context(norms.in_place_of_lightnings())
         self.metrics.attach()
         if self._compiled_units is not None:
@@ -349,7 +350,7 @@ class PipelineEngine:
 
     def train(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, accumulate: int, reduce: bool) -> Any:
         """Forward and backward of one batch; returns what the user's step would have returned for it."""
-        with self._abandoning(), self.split.placeholders.standing_apart():
+        with self._abandoning(), self.split.fake_parameters.standing_apart():
             return self._train(args, kwargs, accumulate, reduce)
 
     def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any], accumulate: int, reduce: bool) -> Any:
@@ -376,7 +377,7 @@ class PipelineEngine:
 
     def evaluate(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forward of one batch; returns what the user's step would have returned for it."""
-        with self._abandoning(), self.split.placeholders.standing_apart():
+        with self._abandoning(), self.split.fake_parameters.standing_apart():
             return self._evaluate(step, args, kwargs)
 
     @contextmanager

@@ -24,28 +24,28 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
+from lightning_pp.distributed.sizes import Auto, ParallelSizes
 from lightning_pp.errors import ConfigurationError
+from lightning_pp.planning.cuts import CutOptions
+from lightning_pp.planning.recomputed_units import ActivationCheckpointing, check_activation_checkpointing
+from lightning_pp.planning.schedule_options import DEFAULT_NUM_PROFILED_BATCHES, ScheduleOptions
+from lightning_pp.planning.sharded_stages import ShardingSettings
 from lightning_pp.runtime.compilation import check_compile_options
 from lightning_pp.schedule import StageCosts
 from lightning_pp.schedule.sharding import ShardingMode
-from lightning_pp.split.microbatch import SplitBatch
-from lightning_pp.split.module_state import preserved_random_state
-from lightning_pp.strategy.averaging import average_own_part, leave_averages_to_strategy
-from lightning_pp.strategy.checkpointing import ActivationCheckpointing, check_activation_checkpointing
-from lightning_pp.strategy.checkpoints import Checkpoints, refuse_plugin
-from lightning_pp.strategy.common_end import end_together_on_sigterm
-from lightning_pp.strategy.cuts import CutOptions
-from lightning_pp.strategy.data import first_batch, seed_workers_by
+from lightning_pp.split.data.microbatch import SplitBatch
+from lightning_pp.split.side_effects.module_state import preserved_random_state
+from lightning_pp.strategy.checkpoints.averaging import average_own_part, leave_averages_to_strategy
+from lightning_pp.strategy.checkpoints.saving import Checkpoints, refuse_plugin
+from lightning_pp.strategy.checkpoints.state import PipelineState
 from lightning_pp.strategy.engine import PipelineEngine
-from lightning_pp.strategy.loop import PipelineOptimization
-from lightning_pp.strategy.mesh_strategy import MeshStrategy
-from lightning_pp.strategy.optimizers import keep_parameters, set_up_one_optimizer
-from lightning_pp.strategy.precision import agree_on_scale
-from lightning_pp.strategy.refusals import refuse_unsupported
-from lightning_pp.strategy.schedule_options import DEFAULT_NUM_PROFILED_BATCHES, ScheduleOptions
-from lightning_pp.strategy.sizes import Auto, ParallelSizes
-from lightning_pp.strategy.stage_sharding import ShardingSettings
-from lightning_pp.strategy.state import PipelineState
+from lightning_pp.strategy.lightning.loop import PipelineOptimization
+from lightning_pp.strategy.lightning.mesh_strategy import MeshStrategy
+from lightning_pp.strategy.lightning.sigterm import end_together_on_sigterm
+from lightning_pp.strategy.parameters.optimizers import keep_parameters, set_up_one_optimizer
+from lightning_pp.strategy.parameters.precision import agree_on_scale
+from lightning_pp.strategy.step.data import first_batch, seed_workers_by
+from lightning_pp.strategy.step.refusals import refuse_unsupported
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class PipelineParallelStrategy(MeshStrategy):
     """Trains an unmodified LightningModule as a pipeline, with the loss curve of one device.
 
     The module is cut into stages by running its step once on fake parameters; every rank then runs the user's own
-    step, with stand-ins for what it does not own. Inside a stage parameters are sharded by FSDP2 over the
+    step, with fakes for what it does not own. Inside a stage parameters are sharded by FSDP2 over the
     data-parallel ranks, and gathered and reduced when the pipeline's program says so.
 
     It is not a ``ModelParallelStrategy``, since Lightning refuses double precision to all of those.
@@ -292,7 +292,7 @@ class PipelineParallelStrategy(MeshStrategy):
         engine.attach(trainer)
         _summarize_whole_model(trainer, engine)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
-        with engine.split.placeholders.all_parameters():
+        with engine.split.fake_parameters.all_parameters():
             # optimizers are made as on one device, over all names; what is not owned goes afterwards
             if is_fitting:
                 self._reset_optimizers_and_schedulers()
@@ -399,7 +399,7 @@ class PipelineParallelStrategy(MeshStrategy):
 
         Returns:
             What the user's step would have returned for the whole batch, detached; on ranks without the last stage
-            (:class:`~lightning_pp.strategy.pending.PendingOutputs`) it is waited for when somebody looks at it.
+            (:class:`~lightning_pp.strategy.results.pending.PendingOutputs`) it is waited for when somebody looks at it.
         """
         trainer = self.lightning_module.trainer  # type: ignore[union-attr]
         is_last = not trainer.fit_loop._should_accumulate()
@@ -525,7 +525,7 @@ def _summarize_whole_model(trainer: pl.Trainer, engine: PipelineEngine) -> None:
         if isinstance(callback, ModelSummary) and "_summary" not in vars(callback):
 
             def summary(*args: Any, original: Any = callback._summary) -> Any:
-                with engine.split.placeholders.all_parameters():
+                with engine.split.fake_parameters.all_parameters():
                     return original(*args)
 
             vars(callback)["_summary"] = summary

@@ -7,12 +7,12 @@ from lightning_pp.telemetry.memory import read_peak_memory_gib
 from lightning_pp.telemetry.report import Measurements, PipelineReport, StageInfo, StageReport, StageTimes
 from lightning_pp.telemetry.sums import RankSums, StageSums, longest_span_bubble
 from lightning_pp.telemetry.throughput import BatchClock, Throughput, count_tokens
-from lightning_pp.telemetry.timeline import Timeline
-from lightning_pp.telemetry.timeline_html import html_timeline
-from lightning_pp.telemetry.timeline_png import png_timeline
-from lightning_pp.telemetry.timeline_svg import svg_timeline
-from lightning_pp.telemetry.timeline_text import text_timeline
-from lightning_pp.telemetry.timeline_trace import chrome_trace
+from lightning_pp.telemetry.timeline.html import html_timeline
+from lightning_pp.telemetry.timeline.png import png_timeline
+from lightning_pp.telemetry.timeline.step import Timeline
+from lightning_pp.telemetry.timeline.svg import svg_timeline
+from lightning_pp.telemetry.timeline.text import text_timeline
+from lightning_pp.telemetry.timeline.trace import chrome_trace
 
 __all__ = [
     "BatchClock",

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from lightning_pp.runtime.timing import ActionTimes, StepTimer
 from lightning_pp.schedule import Action, Placement, Schedule
-from lightning_pp.split.partition import Partition
+from lightning_pp.split.cut.partition import Partition
 from lightning_pp.telemetry.memory import read_peak_memory_gib
 from lightning_pp.telemetry.report import Measurements, PipelineReport, StageInfo, StageReport
 from lightning_pp.telemetry.sums import RankSums
 from lightning_pp.telemetry.throughput import BatchClock, Throughput, count_tokens
-from lightning_pp.telemetry.timeline import Timeline, compute_actions, sharding_actions
-from lightning_pp.telemetry.timeline_text import text_timeline
+from lightning_pp.telemetry.timeline.step import Timeline, compute_actions, sharding_actions
+from lightning_pp.telemetry.timeline.text import text_timeline
 
 # How many of the latest steps are read when measurements are collected; the timers of older ones are dropped unread.
 _MOST_STEPS_READ = 8

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from lightning_pp.schedule import Placement
 from lightning_pp.telemetry.sums import RankSums, longest_span_bubble
 from lightning_pp.telemetry.throughput import Throughput
-from lightning_pp.telemetry.timeline import Timeline
+from lightning_pp.telemetry.timeline.step import Timeline
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lightning_pp.split.tree import tensors_of
+from lightning_pp.split.data.tree import tensors_of
 
 # uint8 and bool are left out: images and masks are held in them, token ids are not
 _ID_DTYPES = frozenset({torch.int16, torch.int32, torch.int64})

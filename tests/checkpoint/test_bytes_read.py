@@ -74,7 +74,7 @@ def load(path: Path, layout: tuple[int, int]) -> tuple[int, int]:
         touched = bytes_mapped(path.parent)
         del opened
     else:
-        from lightning_pp.checkpoint import weights
+        from lightning_pp.checkpoint.reading import weights
 
         kept: list[Any] = []
         original = weights._by_name_of_model

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pp import PipelineParallelStrategy
 from lightning_pp.checkpoint import ParameterCatalog, save_sharded
-from lightning_pp.checkpoint.safetensors_file import map_folder, map_safetensors
+from lightning_pp.checkpoint.storage.safetensors_file import map_folder, map_safetensors
 from lightning_pp.cli.export import main
 from lightning_pp.errors import CheckpointError
 from lightning_pp.recipes.causal_lm import CausalLM

@@ -11,8 +11,10 @@ import torch.distributed as dist
 from pipeline_parts import differences, make_part, one_device
 from pool import WorkerPool
 
-from lightning_pp.checkpoint import folder, load_checkpoint, save_sharded, storage
-from lightning_pp.checkpoint.storage import TyingWriter
+from lightning_pp.checkpoint import load_checkpoint, save_sharded
+from lightning_pp.checkpoint.storage import folder
+from lightning_pp.checkpoint.storage import planner as storage
+from lightning_pp.checkpoint.storage.planner import TyingWriter
 
 
 def save(path: Path, steps: list[int], fail_in: str = "", rest: Any = None) -> None:

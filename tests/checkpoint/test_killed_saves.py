@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_pp.checkpoint import BackgroundSaver, ParameterCatalog, make_stager, prepare_save
 from lightning_pp.checkpoint.export import open_alone
-from lightning_pp.checkpoint.folder import staging_path
+from lightning_pp.checkpoint.storage.folder import staging_path
 from lightning_pp.errors import CheckpointError
 
 NUM_RANKS = 2

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_pp.checkpoint import load_checkpoint, save_sharded
-from lightning_pp.checkpoint.ranks import Ranks, gather_to_root
+from lightning_pp.checkpoint.ownership.ranks import Ranks, gather_to_root
 
 REST = {"epoch": 3, "loops": {"fit_loop": [1, 2]}, "hyper_parameters": {"name": Path("a")}}
 

@@ -13,7 +13,7 @@ from pipeline_parts import Model, batches, build, differences, make_part, world_
 from pool import WorkerPool
 
 from lightning_pp.checkpoint import load_checkpoint, save_sharded
-from lightning_pp.checkpoint.folder import REST_FILENAME
+from lightning_pp.checkpoint.storage.folder import REST_FILENAME
 
 
 def train(folder: Path, max_epochs: int, resume_from: Path | None = None, **arguments: Any) -> tuple[Path, Model]:

@@ -11,8 +11,8 @@ from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 from rich.console import Console
 
-from lightning_pp.cli.plan_report import Plan
-from lightning_pp.cli.plan_run import make_plan
+from lightning_pp.cli.plan.report import Plan
+from lightning_pp.cli.plan.run import make_plan
 
 BATCH_SIZE, SEQ_LEN, DIM, NUM_LAYERS, NUM_MICROBATCHES = 8, 17, 64, 6, 4
 

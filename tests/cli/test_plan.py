@@ -19,8 +19,8 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_pp.cli.plan import run_plan
-from lightning_pp.cli.plan_report import Plan
+from lightning_pp.cli.plan.command import run_plan
+from lightning_pp.cli.plan.report import Plan
 from lightning_pp.cli.problems import UserError
 from lightning_pp.recipes.byte_gpt import ByteGPT
 from lightning_pp.schedule import Schedule, StageCosts, available_schedules, build_schedule

@@ -12,9 +12,9 @@ from command import run_command
 from rich.console import Console
 from torch import nn
 
-from lightning_pp.cli.plan import check_class, main
-from lightning_pp.cli.plan_check import run_check
-from lightning_pp.split.without_memory import parameters_without_memory
+from lightning_pp.cli.plan.check import run_check
+from lightning_pp.cli.plan.command import check_class, main
+from lightning_pp.split.fakes.without_memory import parameters_without_memory
 
 USER_CODE = """
 import lightning as L
@@ -176,7 +176,7 @@ def test_check_of_a_config_stops_after_the_cut(
 
 
 def test_command_in_the_users_folder_finds_the_module_there(folder: Path) -> None:
-    finished = run_command(["--check", "user_net:Branching", "width=8"], folder, module="lightning_pp.cli.plan")
+    finished = run_command(["--check", "user_net:Branching", "width=8"], folder, module="lightning_pp.cli.plan.command")
     assert finished.code == 1
     assert "user_net:Branching cannot be cut: " in finished.output and "user_net.py:54 in forward" in finished.output
     assert "Traceback" not in finished.output

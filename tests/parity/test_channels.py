@@ -19,8 +19,8 @@ from parity_run import Layout, Outcome, Settings, check_like_one_device, train_p
 from pool import WorkerPool
 from torch import Tensor
 
-from lightning_pp.runtime.route import Route
-from lightning_pp.runtime.transport import Transport
+from lightning_pp.runtime.transport.channels import Transport
+from lightning_pp.runtime.transport.route import Route
 
 
 class ConnectingChannel:

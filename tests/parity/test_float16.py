@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pp import PipelineParallelStrategy
-from lightning_pp.strategy import refusals
+from lightning_pp.strategy.step import refusals
 
 WIDTH, NUM_BLOCKS, BATCH_SIZE, NUM_STEPS = 16, 4, 8, 8
 INITIAL_SCALE, GROWTH_INTERVAL = 64.0, 2

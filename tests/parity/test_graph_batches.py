@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 
 from lightning_pp import BatchPart, PipelineParallelStrategy
 from lightning_pp.errors import BatchError
-from lightning_pp.split.microbatch import split_batch, split_by
-from lightning_pp.split.row_references import refuse_row_references
+from lightning_pp.split.data.microbatch import split_batch, split_by
+from lightning_pp.split.data.row_references import refuse_row_references
 
 PAGE = Path(__file__).parents[2] / "docs" / "batches.md"
 

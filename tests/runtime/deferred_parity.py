@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_pp.runtime.deferred import (
+from lightning_pp.runtime.split_backward.deferral import (
     WeightGradientQueue,
     collect_weight_gradients,
     weight_gradients_deferrable,

@@ -22,7 +22,7 @@ from deferred_parity import (
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_pp.runtime.deferred import (
+from lightning_pp.runtime.split_backward.deferral import (
     WeightGradientQueue,
     collect_weight_gradients,
     delayed_weight_gradient_modules,

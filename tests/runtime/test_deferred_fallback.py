@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from deferred_parity import assert_same_gradients, collected, plain_backward, split_backward
 from torch import Tensor, nn
 
-from lightning_pp.runtime.deferred import weight_gradients_deferrable
+from lightning_pp.runtime.split_backward.deferral import weight_gradients_deferrable
 
 # What stays torch's own
 

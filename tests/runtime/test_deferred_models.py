@@ -13,7 +13,11 @@ from deferred_parity import Block, assert_parity, assert_same_gradients, gradien
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from lightning_pp.runtime.deferred import WeightGradientQueue, collect_weight_gradients, weight_gradients_deferrable
+from lightning_pp.runtime.split_backward.deferral import (
+    WeightGradientQueue,
+    collect_weight_gradients,
+    weight_gradients_deferrable,
+)
 
 # Whole models
 

@@ -12,7 +12,7 @@ from deferred_parity import assert_parity
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lightning_pp.runtime.deferred import weight_gradients_deferrable
+from lightning_pp.runtime.split_backward.deferral import weight_gradients_deferrable
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_pp.runtime.deferred import (
+from lightning_pp.runtime.split_backward.deferral import (
     WeightGradientQueue,
     collect_weight_gradients,
     weight_gradients_deferrable,

@@ -1,4 +1,4 @@
-"""Glue draws the same on every stage, units draw their own, and the host's generator stays where it was."""
+"""Inter-unit code draws the same on every stage, units draw their own, and the host's generator stays where it was."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ import torch
 
 from lightning_pp.runtime import python_generators
 from lightning_pp.runtime.randomness import StepRandomness, host_generators_untouched
-from lightning_pp.split.record import RandomGlue
+from lightning_pp.split.record.step_record import InterUnitDraws
 
 CPU = torch.device("cpu")
 
 
 def draw(owned: set[int], seed: int = 7) -> tuple[list[float], list[float]]:
-    """What glue and units draw on a stage that owns the calls in ``owned``, of three."""
-    glue, units = [], []
+    """What inter-unit code and units draw on a stage that owns the calls in ``owned``, of three."""
+    between, units = [], []
     randomness = StepRandomness(seed, CPU)
-    with randomness.of_glue(RandomGlue(frozenset({-1, 0, 1, 2}))):
+    with randomness.between_units(InterUnitDraws(frozenset({-1, 0, 1, 2}))):
         for call in range(3):
-            glue.append(torch.rand(()).item())
+            between.append(torch.rand(()).item())
             if call in owned:
                 randomness.enter_unit()
                 units.append(torch.rand(()).item())
-            randomness.seed_glue(call)
-        glue.append(torch.rand(()).item())
-    return glue, units
+            randomness.seed_inter_unit(call)
+        between.append(torch.rand(()).item())
+    return between, units
 
 
-def test_glue_draws_the_same_on_every_stage() -> None:
+def test_inter_unit_code_draws_the_same_on_every_stage() -> None:
     torch.manual_seed(1)
     first, first_units = draw({0})
     torch.manual_seed(2)
@@ -41,7 +41,7 @@ def test_glue_draws_the_same_on_every_stage() -> None:
     assert not set(first) & set(first_units + second_units)
 
 
-def test_another_seed_gives_other_glue() -> None:
+def test_another_seed_gives_other_draws_between_units() -> None:
     assert draw({0}, seed=7)[0] != draw({0}, seed=8)[0]
 
 

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from pool import WorkerPool
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_pp.runtime.route import plan_route
-from lightning_pp.runtime.transport import Transport
+from lightning_pp.runtime.transport.channels import Transport
+from lightning_pp.runtime.transport.route import plan_route
 from lightning_pp.schedule import Action, ActionKind, Schedule, build_forward_only, build_schedule
-from lightning_pp.split.plan import StepPlan, build_plan
-from lightning_pp.split.record import OutputLeaf, Reads, StepRecord, TensorSpec, UnitCall, Value
+from lightning_pp.split.record.plan import StepPlan, build_plan
+from lightning_pp.split.record.step_record import OutputLeaf, Reads, StepRecord, TensorSpec, UnitCall, Value
 
 
 def chain_plan(num_stages: int, skip: bool = True, length: int = 3) -> StepPlan:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_pp.runtime.whole_batch import joined_rows, split_rows
-from lightning_pp.split.whole_batch import Join, RowOrders, join_of
+from lightning_pp.split.record.whole_batch import Join, RowOrders, join_of
 
 
 @pytest.mark.parametrize(

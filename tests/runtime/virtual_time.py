@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_pp.planning.stage_model import SplitModel, split_model
 from lightning_pp.runtime.executor import PipelineExecutor, StepInputs
-from lightning_pp.runtime.transport import Transport
+from lightning_pp.runtime.transport.channels import Transport
 from lightning_pp.schedule import Placement, Schedule, StageCosts
-from lightning_pp.schedule.costs import ResolvedCosts
-from lightning_pp.split.plan import StepPlan
-from lightning_pp.split.recording import DryRun
-from lightning_pp.strategy.assembly import SplitModel, split_model
+from lightning_pp.schedule.simulation.costs import ResolvedCosts
+from lightning_pp.split.dry_run.recording import DryRun
+from lightning_pp.split.record.plan import StepPlan
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ from schedule_strategies import stage_costs
 
 from lightning_pp.errors import ScheduleError
 from lightning_pp.schedule import StageCosts
-from lightning_pp.schedule.costs_file import read_costs_file
+from lightning_pp.schedule.simulation.costs_file import read_costs_file
 
 GOOD = {
     "format": "lightning_pp.StageCosts/1",

@@ -11,7 +11,7 @@ from schedule_strategies import built_schedules
 
 from lightning_pp.errors import ScheduleError
 from lightning_pp.schedule import Schedule, StageCosts, build_schedule
-from lightning_pp.schedule.fewer import keep_first_microbatches
+from lightning_pp.schedule.fewer_microbatches import keep_first_microbatches
 from lightning_pp.schedule.merging import split_backwards
 
 

@@ -24,7 +24,7 @@ from lightning_pp.schedule import (
     build_schedule,
     insert_sharding,
 )
-from lightning_pp.schedule.fewer import keep_first_microbatches
+from lightning_pp.schedule.fewer_microbatches import keep_first_microbatches
 from lightning_pp.schedule.merging import split_backwards
 from lightning_pp.schedule.registry import schedule_family
 

@@ -96,7 +96,7 @@ def _call(block: nn.Module, h: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, 
 
 
 class Model(nn.Module):
-    """embed, three blocks (the second called twice) and a head, with glue code between the calls.
+    """embed, three blocks (the second called twice) and a head, with inter-unit code code between the calls.
 
     Args:
         tied: The head uses the weight of the embedding.

@@ -11,7 +11,7 @@ from one_process import Architecture
 from torch import Tensor, nn
 from transformers.models.auto import modeling_auto as auto
 
-from lightning_pp.split.tree import tensors_of
+from lightning_pp.split.data.tree import tensors_of
 
 VOCAB = 64
 LENGTH = 8

@@ -17,18 +17,18 @@ import torch
 from live_memory import LiveMemory
 from torch import Tensor, nn
 
+from lightning_pp.planning.stage_model import SplitModel, split_model
+from lightning_pp.planning.step_plans import StepPlanCache, signature_of
 from lightning_pp.runtime.randomness import StepRandomness
 from lightning_pp.runtime.recomputation import Recomputation
 from lightning_pp.runtime.stage import StageRunner
 from lightning_pp.runtime.stage_forward import InFlight
 from lightning_pp.schedule import Placement
-from lightning_pp.split.dry_run import DryRun
-from lightning_pp.split.placeholders import Placeholders, has_data, is_fake
-from lightning_pp.split.plan import StagePlan, StepPlan, build_plan
-from lightning_pp.split.record import Value
-from lightning_pp.split.tree import own_copy, tensors_of
-from lightning_pp.strategy.assembly import SplitModel, split_model
-from lightning_pp.strategy.plans import PlanBook, signature_of
+from lightning_pp.split.data.tree import own_copy, tensors_of
+from lightning_pp.split.dry_run.run import DryRun
+from lightning_pp.split.fakes.parameters import FakeParameters, has_data, is_fake
+from lightning_pp.split.record.plan import StagePlan, StepPlan, build_plan
+from lightning_pp.split.record.step_record import Value
 
 CPU = torch.device("cpu")
 
@@ -111,9 +111,9 @@ class Stage:
     def __init__(self, number: int, module: nn.Module, split: SplitModel, *, splits_backward: bool) -> None:
         self.number = number
         self.module = module
-        self.placeholders = Placeholders(module, CPU)
-        self.placeholders.mode = split.placeholders.mode
-        self.placeholders.release(split.owned_by(number))
+        self.fake_parameters = FakeParameters(module, CPU)
+        self.fake_parameters.mode = split.fake_parameters.mode
+        self.fake_parameters.release(split.owned_by(number))
         self.splits_backward = splits_backward
         self.units = {name: module.get_submodule(name) for name in split.units}
         self.runner = StageRunner(number, self.units)
@@ -121,7 +121,7 @@ class Stage:
         assert all(has_data(parameter) for parameter in module.parameters())
 
     def gradients(self) -> dict[str, Tensor | None]:
-        names = self.placeholders.canonical_names
+        names = self.fake_parameters.canonical_names
         return {names[name]: parameter.grad for name, parameter in self.module.named_parameters()}
 
 
@@ -186,7 +186,7 @@ class OneProcessPipeline:
         self._modules = [self.split.module] * num_stages
         if own_dry_runs:
             self._modules = [stage.module for stage in self.stages]
-            self._books = [PlanBook(stage.module, stage.units, stage.placeholders) for stage in self.stages]
+            self._books = [StepPlanCache(stage.module, stage.units, stage.fake_parameters) for stage in self.stages]
             for book in self._books:
                 book.set_partition(self.split.partition.stage_of_unit, num_stages, self.split.owners)
 

@@ -15,8 +15,8 @@ import torch
 from one_process import logging_to, loss_of
 from torch import Tensor, nn
 
-from lightning_pp.split.record import Value
-from lightning_pp.split.tree import leaves_of, replace_leaves, tensors_of
+from lightning_pp.split.data.tree import leaves_of, replace_leaves, tensors_of
+from lightning_pp.split.record.step_record import Value
 
 # None is the end of the step.
 Consumer = int | None

@@ -1,4 +1,4 @@
-"""Operations on stand-ins: what is remembered of them is what real tensors show, and what must be asked again is."""
+"""Operations on fakes: what is remembered of them is what real tensors show, and what must be asked again is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_pp.split.stand_in_mode import LostEditError, NeedsDataError, StandInMode
+from lightning_pp.split.fakes.fake_mode import FakeValueMode, LostEditError, NeedsDataError
 
 Given = dict[str, Tensor]
 
@@ -66,7 +66,7 @@ def real() -> Given:
     }
 
 
-def fakes(mode: StandInMode) -> Given:
+def fakes(mode: FakeValueMode) -> Given:
     with mode:
         return {
             name: nn.Parameter(torch.empty(tensor.shape))
@@ -110,14 +110,14 @@ def look(operation: Callable[[Given], Any], given: Given) -> list[Any]:
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_what_is_known_is_what_real_tensors_show(name: str) -> None:
     expected = look(OPERATIONS[name], real())
-    mode = StandInMode()
+    mode = FakeValueMode()
     for _ in range(3):
         assert look(OPERATIONS[name], fakes(mode)) == expected
 
 
 @pytest.mark.parametrize("name", set(OPERATIONS) - {"turned", "with_a_dimension"})
 def test_torch_is_asked_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    mode = StandInMode()
+    mode = FakeValueMode()
     OPERATIONS[name](fakes(mode))
     given = fakes(mode)
 
@@ -129,7 +129,7 @@ def test_torch_is_asked_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_results_are_tensors_of_their_own() -> None:
-    mode = StandInMode()
+    mode = FakeValueMode()
     given = fakes(mode)
     first, second, third = (given["x"] + given["y"] for _ in range(3))
     second.transpose_(0, 1)
@@ -143,7 +143,7 @@ def test_results_are_tensors_of_their_own() -> None:
 
 
 def test_what_the_dtype_of_new_tensors_depends_on() -> None:
-    given = fakes(StandInMode())
+    given = fakes(FakeValueMode())
     assert (given["count"] / 2).dtype == (given["count"] / 2).dtype == torch.float32
     torch.set_default_dtype(torch.float64)
     try:
@@ -153,13 +153,13 @@ def test_what_the_dtype_of_new_tensors_depends_on() -> None:
 
 
 def test_fakes_of_two_modes_are_not_mixed_up() -> None:
-    first, second = fakes(StandInMode()), fakes(StandInMode())
+    first, second = fakes(FakeValueMode()), fakes(FakeValueMode())
     for given in (first, second):
         assert (given["x"] + given["y"]).fake_mode is given["x"].fake_mode  # type: ignore[attr-defined]
 
 
 def test_what_needs_data_is_refused_every_time() -> None:
-    given = fakes(StandInMode())
+    given = fakes(FakeValueMode())
     for _ in range(2):
         for read in (
             lambda: given["x"][given["x"] > 0],
@@ -173,7 +173,7 @@ def test_what_needs_data_is_refused_every_time() -> None:
 
 
 def test_an_edit_of_a_real_tensor_is_refused_every_time() -> None:
-    mode = StandInMode()
+    mode = FakeValueMode()
     given = fakes(mode)
     average = torch.zeros(2, 6, 4)
     for _ in range(2):
@@ -183,16 +183,16 @@ def test_an_edit_of_a_real_tensor_is_refused_every_time() -> None:
 
 
 def test_numbers_that_change_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_pp.split.known_results._MOST_RESULTS", 8)
-    mode = StandInMode()
+    monkeypatch.setattr("lightning_pp.split.fakes.known_results._MOST_RESULTS", 8)
+    mode = FakeValueMode()
     given = fakes(mode)
     for number in range(100):
         assert (given["x"] * (1.0 + number)).shape == (2, 6, 4)
     assert len(mode.known._results) <= 8
 
 
-def test_compiled_code_takes_stand_ins() -> None:
-    given = fakes(StandInMode())
+def test_compiled_code_takes_fakes() -> None:
+    given = fakes(FakeValueMode())
     compiled = torch.compile(lambda x, y: F.gelu(x + y).transpose(0, 1), backend="eager")
     for _ in range(2):
         assert compiled(given["x"], given["y"]).shape == (6, 2, 4)

@@ -13,13 +13,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers_zoo import WithLoss
 
 from lightning_pp.errors import ConfigurationError, ScheduleError
+from lightning_pp.planning.cuts import CutOptions
+from lightning_pp.planning.schedule_options import ScheduleOptions
+from lightning_pp.planning.stage_costs import assumed_speed
+from lightning_pp.planning.tuning import Layout, LayoutRequest, choose_layout, memory_limit_of
 from lightning_pp.schedule import Placement, Schedule, StageCosts, build_schedule
 from lightning_pp.split import StepRecord, discover_units, dry_run
-from lightning_pp.split.placeholders import Placeholders
-from lightning_pp.strategy.cuts import CutOptions
-from lightning_pp.strategy.schedule_options import ScheduleOptions
-from lightning_pp.strategy.stage_costs import assumed_speed
-from lightning_pp.strategy.tuning import Layout, LayoutRequest, choose_layout, memory_limit_of
+from lightning_pp.split.fakes.parameters import FakeParameters
 
 ARCHITECTURE = hf.LlamaConfig(
     vocab_size=64,
@@ -38,7 +38,11 @@ def recording() -> tuple[nn.Module, StepRecord, dict[str, int], dict[str, torch.
     ids = torch.randint(0, 64, (4, 128))
     batch = {"input_ids": ids, "labels": ids}
     record = dry_run(
-        recorded(module, batch), module=module, units=units, placeholders=Placeholders(module, CPU), with_gradients=True
+        recorded(module, batch),
+        module=module,
+        units=units,
+        fake_parameters=FakeParameters(module, CPU),
+        with_gradients=True,
     )
     return module, record, {unit: sum(p.numel() for p in units[unit].parameters()) for unit in units}, batch
 

@@ -13,7 +13,10 @@ from torch import nn
 CASES: list[Any] = [(name, 3) for name in zoo.ARCHITECTURES]
 OTHER_NUMBERS = [
     *((name, 2) for name in ("residual_mlp", "unet", "shared_block", "tied_by_hand", "frozen_trunk", "plain")),
-    *((name, 4) for name in ("resnet", "mixture_of_experts", "two_towers", "tied_modules", "in_place_glue", "aliased")),
+    *(
+        (name, 4)
+        for name in ("resnet", "mixture_of_experts", "two_towers", "tied_modules", "in_place_edits", "aliased")
+    ),
 ]
 CASES += OTHER_NUMBERS
 CASES += [
@@ -40,7 +43,7 @@ def test_evaluation_equals_the_whole_model(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["encoder_decoder", "recurrent", "tied_by_hand", "aliased", "mixture_of_experts", "in_place_glue"]
+    "name", ["encoder_decoder", "recurrent", "tied_by_hand", "aliased", "mixture_of_experts", "in_place_edits"]
 )
 def test_stages_that_have_dropped_parameters_find_the_same_plan(name: str) -> None:
     pipeline, _ = compare(zoo.ARCHITECTURES[name][0], zoo.batches_of(name), 3, own_dry_runs=True)

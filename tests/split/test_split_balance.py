@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_pp.schedule import Placement
-from lightning_pp.split.balance import TIME_SLACK, CutProblem, balanced_starts, smallest_limit
+from lightning_pp.split.cut.balance import TIME_SLACK, CutProblem, balanced_starts, smallest_limit
 
 _NUMBER = st.floats(0.01, 10.0)
 

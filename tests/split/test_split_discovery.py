@@ -10,7 +10,7 @@ from torch import nn
 from zoo_parts import Block
 
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.split.units import discover_units, is_block_list, owns_parameters, refine_unit
+from lightning_pp.split.unit_calls.units import discover_units, is_block_list, owns_parameters, refine_unit
 
 
 def linear() -> nn.Linear:

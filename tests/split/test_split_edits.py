@@ -1,12 +1,12 @@
-"""Code between units that edits what units return: stand-ins are as they were in the next microbatch."""
+"""Code between units that edits what units return: fakes are as they were in the next microbatch."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from door_models import Small, batches
 from one_process import compare
+from side_effect_models import Small, batches
 from torch import Tensor, nn
 from zoo_parts import WIDTH, next_token_loss
 
@@ -39,7 +39,7 @@ def length_of_history(tensor: Tensor) -> int:
     return length
 
 
-def test_stand_ins_are_as_they_were_in_the_next_microbatch() -> None:
+def test_fakes_are_as_they_were_in_the_next_microbatch() -> None:
     given = batches(2, 2, 2, 2)
     pipeline, _ = compare(TurnsInPlace, given, 3, split_points=["blocks.1", "blocks.3"])
     for stage, num_blocks in zip(pipeline.stages, (0, 2, 4), strict=True):

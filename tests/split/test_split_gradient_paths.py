@@ -1,4 +1,4 @@
-"""Steps that steer gradients: checkpointing, hooks on gradients, compiled units, random glue, edited batches."""
+"""Steps that steer gradients: hooks on gradients, compiled units, random inter-unit code, edited batches."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from door_models import Small, batches
 from one_process import OneProcessPipeline, compare
+from side_effect_models import Small, batches
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from zoo_parts import WIDTH, Block, next_token_loss

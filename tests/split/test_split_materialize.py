@@ -11,8 +11,8 @@ from one_process import CPU
 from torch import Tensor, nn
 
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.split.materialize import materialize_buffers, materialize_parameters
-from lightning_pp.split.placeholders import Placeholders, is_fake
+from lightning_pp.split.fakes.materialize import materialize_buffers, materialize_parameters
+from lightning_pp.split.fakes.parameters import FakeParameters, is_fake
 
 
 def on_meta(make: Any) -> nn.Module:
@@ -83,9 +83,9 @@ def test_tied_parameters_stay_tied() -> None:
 def test_only_what_is_owned_gets_memory() -> None:
     module = on_meta(zoo.gpt2)
     materialize_buffers(module, CPU)
-    placeholders = Placeholders(module, CPU)
-    owned = {name for name in placeholders.names if ".h.2." in name or "wte" in name}
-    placeholders.release(owned)
+    fake_parameters = FakeParameters(module, CPU)
+    owned = {name for name in fake_parameters.names if ".h.2." in name or "wte" in name}
+    fake_parameters.release(owned)
     materialize_parameters(module, owned, CPU)
     assert {name for name, _ in module.named_parameters()} == owned - {"model.lm_head.weight"}
     assert not any(p.is_meta or is_fake(p) for p in module.parameters())
@@ -96,9 +96,9 @@ def test_values_depend_on_the_seed_and_the_name_not_on_the_stage() -> None:
     def values(owned: set[str], seed: int) -> dict[str, Tensor]:
         torch.manual_seed(seed)
         module = on_meta(zoo.gpt2)
-        placeholders = Placeholders(module, CPU)
+        fake_parameters = FakeParameters(module, CPU)
         materialize_buffers(module, CPU)
-        placeholders.release(owned)
+        fake_parameters.release(owned)
         torch.rand(len(owned))  # stages have drawn differently by now
         torch.manual_seed(seed)
         materialize_parameters(module, owned, CPU)

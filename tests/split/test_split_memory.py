@@ -14,9 +14,9 @@ from zoo_parts import doubled
 
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.schedule import Placement, build_schedule
-from lightning_pp.split.memory import MemoryEstimate, estimate_memory
-from lightning_pp.split.record import Value
-from lightning_pp.split.state_memory import ParameterSize, StepDtypes, optimizer_bytes_per_parameter
+from lightning_pp.split.memory.estimate import MemoryEstimate, estimate_memory
+from lightning_pp.split.memory.state_memory import ParameterSize, StepDtypes, optimizer_bytes_per_parameter
+from lightning_pp.split.record.step_record import Value
 
 NUM_STAGES = 3
 ARCHITECTURES = [
@@ -117,7 +117,7 @@ def state_of(sharding: str, num_shards: int, rank: int, **options: Any) -> Any:
 
 def empty_step() -> Any:
     from lightning_pp.split import StepRecord
-    from lightning_pp.split.partition import Partition
+    from lightning_pp.split.cut.partition import Partition
 
     return StepRecord(), Partition(2, {"first": 0, "second": 1}, {})
 

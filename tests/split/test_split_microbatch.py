@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from lightning_pp.errors import BatchError, ConfigurationError
 from lightning_pp.split import batch_size_of, split_batch
-from lightning_pp.split.tree import leaves_of, own_copy, tensors_of
+from lightning_pp.split.data.tree import leaves_of, own_copy, tensors_of
 
 Pair = namedtuple("Pair", ["x", "y"])
 

@@ -16,9 +16,15 @@ from zoo_parts import Block, next_token_loss
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.schedule import Placement, StageCosts
 from lightning_pp.split import StepRecord, discover_units, dry_run
-from lightning_pp.split.partition import Partition, UnitMemory, partition_units
-from lightning_pp.split.placeholders import Placeholders
-from lightning_pp.split.unit_costs import FLOPS_PER_PARAMETER, UnitCost, calibrated, estimate_unit_costs, stage_costs
+from lightning_pp.split.cut.partition import Partition, UnitMemory, partition_units
+from lightning_pp.split.cut.unit_costs import (
+    FLOPS_PER_PARAMETER,
+    UnitCost,
+    calibrated,
+    estimate_unit_costs,
+    stage_costs,
+)
+from lightning_pp.split.fakes.parameters import FakeParameters
 
 MODELS = {
     "gpt2": lambda: hf.GPT2LMHeadModel(
@@ -51,7 +57,11 @@ def recorded_model(name: str) -> tuple[nn.Module, StepRecord, dict[str, int]]:
     units = discover_units(module)
     batch = tokens()
     record = dry_run(
-        recorded(module, batch), module=module, units=units, placeholders=Placeholders(module, CPU), with_gradients=True
+        recorded(module, batch),
+        module=module,
+        units=units,
+        fake_parameters=FakeParameters(module, CPU),
+        with_gradients=True,
     )
     return module, record, {unit: sum(p.numel() for p in units[unit].parameters()) for unit in units}
 
@@ -123,7 +133,7 @@ def test_autocast_does_not_hide_weights() -> None:
         recorded(module, torch.randn(3, 8, dtype=torch.float32)),
         module=module.float(),
         units=units,
-        placeholders=Placeholders(module, CPU),
+        fake_parameters=FakeParameters(module, CPU),
         with_gradients=True,
     )
     assert all(call.weight_flops == call.flops > 0 for call in record.calls)
@@ -146,7 +156,7 @@ def stacked(num_blocks: int = 6) -> tuple[StepRecord, dict[str, int]]:
         recorded(module, torch.randint(0, 24, (3, 6))),
         module=module,
         units=units,
-        placeholders=Placeholders(module, CPU),
+        fake_parameters=FakeParameters(module, CPU),
         with_gradients=True,
     )
     return record, {name: sum(p.numel() for p in unit.parameters()) for name, unit in units.items()}

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from door_models import Small, batches
 from one_process import compare, compare_evaluation
+from side_effect_models import Small, batches
 from torch import Tensor
 from zoo_parts import VOCAB, Block, next_token_loss
 

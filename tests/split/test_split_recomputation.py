@@ -24,9 +24,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from zoo_parts import WIDTH, Block, doubled, next_token_loss, tokens_of
 
 from lightning_pp.errors import ConfigurationError
+from lightning_pp.planning.recomputed_units import check_activation_checkpointing, recomputation_of
 from lightning_pp.runtime.recomputation import Recomputation
-from lightning_pp.split.memory import MemoryEstimate, estimate_memory
-from lightning_pp.strategy.checkpointing import check_activation_checkpointing, recomputation_of
+from lightning_pp.split.memory.estimate import MemoryEstimate, estimate_memory
 
 PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
 WEIGHTS = [0.25, 0.5]

@@ -10,15 +10,15 @@ import pytest
 import torch
 import transformers_zoo
 import zoo
-from door_models import Small, batches
 from one_process import CPU, build, recorded
 from reference_flow import reference_flow
+from side_effect_models import Small, batches
 from torch import Tensor, nn
 from zoo_parts import WIDTH, Block, next_token_loss
 
 from lightning_pp.split import StepRecord, discover_units, dry_run
-from lightning_pp.split.placeholders import Placeholders, has_data
-from lightning_pp.split.record import PassedOn, RandomGlue, TensorSpec, Value
+from lightning_pp.split.fakes.parameters import FakeParameters, has_data
+from lightning_pp.split.record.step_record import InterUnitDraws, PassedOn, TensorSpec, Value
 from lightning_pp.split.reductions.functions import Kind
 
 # In these a unit hands on what it was given, which has no identity of its own in the record.
@@ -30,7 +30,7 @@ def record_of(module: nn.Module, batch: Any, *, units: Any = None, with_gradient
         recorded(module, batch),
         module=module,
         units=discover_units(module, units),
-        placeholders=Placeholders(module, CPU),
+        fake_parameters=FakeParameters(module, CPU),
         with_gradients=with_gradients,
     )
 
@@ -60,8 +60,8 @@ def test_outputs_of_calls_are_described() -> None:
     # Hidden(states, None, {"history": (earlier, own), "norm"}, depth)
     leaves = record.calls[2].leaves
     assert [leaf.spec is not None for leaf in leaves] == [True, False, False, True, True, False]
-    assert leaves[1].stand_in is None and leaves[5].stand_in == 2
-    assert isinstance(leaves[2].stand_in, PassedOn)
+    assert leaves[1].fake is None and leaves[5].fake == 2
+    assert isinstance(leaves[2].fake, PassedOn)
     assert record.calls[2].output.depth == 0
     assert record.first_calls()["head"] == 5
 
@@ -77,7 +77,7 @@ def test_costs_of_calls() -> None:
     assert record.tail.flops == 0
 
 
-def test_glue_has_costs_too() -> None:
+def test_inter_unit_code_has_costs_too() -> None:
     class Similarity(Small):
         def training_step(self, batch: Any) -> Tensor:
             h = self.embedding(batch)
@@ -89,7 +89,7 @@ def test_glue_has_costs_too() -> None:
     assert record.calls[1].reads.flops == 2 * 2 * 3 * 6 * 6 * WIDTH
 
 
-def test_random_glue_and_edits_are_noted() -> None:
+def test_random_inter_unit_code_and_edits_are_noted() -> None:
     class Noisy(Small):
         def training_step(self, batch: Any) -> Tensor:
             h = self.embedding(batch)
@@ -104,10 +104,10 @@ def test_random_glue_and_edits_are_noted() -> None:
             def forward(self, x: Tensor) -> Tensor:
                 return nn.functional.dropout(super().forward(x), 0.5)
 
-    assert record_of(build(Noisy), batches()[0]).random_glue == RandomGlue(frozenset({0}))
-    assert record_of(build(InUnit), batches()[0]).random_glue == RandomGlue(frozenset({-1}))
-    assert record_of(build(Dropping), batches()[0]).random_glue == RandomGlue()
-    record = record_of(build(zoo.ARCHITECTURES["in_place_glue"][0]), zoo.batches_of("in_place_glue")[0])
+    assert record_of(build(Noisy), batches()[0]).inter_unit_draws == InterUnitDraws(frozenset({0}))
+    assert record_of(build(InUnit), batches()[0]).inter_unit_draws == InterUnitDraws(frozenset({-1}))
+    assert record_of(build(Dropping), batches()[0]).inter_unit_draws == InterUnitDraws()
+    record = record_of(build(zoo.ARCHITECTURES["in_place_edits"][0]), zoo.batches_of("in_place_edits")[0])
     assert [record.leaf(Value(index, 0)).edited_in_place for index in range(6)] == [True] * 5 + [False]
 
 
@@ -190,7 +190,7 @@ def test_a_dry_run_leaves_no_trace() -> None:
 
 
 def test_a_batch_that_is_only_read_is_not_said_to_be_edited() -> None:
-    for name in ("in_place_glue", "masked_loss", "resnet_batch_statistics"):
+    for name in ("in_place_edits", "masked_loss", "resnet_batch_statistics"):
         module = build(zoo.ARCHITECTURES[name][0])
         assert not record_of(module, zoo.batches_of(name)[0]).edits_batch, name
 

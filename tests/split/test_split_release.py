@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from zoo_parts import Block, next_token_loss
 
 from lightning_pp.split import discover_units, dry_run
-from lightning_pp.split.placeholders import Placeholders
+from lightning_pp.split.fakes.parameters import FakeParameters
 
 
 class Model(nn.Module):
@@ -27,16 +27,16 @@ class Model(nn.Module):
 
 def test_a_recorded_model_is_freed() -> None:
     module = build(Model)
-    placeholders = Placeholders(module, CPU)
+    fake_parameters = FakeParameters(module, CPU)
     record = dry_run(
         recorded(module, torch.randint(0, 24, (3, 6))),
         module=module,
         units=discover_units(module),
-        placeholders=placeholders,
+        fake_parameters=fake_parameters,
         with_gradients=True,
     )
     assert record.calls[1].saved_bytes > 0  # the hooks that counted this held the graph, and the graph held them
-    alive = [weakref.ref(module), weakref.ref(placeholders), weakref.ref(module.blocks[0].up.weight)]
-    del module, placeholders, record
+    alive = [weakref.ref(module), weakref.ref(fake_parameters), weakref.ref(module.blocks[0].up.weight)]
+    del module, fake_parameters, record
     gc.collect()
     assert [reference() for reference in alive] == [None, None, None]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import BatchEncoding
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from lightning_pp.split.tree import (
+from lightning_pp.split.data.tree import (
     children_of,
     entries_of,
     leaves_of,

@@ -36,7 +36,7 @@ ARCHITECTURES: dict[str, Entry] = {
     "root_parameters": (vision.RootParameters, image_batch),
     "tied_by_hand": (text.TiedByHand, tokens_of),
     "tied_modules": (text.TiedModules, tokens_of),
-    "in_place_glue": (flow.InPlaceGlue, tokens_of),
+    "in_place_edits": (flow.InPlaceEdits, tokens_of),
     "structured": (flow.Structured, flow.masked_batch),
     "quantized": (flow.Quantized, regression_batch),
     "deep_supervision": (flow.DeepSupervision, tokens_of),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zoo_parts import VOCAB, WIDTH, Block, next_token_loss, tokens_of
 
 
-class InPlaceGlue(Architecture):
+class InPlaceEdits(Architecture):
     """Values are edited in place between units, and written into fresh memory."""
 
     def __init__(self) -> None:

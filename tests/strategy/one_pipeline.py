@@ -19,11 +19,11 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_pp.split.microbatch import split_batch
-from lightning_pp.strategy.control import ControlGroups
-from lightning_pp.strategy.logs import StepLogs, replay
-from lightning_pp.strategy.metrics import PipelineMetrics
-from lightning_pp.strategy.outputs import exchange_outputs
+from lightning_pp.distributed.control import ControlGroups
+from lightning_pp.split.data.microbatch import split_batch
+from lightning_pp.strategy.results.logs import StepLogs, replay
+from lightning_pp.strategy.results.metrics import PipelineMetrics
+from lightning_pp.strategy.results.outputs import exchange_outputs
 
 
 class EndOfStage(BaseException):

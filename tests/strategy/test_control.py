@@ -8,7 +8,7 @@ import pytest
 from one_pipeline import grid
 from pool import WorkerPool
 
-from lightning_pp.strategy.control import ControlGroups
+from lightning_pp.distributed.control import ControlGroups
 
 
 class StubbornError(Exception):

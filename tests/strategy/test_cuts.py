@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_pp.planning.cuts import CutOptions, best_partition, measured_unit_costs
+from lightning_pp.planning.schedule_options import ScheduleOptions
+from lightning_pp.planning.tuning import LayoutRequest, choose_layout
 from lightning_pp.schedule import Placement, Schedule, StageCosts, build_schedule
 from lightning_pp.split import StepRecord, discover_units, dry_run
-from lightning_pp.split.partition import Partition
-from lightning_pp.split.placeholders import Placeholders
-from lightning_pp.split.unit_costs import UnitCost, stage_costs
-from lightning_pp.strategy.cuts import CutOptions, best_partition, measured_unit_costs
-from lightning_pp.strategy.schedule_options import ScheduleOptions
-from lightning_pp.strategy.tuning import LayoutRequest, choose_layout
+from lightning_pp.split.cut.partition import Partition
+from lightning_pp.split.cut.unit_costs import UnitCost, stage_costs
+from lightning_pp.split.fakes.parameters import FakeParameters
 
 NUM_BLOCKS = 9
 
@@ -40,7 +40,7 @@ def recorded() -> tuple[StepRecord, dict[str, int]]:
         lambda dry: module.training_step(batch),
         module=module,
         units=units,
-        placeholders=Placeholders(module, torch.device("cpu")),
+        fake_parameters=FakeParameters(module, torch.device("cpu")),
         with_gradients=True,
     )
     return record, {name: sum(p.numel() for p in unit.parameters()) for name, unit in units.items()}

@@ -16,14 +16,14 @@ from torch.utils.data import DataLoader
 
 from lightning_pp import PipelineParallelStrategy
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.split.state_memory import StepDtypes
-from lightning_pp.strategy.assembly import RecordedModel, record_model
-from lightning_pp.strategy.cuts import CutOptions
-from lightning_pp.strategy.memory_limit import DeviceMemory
-from lightning_pp.strategy.memory_model import MemoryModel
-from lightning_pp.strategy.schedule_options import ScheduleOptions
-from lightning_pp.strategy.stage_sharding import ShardingSettings
-from lightning_pp.strategy.tuning import Layout, LayoutRequest, choose_layout
+from lightning_pp.planning.cuts import CutOptions
+from lightning_pp.planning.memory_limit import DeviceMemory
+from lightning_pp.planning.memory_model import MemoryModel
+from lightning_pp.planning.schedule_options import ScheduleOptions
+from lightning_pp.planning.sharded_stages import ShardingSettings
+from lightning_pp.planning.stage_model import RecordedModel, record_model
+from lightning_pp.planning.tuning import Layout, LayoutRequest, choose_layout
+from lightning_pp.split.memory.state_memory import StepDtypes
 
 GIB = 2.0**30
 NUM_BLOCKS, WIDTH, VOCABULARY = 10, 48, 2500

@@ -14,8 +14,8 @@ from pool import WorkerPool
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_pp.distributed.fingerprints import MOST_PARTS, _number_on_device, check_same_batch, fingerprint
 from lightning_pp.errors import BatchError
-from lightning_pp.strategy.fingerprints import MOST_PARTS, _number_on_device, check_same_batch, fingerprint
 
 
 @dataclasses.dataclass

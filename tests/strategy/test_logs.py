@@ -35,8 +35,8 @@ from torch.nn import functional as F
 from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection, SumMetric
 
 from lightning_pp.errors import SplitError
-from lightning_pp.strategy.log_calls import LogCall, merge_calls
-from lightning_pp.strategy.logs import StepLogs
+from lightning_pp.strategy.results.log_calls import LogCall, merge_calls
+from lightning_pp.strategy.results.logs import StepLogs
 
 
 @contextmanager

@@ -18,9 +18,13 @@ from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy, Mult
 from torchmetrics.regression import PearsonCorrCoef
 from torchmetrics.wrappers import ClasswiseWrapper, MetricTracker, MinMaxMetric
 
-from lightning_pp.strategy.control import ControlGroups
-from lightning_pp.strategy.metric_states import gather_metric_states, load_metric_states, persistent_state_names
-from lightning_pp.strategy.metrics import PipelineMetrics, metrics_suspended
+from lightning_pp.distributed.control import ControlGroups
+from lightning_pp.strategy.checkpoints.metric_states import (
+    gather_metric_states,
+    load_metric_states,
+    persistent_state_names,
+)
+from lightning_pp.strategy.results.metrics import PipelineMetrics, metrics_suspended
 
 
 class Measured(Regression):

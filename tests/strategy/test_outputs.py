@@ -15,9 +15,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.modeling_outputs import CausalLMOutput
 
+from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.errors import SplitError
-from lightning_pp.strategy.control import ControlGroups
-from lightning_pp.strategy.outputs import exchange_outputs, merge_outputs, share_outputs
+from lightning_pp.strategy.results.outputs import exchange_outputs, merge_outputs, share_outputs
 
 Pair = namedtuple("Pair", ["loss", "rows"])
 

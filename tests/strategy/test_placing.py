@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_pp import PipelineParallelStrategy
-from lightning_pp.strategy.placing import ParameterPlacing
+from lightning_pp.strategy.parameters.placing import ParameterPlacing
 
 WIDTH, NUM_BLOCKS = 32, 6
 

@@ -10,11 +10,11 @@ import torch
 from pipelined_fit import Blocks
 from torch import Tensor
 
+from lightning_pp.planning.stage_model import split_model
+from lightning_pp.planning.step_plans import StepPlanCache
 from lightning_pp.schedule import Placement
-from lightning_pp.split.dry_run import DryRun
-from lightning_pp.strategy.assembly import split_model
-from lightning_pp.strategy.plans import PlanBook
-from lightning_pp.strategy.progress import Progress, watched_batch_idx
+from lightning_pp.split.dry_run.run import DryRun
+from lightning_pp.strategy.step.progress import Progress, watched_batch_idx
 
 Depth = Callable[[Blocks, int, Tensor], int]
 
@@ -37,7 +37,7 @@ class Steps:
             split_points=None,
             agree=lambda decided: decided,
         )
-        self.book: PlanBook = split.plans
+        self.book: StepPlanCache = split.plans
 
     def step(self, number: int, batch: Tensor) -> Callable[[DryRun], Tensor]:
         def run(dry: DryRun) -> Tensor:

@@ -10,7 +10,7 @@ from pool import WorkerPool
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_pp import PipelineParallelStrategy
-from lightning_pp.runtime.transport import Transport
+from lightning_pp.runtime.transport.channels import Transport
 
 WIDTH = 64
 

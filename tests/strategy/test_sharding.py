@@ -22,7 +22,7 @@ from pool import WorkerPool
 
 from lightning_pp import PipelineParallelStrategy
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.runtime import deferred_queue
+from lightning_pp.runtime.split_backward import queue as deferred_queue
 from lightning_pp.schedule import Sharding, build_schedule
 from lightning_pp.schedule.sharding import fewest_unit_gathers
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_pp.distributed.sizes import ParallelSizes, resolve_num_microbatches
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.strategy.sizes import ParallelSizes, resolve_num_microbatches
 
 
 @pytest.mark.parametrize(

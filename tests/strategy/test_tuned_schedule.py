@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader
 
 from lightning_pp import PipelineParallelStrategy
 from lightning_pp.schedule import Placement, Schedule, StageCosts, build_schedule
-from lightning_pp.schedule.costs_file import read_costs_file
-from lightning_pp.schedule.fewer import keep_first_microbatches
-from lightning_pp.strategy import measured_costs
+from lightning_pp.schedule.fewer_microbatches import keep_first_microbatches
+from lightning_pp.schedule.simulation.costs_file import read_costs_file
+from lightning_pp.strategy.autotune import measured_costs
 
 
 class Programs(Callback):

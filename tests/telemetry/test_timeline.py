@@ -16,8 +16,8 @@ from simulated_steps import schedule_and_costs, simulated_times
 from lightning_pp.runtime.timing import ActionTimes
 from lightning_pp.schedule import ActionKind, Sharding, StageCosts, build_schedule, insert_sharding
 from lightning_pp.telemetry import Timeline, chrome_trace, html_timeline, png_timeline, svg_timeline, text_timeline
-from lightning_pp.telemetry.bitmap_font import glyph
-from lightning_pp.telemetry.timeline_drawing import COLORS, tick_step
+from lightning_pp.telemetry.timeline.bitmap_font import glyph
+from lightning_pp.telemetry.timeline.drawing import COLORS, tick_step
 
 SCHEDULES = ["gpipe", "1f1b", "zb_h1", "zb_v", "interleaved_1f1b"]
 ANSI = re.compile(r"\x1b\[[0-9;]*m")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from lightning_pp.schedule.memory import exceeds
 from lightning_pp.schedule.registry import ScheduleRequest
 from lightning_pp.schedule.schedule import Schedule
+from lightning_pp.schedule.simulation.memory import exceeds
 
 
 def best_of(candidates: Iterable[Schedule], request: ScheduleRequest) -> Schedule:

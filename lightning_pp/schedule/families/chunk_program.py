@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_pp.schedule.action import Action, ActionKind
+from lightning_pp.schedule.program.action import Action, ActionKind
 
 
 class ChunkProgram:

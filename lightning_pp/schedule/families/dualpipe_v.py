@@ -7,7 +7,7 @@ the two of a pair run one after the other, which is also what a runtime without 
 from __future__ import annotations
 
 from lightning_pp.schedule.families.chunk_program import ChunkProgram
-from lightning_pp.schedule.placement import Placement
+from lightning_pp.schedule.program.placement import Placement
 from lightning_pp.schedule.registry import Family, ScheduleRequest, register
 from lightning_pp.schedule.schedule import Schedule
 

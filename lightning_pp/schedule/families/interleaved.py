@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from lightning_pp.schedule.action import Action, ActionKind
 from lightning_pp.schedule.families.choice import best_of
-from lightning_pp.schedule.placement import Placement
+from lightning_pp.schedule.program.action import Action, ActionKind
+from lightning_pp.schedule.program.placement import Placement
 from lightning_pp.schedule.registry import Family, ScheduleRequest, register
 from lightning_pp.schedule.schedule import Schedule
 

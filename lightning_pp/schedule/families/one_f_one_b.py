@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_pp.schedule.action import Action, ActionKind
-from lightning_pp.schedule.placement import Placement
+from lightning_pp.schedule.program.action import Action, ActionKind
+from lightning_pp.schedule.program.placement import Placement
 from lightning_pp.schedule.registry import Family, ScheduleRequest, register
 from lightning_pp.schedule.schedule import Schedule
 

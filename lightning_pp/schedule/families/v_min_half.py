@@ -9,7 +9,7 @@ real costs by moving passes of warm-up and cool-down, where the pattern leaves g
 from __future__ import annotations
 
 from lightning_pp.schedule.families.chunk_program import ChunkProgram
-from lightning_pp.schedule.placement import Placement
+from lightning_pp.schedule.program.placement import Placement
 from lightning_pp.schedule.registry import Family, ScheduleRequest, register
 from lightning_pp.schedule.schedule import Schedule
 from lightning_pp.schedule.search.justify import justify

@@ -7,8 +7,8 @@ bubble of H1 (k = 1) is ``(p - 1) * (f + i - w)`` with p microbatches held, that
 
 from __future__ import annotations
 
-from lightning_pp.schedule.action import Action, ActionKind
-from lightning_pp.schedule.placement import Placement
+from lightning_pp.schedule.program.action import Action, ActionKind
+from lightning_pp.schedule.program.placement import Placement
 from lightning_pp.schedule.registry import Family, ScheduleRequest, register
 from lightning_pp.schedule.schedule import Schedule
 

@@ -11,7 +11,7 @@ from itertools import product
 from lightning_pp.schedule.families.choice import best_of
 from lightning_pp.schedule.families.chunk_program import ChunkProgram
 from lightning_pp.schedule.families.zb_v_greedy import FillRule, build_by_rounds
-from lightning_pp.schedule.placement import Placement
+from lightning_pp.schedule.program.placement import Placement
 from lightning_pp.schedule.registry import Family, ScheduleRequest, register
 from lightning_pp.schedule.schedule import Schedule
 from lightning_pp.schedule.search.problem import Problem

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from lightning_pp.errors import ScheduleError
-from lightning_pp.schedule.memory import exceeds
 from lightning_pp.schedule.merging import merge_where_nobody_waits
-from lightning_pp.schedule.placement import Placement
+from lightning_pp.schedule.program.placement import Placement
+from lightning_pp.schedule.program.whole_batch import HELPS_WHOLE_BATCH
 from lightning_pp.schedule.registry import Family, ScheduleRequest, available_schedules, register, schedule_family
 from lightning_pp.schedule.schedule import Schedule
 from lightning_pp.schedule.search.exact import solve_exactly
@@ -28,7 +28,7 @@ from lightning_pp.schedule.search.phases import best_of_both_phases
 from lightning_pp.schedule.search.problem import Orders, Problem
 from lightning_pp.schedule.search.timing import Length, Objective, earliest, length_of
 from lightning_pp.schedule.sharding import insert_sharding
-from lightning_pp.schedule.whole_batch import HELPS_WHOLE_BATCH
+from lightning_pp.schedule.simulation.memory import exceeds
 
 _MAKESPAN_TOLERANCE = 0.005
 _SCREENING_ACTIONS = 500_000

@@ -1,7 +1,8 @@
 """Orders for a step whose loss needs the whole batch, in two phases that are chosen apart.
 
 With ``whole_batch_loss`` every F has ended when the last forward of the last stage has, and no backward starts earlier
-(:mod:`lightning_pp.schedule.whole_batch`). So a step is a problem of F alone and then one of I and W alone, in which
+(:mod:`lightning_pp.schedule.program.whole_batch`). So a step is a problem of F alone and then one of I and W alone, in
+which
 all ranks are free from the start; its makespan is the sum of theirs, and the best of each make the best step. What is
 found without regard to the constraint serves as well: it is taken apart into its F and its backwards, in their order.
 """
@@ -11,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from lightning_pp.schedule.memory import exceeds
 from lightning_pp.schedule.search.justify import justify
 from lightning_pp.schedule.search.local import climb
 from lightning_pp.schedule.search.problem import UNLIMITED, B, I, Orders, Problem, W
 from lightning_pp.schedule.search.timing import Objective, earliest, length_of
+from lightning_pp.schedule.simulation.memory import exceeds
 
 _TEMPERATURES = (0.0, 0.03)
 """Of the climbs of the backwards: downhill from the best, then an annealing from where that ended."""

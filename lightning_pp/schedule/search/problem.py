@@ -1,7 +1,8 @@
 """What the search looks at: one placement, its costs and its limits, as flat tables of numbers.
 
 An *order* is a program as integers: the action of kind k (F 0, I 1, W 2, B 3), stage s and microbatch j is the code
-``(k * num_stages + s) * m + j``, and ``k * num_stages + s`` is its *row*, as in :mod:`lightning_pp.schedule.engine`.
+``(k * num_stages + s) * m + j``, and ``k * num_stages + s`` is its *row*, as in
+:mod:`lightning_pp.schedule.simulation.engine`.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
 
-from lightning_pp.schedule.action import Action, ActionKind
-from lightning_pp.schedule.costs import StageCosts
-from lightning_pp.schedule.engine import CostTables, encode
-from lightning_pp.schedule.placement import Placement
+from lightning_pp.schedule.program.action import Action, ActionKind
+from lightning_pp.schedule.program.placement import Placement
 from lightning_pp.schedule.schedule import Schedule
+from lightning_pp.schedule.simulation.costs import StageCosts
+from lightning_pp.schedule.simulation.engine import CostTables, encode
 
 Orders: TypeAlias = list[list[int]]
 """For each rank, its actions as codes."""

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_pp.split.data.tree import tensors_of
 from lightning_pp.split.reductions.functions import REVERSED, Kind
-from lightning_pp.split.tree import tensors_of
 
 _ESTIMATE = "_pp_estimate"
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_pp.split.source_lines import SKIPPED, running_autograd_function
+from lightning_pp.split.record.source_lines import SKIPPED, running_autograd_function
 
 
 def _folders(*packages: str) -> tuple[str, ...]:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pp.split.interception import OutsideUnits, running_unit
 from lightning_pp.split.reductions.functions import Kind, LossCall, kind_of
 from lightning_pp.split.reductions.places import Place, Places, line_of
+from lightning_pp.split.unit_calls.interception import OutsideUnits, running_unit
 
 Shape = tuple[int, ...]
 _NOTED = (

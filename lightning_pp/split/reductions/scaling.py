@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from lightning_pp.errors import SplitError
-from lightning_pp.split.interception import OutsideUnits, running_unit
+from lightning_pp.split.data.tree import map_leaves
+from lightning_pp.split.record.source_lines import user_line
 from lightning_pp.split.reductions.estimates import follow
 from lightning_pp.split.reductions.facts import Fact, Facts
 from lightning_pp.split.reductions.functions import GREATEST, REVERSED, Kind, LossCall, kind_of
 from lightning_pp.split.reductions.places import Place, Places, line_of
 from lightning_pp.split.reductions.recording import INTEGERS, grown, is_number, tensors_given
-from lightning_pp.split.source_lines import user_line
-from lightning_pp.split.tree import map_leaves
+from lightning_pp.split.unit_calls.interception import OutsideUnits, running_unit
 
 _DEGREE = "_pp_degree"
 _EXTREME = "_pp_extreme"

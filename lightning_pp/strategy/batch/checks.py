@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins.precision import Precision
 
-from lightning_pp.split.compilation import uncompiled
-from lightning_pp.split.microbatch import Microbatch, batch_size_of
-from lightning_pp.split.module_state import preserved_random_state, preserved_state
+from lightning_pp.distributed.control import ControlGroups
+from lightning_pp.split.data.microbatch import Microbatch, batch_size_of
+from lightning_pp.split.side_effects.module_state import preserved_random_state, preserved_state
+from lightning_pp.split.unit_calls.compilation import uncompiled
 from lightning_pp.strategy.batch.differences import (
     Around,
     Observed,
@@ -23,9 +24,8 @@ from lightning_pp.strategy.batch.differences import (
 from lightning_pp.strategy.batch.part_check import PartCheck, observed
 from lightning_pp.strategy.batch.preparation import BatchPreparation
 from lightning_pp.strategy.batch.run import BatchRun, StepCall
-from lightning_pp.strategy.control import ControlGroups
-from lightning_pp.strategy.dry_steps import loggers_muted
-from lightning_pp.strategy.precision import step_dtypes
+from lightning_pp.strategy.parameters.precision import step_dtypes
+from lightning_pp.strategy.step.dry_steps import loggers_muted
 
 NUM_CHECKED = {"training_step": 2, "validation_step": 1}
 """Batches of a run of the trainer that are checked, by step."""

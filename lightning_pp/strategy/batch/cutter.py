@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_pp.split.microbatch import Microbatch, SplitBatch, batch_size_of, split_batch, split_by
-from lightning_pp.split.row_references import refuse_row_references
-from lightning_pp.strategy.sizes import Auto, resolve_num_microbatches
+from lightning_pp.distributed.sizes import Auto, resolve_num_microbatches
+from lightning_pp.split.data.microbatch import Microbatch, SplitBatch, batch_size_of, split_batch, split_by
+from lightning_pp.split.data.row_references import refuse_row_references
 
 _NUM_CHECKED = 2
 

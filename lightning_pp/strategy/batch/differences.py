@@ -23,9 +23,9 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_pp.split.consistency import Culprit, is_close
-from lightning_pp.split.tree import leaves_of
-from lightning_pp.strategy.log_calls import LogCall
+from lightning_pp.split.comparison.consistency import Culprit, is_close
+from lightning_pp.split.data.tree import leaves_of
+from lightning_pp.strategy.results.log_calls import LogCall
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}

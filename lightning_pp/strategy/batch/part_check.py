@@ -11,11 +11,12 @@ import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
+from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.errors import BatchError, SplitError
-from lightning_pp.split.consistency import Culprit, Seen, first_culprit, watched
-from lightning_pp.split.draws import Draws
-from lightning_pp.split.microbatch import Microbatch
-from lightning_pp.split.source_lines import UNKNOWN_LINE, innermost_user_line
+from lightning_pp.split.comparison.consistency import Culprit, Seen, first_culprit, watched
+from lightning_pp.split.comparison.draws import Draws
+from lightning_pp.split.data.microbatch import Microbatch
+from lightning_pp.split.record.source_lines import UNKNOWN_LINE, innermost_user_line
 from lightning_pp.strategy.batch.differences import (
     Around,
     Difference,
@@ -27,8 +28,7 @@ from lightning_pp.strategy.batch.differences import (
 from lightning_pp.strategy.batch.run import BatchRun
 from lightning_pp.strategy.batch.scaling import TwoSizes
 from lightning_pp.strategy.batch.whole_batch import END_OF_BATCH
-from lightning_pp.strategy.control import ControlGroups
-from lightning_pp.strategy.refusals import loss_of
+from lightning_pp.strategy.results.outputs import loss_of
 
 Observe = Callable[[Sequence[Microbatch], Around], Observed | None]
 """Runs the step on slices of the part, within what ``Around`` gives; what came of it, on the last stage."""

@@ -11,20 +11,23 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
 
+from lightning_pp.distributed.control import ControlGroups
+from lightning_pp.planning.situation import Situation
+from lightning_pp.planning.stage_model import SplitModel
+from lightning_pp.planning.step_plans import signature_of
 from lightning_pp.runtime.randomness import StepRandomness
-from lightning_pp.split.dry_run import DryRun
-from lightning_pp.split.microbatch import Microbatch
-from lightning_pp.split.plan import StepPlan
-from lightning_pp.split.record import StepRecord
+from lightning_pp.split.data.microbatch import Microbatch
+from lightning_pp.split.data.tree import own_containers, own_copy
+from lightning_pp.split.dry_run.run import DryRun
+from lightning_pp.split.dry_run.weight_updates import RepeatedUpdates
+from lightning_pp.split.record.plan import StepPlan
+from lightning_pp.split.record.step_record import StepRecord
 from lightning_pp.split.reductions.recording import EarlierRun
-from lightning_pp.split.tree import own_containers, own_copy
-from lightning_pp.split.weight_updates import RepeatedUpdates
-from lightning_pp.strategy.assembly import SplitModel
-from lightning_pp.strategy.attributes import StepAttributes, kept_by_step
 from lightning_pp.strategy.batch.cutter import BatchCutter
 from lightning_pp.strategy.batch.differences import Around
 from lightning_pp.strategy.batch.run import BatchRun, StepCall
 from lightning_pp.strategy.batch.scaling import BatchScaling, TwoSizes, two_sizes
+from lightning_pp.strategy.batch.scopes import StepScopes
 from lightning_pp.strategy.batch.whole_batch import (
     END_OF_BATCH,
     WholeBatchPlans,
@@ -34,14 +37,11 @@ from lightning_pp.strategy.batch.whole_batch import (
     not_scaled,
     work_of,
 )
-from lightning_pp.strategy.control import ControlGroups
-from lightning_pp.strategy.logs import StepLogs
-from lightning_pp.strategy.metrics import PipelineMetrics
-from lightning_pp.strategy.plans import signature_of
-from lightning_pp.strategy.progress import Progress
-from lightning_pp.strategy.refusals import refuse_carried_state
-from lightning_pp.strategy.situation import Situation
-from lightning_pp.strategy.step_scopes import StepScopes
+from lightning_pp.strategy.results.attributes import StepAttributes, kept_by_step
+from lightning_pp.strategy.results.logs import StepLogs
+from lightning_pp.strategy.results.metrics import PipelineMetrics
+from lightning_pp.strategy.step.progress import Progress
+from lightning_pp.strategy.step.refusals import refuse_carried_state
 
 RecordedStep = Callable[[StepCall, Microbatch], Callable[[DryRun], Any]]
 """Makes the user's step on a microbatch, for a dry run."""
@@ -115,12 +115,12 @@ class BatchPreparation:
         progress = Progress(call.batch_idx, self.module.trainer.global_step, self.module.trainer.current_epoch)
         situation = self.split.plans.situation([microbatch.data for microbatch in microbatches], progress)
         indices = range(len(microbatches)) if around is None else [0] * len(microbatches)
-        seeds = [StepRandomness.of_microbatch(seed, index, self._device).seed_glue for index in indices]
+        seeds = [StepRandomness.of_microbatch(seed, index, self._device).seed_inter_unit for index in indices]
         if self.ends_with_batch(call.step):
             return self._prepare_whole(call, batch, microbatches, seed, factor, situation, around)
         plans = [
-            self._plan(call, microbatch, seed_glue, situation)
-            for microbatch, seed_glue in zip(microbatches, seeds, strict=True)
+            self._plan(call, microbatch, seed_inter_unit, situation)
+            for microbatch, seed_inter_unit in zip(microbatches, seeds, strict=True)
         ]
         for plan in plans:
             refuse_carried_state(self.module, call.step, plan.record, len(microbatches))
@@ -135,7 +135,9 @@ class BatchPreparation:
             if earlier is None:  # a check of the batch needs its plan as well
                 return self._plan(call, part, seeds[0], situation).record
             recorded = self._recorded_step(call, part)
-            return self.split.plans.record(recorded, with_gradients=call.training, seed_glue=seeds[0], earlier=earlier)
+            return self.split.plans.record(
+                recorded, with_gradients=call.training, seed_inter_unit=seeds[0], earlier=earlier
+            )
 
         scaled = self._scaling.of_batch(
             call.step,
@@ -168,12 +170,12 @@ class BatchPreparation:
         """The same for a batch whose step ends once, on all of it."""
         number = len(microbatches)
         indices = range(number + 1) if around is None else [0] * (number + 1)
-        seeds = [StepRandomness.of_microbatch(seed, index, self._device).seed_glue for index in indices]
+        seeds = [StepRandomness.of_microbatch(seed, index, self._device).seed_inter_unit for index in indices]
         whole = in_one_piece(batch, microbatches)
         of_batch = self._plan(call, whole, seeds[number if number > 1 else 0], situation)
         plans = [
-            self._plan(call, microbatch, seed_glue, situation, of_batch.record)
-            for microbatch, seed_glue in zip(microbatches, seeds, strict=False)
+            self._plan(call, microbatch, seed_inter_unit, situation, of_batch.record)
+            for microbatch, seed_inter_unit in zip(microbatches, seeds, strict=False)
         ]
         refuse_carried_state(self.module, call.step, of_batch.record, number)
         plan = self._whole_batches.of(of_batch, plans, microbatches)
@@ -211,7 +213,7 @@ class BatchPreparation:
 
     def _updates_of(self, plans: Sequence[StepPlan]) -> RepeatedUpdates:
         names = {name for plan in plans for name, others in plan.record.updates.items() if others}
-        return RepeatedUpdates(self.split.placeholders, names)
+        return RepeatedUpdates(self.split.fake_parameters, names)
 
     def ends_with_batch(self, step: str) -> bool:
         """Whether the step's end runs once, on the whole batch; what is predicted has a row per sample anyway."""
@@ -221,7 +223,7 @@ class BatchPreparation:
         self,
         call: StepCall,
         microbatch: Microbatch,
-        seed_glue: Callable[[int], None],
+        seed_inter_unit: Callable[[int], None],
         situation: Situation,
         end_of_batch: StepRecord | None = None,
     ) -> StepPlan:
@@ -233,7 +235,7 @@ class BatchPreparation:
             key,
             recorded if end_of_batch is None else ending_with_batch(recorded, end_of_batch),
             with_gradients=call.training,
-            seed_glue=seed_glue,
+            seed_inter_unit=seed_inter_unit,
             situation=situation,
         )
 

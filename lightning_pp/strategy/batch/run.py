@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_pp.runtime.whole_batch import WholeBatch
-from lightning_pp.split.microbatch import Microbatch
-from lightning_pp.split.plan import StepPlan
-from lightning_pp.split.weight_updates import RepeatedUpdates
-from lightning_pp.strategy.attributes import StepAttributes
+from lightning_pp.split.data.microbatch import Microbatch
+from lightning_pp.split.dry_run.weight_updates import RepeatedUpdates
+from lightning_pp.split.record.plan import StepPlan
 from lightning_pp.strategy.batch.scaling import ScaledBatch
-from lightning_pp.strategy.logs import StepLogs
-from lightning_pp.strategy.outputs import merge_outputs
-from lightning_pp.strategy.reports import Merged
-from lightning_pp.strategy.step_scopes import StepScopes
+from lightning_pp.strategy.batch.scopes import StepScopes
+from lightning_pp.strategy.results.attributes import StepAttributes
+from lightning_pp.strategy.results.logs import StepLogs
+from lightning_pp.strategy.results.outputs import merge_outputs
+from lightning_pp.strategy.results.reports import Merged
 
 
 @dataclass(frozen=True)

@@ -12,25 +12,25 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
+from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.errors import SplitError
-from lightning_pp.split.compilation import uncompiled
-from lightning_pp.split.microbatch import Microbatch
-from lightning_pp.split.placeholders import has_data
-from lightning_pp.split.plan import StepPlan
-from lightning_pp.split.record import StepRecord
+from lightning_pp.split.data.microbatch import Microbatch
+from lightning_pp.split.dry_run.rehearsal import Rehearsed, rehearse
+from lightning_pp.split.fakes.parameters import has_data
+from lightning_pp.split.record.plan import StepPlan
+from lightning_pp.split.record.source_lines import innermost_user_line
+from lightning_pp.split.record.step_record import StepRecord
 from lightning_pp.split.reductions.counting import Counts, are_equal, mapped, need_no_correction, total_of
 from lightning_pp.split.reductions.estimates import estimate_of
 from lightning_pp.split.reductions.facts import Facts
 from lightning_pp.split.reductions.places import Place
 from lightning_pp.split.reductions.recording import EarlierRun
 from lightning_pp.split.reductions.scaling import Count, Scale, ScaledStep
-from lightning_pp.split.rehearsal import Rehearsed, rehearse
-from lightning_pp.split.source_lines import innermost_user_line
-from lightning_pp.strategy.control import ControlGroups
-from lightning_pp.strategy.dry_steps import loggers_muted
-from lightning_pp.strategy.logs import StepLogs
-from lightning_pp.strategy.metrics import PipelineMetrics
-from lightning_pp.strategy.refusals import loss_of
+from lightning_pp.split.unit_calls.compilation import uncompiled
+from lightning_pp.strategy.results.logs import StepLogs
+from lightning_pp.strategy.results.metrics import PipelineMetrics
+from lightning_pp.strategy.results.outputs import loss_of
+from lightning_pp.strategy.step.dry_steps import loggers_muted
 
 _MOST_ROUNDS = 5
 _SAMPLES_TO_HALVE = 4

@@ -11,16 +11,16 @@ from lightning.pytorch.plugins.precision import Precision
 
 from lightning_pp.runtime.whole_batch import WholeBatch
 from lightning_pp.schedule import Placement
-from lightning_pp.split.dry_run import DryRun
-from lightning_pp.split.microbatch import Microbatch
-from lightning_pp.split.plan import StepPlan
-from lightning_pp.split.record import StepRecord
-from lightning_pp.split.whole_batch import WholeBatchPlan, plan_whole_batch
-from lightning_pp.strategy.attributes import StepAttributes
+from lightning_pp.split.data.microbatch import Microbatch
+from lightning_pp.split.dry_run.run import DryRun
+from lightning_pp.split.record.plan import StepPlan
+from lightning_pp.split.record.step_record import StepRecord
+from lightning_pp.split.record.whole_batch import WholeBatchPlan, plan_whole_batch
 from lightning_pp.strategy.batch.scaling import ScaledBatch
-from lightning_pp.strategy.logs import StepLogs
-from lightning_pp.strategy.metrics import PipelineMetrics
-from lightning_pp.strategy.step_scopes import StepScopes
+from lightning_pp.strategy.batch.scopes import StepScopes
+from lightning_pp.strategy.results.attributes import StepAttributes
+from lightning_pp.strategy.results.logs import StepLogs
+from lightning_pp.strategy.results.metrics import PipelineMetrics
 
 END_OF_BATCH = -1
 """In the place of a microbatch's index: the run of the step on the whole batch."""

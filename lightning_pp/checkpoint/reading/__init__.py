@@ -1,0 +1,1 @@
+"""Opening checkpoints of either format, checking them, loading them."""

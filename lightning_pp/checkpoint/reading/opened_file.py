@@ -1,0 +1,64 @@
+"""A single-file checkpoint of any Trainer, opened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from torch.utils._pytree import tree_map_only
+
+from lightning_pp.checkpoint.ownership.catalog import ParameterCatalog
+from lightning_pp.checkpoint.ownership.local import shard_like
+from lightning_pp.checkpoint.ownership.ranks import fail_together
+from lightning_pp.checkpoint.reading.files import read_file
+from lightning_pp.checkpoint.reading.fit import check_group_sizes, check_num_optimizers
+from lightning_pp.checkpoint.reading.opened import OpenedCheckpoint
+from lightning_pp.checkpoint.writing.sharded import MODEL
+from lightning_pp.errors import CheckpointError
+
+
+class FileCheckpoint(OpenedCheckpoint):
+    """A single file of any Trainer, mapped into memory."""
+
+    @classmethod
+    def open(cls, path: Path, weights_only: bool | None) -> FileCheckpoint:
+        """Map a file; every rank does.
+
+        Raises:
+            CheckpointError: The file is missing, damaged or no checkpoint.
+        """
+        checkpoint = read_file(path, weights_only, mmap=True)
+        if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(MODEL), Mapping):
+            raise CheckpointError(
+                f"{path} has no 'state_dict', so it is not a checkpoint of a Trainer; use another file"
+            )
+        mapped = (MODEL, "optimizer_states", "current_model_state")
+        rest = {key: value for key, value in checkpoint.items() if key not in mapped}
+        rest = tree_map_only(torch.Tensor, torch.clone, rest)  # does not hold on to the file
+        return cls(path, {**checkpoint, **rest})
+
+    def checked_groups(
+        self, number: int, catalog: ParameterCatalog, content: Mapping[str, Any]
+    ) -> list[list[dict[str, Any]]]:
+        with fail_together():
+            saved = content.get("optimizer_states", [])
+            check_num_optimizers(self.path, len(saved), number)
+            for index, (state, groups) in enumerate(zip(saved, catalog.optimizer_groups, strict=True)):
+                check_group_sizes(self.path, index, [len(group["params"]) for group in state["param_groups"]], groups)
+        return [state["param_groups"] for state in saved]
+
+    def own_states(
+        self, number: int, parameters: Mapping[str, Parameter], catalog: ParameterCatalog, content: Mapping[str, Any]
+    ) -> Iterator[dict[str, Any]]:
+        for state, groups in zip(content["optimizer_states"], catalog.optimizer_groups, strict=True):
+            numbers = chain.from_iterable(group["params"] for group in state["param_groups"])
+            names = dict(zip(numbers, chain.from_iterable(groups), strict=True))
+            yield {
+                names[number]: shard_like(kept, parameters[names[number]])
+                for number, kept in state["state"].items()
+                if names[number] in parameters
+            }

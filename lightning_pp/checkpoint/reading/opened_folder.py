@@ -1,0 +1,114 @@
+"""A sharded checkpoint of any layout, opened."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from lightning_pp.checkpoint.ownership.catalog import ParameterCatalog
+from lightning_pp.checkpoint.ownership.ranks import fail_together
+from lightning_pp.checkpoint.reading.files import read_file
+from lightning_pp.checkpoint.reading.fit import check_group_names, check_num_optimizers
+from lightning_pp.checkpoint.reading.opened import OpenedCheckpoint
+from lightning_pp.checkpoint.reading.stored_tensor import StoredTensor
+from lightning_pp.checkpoint.reading.table import Table
+from lightning_pp.checkpoint.storage import folder
+from lightning_pp.checkpoint.storage import planner as storage
+from lightning_pp.checkpoint.storage.planner import NamingReader
+
+
+class FolderCheckpoint(OpenedCheckpoint):
+    """A sharded checkpoint of any layout."""
+
+    def __init__(self, path: Path, content: dict[str, Any], table: Table, reader: NamingReader) -> None:
+        super().__init__(path, content)
+        self.table = table
+        self._reader = reader
+
+    @classmethod
+    def open(cls, path: Path, weights_only: bool | None, *, check_files: bool) -> FolderCheckpoint:
+        """Read what is in a folder but its tensors.
+
+        Args:
+            path: The folder.
+            weights_only: As in ``torch.load``; None is True.
+            check_files: Look whether all shards are there; one rank's look is enough.
+
+        Raises:
+            CheckpointError: The folder is incomplete or damaged.
+        """
+        folder.check_finished(path)
+        reader = NamingReader(path, weights_only is not False)
+        table = Table(reader.read_metadata(), path)
+        if check_files:
+            folder.check_complete(path, table.metadata)
+        rest: dict[str, Any] = read_file(path / folder.REST_FILENAME, weights_only)
+        objects = {key: None for keys in table.states().values() for key in keys.values() if not table.tensor(key)}
+        loaded = storage.load(objects, reader, alone=True)
+
+        states = {
+            container: OrderedDict((name, _stored(table, reader, key, loaded)) for name, key in keys.items())
+            for container, keys in table.states().items()
+        }
+        return cls(path, {**rest, **states}, table, reader)
+
+    @property
+    def reader(self) -> NamingReader:
+        return self._reader
+
+    def checked_groups(
+        self, number: int, catalog: ParameterCatalog, content: Mapping[str, Any]
+    ) -> list[list[dict[str, Any]]]:
+        with fail_together():
+            check_num_optimizers(self.path, self.table.num_optimizers(), number)
+            groups = self.optimizer_groups()
+            for index, names in enumerate(catalog.optimizer_groups[:number]):
+                check_group_names(self.path, index, [group["params"] for group in groups[index]], names)
+        return groups
+
+    def optimizer_groups(self) -> list[list[dict[str, Any]]]:
+        """The parameter groups of each optimizer, with names for parameters."""
+        keys = [self.table.below(f"optimizer_{index}", "param_groups") for index in range(self.table.num_optimizers())]
+        wanted = {key: self.table.destination(key) for paths in keys for key in paths}
+        loaded = storage.load(wanted, self._reader, alone=True)
+        return [storage.unflatten({path: loaded[key] for key, path in paths.items()}) for paths in keys]
+
+    def optimizer_content(self, index: int) -> dict[str, Any]:
+        """What optimizer ``index`` keeps by parameter name, with tensors that are read when they are used."""
+        keys = self.table.below(f"optimizer_{index}", "state")
+        objects = {key: None for key in keys if not self.table.tensor(key)}
+        loaded = storage.load(objects, self._reader, alone=True)
+        nest: dict[str, Any] = storage.unflatten(
+            {path: _stored(self.table, self._reader, key, loaded) for key, path in keys.items()}
+        )
+        return nest
+
+    def own_states(
+        self, number: int, parameters: Mapping[str, Parameter], catalog: ParameterCatalog, content: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
+        with fail_together():
+            wanted: dict[str, Any] = {}
+            for index in range(number):
+                wanted.update(self.table.optimizer_destinations(index, parameters))
+        loaded = storage.load(wanted, self._reader)
+        with fail_together():
+            return [self.table.optimizer_state(index, loaded) for index in range(number)]
+
+
+def read_tensor(table: Table, reader: NamingReader, key: str) -> torch.Tensor:
+    """Read one tensor whole, in this process alone."""
+    reader.storage_data = table.metadata.storage_data or {}
+    tensor: torch.Tensor = storage.load({key: table.destination(key)}, reader, alone=True)[key]
+    return tensor
+
+
+def _stored(table: Table, reader: NamingReader, key: str, objects: Mapping[str, Any]) -> Any:
+    entry = table.tensor(key)
+    if entry is None:
+        return objects[key]
+    return StoredTensor(key, entry.size, entry.properties.dtype, lambda: read_tensor(table, reader, key))

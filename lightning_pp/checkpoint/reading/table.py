@@ -1,0 +1,95 @@
+"""The table of contents of a sharded checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import empty as empty_dtensor
+
+from lightning_pp.checkpoint.ownership.local import state_placements
+from lightning_pp.checkpoint.storage import folder
+from lightning_pp.checkpoint.storage.planner import KeyPath, unflatten
+from lightning_pp.errors import CheckpointError
+
+
+class Table:
+    """What a sharded checkpoint holds: its keys, taken apart into paths."""
+
+    def __init__(self, metadata: Metadata, path: Path) -> None:
+        if not isinstance(metadata.planner_data, Mapping):
+            raise CheckpointError(
+                f"{path / folder.TABLE_FILENAME} has no paths of its keys; it was saved by another tool"
+            )
+        self.metadata = metadata
+        self.paths: dict[str, KeyPath] = {
+            key: tuple(metadata.planner_data[key]) for key in metadata.state_dict_metadata
+        }
+        self._places: dict[str, tuple[str, int]] | None = None
+
+    def states(self) -> dict[str, dict[str, str]]:
+        """For ``state_dict`` and each container like it, the keys by name."""
+        found: dict[str, dict[str, str]] = {"state_dict": {}}
+        for key, path in self.paths.items():
+            if len(path) == 2 and not str(path[0]).startswith("optimizer_"):
+                found.setdefault(str(path[0]), {})[str(path[1])] = key
+        return found
+
+    def place(self, key: str) -> tuple[str, int]:
+        """File and offset of the first piece of a key's bytes, which tied names share."""
+        if self._places is None:
+            self._places = {}
+            for index, stored in (self.metadata.storage_data or {}).items():
+                if not any(index.offset or ()):
+                    self._places[index.fqn] = (stored.relative_path, stored.offset)
+        return self._places[key]
+
+    def tensor(self, key: str) -> TensorStorageMetadata | None:
+        """Shape and dtype of a key; None for an object."""
+        entry = self.metadata.state_dict_metadata[key]
+        return entry if isinstance(entry, TensorStorageMetadata) else None
+
+    def num_optimizers(self) -> int:
+        return len({path[0] for path in self.paths.values() if len(path) > 1 and path[1] == "param_groups"})
+
+    def below(self, *start: str | int) -> dict[str, KeyPath]:
+        """The keys whose paths have this start, with what follows it."""
+        return {key: path[len(start) :] for key, path in self.paths.items() if path[: len(start)] == start}
+
+    def destination(self, key: str, existing: Any = None) -> Any:
+        """Where to load a key to: the existing tensor, a new one, or nothing for an object."""
+        entry = self.metadata.state_dict_metadata[key]
+        if not isinstance(entry, TensorStorageMetadata):
+            return None
+        return torch.empty(entry.size, dtype=entry.properties.dtype) if existing is None else existing
+
+    def optimizer_destinations(self, index: int, parameters: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Where to load what optimizer ``index`` keeps for these parameters: new tensors in this rank's shards."""
+        destinations = {}
+        for key, (name, *_) in self.below(f"optimizer_{index}", "state").items():
+            parameter, shape = parameters.get(str(name)), self._shape(key)
+            if parameter is None:
+                continue
+            if isinstance(parameter, DTensor) and shape:
+                destinations[key] = empty_dtensor(
+                    shape,
+                    dtype=self.metadata.state_dict_metadata[key].properties.dtype,  # type: ignore[union-attr]
+                    device_mesh=parameter.device_mesh,
+                    placements=state_placements(shape, parameter),
+                )
+            else:
+                destinations[key] = self.destination(key)
+        return destinations
+
+    def optimizer_state(self, index: int, loaded: Mapping[str, Any]) -> dict[str, Any]:
+        state = self.below(f"optimizer_{index}", "state")
+        nest: dict[str, Any] = unflatten({path: loaded[key] for key, path in state.items() if key in loaded})
+        return nest
+
+    def _shape(self, key: str) -> tuple[int, ...] | None:
+        entry = self.metadata.state_dict_metadata[key]
+        return tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None

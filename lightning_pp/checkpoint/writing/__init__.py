@@ -1,0 +1,1 @@
+"""Writing checkpoints: sharded folders, single files, in the background."""

@@ -1,0 +1,1 @@
+"""``lightning-pp-plan``: what a run would look like, without training."""

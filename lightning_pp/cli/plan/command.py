@@ -1,0 +1,85 @@
+"""``lightning-pp-plan``: what a run would look like, without training, in one process and without devices.
+
+One plan, in order::
+
+    Hydra       composes the same config as `lightning-pp`, with what PlanConf adds
+    build       data, strategy and model, whose parameters have no memory
+    cut         by a dry run on the first batch, through the code that training cuts with
+    costs       measured ones from a file, or estimates from FLOPs
+    schedules   every one built and simulated under these costs
+    report      stages as a tree, memory of each rank, the table of schedules, the chosen one as a picture; files
+
+``lightning-pp-plan --check my_package.my_module:MyModule`` needs no config: see :mod:`lightning_pp.cli.plan.check`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import hydra
+from omegaconf import DictConfig
+
+import lightning_pp.conf  # noqa: F401  (importing it registers the schema)
+from lightning_pp.cli.problems import UserError, explain_override, print_problem, user_errors
+
+_COMMAND = "lightning-pp-plan"
+
+
+def main() -> None:
+    """Entry point of the command."""
+    sys.path.insert(0, os.getcwd())  # modules in the user's own folder are found, as with `python -m`
+    arguments = sys.argv[1:]
+    if "--check" in arguments and _names_a_class(arguments):
+        sys.exit(check_class(arguments))
+    sys.argv[1:] = ["check=true" if argument == "--check" else argument for argument in arguments]
+
+    @hydra.main(version_base="1.3", config_path="pkg://lightning_pp.conf", config_name="plan")
+    def task(config: DictConfig) -> None:
+        code = run_plan(config)
+        if code:
+            sys.exit(code)
+
+    try:
+        task()
+    except SystemExit as stop:
+        # Hydra prints what it refuses and exits from inside its handler, so the refused override is in the context.
+        explain_override(stop.__context__)
+        raise
+
+
+def _names_a_class(arguments: Sequence[str]) -> bool:
+    """Whether what follows ``--check`` is meant as a class (``package.module:Class``), not an override or nothing."""
+    following = arguments[list(arguments).index("--check") + 1 :]
+    return bool(following) and "=" not in following[0] and not following[0].startswith(("-", "~"))
+
+
+def check_class(arguments: Sequence[str]) -> int:
+    """``--check package.module:Class ...``; the exit code."""
+    # Imported here so that --help, and a mistyped override, do not wait for torch.
+    from lightning_pp.cli.plan.check import run_check
+
+    try:
+        with user_errors():
+            return run_check(arguments)
+    except UserError as error:
+        print_problem(error, _COMMAND)
+        return 1
+
+
+def run_plan(config: DictConfig) -> int:
+    """Makes and prints the plan that ``config`` asks for; the exit code."""
+    from lightning_pp.cli.plan.run import make_plan
+
+    try:
+        with user_errors():
+            make_plan(config)
+    except UserError as error:
+        print_problem(error, _COMMAND)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    main()

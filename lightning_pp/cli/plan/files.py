@@ -1,0 +1,96 @@
+"""The files of a plan: everything as JSON, the pictures, the program as CSV."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lightning_pp.cli.plan.report import Plan
+from lightning_pp.cli.plan.schedules import ModelCut, PlannedSchedule
+from lightning_pp.cli.problems import UserError
+from lightning_pp.telemetry import html_timeline, png_timeline, svg_timeline
+
+_FORMAT = "lightning_pp.plan/1"
+
+
+def write_files(plan: Plan, folder: Path) -> list[Path]:
+    """Writes ``plan.json``, ``schedule.csv`` and ``schedule.svg``, ``.png`` and ``.html``.
+
+    Returns:
+        What was written.
+
+    Raises:
+        UserError: The folder cannot be written to.
+    """
+    timeline = plan.timeline
+    contents: dict[str, bytes] = {
+        "plan.json": (json.dumps(plan_as_json(plan), indent=2) + "\n").encode(),
+        "schedule.csv": plan.shown.schedule.csv_text().encode(),
+        "schedule.svg": svg_timeline(timeline).encode(),
+        "schedule.png": png_timeline(timeline),
+        "schedule.html": html_timeline(timeline).encode(),
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in contents.items():
+            (folder / name).write_bytes(content)
+    except OSError as error:
+        raise UserError(f"out={folder} cannot be written: {error}") from error
+    return [folder / name for name in contents]
+
+
+def plan_as_json(plan: Plan) -> dict[str, Any]:
+    """Everything that the plan knows; sizes in bytes, times in ``time_unit``."""
+    best = plan.table.best
+    cuts = list({id(planned.cut): planned.cut for planned in plan.table.usable}.values())
+    return {
+        "format": _FORMAT,
+        "module": type(plan.cutter.module).__name__,
+        "batch_size": plan.cutter.batch_size,
+        "num_microbatches": plan.cutter.num_microbatches,
+        "num_devices": plan.num_devices,
+        "num_ranks": plan.cutter.options.num_ranks,
+        "time_unit": plan.costs.unit,
+        "costs_from": plan.costs.about,
+        "assumptions": list(plan.assumptions),
+        "device_memory_bytes": plan.limit_bytes,
+        "configured": None if plan.configured is None else plan.table.usable.index(plan.configured),
+        "best": None if best is None else plan.table.usable.index(best),
+        "shown": plan.table.usable.index(plan.shown),
+        "cuts": [_cut_as_json(cut) for cut in cuts],
+        "schedules": [{**_schedule_as_json(planned), "cut": cuts.index(planned.cut)} for planned in plan.table.usable],
+        "not_possible": [asdict(unusable) for unusable in plan.table.unusable],
+    }
+
+
+def _cut_as_json(cut: ModelCut) -> dict[str, Any]:
+    placement = cut.split.placement
+    return {
+        "placement": placement.kind,
+        "rank_of_stage": list(placement.rank_of_stage),
+        **asdict(cut.summary),
+        "sent_bytes": cut.summary.sent_bytes,
+        "costs": asdict(cut.costs.per_stage(placement.num_stages)),
+    }
+
+
+def _schedule_as_json(planned: PlannedSchedule) -> dict[str, Any]:
+    without = planned.without
+    return {
+        "name": planned.name,
+        "found": planned.schedule.name,
+        "stages_per_rank": planned.stages_per_rank,
+        "step_time": planned.step_time,
+        "time_in_a_row": planned.time_in_a_row,
+        "bubble_fraction": planned.bubble_fraction,
+        "rank_bubbles": list(planned.rank_bubbles),
+        "peak_microbatches": list(planned.peak_microbatches),
+        "memory": [asdict(rank) for rank in planned.memory],
+        "peak_bytes": planned.peak_bytes,
+        "fits": planned.fits,
+        "whole_batch_loss": planned.schedule.whole_batch_loss,
+        "without_whole_batch_loss": None if without is None else _schedule_as_json(without),
+        "programs": [",".join(map(str, program)) for program in planned.schedule.programs],
+    }

@@ -1,0 +1,100 @@
+"""What a step holds on every rank, for any cut and schedule of one model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from lightning_pp.planning.memory_model import MemoryModel
+from lightning_pp.planning.stage_model import SplitModel
+from lightning_pp.schedule import Schedule
+from lightning_pp.split.memory.estimate import MemoryEstimate
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """One rank of the pipeline; all in bytes.
+
+    Attributes:
+        rank: Its place in the pipeline.
+        parameters: Between steps, whole or a shard.
+        gathered: What is gathered or cast of them during a step, besides.
+        gradients: While microbatches add to them.
+        optimizer_state: What the optimizer keeps.
+        activations: The most that microbatches hold at a time; what a checkpointed unit holds while it runs again
+            included.
+        buffers: What is received ahead of need, and what is being sent.
+        peak: The most at any time of a step, the reduction of gradients included.
+        host: With ``cpu_offload``, what lies on the host and is in none of the others.
+    """
+
+    rank: int
+    parameters: int
+    gathered: int
+    gradients: int
+    optimizer_state: int
+    activations: int
+    buffers: int
+    peak: int
+    host: int
+
+
+class PlanMemory:
+    """Counts what ranks hold under any cut and schedule of one model.
+
+    Args:
+        model: How bytes are counted.
+    """
+
+    def __init__(self, model: MemoryModel) -> None:
+        self._model = model
+
+    @property
+    def whole_batch_loss(self) -> bool:
+        """Whether the last stage joins all microbatches."""
+        return self._model.whole_batch_loss
+
+    @property
+    def without_whole_batch_loss(self) -> PlanMemory:
+        """What ranks hold where it does not."""
+        return PlanMemory(replace(self._model, whole_batch_loss=False))
+
+    def held(self, split: SplitModel) -> tuple[list[float], list[float]]:
+        """What one microbatch holds on each stage after F and after I."""
+        estimate = self._estimate(split)
+        after_forward, after_input = estimate.held_after_forward, estimate.held_after_input
+        if self.whole_batch_loss:  # the difference would count for each microbatch of a batch
+            return list(map(float, after_forward)), list(map(float, after_input))
+        # the search asks that I frees, and never takes more; where nothing is saved, what is queued was there before
+        return [float(max(pair)) for pair in zip(after_forward, after_input, strict=True)], list(
+            map(float, after_input)
+        )
+
+    def ranks(self, split: SplitModel, schedule: Schedule) -> list[RankBytes]:
+        """What each rank holds under ``schedule``."""
+        found = []
+        for rank in self._estimate(split, schedule).ranks:
+            state = rank.state
+            found.append(
+                RankBytes(
+                    rank.rank,
+                    state.parameters_bytes,
+                    state.gathered_parameters_bytes,
+                    state.gradients_bytes,
+                    state.optimizer_state_bytes,
+                    (rank.activations_bytes or 0) + rank.recomputed_bytes,
+                    rank.edge_buffers_bytes,
+                    rank.peak_bytes,
+                    state.host_bytes,
+                )
+            )
+        return found
+
+    def room(self, split: SplitModel, limit_bytes: float) -> list[float]:
+        """What is left for activations on each rank of a limit; negative where nothing is."""
+        return [
+            limit_bytes - rank.state.total_bytes - rank.recomputed_bytes - rank.edge_buffers_bytes
+            for rank in self._estimate(split).ranks
+        ]
+
+    def _estimate(self, split: SplitModel, schedule: Schedule | None = None) -> MemoryEstimate:
+        return self._model.estimate(split.record, split.partition, split.placement, split.parameter_sizes(), schedule)

@@ -1,0 +1,297 @@
+"""What ``lightning-pp-plan`` prints: the stages, the memory of each rank, the schedules, and one of them drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+from torch import Tensor
+
+from lightning_pp.cli.plan import numbers
+from lightning_pp.cli.plan.costs import Costs
+from lightning_pp.cli.plan.schedules import PlannedSchedule, ScheduleTable
+from lightning_pp.cli.report import summarise_units
+from lightning_pp.planning.plan_summary import CrossingSummary, CutSummary, StageSummary, UnitSummary, summarize_cut
+from lightning_pp.planning.stage_model import SplitModel
+from lightning_pp.split.cut.partition import inseparable_groups, why_inseparable
+from lightning_pp.split.data.tree import tensors_of
+from lightning_pp.strategy import PipelineParallelStrategy
+from lightning_pp.strategy.plan_only import ModelCutter
+from lightning_pp.telemetry import Timeline, text_timeline
+
+_LEAST_FOLDED = 3
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that there is to tell.
+
+    Attributes:
+        cutter: The model.
+        strategy: The pipeline as configured.
+        num_devices: Devices that it is planned for.
+        assumptions: What had to be assumed.
+        costs: What the stages cost.
+        limit_bytes: The most that a rank may hold; None for no limit.
+        table: All schedules.
+        shown: The one that is drawn and exported.
+        configured: The one that the run would use, or begin with; None if it is not among them.
+    """
+
+    cutter: ModelCutter
+    strategy: PipelineParallelStrategy
+    num_devices: int
+    assumptions: tuple[str, ...]
+    costs: Costs
+    limit_bytes: float | None
+    table: ScheduleTable
+    shown: PlannedSchedule
+    configured: PlannedSchedule | None
+
+    @property
+    def timeline(self) -> Timeline:
+        """The shown schedule, simulated."""
+        return Timeline.simulated(self.shown.schedule, self.shown.cut.costs, self.costs.unit)
+
+
+def print_plan(console: Console, plan: Plan) -> None:
+    """Prints everything."""
+    shown = plan.shown
+    print_stages(console, plan.cutter, shown.cut.summary, f"cut for {shown.name}")
+    console.print(memory_table(plan))
+    console.print()
+    console.print(schedule_table(plan))
+    if shown.without is not None:
+        console.print(Text(whole_batch_text(plan, shown)), soft_wrap=True)
+        console.print(whole_batch_table(plan))
+    for unusable in plan.table.unusable:
+        console.print(
+            Text(f"not possible: {unusable.name}, {unusable.stages_per_rank} a rank: {unusable.reason}", "dim")
+        )
+    console.print()
+    width = max(60, console.width)
+    console.print(Text.from_ansi(text_timeline(plan.timeline, width=width)), soft_wrap=True)
+    for assumption in plan.assumptions:
+        console.print(Text(f"assumed: {assumption}", "dim"), soft_wrap=True)
+
+
+def print_check(console: Console, cutter: ModelCutter, split: SplitModel, about: str) -> None:
+    """Prints where a module can be cut, and a cut of it."""
+    summary = summarize_cut(split)
+    groups = inseparable_groups(split.record)
+    num_stages = split.placement.num_stages
+    print_stages(console, cutter, summary, f"can be cut into {num_stages} stages")
+    console.print(Text(f"looked at: {about}"), soft_wrap=True)
+    console.print(
+        f"units: {summary.num_called_units}; possible cuts: {len(groups) - 1}, before each unit but the first"
+        f"{' and those named below' if len(groups) < summary.num_called_units else ''}; at most {len(groups)} stages",
+        soft_wrap=True,
+    )
+    for group in groups:
+        if len(group) > 1:
+            why = why_inseparable(split.record, group)
+            console.print(Text(f"must share a stage: {summarise_units(group)}, because {why}"), soft_wrap=True)
+    console.print(
+        f"between stages: {numbers.size(summary.sent_bytes)} a microbatch, forward and back together", soft_wrap=True
+    )
+
+
+def print_stages(console: Console, cutter: ModelCutter, summary: CutSummary, verdict: str) -> None:
+    """Prints the stages as a tree."""
+    shapes = ", ".join(
+        f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        for tensor in tensors_of(cutter.microbatch.data)[:3]
+    )
+    batch = f"{cutter.batch_size} samples" if cutter.batch_size is not None else "its"
+    console.print()
+    console.print(
+        Text.assemble(
+            (type(cutter.module).__name__, "bold"),
+            f": {verdict}. {numbers.parameters(summary.num_parameters)}, {summary.num_called_units} units; a batch of "
+            f"{batch} in {cutter.num_microbatches} microbatch{'es' if cutter.num_microbatches > 1 else ''}, "
+            f"of which the first was looked at: {shapes}",
+        )
+    )
+    for stage in summary.stages:
+        console.print(stage_tree(stage, [c for c in summary.crossings if c.source == stage.stage]))
+    console.print()
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def stage_tree(stage: StageSummary, crossings: Sequence[CrossingSummary]) -> Tree:
+    """A stage, its units, and what leaves it."""
+    tree = Tree(
+        Text.assemble(
+            (f"stage {stage.stage}", "bold"),
+            f" on rank {stage.rank}: {numbers.parameters(stage.num_parameters)} "
+            f"({numbers.size(stage.parameter_bytes)}), {numbers.flops(stage.flops)} forward",
+        ),
+        guide_style="dim",
+    )
+    rows = list(_unit_rows(stage.units))
+    if stage.flops_after:
+        rows.append(("after the last unit", "", numbers.flops(stage.flops_after), ""))
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
+    for name, size, work, rest in rows:
+        line = f"{name:<{widths[0]}}  {size:>{widths[1]}}  {work:>{widths[2]}}"
+        tree.add(Text.assemble(line, (f"  {rest}" if rest else "", "dim")))
+    if stage.outside:
+        tree.add(Text(f"parameters outside units: {', '.join(stage.outside)}"))
+    if stage.shared:
+        tree.add(Text(f"shared with other stages: {', '.join(stage.shared)}"))
+    for crossing in crossings:
+        tree.add(_crossing_text(crossing))
+    return tree
+
+
+def _unit_rows(units: Sequence[UnitSummary]) -> Iterator[tuple[str, str, str, str]]:
+    """Name, parameters, FLOPs and class of each unit; equal ones that follow each other in one row."""
+
+    def alike(unit: UnitSummary) -> tuple[object, ...]:
+        return (unit.class_name, unit.num_parameters, unit.flops, unit.flops_before, unit.num_calls)
+
+    for _, group in groupby(units, key=alike):
+        members = list(group)
+        folded = [members] if len(members) >= _LEAST_FOLDED else [[member] for member in members]
+        for fold in folded:
+            first, each = fold[0], " each" if len(fold) > 1 else ""
+            rest = [first.class_name]
+            if first.flops_before:
+                rest.append(f"{numbers.flops(first.flops_before)} in the code before it")
+            if first.num_calls != 1:
+                rest.append("not called" if not first.num_calls else f"{first.num_calls} calls")
+            yield (
+                summarise_units([unit.name for unit in fold]) + (f" ({len(fold)} units)" if each else ""),
+                f"{numbers.parameters(first.num_parameters)}{each}",
+                f"{numbers.flops(first.flops)}{each}",
+                ", ".join(rest),
+            )
+
+
+def _crossing_text(crossing: CrossingSummary) -> Text:
+    back = f", {numbers.size(crossing.gradient_bytes)} back" if crossing.gradient_bytes else ", no gradient"
+    where = "" if crossing.is_sent else " (same rank, not sent)"
+    return Text.assemble(
+        (f"→ stage {crossing.target}", "cyan"),
+        f": {crossing.value} {list(crossing.shape)} {crossing.dtype}, ",
+        f"{numbers.size(crossing.forward_bytes)}{back}{where}",
+    )
+
+
+def memory_table(plan: Plan) -> Table:
+    """What each rank holds under the shown schedule."""
+    limit = f", of {numbers.gib(plan.limit_bytes)} GiB" if plan.limit_bytes is not None else ""
+    table = Table(
+        title=f"Estimated memory of each rank under {plan.shown.name}, GiB{limit}",
+        title_justify="left",
+    )
+    headings = ("parameters", "gathered", "gradients", "optimizer", "activations", "buffers", "peak")
+    offloads = any(rank.host for rank in plan.shown.memory)
+    for heading in ("rank", "stages", *headings, *(("on host",) if offloads else ())):
+        table.add_column(heading, justify="right")
+    placement = plan.shown.schedule.placement
+    for rank in plan.shown.memory:
+        parts = (rank.parameters, rank.gathered, rank.gradients, rank.optimizer_state, rank.activations, rank.buffers)
+        stages = ", ".join(map(str, placement.stages_of_rank(rank.rank)))
+        table.add_row(
+            str(rank.rank), stages, *map(numbers.gib, (*parts, rank.peak, *((rank.host,) if offloads else ())))
+        )
+    return table
+
+
+def whole_batch_text(plan: Plan, planned: PlannedSchedule) -> str:
+    """The price of ``whole_batch_loss`` under one schedule, in words."""
+    before = planned.without
+    assert before is not None, "asked for only with whole_batch_loss"
+    longer = planned.time_in_a_row / before.time_in_a_row - 1
+    return (
+        "\nwhole_batch_loss=True: all forwards of a batch come before its backwards, and all "
+        f"{plan.cutter.num_microbatches} microbatches are held at once. With {planned.schedule.name} a step in a row "
+        f"takes {numbers.milliseconds(planned.time_in_a_row)} {plan.costs.unit} with it and "
+        f"{numbers.milliseconds(before.time_in_a_row)} without ({longer:+.1%}), the bubble is "
+        f"{planned.bubble_fraction:.1%} and {before.bubble_fraction:.1%}, and the rank with most activations holds "
+        f"{numbers.gib(planned.most_activations)} GiB of them and {numbers.gib(before.most_activations)} GiB."
+    )
+
+
+def whole_batch_table(plan: Plan) -> Table:
+    """Every schedule with and without ``whole_batch_loss``, on one cut."""
+    unit = plan.costs.unit
+    table = Table(
+        title="The price of whole_batch_loss: with it / without",
+        caption="Activations: on the rank that has most of them. Without: the same cut, in the order of the schedule.",
+        title_justify="left",
+        caption_justify="left",
+    )
+    table.add_column("schedule", no_wrap=True)
+    for heading in ("stages", f"step {unit}", f"in a row {unit}", "bubble", "microbatches", "activations GiB"):
+        table.add_column(heading, justify="right")
+    for planned in plan.table.usable:
+        if planned.without is None:
+            continue
+        both, placement = (planned, planned.without), planned.schedule.placement
+        columns = (
+            [numbers.milliseconds(one.step_time) for one in both],
+            [numbers.milliseconds(one.time_in_a_row) for one in both],
+            [f"{one.bubble_fraction:.1%}" for one in both],
+            [f"{max(one.peak_microbatches):.3g}" for one in both],
+            [numbers.gib(one.most_activations) for one in both],
+        )
+        table.add_row(
+            planned.name,
+            f"{placement.num_stages}{' V' if placement.kind == 'V' else ''}",
+            *map(" / ".join, columns),
+            style="bold" if planned is plan.table.best else "",
+        )
+    return table
+
+
+def schedule_table(plan: Plan) -> Table:
+    """All schedules, the best and the configured one marked."""
+    unit = plan.costs.unit
+    best = plan.table.best
+    table = Table(
+        title=f"Schedules; times {plan.costs.about}",
+        caption=(
+            "step: one step alone; in a row: one of many, where a rank that is done starts the next (its bubble is "
+            "given). Microbatches: the most activations that a rank holds, in those of one. Sent: between ranks for a "
+            "microbatch, both ways."
+        ),
+        title_justify="left",
+        caption_justify="left",
+    )
+    table.add_column("schedule", no_wrap=True)
+    for heading in ("stages", f"step {unit}", f"in a row {unit}", "bubble", "microbatches", "GiB by rank", "sent"):
+        table.add_column(heading, justify="right")
+    table.add_column("")
+    for planned in plan.table.usable:
+        placement = planned.schedule.placement
+        marks = []
+        if planned is best:
+            marks.append("best")
+        if planned is plan.configured:
+            marks.append("configured")
+        if not planned.fits:
+            marks.append("over the limit")
+        name = planned.schedule.name if planned.name == "auto" else planned.name
+        table.add_row(
+            name,
+            f"{placement.num_stages}{' V' if placement.kind == 'V' else ''}",
+            numbers.milliseconds(planned.step_time),
+            numbers.milliseconds(planned.time_in_a_row),
+            f"{planned.bubble_fraction:.1%}",
+            numbers.by_rank([f"{peak:.3g}" for peak in planned.peak_microbatches]),
+            numbers.by_rank([numbers.gib(rank.peak) for rank in planned.memory]),
+            numbers.size(planned.cut.summary.sent_bytes),
+            ", ".join(marks),
+            style="bold" if planned is best else "dim" if not planned.fits else "",
+        )
+    return table

@@ -1,0 +1,274 @@
+"""One plan from a config: build what it names without memory, cut, cost, compare, report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import lightning.pytorch as L
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+from lightning_pp.cli.launch import num_processes_wanted
+from lightning_pp.cli.plan.costs import Costs, Speed, check_costs_file, find_speed
+from lightning_pp.cli.plan.files import write_files
+from lightning_pp.cli.plan.memory import PlanMemory
+from lightning_pp.cli.plan.report import Plan, print_check, print_plan
+from lightning_pp.cli.plan.schedules import PlannedSchedule, Planner, ScheduleTable, smallest_need
+from lightning_pp.cli.problems import UserError, full_errors_wanted, user_errors
+from lightning_pp.errors import BatchError, ConfigurationError, SplitError
+from lightning_pp.schedule import available_schedules
+from lightning_pp.split.fakes.without_memory import parameters_without_memory
+from lightning_pp.split.record.source_lines import innermost_user_line
+from lightning_pp.strategy import PipelineParallelStrategy
+from lightning_pp.strategy.plan_only import ModelCutter, SplitOptions, look_at_cuts
+
+_GIB = float(1 << 30)
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a config asks to be planned.
+
+    Attributes:
+        config: The config.
+        strategy: The pipeline, for as many devices as are planned for.
+        num_devices: Their number.
+        devices_about: How that number was found, if it was not given.
+        speed: Of a device.
+        costs: A file of measured costs, or None.
+    """
+
+    config: DictConfig
+    strategy: PipelineParallelStrategy
+    num_devices: int
+    devices_about: str
+    speed: Speed
+    costs: str | None
+
+
+def make_plan(config: DictConfig, console: Console | None = None) -> Plan | None:
+    """Makes the plan, prints it and writes its files.
+
+    Returns:
+        The plan; None with ``check``.
+
+    Raises:
+        UserError: Something asked for cannot be had.
+    """
+    console = console or Console()
+    if not console.is_terminal:
+        console = Console(file=console.file, width=140)
+    request = _request(config)
+    data = _built(config.data)
+    model = build_without_memory(lambda: _built(config.model))
+
+    options = split_options(request.strategy, "cpu" if config.trainer.accelerator == "cpu" else "cuda")
+
+    def look(cutter: ModelCutter) -> Plan | None:
+        return _look(request, cutter, console)
+
+    with user_errors(FileNotFoundError), explained(type(model).__name__) if config.check else nullcontext():
+        return look_at_cuts(_trainer_options(config.trainer), model, data, options, look)
+
+
+def _request(config: DictConfig) -> Request:
+    """Everything that can be wrong before a model is built, the cheapest first."""
+    costs = config.costs if config.costs is not None else config.strategy.get("costs")
+    check_costs_file(costs)
+    _check_schedule_names(config)
+    if config.device_memory_gib is not None and not config.device_memory_gib > 0:
+        raise UserError(f"device_memory_gib={config.device_memory_gib} must be a positive number")
+    strategy = _built(_with_costs(config.strategy, costs))
+    if not isinstance(strategy, PipelineParallelStrategy):
+        raise UserError(f"strategy={strategy} is no pipeline, so there is nothing to plan: use strategy=pipeline")
+    num_devices, about = _num_devices(config)
+    strategy.num_nodes = 1
+    strategy.parallel_devices = [torch.device("cpu")] * num_devices
+    # a wrong product, or costs of other ranks, are told before a model is built
+    strategy._schedule_options.check_num_ranks(strategy.sizes.pipeline)
+    speed = find_speed(
+        peak_tflops=config.peak_tflops,
+        device=config.device,
+        efficiency=config.efficiency,
+        link_gb_per_s=config.link_gb_per_s,
+        dtype=_compute_dtype(config.trainer.precision),
+        accelerator=config.trainer.accelerator,
+    )
+    return Request(config, strategy, num_devices, about, speed, costs)
+
+
+def _check_schedule_names(config: DictConfig) -> None:
+    known = available_schedules()
+    unknown = [name for name in config.schedules or [] if name not in known and not name.endswith(".csv")]
+    if config.show not in (*known, "best", "configured") and not config.show.endswith(".csv"):
+        unknown.append(config.show)
+    if unknown:
+        raise UserError(f"unknown schedule {unknown[0]!r}: choose one of {', '.join(known)}, or a .csv file")
+
+
+def _num_devices(config: DictConfig) -> tuple[int, str]:
+    """Devices to plan for: those of the config, else those of this machine, else as few as the sizes need."""
+    devices = config.trainer.devices
+    wants_all = devices in ("auto", -1, "-1")
+    if not wants_all:
+        return num_processes_wanted(config.trainer), ""
+    pipeline = config.strategy.get("pipeline_parallel_size", "auto")
+    replicas = config.strategy.get("data_parallel_size", "auto")
+    num_here = torch.cuda.device_count() if config.trainer.accelerator != "cpu" else 0
+    least = (pipeline if isinstance(pipeline, int) else 1) * (replicas if isinstance(replicas, int) else 1)
+    if num_here and num_here * config.trainer.num_nodes % least == 0:
+        return num_here * int(config.trainer.num_nodes), ""
+    if pipeline == "auto":
+        raise UserError(
+            f"trainer.devices={devices}, and there are no such devices here: say how many to plan for with "
+            "trainer.devices=NUMBER, or give strategy.pipeline_parallel_size"
+        )
+    about = f"trainer.devices={devices}: planned for the fewest; trainer.devices=NUMBER plans for more"
+    return least, about
+
+
+def _look(request: Request, cutter: ModelCutter, console: Console) -> Plan | None:
+    config, strategy = request.config, request.strategy
+    costs = Costs(request.speed, request.costs, strategy._cut)
+    limit_gib = config.device_memory_gib if config.device_memory_gib is not None else strategy._device_memory_gib
+    limit = None if limit_gib is None else limit_gib * _GIB
+    name, stages_per_rank = strategy.schedule_name, strategy.stages_per_rank
+    cut = cutter.split(cutter.placement())
+    memory = cutter.memory_model
+    planner = Planner(cutter, costs, PlanMemory(memory), limit)
+    if config.check:
+        print_check(console, cutter, cut.split, f"training_step, on the first batch of {config.data.get('_target_')}")
+        return None
+    costs.calibrate(cut)
+    table = planner.table(name, stages_per_rank, config.schedules)
+    configured = table.named(name, cut.split.placement)
+    shown = _shown(config.show, table, configured, limit)
+    assumptions = tuple(filter(None, (request.devices_about, memory.assumed)))
+    plan = Plan(cutter, strategy, request.num_devices, assumptions, costs, limit, table, shown, configured)
+    print_plan(console, plan)
+    if config.out is not None:
+        for path in write_files(plan, Path(config.out)):
+            console.print(f"written: {path}", soft_wrap=True)
+    return plan
+
+
+def _shown(show: str, table: ScheduleTable, configured: PlannedSchedule | None, limit: float | None) -> PlannedSchedule:
+    if show == "best":
+        if table.best is None:
+            raise _nothing_fits(table, limit)
+        return table.best
+    found = configured if show == "configured" else table.named(show)
+    if found is None:
+        reasons = [unusable.reason for unusable in table.unusable if unusable.name == show]
+        raise UserError(f"show={show} cannot be had here: {reasons[0] if reasons else 'it is not in schedules='}")
+    return found
+
+
+def _nothing_fits(table: ScheduleTable, limit: float | None) -> UserError:
+    least = smallest_need(table.usable)
+    if least is None or limit is None:
+        reasons = "\n".join(f"  {one.name}: {one.reason}" for one in table.unusable)
+        return UserError(f"no schedule can be had here:\n{reasons}")
+    fullest = max(least.memory, key=lambda rank: rank.peak)
+    smaller = "make microbatches smaller (strategy.num_microbatches)"
+    if least.schedule.whole_batch_loss:
+        smaller = (
+            "give a batch fewer samples: with whole_batch_loss all of its microbatches are held at once "
+            "(strategy.activation_checkpointing makes them smaller)"
+        )
+    return UserError(
+        f"device_memory_gib={limit / _GIB:g} is too small for every schedule: {least.name} needs the least, "
+        f"{fullest.peak / _GIB:.3g} GiB on rank {fullest.rank}, of which "
+        f"{(fullest.peak - fullest.activations - fullest.buffers) / _GIB:.3g} GiB are parameters, "
+        f"gradients and optimizer state. Use more pipeline ranks, shard over more devices, or {smaller}"
+    )
+
+
+@contextmanager
+def explained(name: str) -> Iterator[None]:
+    """Within, whatever is raised is told as what keeps the module ``name`` from being cut, with the user's line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (BatchError, ConfigurationError, SplitError) as error:
+        raise UserError(f"{name} cannot be cut: {error}") from error
+    except Exception as error:
+        if full_errors_wanted():
+            raise
+        raise UserError(
+            f"{name} cannot be checked: {type(error).__name__} at {innermost_user_line(error)}: {error}"
+        ) from error
+
+
+def split_options(strategy: PipelineParallelStrategy, device_type: str) -> SplitOptions:
+    """Where a strategy cuts."""
+    units = strategy._unit_patterns
+    return SplitOptions(
+        strategy.sizes.pipeline,
+        strategy._schedule_options,
+        strategy._schedule_options.num_microbatches(strategy.num_microbatches),
+        None if units is None else tuple(units),
+        strategy._cut,
+        device_type,
+        strategy._activation_checkpointing,
+        strategy.sharding,
+        strategy.sizes.data_parallel_shard,
+        strategy._device_memory_gib,
+        split_batch=strategy._split_batch,
+    )
+
+
+def build_without_memory(build: Callable[[], Any]) -> L.LightningModule:
+    """A module whose parameters have no memory; with memory, if its constructor reads them."""
+    try:
+        with parameters_without_memory():
+            return _module(build())
+    except UserError:
+        raise
+    except Exception:
+        return _module(build())
+
+
+def _module(built: Any) -> L.LightningModule:
+    if not isinstance(built, L.LightningModule):
+        raise UserError(f"{type(built).__name__} is no LightningModule")
+    return built
+
+
+def _built(config: DictConfig) -> Any:
+    return instantiate(config, _convert_="all")
+
+
+def _with_costs(config: DictConfig, costs: str | None) -> DictConfig:
+    """The strategy's config with the file that was given for the plan: training by it cuts by it, too."""
+    if costs is None or "costs" not in config:
+        return config
+    config = config.copy()
+    config.costs = costs
+    return config
+
+
+def _trainer_options(config: DictConfig) -> dict[str, Any]:
+    """The trainer's arguments as plain values; its folder is left out, which is Hydra's to name."""
+    kept = {str(name): config[name] for name in config if name not in ("_target_", "default_root_dir")}
+    return {
+        name: OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        for name, value in kept.items()
+    }
+
+
+def _compute_dtype(precision: Any) -> torch.dtype:
+    text = str(precision)
+    if text.startswith(("bf16", "bfloat16")):
+        return torch.bfloat16
+    if text.startswith(("16", "half")):
+        return torch.float16
+    return torch.float64 if text.startswith("64") else torch.float32

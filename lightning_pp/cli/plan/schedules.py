@@ -1,0 +1,308 @@
+"""Every schedule for one model: what it takes, what it holds, what it sends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from lightning_pp.cli.plan.costs import Costs
+from lightning_pp.cli.plan.memory import PlanMemory, RankBytes
+from lightning_pp.errors import ConfigurationError, ScheduleError, SplitError
+from lightning_pp.planning.plan_summary import CutSummary, summarize_cut
+from lightning_pp.planning.stage_model import SplitModel
+from lightning_pp.planning.tuning import memory_limit_of
+from lightning_pp.schedule import Placement, Schedule, StageCosts, available_schedules, build_schedule
+from lightning_pp.schedule.registry import schedule_family
+from lightning_pp.strategy.plan_only import ModelCutter
+
+# As the search for schedules: the shortest longest span among makespans within this of the shortest.
+_MAKESPAN_TOLERANCE = 0.005
+_GIB = float(1 << 30)
+_ORDER = (
+    "gpipe",
+    "1f1b",
+    "interleaved_1f1b",
+    "interleaved_zb",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
+    "v_half",
+    "v_min",
+    "dualpipe_v",
+)
+
+
+@dataclass(frozen=True)
+class ModelCut:
+    """A model cut for one placement, with what its stages cost.
+
+    Attributes:
+        split: The cut.
+        summary: Its stages and what crosses.
+        costs: Of its stages; what they hold in bytes.
+    """
+
+    split: SplitModel
+    summary: CutSummary
+    costs: StageCosts
+
+
+@dataclass(frozen=True)
+class PlannedSchedule:
+    """One schedule for one cut.
+
+    Attributes:
+        name: What ``strategy.schedule`` takes.
+        schedule: Its programs.
+        cut: The stages.
+        step_time: Of a step alone, from the first start to the last end on any rank.
+        time_in_a_row: Of a step in a row of steps: the longest span of a rank.
+        bubble_fraction: ``1 - work / longest span``, the zero-bubble papers' definition.
+        rank_bubbles: ``1 - work / span`` of each rank.
+        peak_microbatches: The most that microbatches hold on each rank, in what one holds on all its stages after F.
+        memory: What each rank holds.
+        fits: Whether that is within the limit.
+        without: With ``whole_batch_loss``, the same schedule on the same cut without it; else None.
+    """
+
+    name: str
+    schedule: Schedule
+    cut: ModelCut
+    step_time: float
+    time_in_a_row: float
+    bubble_fraction: float
+    rank_bubbles: tuple[float, ...]
+    peak_microbatches: tuple[float, ...]
+    memory: tuple[RankBytes, ...]
+    fits: bool
+    without: PlannedSchedule | None = None
+
+    @property
+    def most_activations(self) -> int:
+        """Bytes of activations on the rank that has most of them."""
+        return max(rank.activations for rank in self.memory)
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Stages on each rank."""
+        return self.schedule.placement.num_stages // self.schedule.placement.num_ranks
+
+    @property
+    def peak_bytes(self) -> int:
+        """What the fullest rank holds."""
+        return max(rank.peak for rank in self.memory)
+
+
+@dataclass(frozen=True)
+class UnusableSchedule:
+    """A schedule that cannot be had here.
+
+    Attributes:
+        name: Its name.
+        stages_per_rank: Stages on each rank.
+        reason: Why.
+    """
+
+    name: str
+    stages_per_rank: int
+    reason: str
+
+
+@dataclass
+class ScheduleTable:
+    """All schedules.
+
+    Attributes:
+        usable: Those that can be had, those over the memory limit included.
+        unusable: The others.
+    """
+
+    usable: list[PlannedSchedule] = field(default_factory=list)
+    unusable: list[UnusableSchedule] = field(default_factory=list)
+
+    @property
+    def best(self) -> PlannedSchedule | None:
+        """The shortest in a row of steps, of those within the limit that are hardly longer than the shortest alone.
+
+        Among equals the one that sends less, then the one named first.
+        """
+        fitting = [planned for planned in self.usable if planned.fits]
+        if not fitting:
+            return None
+        longest = (1 + _MAKESPAN_TOLERANCE) * min(planned.step_time for planned in fitting)
+        short = [planned for planned in fitting if planned.step_time <= longest]
+        return min(short, key=lambda planned: (round(planned.time_in_a_row, 9), planned.cut.summary.sent_bytes))
+
+    def named(self, name: str, placement: Placement | None = None) -> PlannedSchedule | None:
+        """The schedule of that name, on that placement if one is given; the shortest of several."""
+        found = [
+            planned
+            for planned in self.usable
+            if planned.name == name and placement in (None, planned.schedule.placement)
+        ]
+        return min(found, key=lambda planned: (not planned.fits, planned.step_time), default=None)
+
+
+class Planner:
+    """Builds schedules for one model, whose cuts it keeps.
+
+    Args:
+        cutter: Cuts the model.
+        costs: What stages cost.
+        memory: What they hold.
+        limit_bytes: The most that a rank may hold; None for no limit.
+    """
+
+    def __init__(self, cutter: ModelCutter, costs: Costs, memory: PlanMemory, limit_bytes: float | None = None) -> None:
+        self._cutter = cutter
+        self._costs = costs
+        self._memory = memory
+        self._limit = limit_bytes
+        self._cuts: dict[str, ModelCut] = {}
+        self._num_ranks = cutter.options.num_ranks
+        self._num_microbatches = cutter.num_microbatches
+
+    def cut(self, name: str, placement: Placement) -> ModelCut:
+        """The model cut for the schedule ``name`` on ``placement``; equal cuts are one object.
+
+        Raises:
+            ConfigurationError, SplitError: It cannot be.
+        """
+        options = self._cutter.options.schedule
+        if name != options.name:
+            stages_per_rank = placement.num_stages // placement.num_ranks
+            from_file = Schedule.from_csv(name) if name.endswith(".csv") else None
+            if from_file is not None and options.whole_batch_loss:
+                from_file = from_file.with_whole_batch_loss()
+            options = replace(options, name=name, stages_per_rank=stages_per_rank, from_file=from_file)
+        cut = self._cutter.split(placement, options)
+        key = repr((placement.rank_of_stage, sorted(cut.split.partition.stage_of_unit.items())))
+        if key not in self._cuts:
+            summary = summarize_cut(cut.split)
+            costs = self._costs.of(cut, summary.crossings, *self._memory.held(cut.split))
+            self._cuts[key] = ModelCut(cut.split, summary, costs)
+        return self._cuts[key]
+
+    def table(self, configured: str, stages_per_rank: int | None, names: Sequence[str] | None = None) -> ScheduleTable:
+        """Builds every schedule.
+
+        Args:
+            configured: The schedule of the run, a name or a CSV file; it is in the table whatever ``names`` says.
+            stages_per_rank: Of the run; for families that cannot have so many, what is usual for them.
+            names: The schedules to build, by default all.
+
+        Raises:
+            ScheduleError: A name is unknown, or the CSV file does not fit.
+        """
+        table = ScheduleTable()
+        known = sorted(available_schedules(), key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
+        wanted = list(dict.fromkeys([*(names or known), configured]))
+        for name in wanted:
+            for number, placement in self._variants(name, stages_per_rank):
+                try:
+                    table.usable.append(self._plan(name, number, placement))
+                except (ConfigurationError, SplitError, ScheduleError) as error:
+                    if name == configured and stages_per_rank in (None, number):
+                        raise
+                    reason = str(error).partition(": ")[0] if isinstance(error, ConfigurationError) else str(error)
+                    table.unusable.append(UnusableSchedule(name, number, reason.splitlines()[0]))
+        return table
+
+    def _variants(self, name: str, stages_per_rank: int | None) -> Iterator[tuple[int, Placement]]:
+        """Stages on a rank, and where the stages are, for which ``name`` is to be built."""
+        if name.endswith(".csv"):
+            schedule = build_schedule(name, num_ranks=self._num_ranks, num_microbatches=self._num_microbatches)
+            yield schedule.placement.num_stages // self._num_ranks, schedule.placement
+            return
+        family = schedule_family(name)
+        if name == "auto":
+            for number in [1, 2] if stages_per_rank is None else [stages_per_rank]:
+                yield number, Placement.interleaved(self._num_ranks, number)
+                if number == 2 and self._num_ranks > 1:
+                    yield number, Placement.v_shaped(self._num_ranks)
+            return
+        number = family.default_stages_per_rank
+        if stages_per_rank is not None and family.allows(stages_per_rank):
+            number = stages_per_rank
+        built = build_schedule(name, num_ranks=self._num_ranks, num_microbatches=1, stages_per_rank=number)
+        yield number, built.placement
+
+    def _plan(self, name: str, stages_per_rank: int, placement: Placement) -> PlannedSchedule:
+        cut = self.cut(name, placement)
+        if not self._cutter.options.schedule.whole_batch_loss:
+            return self._built(name, stages_per_rank, cut, self._memory)
+        memory = self._memory.without_whole_batch_loss
+        after_forward, after_input = memory.held(cut.split)
+        costs = replace(cut.costs, held_after_forward=after_forward, held_after_input=after_input)
+        without = self._built(name, stages_per_rank, replace(cut, costs=costs), memory)
+        return replace(self._built(name, stages_per_rank, cut, self._memory), without=without)
+
+    def _built(self, name: str, stages_per_rank: int, cut: ModelCut, counts: PlanMemory) -> PlannedSchedule:
+        """The schedule on ``cut``, with or without ``whole_batch_loss`` as ``counts`` has it."""
+        placement = cut.split.placement
+        schedule = build_schedule(
+            name,
+            num_ranks=self._num_ranks,
+            num_microbatches=self._num_microbatches,
+            stages_per_rank=stages_per_rank,
+            costs=cut.costs,
+            memory_limit=self._search_limits(cut, counts) if name == "auto" else None,
+            placement=placement,
+            whole_batch_loss=counts.whole_batch_loss,
+        )
+        simulation = schedule.simulate(cut.costs)
+        memory = tuple(counts.ranks(cut.split, schedule))
+        return PlannedSchedule(
+            name,
+            schedule,
+            cut,
+            simulation.makespan,
+            max(simulation.span_ms),
+            float(simulation.bubble_fraction),
+            simulation.bubble_fraction.per_rank,
+            _in_microbatches(schedule, cut.costs, simulation.peak_memory),
+            memory,
+            self._limit is None or max(rank.peak for rank in memory) <= self._limit,
+        )
+
+    def _search_limits(self, cut: ModelCut, counts: PlanMemory) -> Sequence[float]:
+        """What microbatches may hold on each rank in a search: as in training, and within what the device has left."""
+        options, placement = self._cutter.options.schedule, cut.split.placement
+        if options.memory_limit_gib is not None:
+            limits: Sequence[float] = [options.memory_limit_gib * _GIB] * placement.num_ranks
+        else:
+            asked = replace(options, name="auto", whole_batch_loss=counts.whole_batch_loss)
+            usual = memory_limit_of(asked, cut.costs, placement)
+            if usual is None:  # all microbatches are held in any case
+                usual = (math.inf,) * placement.num_ranks
+            assert isinstance(usual, tuple)  # one for each rank, where none is given
+            limits = usual
+        if self._limit is None:
+            return limits
+        room = counts.room(cut.split, self._limit)
+        needed = [0.0] * placement.num_ranks
+        if counts.whole_batch_loss:
+            held = cut.costs.per_stage(placement.num_stages).held_after_forward
+            needed = [
+                self._num_microbatches * sum(held[stage] for stage in placement.stages_of_rank(rank))
+                for rank in range(placement.num_ranks)
+            ]
+        # without any room the search has nothing to keep to: what it finds is over the limit, and is told to be
+        has_room = all(left >= need for left, need in zip(room, needed, strict=True))
+        return [min(pair) for pair in zip(limits, room, strict=True)] if has_room else limits
+
+
+def _in_microbatches(schedule: Schedule, costs: StageCosts, peaks: Sequence[float]) -> tuple[float, ...]:
+    placement = schedule.placement
+    held = costs.per_stage(placement.num_stages).held_after_forward
+    one = [sum(held[stage] for stage in placement.stages_of_rank(rank)) for rank in range(placement.num_ranks)]
+    if all(one) and not schedule.whole_batch_loss:  # where all are held, bytes after I would say more than there are
+        return tuple(peak / whole for peak, whole in zip(peaks, one, strict=True))
+    counted = schedule.simulate(StageCosts(0.0, 0.0, 0.0)).peak_memory  # nothing is held: each counts as one
+    return tuple(peak / len(placement.stages_of_rank(rank)) for rank, peak in enumerate(counted))
+
+
+def smallest_need(planned: Iterable[PlannedSchedule]) -> PlannedSchedule | None:
+    """The schedule whose fullest rank holds the least."""
+    return min(planned, key=lambda one: one.peak_bytes, default=None)

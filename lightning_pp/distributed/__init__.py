@@ -1,0 +1,1 @@
+"""Process groups, meshes and small messages between ranks: the only code that makes groups."""

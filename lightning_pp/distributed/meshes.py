@@ -1,0 +1,43 @@
+"""The device mesh of a strategy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_pp.distributed._torch_private import flattened
+from lightning_pp.distributed.sizes import ParallelSizes
+
+PIPELINE, DATA_PARALLEL = "pipeline", "data_parallel"
+HSDP_AXES = ("data_parallel_replicate", "data_parallel_shard")
+
+
+def make_meshes(device_type: str, sizes: ParallelSizes) -> tuple[DeviceMesh, DeviceMesh]:
+    """The whole mesh, and of it the data-parallel ranks at this rank's place in the pipeline as one axis."""
+    if sizes.data_parallel_replicate == 1:
+        mesh = init_device_mesh(
+            device_type, (sizes.pipeline, sizes.data_parallel), mesh_dim_names=(PIPELINE, DATA_PARALLEL)
+        )
+        return mesh, mesh[DATA_PARALLEL]
+    shape = (sizes.pipeline, sizes.data_parallel_replicate, sizes.data_parallel_shard)
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=(PIPELINE, *HSDP_AXES))
+    return mesh, flattened(mesh[HSDP_AXES], DATA_PARALLEL)
+
+
+def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Of the whole mesh, what the parameters at this rank's place are sharded over: (shard) or (replicate, shard)."""
+    names = mesh.mesh_dim_names or ()
+    return mesh[HSDP_AXES] if HSDP_AXES[0] in names else mesh[DATA_PARALLEL]
+
+
+def replicating(mesh: DeviceMesh) -> DeviceMesh:
+    """The ranks of ``mesh`` as (replicate, shard) with one shard; every rank of it has to call."""
+    ranks = mesh.mesh.flatten().unsqueeze(1)
+    return DeviceMesh.from_group([mesh.get_group(), _group_of_one()], mesh.device_type, ranks, mesh_dim_names=HSDP_AXES)
+
+
+def _group_of_one() -> Any:
+    """A group of this rank alone."""
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="one_shard")

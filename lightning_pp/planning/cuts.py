@@ -1,0 +1,159 @@
+"""Where the model is cut: the user's wishes, measured or estimated costs of units, and the predicted time of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from lightning_pp.errors import ConfigurationError
+from lightning_pp.planning.memory_limit import DeviceMemory
+from lightning_pp.planning.schedule_options import ScheduleOptions
+from lightning_pp.schedule import Placement, Schedule, StageCosts
+from lightning_pp.split.cut.partition import Partition, UnitMemory, moved_cuts, partition_units
+from lightning_pp.split.cut.unit_costs import UnitCost, calibrated, estimate_unit_costs, stage_costs
+from lightning_pp.split.record.step_record import StepRecord
+
+_MOST_MOVES_TRIED = 400
+# a shorter step by less than this is within what costs are known to
+_WORTH_A_MOVE = 0.999
+
+
+@dataclass(frozen=True)
+class CutOptions:
+    """What the user says of the cuts.
+
+    Attributes:
+        split_points: Names of the units that start stages 1, 2, ..., or None to balance.
+        unit_weights: Name or shell pattern of units to a factor for their cost.
+        rank_speeds: For each rank of the pipeline how fast it is, compared with the others; None: all alike.
+    """
+
+    split_points: Sequence[str] | None = None
+    unit_weights: Mapping[str, float] | None = None
+    rank_speeds: Sequence[float] | None = None
+
+    def speeds_of_stages(self, placement: Placement) -> list[float]:
+        """The speed of each stage's rank."""
+        if self.rank_speeds is None:
+            return [1.0] * placement.num_stages
+        return [self.rank_speeds[rank] for rank in placement.rank_of_stage]
+
+
+def measured_unit_costs(
+    record: StepRecord, num_parameters: Mapping[str, int], options: ScheduleOptions, cut: CutOptions
+) -> dict[str, UnitCost] | None:
+    """Milliseconds of units on a rank of speed 1, from given costs of stages, if these say which units the stages had.
+
+    Returns:
+        None without given costs, or if they are of unknown or other units.
+    """
+    stages = options.costs_measured_on.get("stages")
+    if options.costs is None or not isinstance(stages, list) or not all(isinstance(units, list) for units in stages):
+        return None
+    if options.costs.num_stages not in (None, len(stages)):
+        return None
+    try:
+        units = calibrated(estimate_unit_costs(record, num_parameters), options.costs, stages)
+    except ConfigurationError:
+        return None
+    ranks = options.costs_measured_on.get("rank_of_stage")
+    if cut.rank_speeds is None or not isinstance(ranks, list):
+        return units
+    for rank, members in zip(ranks, stages, strict=False):
+        if rank < len(cut.rank_speeds):
+            speed = cut.rank_speeds[rank]
+            units.update({unit: units[unit].scaled(speed, speed, speed) for unit in members if unit in units})
+    return units
+
+
+def best_partition(
+    record: StepRecord,
+    num_parameters: Mapping[str, int],
+    placement: Placement,
+    cut: CutOptions,
+    *,
+    costs: Mapping[str, UnitCost] | None,
+    program: Schedule,
+    memory: DeviceMemory | None = None,
+    keeps_order: bool = True,
+    held_by: Schedule | None = None,
+) -> Partition:
+    """The cut with the shortest step that is found: the balanced one, then one cut after the other moved.
+
+    A balanced cut makes the slowest rank as fast as it can be. The time of a step also has the way of the first and the
+    last microbatch in it, and who waits for whom; so cuts are moved by one unit at a time as long as ``program``,
+    simulated with the costs of the stages, gets shorter.
+
+    Args:
+        record: A dry run of the step.
+        num_parameters: Every unit's number of parameters.
+        placement: Which rank holds which stages.
+        cut: The user's wishes.
+        costs: Measured costs of units; None for FLOPs.
+        program: A schedule on this placement.
+        memory: What ranks may hold; None for no limit.
+        keeps_order: Whether the limit is to be kept by ``program``; False: by a schedule that is searched for.
+        held_by: What the limit is to be kept by instead of ``program``, where a search finds what holds less.
+
+    Raises:
+        ConfigurationError, SplitError: As :func:`~lightning_pp.split.cut.partition.partition_units` says; nothing fits
+            the memory.
+    """
+
+    def balanced(units: UnitMemory | None) -> Partition:
+        return partition_units(
+            record,
+            placement=placement,
+            num_parameters=num_parameters,
+            split_points=cut.split_points,
+            costs=costs,
+            unit_weights=cut.unit_weights,
+            rank_speeds=cut.rank_speeds,
+            memory=units,
+        )
+
+    if cut.split_points is not None or placement.num_ranks == 1:
+        partition = balanced(None)
+        if memory is not None:
+            memory.check(partition, placement, (held_by or program) if keeps_order else None)
+        return partition
+    holding = held_by or program
+    kept_by: Schedule | None = holding
+    if memory is None:
+        partition = balanced(None)
+    else:
+        try:
+            partition = memory.fitting_partition(balanced, placement, holding, kept_by)
+        except ConfigurationError:
+            if keeps_order:
+                raise
+            kept_by = None
+            partition = memory.fitting_partition(balanced, placement, holding, kept_by)
+    speeds = cut.speeds_of_stages(placement)
+
+    def step_time(candidate: Partition) -> float:
+        return max(program.simulate(stage_costs(candidate.unit_costs, candidate.stage_of_unit, speeds)).span_ms)
+
+    best, tried, improved = step_time(partition), 0, True
+    while improved and tried < _MOST_MOVES_TRIED:
+        improved = False
+        for candidate in moved_cuts(record, partition):
+            tried += 1
+            time = step_time(candidate)
+            if time < best * _WORTH_A_MOVE and (memory is None or memory.fits(candidate, placement, kept_by)):
+                partition, best, improved = candidate, time, True
+                break
+    return partition
+
+
+def costs_of_other_cuts(given: StageCosts, partition: Partition, speeds: Sequence[float]) -> StageCosts:
+    """Costs of the stages of ``partition``, cut by measured costs of units; messages as they were on average."""
+    number = given.num_stages or 1
+    resolved = given.per_stage(number)
+    costs = stage_costs(partition.unit_costs, partition.stage_of_unit, speeds)
+    return replace(
+        costs,
+        p2p=sum(resolved.p2p) / number,
+        gather=sum(resolved.gather) / number,
+        reduce=sum(resolved.reduce) / number,
+    )

@@ -1,0 +1,119 @@
+"""How bytes are counted for a run: its optimizer, dtypes and sharding."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_pp.errors import ConfigurationError
+from lightning_pp.planning.sharded_stages import ShardingSettings
+from lightning_pp.schedule import Placement, Schedule
+from lightning_pp.schedule.sharding import ShardingMode
+from lightning_pp.split.cut.partition import Partition
+from lightning_pp.split.memory.estimate import MemoryEstimate, estimate_memory
+from lightning_pp.split.memory.state_memory import ParameterSize, StepDtypes, optimizer_bytes_per_parameter
+from lightning_pp.split.record.step_record import StepRecord
+
+# AdamW's two states in float32: what is assumed of an optimizer that cannot be asked
+_ASSUMED_OPTIMIZER_BYTES = 8.0
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """How the bytes of a rank are counted.
+
+    Attributes:
+        optimizer_bytes: Bytes of optimizer state for each trainable parameter.
+        dtypes: Of computation and of gradients.
+        sharding: What data-parallel ranks share.
+        num_shards: How many share it.
+        unshard_budget: Bytes of gathered parameters with ``full_shard``.
+        cpu_offload: Whether what is sharded lies on the host.
+        trains: Whether there are gradients.
+        assumed: What had to be assumed, in words; empty if nothing.
+        whole_batch_loss: Whether the code after the last unit runs once, on all microbatches joined.
+    """
+
+    optimizer_bytes: float = 0.0
+    dtypes: StepDtypes = field(default_factory=StepDtypes)
+    sharding: ShardingMode = "replicate"
+    num_shards: int = 1
+    unshard_budget: int | None = None
+    cpu_offload: bool = False
+    trains: bool = True
+    assumed: str = ""
+    whole_batch_loss: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        settings: ShardingSettings,
+        num_shards: int,
+        dtypes: StepDtypes,
+        *,
+        trains: bool = True,
+        whole_batch_loss: bool = False,
+    ) -> MemoryModel:
+        """For the sharding and the precision of a run, with AdamW's state; :meth:`with_optimizer` knows better.
+
+        Args:
+            settings: The strategy's arguments about sharding.
+            num_shards: Ranks that share the parameters of a stage.
+            dtypes: Of computation and of gradients.
+            trains: Whether the step is a training step.
+            whole_batch_loss: The strategy's argument.
+        """
+        is_whole = settings.mode == "replicate" or (num_shards == 1 and not settings.cpu_offload)
+        return cls(
+            _ASSUMED_OPTIMIZER_BYTES if trains else 0.0,
+            dtypes,
+            "replicate" if is_whole else settings.mode,
+            1 if is_whole else num_shards,
+            settings.unshard_budget,
+            settings.cpu_offload,
+            trains,
+            "no optimizer: AdamW is assumed" if trains else "",
+            whole_batch_loss,
+        )
+
+    def with_optimizer(self, optimizer: Optimizer) -> MemoryModel:
+        """With the state that ``optimizer`` keeps; AdamW's is assumed of one that cannot be asked."""
+        sizes = Counter[torch.dtype]()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                sizes[parameter.dtype] += parameter.numel()
+        dtype = sizes.most_common(1)[0][0] if sizes else torch.float32
+        try:
+            return replace(self, optimizer_bytes=optimizer_bytes_per_parameter(optimizer, dtype), assumed="")
+        except ConfigurationError as error:
+            return replace(self, assumed=f"{error} AdamW's state is assumed.")
+
+    def estimate(
+        self,
+        record: StepRecord,
+        partition: Partition,
+        placement: Placement,
+        parameters: Sequence[ParameterSize],
+        schedule: Schedule | None = None,
+    ) -> MemoryEstimate:
+        """What stages and ranks hold; the arguments are those of :func:`estimate_memory`."""
+        if not self.trains:
+            parameters = [replace(parameter, is_trainable=False) for parameter in parameters]
+        return estimate_memory(
+            record,
+            partition,
+            placement,
+            parameters,
+            optimizer_bytes_per_parameter=self.optimizer_bytes,
+            dtypes=self.dtypes,
+            sharding=self.sharding,
+            num_shards=self.num_shards,
+            unshard_budget_bytes=self.unshard_budget,
+            cpu_offload=self.cpu_offload,
+            schedule=schedule,
+            whole_batch_loss=self.whole_batch_loss and self.trains,
+        )

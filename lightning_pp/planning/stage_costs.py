@@ -1,0 +1,110 @@
+"""What stages cost: estimated from a dry run before anything is measured, and what a microbatch holds on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lightning_pp.schedule import Placement, StageCosts
+from lightning_pp.split.cut.partition import Partition
+from lightning_pp.split.cut.unit_costs import stage_costs
+from lightning_pp.split.memory.estimate import estimate_memory
+from lightning_pp.split.record.plan import StepPlan, build_plan
+from lightning_pp.split.record.step_record import StepRecord
+
+BYTES_PER_GIB = float(1 << 30)
+
+
+@dataclass(frozen=True)
+class DeviceSpeed:
+    """How fast a device is taken to be until it is measured; schedules depend on the ratios only.
+
+    Attributes:
+        flops_per_ms: Floating point operations.
+        bytes_per_ms: Between two ranks.
+        latency_ms: Of a message between two ranks.
+        action_ms: Of an action beside its operations: Python, launches, bookkeeping.
+    """
+
+    flops_per_ms: float
+    bytes_per_ms: float
+    latency_ms: float
+    action_ms: float
+
+
+# a recent accelerator at 40 % of its bf16 peak with a fast network; a core or two with loopback sockets
+_SPEEDS = {"cuda": DeviceSpeed(2e11, 2e7, 0.02, 0.2), "cpu": DeviceSpeed(3e7, 1e6, 0.1, 0.3)}
+
+
+def assumed_speed(device_type: str) -> DeviceSpeed:
+    """The speed of a device of that type; one that is not known is taken for a GPU."""
+    return _SPEEDS.get(device_type, _SPEEDS["cuda"])
+
+
+def estimated_costs(
+    record: StepRecord,
+    partition: Partition,
+    placement: Placement,
+    speed: DeviceSpeed,
+    speeds_of_stages: Sequence[float] | None = None,
+    *,
+    whole_batch_loss: bool = False,
+) -> StageCosts:
+    """Costs per stage from what a dry run counted; ``held_*`` in GiB.
+
+    Times are those of the units' FLOPs, and a little for every action. A message costs its bytes and a latency.
+
+    Args:
+        record: The dry run of a microbatch.
+        partition: The stages that the step is cut into, with the costs of the units in FLOPs.
+        placement: Which rank holds which stages.
+        speed: Of the device.
+        speeds_of_stages: How fast the rank of each stage is, compared with ``speed``; None: as fast.
+        whole_batch_loss: Whether the last stage joins all microbatches.
+    """
+    factors = speeds_of_stages or [1.0] * partition.num_stages
+    plan = build_plan(record, partition.stage_of_unit, partition.num_stages)
+    sums = stage_costs(
+        partition.unit_costs, partition.stage_of_unit, [speed.flops_per_ms * factor for factor in factors]
+    )
+    flop_times = sums.per_stage(partition.num_stages)
+    sent = crossing_bytes(plan)
+    to_and_fro = [max(sent[max(stage - 1, 0)], sent[stage]) for stage in range(len(sent))]
+    costs = StageCosts(
+        forward=[speed.action_ms + time for time in flop_times.forward],
+        backward_input=[speed.action_ms + time for time in flop_times.backward_input],
+        backward_weight=[speed.action_ms + time for time in flop_times.backward_weight],
+        p2p=[speed.latency_ms + num_bytes / speed.bytes_per_ms for num_bytes in to_and_fro],
+    )
+    held = held_gib(record, partition, placement, whole_batch_loss=whole_batch_loss)
+    return with_held(costs, *held, whole_batch_loss=whole_batch_loss)
+
+
+def held_gib(
+    record: StepRecord, partition: Partition, placement: Placement, *, whole_batch_loss: bool = False
+) -> tuple[list[float], list[float]]:
+    """What one microbatch holds on each stage after F and after I, GiB, by the dry run ``record``."""
+    memory = estimate_memory(record, partition, placement, (), whole_batch_loss=whole_batch_loss)
+    return (
+        [num_bytes / BYTES_PER_GIB for num_bytes in memory.held_after_forward],
+        [num_bytes / BYTES_PER_GIB for num_bytes in memory.held_after_input],
+    )
+
+
+def crossing_bytes(plan: StepPlan) -> list[int]:
+    """Bytes that each stage sends to later ones in the forward of one microbatch."""
+    sent = [0] * len(plan.stages)
+    for edge in plan.edges:
+        sent[edge.source] += edge.spec.num_bytes
+    return sent
+
+
+def with_held(
+    costs: StageCosts, after_forward: list[float], after_input: list[float], *, whole_batch_loss: bool = False
+) -> StageCosts:
+    """``costs`` with other ``held_*``; nothing holds less after F than after I, but with ``whole_batch_loss``.
+
+    All microbatches are held after F then, so that the difference would count for each of them.
+    """
+    most = after_forward if whole_batch_loss else [max(pair) for pair in zip(after_forward, after_input, strict=True)]
+    return replace(costs, held_after_forward=most, held_after_input=after_input)

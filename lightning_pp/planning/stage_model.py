@@ -1,0 +1,394 @@
+"""From a whole model to what one rank holds of it. Knows torch.distributed, not Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pp.planning.recomputed_units import ActivationCheckpointing, policy_of, recomputation_of
+from lightning_pp.planning.step_plans import StepPlanCache
+from lightning_pp.runtime.recomputation import Recomputation
+from lightning_pp.schedule import Placement
+from lightning_pp.split.cut.partition import Partition, partition_units
+from lightning_pp.split.dry_run.run import DryRun
+from lightning_pp.split.dry_run.weight_updates import Updates
+from lightning_pp.split.fakes.materialize import materialize_buffers
+from lightning_pp.split.fakes.parameters import FakeParameters
+from lightning_pp.split.memory.state_memory import ParameterSize, parameter_sizes
+from lightning_pp.split.record.plan import build_plan, direct_parameters
+from lightning_pp.split.record.step_record import StepRecord
+from lightning_pp.split.unit_calls.units import discover_units, is_block_list, refine_unit
+
+_MOST_REFINEMENTS = 32
+
+
+@dataclass(frozen=True)
+class SplitModel:
+    """A model, its units and who owns what.
+
+    Attributes:
+        module: The whole model; on this rank only ``owned`` parameters are left in it.
+        units: Name to module.
+        fake_parameters: Fakes for the rest.
+        plans: Plans by batch signature.
+        partition: Which stage each unit is on.
+        placement: Which rank each stage is on.
+        owners: Canonical parameter name to the stages that hold it, in order.
+        direct: Canonical names of parameters that are used outside their unit.
+        num_parameters: Parameters in each unit.
+        record: The dry run that the partition was made from.
+        recomputation: Which units are run again in backward; None for none.
+    """
+
+    module: nn.Module
+    units: Mapping[str, nn.Module]
+    fake_parameters: FakeParameters
+    plans: StepPlanCache
+    partition: Partition
+    placement: Placement
+    owners: Mapping[str, tuple[int, ...]]
+    direct: frozenset[str]
+    num_parameters: Mapping[str, int]
+    record: StepRecord
+    recomputation: Recomputation | None = None
+
+    def ranks_of(self, name: str) -> tuple[int, ...]:
+        """The pipeline ranks that hold the parameter ``name``, in the order of its stages."""
+        return tuple(dict.fromkeys(self.placement.rank_of_stage[stage] for stage in self.owners[name]))
+
+    def owned_by(self, rank: int) -> set[str]:
+        """Canonical names of the parameters that ``rank`` holds."""
+        return {name for name in self.owners if rank in self.ranks_of(name)}
+
+    def parameter_sizes(self) -> tuple[ParameterSize, ...]:
+        """Sizes and places of all parameters, as :func:`~estimate_memory` takes them."""
+        return parameter_sizes(self.fake_parameters, self.units, self.owners, self.direct)
+
+    def units_of(self, rank: int) -> dict[str, nn.Module]:
+        """The units on ``rank``'s stages."""
+        stages = self.placement.stages_of_rank(rank)
+        return {name: unit for name, unit in self.units.items() if self.partition.stage_of_unit[name] in stages}
+
+
+def split_model(
+    module: nn.Module,
+    *,
+    device: torch.device,
+    placement: Placement,
+    step: Callable[[DryRun], Any],
+    with_gradients: bool,
+    patterns: Sequence[str] | None,
+    split_points: Sequence[str] | None,
+    agree: Callable[[Any], Any],
+    compute_dtype: torch.dtype | None = None,
+    activation_checkpointing: ActivationCheckpointing = False,
+) -> SplitModel:
+    """Finds the units of ``module``, records ``step`` and assigns units to stages and parameters to owners.
+
+    Nothing of the model is moved or dropped yet, except that its buffers go to ``device``.
+
+    Args:
+        module: The whole model.
+        device: Where this rank computes.
+        placement: Which rank holds which stages.
+        step: Runs the user's step for one microbatch.
+        with_gradients: Whether it is a training step.
+        patterns: What the user calls units, or None to discover them.
+        split_points: Units that start a stage, or None to balance.
+        agree: Returns rank 0's argument on every rank: replicas see batches of different lengths, and must still cut
+            at the same places.
+        compute_dtype: The dtype of parameters while their unit runs; None: their own.
+        activation_checkpointing: The strategy's.
+
+    Raises:
+        ConfigurationError, SplitError: As :func:`partition_units` and :func:`dry_run` say.
+    """
+    recording = record_model(
+        module,
+        device=device,
+        step=step,
+        with_gradients=with_gradients,
+        patterns=patterns,
+        num_stages=placement.num_stages,
+        compute_dtype=compute_dtype,
+        activation_checkpointing=activation_checkpointing,
+    )
+    return assign_stages(recording, placement=placement, split_points=split_points, agree=agree)
+
+
+@dataclass(frozen=True)
+class RecordedModel:
+    """A model with its units, and its step as a dry run saw it.
+
+    Attributes:
+        module: The whole model.
+        units: Name to module.
+        fake_parameters: Fakes for parameters.
+        record: The dry run.
+        recomputation: Which units are run again in backward; None for none.
+    """
+
+    module: nn.Module
+    units: Mapping[str, nn.Module]
+    fake_parameters: FakeParameters
+    record: StepRecord
+    recomputation: Recomputation | None = None
+
+    @property
+    def num_parameters(self) -> dict[str, int]:
+        """Parameters in each unit."""
+        return {name: sum(p.numel() for p in unit.parameters()) for name, unit in self.units.items()}
+
+
+def record_model(
+    module: nn.Module,
+    *,
+    device: torch.device,
+    step: Callable[[DryRun], Any],
+    with_gradients: bool,
+    patterns: Sequence[str] | None,
+    num_stages: int,
+    compute_dtype: torch.dtype | None = None,
+    activation_checkpointing: ActivationCheckpointing = False,
+) -> RecordedModel:
+    """Finds the units of ``module``, at least ``num_stages`` of them if there are so many, and records ``step``.
+
+    The arguments are those of :func:`split_model`, and the strategy's ``activation_checkpointing``.
+
+    Raises:
+        ConfigurationError: As :func:`~lightning_pp.planning.recomputed_units.recomputation_of` says.
+    """
+    materialize_buffers(module, device)
+    fake_parameters = FakeParameters(module, device)
+    fake_parameters.set_compute_dtype(compute_dtype)
+    unnamed = Recomputation((), policy_of(activation_checkpointing))
+    units, record = _recorded(
+        module, discover_units(module, patterns), fake_parameters, step, with_gradients, patterns, num_stages, unnamed
+    )
+    used_outside = record.parameters_used_outside()
+    if compute_dtype is not None and used_outside:
+        # nobody casts these for their unit, and it runs with them as they are
+        fake_parameters.set_compute_dtype(compute_dtype, used_outside)
+        record = StepPlanCache(module, units, fake_parameters, unnamed).record(step, with_gradients=with_gradients)
+    recomputation = recomputation_of(activation_checkpointing, module, units, record)
+    record.recomputed_units = frozenset() if recomputation is None else recomputation.units
+    return RecordedModel(module, units, fake_parameters, record, recomputation)
+
+
+def assign_stages(
+    recording: RecordedModel,
+    *,
+    placement: Placement,
+    split_points: Sequence[str] | None = None,
+    agree: Callable[[Any], Any] = lambda decided: decided,
+    partition: Partition | None = None,
+    updates: Updates = MappingProxyType({}),
+) -> SplitModel:
+    """Assigns the units to stages and the parameters to owners.
+
+    Args:
+        recording: The model.
+        placement: Which rank holds which stages.
+        split_points: Units that start a stage, or None to balance.
+        agree: Returns rank 0's argument on every rank.
+        partition: Which stage each unit is on, where that is decided; then the two before it mean nothing.
+        updates: Parameters that hooks write into, and those that they compute their new values from.
+
+    Raises:
+        ConfigurationError, SplitError: As :func:`partition_units` and :func:`build_plan` say.
+    """
+    module, units, fake_parameters, record = (
+        recording.module,
+        recording.units,
+        recording.fake_parameters,
+        recording.record,
+    )
+    if partition is None:
+        partition = agree(
+            partition_units(
+                record, placement=placement, num_parameters=recording.num_parameters, split_points=split_points
+            )
+        )
+    build_plan(
+        record, partition.stage_of_unit, placement.num_stages
+    )  # raises what cannot be cut before anything changes
+    places = places_of(recording, partition, updates)
+    plans = StepPlanCache(module, units, fake_parameters, recording.recomputation)
+    plans.set_partition(places.partition.stage_of_unit, placement.num_stages, places.owners)
+    return SplitModel(
+        module,
+        units,
+        fake_parameters,
+        plans,
+        places.partition,
+        placement,
+        places.owners,
+        places.direct,
+        recording.num_parameters,
+        record,
+        recording.recomputation,
+    )
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where units and parameters are.
+
+    Attributes:
+        partition: Which stage each unit is on.
+        owners: Canonical parameter name to the stages that hold it, in order.
+        direct: Canonical names of parameters that are kept whole, since they are used outside their unit.
+    """
+
+    partition: Partition
+    owners: Mapping[str, tuple[int, ...]]
+    direct: frozenset[str]
+
+
+def places_of(recording: RecordedModel, partition: Partition, updates: Updates = MappingProxyType({})) -> Places:
+    """Where parameters are under ``partition``, in which units that only follow others move to these.
+
+    Args:
+        recording: The model.
+        partition: Which stage each unit is on.
+        updates: Parameters that hooks write into, and those that they compute their new values from.
+    """
+    record, units, fake_parameters = recording.record, recording.units, recording.fake_parameters
+    partition = _beside_what_they_follow(recording, partition, updates)
+    direct = direct_parameters(record, partition.stage_of_unit, partition.num_stages)
+    owners = _owners(fake_parameters, units, record, partition, direct)
+    for name, others in updates.items():
+        for other in others:
+            if missing := set(owners[name]) - set(owners[other]):
+                direct.setdefault(other, set()).update(missing)
+    for name in _kept_whole_with_others([updates, record.updates], direct, in_units=set(_unit_of(recording))):
+        direct.setdefault(name, set())
+    return Places(partition, _owners(fake_parameters, units, record, partition, direct), frozenset(direct))
+
+
+def parameter_sizes_of(recording: RecordedModel, places: Places) -> tuple[ParameterSize, ...]:
+    """Sizes and places of all parameters, as :func:`~lightning_pp.split.memory.estimate.estimate_memory` takes them."""
+    return parameter_sizes(recording.fake_parameters, recording.units, places.owners, places.direct)
+
+
+def _beside_what_they_follow(recording: RecordedModel, partition: Partition, updates: Updates) -> Partition:
+    """Moves units that the step does not call (an averaged copy of the model) to the stages of what they follow."""
+    called = recording.record.first_calls()
+    unit_of = _unit_of(recording)
+    stages = dict(partition.stage_of_unit)
+    for name, others in updates.items():
+        unit = unit_of.get(name)
+        followed = {unit_of[other] for other in others if other in unit_of}
+        if unit is not None and unit not in called and len(followed) == 1:
+            stages[unit] = partition.stage_of_unit[followed.pop()]
+    return replace(partition, stage_of_unit=stages)
+
+
+def _unit_of(recording: RecordedModel) -> dict[str, str]:
+    """Canonical names of the parameters in units to their unit."""
+    return {
+        recording.fake_parameters.canonical_names[f"{unit}.{key}"]: unit
+        for unit, module in recording.units.items()
+        for key, _ in module.named_parameters(remove_duplicate=False)
+    }
+
+
+def _kept_whole_with_others(updates: Iterable[Updates], direct: Collection[str], in_units: Collection[str]) -> set[str]:
+    """Parameters computed from, or into, others of which one is kept whole: a shard and a whole one do not mix."""
+    groups = [{name, *others} for found in updates for name, others in found.items()]
+    whole = set(direct)
+    grew = True
+    while grew:
+        joined = {name for group in groups if any(n in whole or n not in in_units for n in group) for name in group}
+        grew = not joined <= whole
+        whole |= joined
+    return whole - set(direct)
+
+
+def _recorded(
+    module: nn.Module,
+    units: dict[str, nn.Module],
+    fake_parameters: FakeParameters,
+    step: Callable[[DryRun], Any],
+    with_gradients: bool,
+    patterns: Sequence[str] | None,
+    num_stages: int,
+    recomputation: Recomputation,
+) -> tuple[dict[str, nn.Module], StepRecord]:
+    """Records the step; goes a level down where units are not called as such, or are too few."""
+    for _ in range(_MOST_REFINEMENTS):
+        record = StepPlanCache(module, units, fake_parameters, recomputation).record(
+            step, with_gradients=with_gradients
+        )
+        if patterns is not None:
+            break
+        finer = _finer_units(module, units, fake_parameters, record, num_stages)
+        if finer is None:
+            break
+        units = finer
+    return units, record
+
+
+def _finer_units(
+    module: nn.Module,
+    units: dict[str, nn.Module],
+    fake_parameters: FakeParameters,
+    record: StepRecord,
+    num_stages: int,
+) -> dict[str, nn.Module] | None:
+    called = set(record.first_calls())
+    used_directly = set(record.tail.parameters).union(*(call.reads.parameters for call in record.calls))
+    for name, unit in units.items():
+        children = refine_unit(name, unit)
+        its_parameters = {fake_parameters.canonical_names[f"{name}.{key}"] for key, _ in unit.named_parameters()}
+        if name not in called and children and its_parameters & used_directly:
+            return _replaced(units, name, children)
+    if len(called) >= num_stages:
+        return None
+    in_block_lists = {child for parent in module.modules() if is_block_list(parent) for child in parent.children()}
+    candidates = {
+        name: refine_unit(name, units[name])
+        for name in called
+        if units[name] not in in_block_lists and refine_unit(name, units[name])
+    }
+    if not candidates:
+        return None
+    largest = max(candidates, key=lambda name: sum(p.numel() for p in units[name].parameters()))
+    return _replaced(units, largest, candidates[largest])
+
+
+def _replaced(units: Mapping[str, nn.Module], name: str, children: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    result: dict[str, nn.Module] = {}
+    for other, unit in units.items():
+        if other == name:
+            result.update({child: module for child, module in children.items() if module not in result.values()})
+        else:
+            result[other] = unit
+    return result
+
+
+def _owners(
+    fake_parameters: FakeParameters,
+    units: Mapping[str, nn.Module],
+    record: StepRecord,
+    partition: Partition,
+    direct: Mapping[str, set[int]],
+) -> dict[str, tuple[int, ...]]:
+    called = set(record.first_calls())
+    by_call: dict[str, set[int]] = {}
+    by_place: dict[str, set[int]] = {}
+    for name, unit in units.items():
+        stage = partition.stage_of_unit[name]
+        target = by_call if name in called else by_place
+        for key, _ in unit.named_parameters(remove_duplicate=False):
+            target.setdefault(fake_parameters.canonical_names[f"{name}.{key}"], set()).add(stage)
+    owners: dict[str, tuple[int, ...]] = {}
+    for name in dict.fromkeys(fake_parameters.canonical_names.values()):
+        stages = by_call.get(name, set()) | direct.get(name, set()) or by_place.get(name) or {0}
+        owners[name] = tuple(sorted(stages))
+    return owners

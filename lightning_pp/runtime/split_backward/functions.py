@@ -1,0 +1,292 @@
+"""Linear operations as autograd functions whose weight gradient can wait.
+
+Each computes what the torch function of its name computes. Its backward returns the gradients of the input and of the
+bias, and either queues the weight's (inside
+:func:`~lightning_pp.runtime.split_backward.queue.collect_weight_gradients`) or returns it too.
+
+The weight stays on ``ctx`` as the object it is, a Parameter or a view of one, and is not saved for backward: FSDP2
+frees and gathers its storage in between, and W must find the very Parameter whose ``.grad`` is reduced. The input is
+saved, so that activation checkpointing and other saved-tensor hooks see it.
+
+Under autocast (``dtype`` given) the functions cast for themselves, with autocast's results but without keeping a copy
+of each weight for every microbatch under way.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import Parameter
+
+from lightning_pp.runtime.split_backward.queue import COLLECTOR, WeightGradientQueue, add_product, add_to_gradient
+
+# torch's own functions, whatever stands in their place while steps run.
+_linear = F.linear
+_matmul = torch.matmul
+_addmm = torch.addmm
+_mm = torch.mm
+_bmm = torch.bmm
+_convolution = torch.convolution
+_convolution_backward = torch.ops.aten.convolution_backward.default
+_is_grad_enabled = torch.is_grad_enabled
+# Private, but what torch.autograd.graph.register_multi_grad_hook stands on: does the backward that runs want this node?
+_will_execute = torch._C._will_engine_execute_node
+
+Grads = tuple[Tensor | None, ...]
+
+
+class ConvolutionOptions(NamedTuple):
+    """What a convolution is told besides its tensors, each a list with one number per spatial dimension."""
+
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+    is_transposed: bool
+    output_padding: list[int]
+    num_groups: int
+
+
+class DeferredLinear(Function):
+    """``F.linear(input, weight, bias)``: ``[..., N]``, ``[M, N]``, ``[M]`` to ``[..., M]``; input at least 2D."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+        input, factor, bias = _prepare(ctx, input, weight, bias, dtype)
+        if input.dim() == 2:
+            return _linear(input, factor, bias)
+        # Detached, because these are views, and a view that a custom function returns may not be edited in place.
+        if input.is_contiguous():
+            return _linear(input, factor, bias).detach()
+        # While gradients are not recorded, torch would multiply by an expanded weight instead of folding rows together.
+        output = _mm(input.reshape(-1, input.size(-1)), factor.t())
+        if bias is not None:
+            output = output + bias  # not in place: selective checkpointing may have kept the product
+        return output.view(*input.shape[:-1], factor.size(0)).detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor | None) -> Grads:
+        if grad_output is None:
+            return None, None, None, None
+        (input,) = ctx.saved_tensors
+        needs_input, _, needs_bias, _ = ctx.needs_input_grad
+        weight = ctx.weight
+        rows = grad_output if grad_output.dim() == 2 else grad_output.flatten(0, -2)
+        grad_input = grad_weight = grad_bias = None
+        if needs_input:
+            grad_input = _mm(rows, weight if ctx.dtype is None else weight.to(ctx.dtype))
+            if input.dim() != 2:
+                grad_input = grad_input.view(input.shape)
+        queue = _weight_gradient_destination(ctx)
+        if queue is True:
+            grad_weight = _mm(rows.t(), input.flatten(0, -2))
+        elif queue is not False:
+            queue.append(add_product, weight, rows, input.detach())
+        if needs_bias:
+            grad_bias = _grad_bias(ctx, grad_output, rows)
+        return grad_input, _finish(ctx, grad_weight), grad_bias, None
+
+
+class DeferredMatmul(Function):
+    """``bias + input @ weight``: ``[..., M]``, ``[M, N]`` to ``[..., N]``; with a bias (addmm), input 2D."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+        input, factor, bias = _prepare(ctx, input, weight, bias, dtype)
+        return _matmul(input, factor) if bias is None else _addmm(bias, input, factor)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor | None) -> Grads:
+        if grad_output is None:
+            return None, None, None, None
+        (input,) = ctx.saved_tensors
+        needs_input, _, needs_bias, _ = ctx.needs_input_grad
+        weight = ctx.weight
+        rows = grad_output if grad_output.dim() == 2 else grad_output.flatten(0, -2)
+        grad_input = grad_weight = grad_bias = None
+        if needs_input:
+            grad_input = _mm(rows, (weight if ctx.dtype is None else weight.to(ctx.dtype)).t())
+            if input.dim() != 2:
+                grad_input = grad_input.view(input.shape)
+        queue = _weight_gradient_destination(ctx)
+        if queue is True:
+            grad_weight = _mm(input.flatten(0, -2).t(), rows)
+        elif queue is not False:
+            queue.append(add_product, weight, input.detach(), rows)
+        if needs_bias:
+            grad_bias = _grad_bias(ctx, grad_output, rows)
+        return grad_input, _finish(ctx, grad_weight), grad_bias, None
+
+
+class DeferredBatchedMatmul(Function):
+    """``torch.bmm(input, weight)``: ``[B, K, M]``, ``[B, M, N]`` to ``[B, K, N]``, as in a mixture of experts."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, dtype: torch.dtype | None) -> Tensor:
+        input, factor, _ = _prepare(ctx, input, weight, None, dtype)
+        return _bmm(input, factor)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor | None) -> Grads:
+        if grad_output is None:
+            return None, None, None
+        (input,) = ctx.saved_tensors
+        weight = ctx.weight
+        grad_input = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_input = _bmm(grad_output, (weight if ctx.dtype is None else weight.to(ctx.dtype)).mT)
+        queue = _weight_gradient_destination(ctx)
+        if queue is True:
+            grad_weight = _bmm(input.mT, grad_output)
+        elif queue is not False:
+            queue.append(add_product, weight, input.detach(), grad_output)
+        return grad_input, _finish(ctx, grad_weight), None
+
+
+class DeferredConvolution(Function):
+    """``torch.convolution(input, weight, bias, *options)``, of one to three spatial dimensions, transposed or not."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype | None,
+        options: ConvolutionOptions,
+    ) -> Tensor:
+        input, factor, bias = _prepare(ctx, input, weight, bias, dtype)
+        ctx.options = options
+        return _convolution(input, factor, bias, *options)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor | None) -> Grads:
+        if grad_output is None:
+            return None, None, None, None, None
+        (input,) = ctx.saved_tensors
+        needs_input, _, needs_bias, _, _ = ctx.needs_input_grad
+        weight, options = ctx.weight, ctx.options
+        grad_input = grad_weight = grad_bias = None
+        queue = _weight_gradient_destination(ctx)
+        factor = weight if ctx.dtype is None else weight.to(ctx.dtype)
+        if queue is True:
+            grad_input, grad_weight, grad_bias = _convolution_backward(
+                grad_output,
+                input,
+                factor,
+                [grad_output.size(1)] if needs_bias else None,
+                *options,
+                [needs_input, True, needs_bias],
+            )
+        else:
+            if needs_input:
+                grad_input = _convolution_backward(grad_output, input, factor, None, *options, [True, False, False])[0]
+            if needs_bias:  # not by the kernel, for oneDNN's would compute the weight's gradient with it
+                grad_bias = grad_output.sum([0, *range(2, grad_output.dim())])
+            if queue is not False:
+                queue.append(_add_convolution, weight, grad_output, input.detach(), options)
+        return grad_input, _finish(ctx, grad_weight), grad_bias, None, None
+
+
+def _add_convolution(weight: Tensor, grad_output: Tensor, input: Tensor, options: ConvolutionOptions) -> None:
+    """Adds the weight gradient of a convolution to that of ``weight``."""
+    # Only the shape is read, and the weight's own storage may be freed by now.
+    shape_of_weight = grad_output.new_empty(1).expand(weight.shape)
+    _, grad_weight, _ = _convolution_backward(grad_output, input, shape_of_weight, None, *options, [False, True, False])
+    add_to_gradient(weight, grad_weight)
+
+
+def _prepare(
+    ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keeps on ``ctx`` what backward needs; returns the arguments in the dtype to compute in."""
+    ctx.set_materialize_grads(False)
+    ctx.weight = weight
+    ctx.weight_version = weight._version
+    ctx.dtype = dtype
+    ctx.bias_shape = None if bias is None or bias.dim() == 1 else bias.shape
+    if dtype is not None:
+        input, weight = _cast_input(input, dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    ctx.save_for_backward(input)
+    return input, weight, bias
+
+
+def _weight_gradient_destination(ctx: Any) -> WeightGradientQueue | bool:
+    """Where the weight gradient of the node that runs goes: to a queue, back to autograd (True), or nowhere (False)."""
+    weight = ctx.weight
+    if weight._version != ctx.weight_version:
+        raise RuntimeError(
+            f"a weight of shape {list(weight.shape)} was modified in place between its forward and its backward, from "
+            f"version {ctx.weight_version} to {weight._version}: update weights only while no microbatch is under way"
+        )
+    node = ctx.next_functions[1][0]
+    parameter = weight
+    is_view_wanted = False
+    if type(weight) is not Parameter:
+        parameter = weight._base
+        is_view_wanted = _will_execute(node)
+        while node.next_functions:
+            node = node.next_functions[0][0]
+    try:
+        if not _will_execute(node):  # the parameter is not among the inputs of this backward
+            return is_view_wanted
+    except RuntimeError:  # torch.autograd.grad asks for this very parameter
+        return True
+    queue = COLLECTOR.queue
+    if (
+        queue is None
+        or _is_grad_enabled()  # create_graph: the gradient has to be differentiable
+        or parameter._backward_hooks  # hooks see what autograd accumulates
+        or parameter._post_accumulate_grad_hooks
+        or weight._backward_hooks
+        or torch.compiler.is_compiling()
+    ):
+        return True
+    return queue
+
+
+def _grad_bias(ctx: Any, grad_output: Tensor, rows: Tensor) -> Tensor:
+    return rows.sum(0) if ctx.bias_shape is None else grad_output.sum_to_size(ctx.bias_shape)
+
+
+def _finish(ctx: Any, grad_weight: Tensor | None) -> Tensor | None:
+    """Refuses the one thing that saving a cast input loses: a second derivative through the weight gradient."""
+    if grad_weight is None or ctx.dtype is None or not _is_grad_enabled():
+        return grad_weight
+    refuse = torch._C._functions.DelayedError(
+        "a weight gradient made under autocast cannot be differentiated again inside weight_gradients_deferrable(): "
+        "take second derivatives outside autocast, or outside of a step whose backward is split",
+        1,
+    )
+    refused: Tensor = refuse(grad_weight)
+    return refused
+
+
+class _LastCast(threading.local):
+    """The last input that was cast in this thread: query, key and value projections then keep one copy, not three."""
+
+    source: weakref.ref[Tensor] | None = None
+    version = -1
+    result: weakref.ref[Tensor] | None = None
+
+
+_last_cast = _LastCast()
+
+
+def _cast_input(input: Tensor, dtype: torch.dtype) -> Tensor:
+    if input.dtype is dtype:
+        return input
+    last = _last_cast
+    if last.source is not None and last.source() is input and last.version == input._version:
+        result = last.result() if last.result is not None else None
+        if result is not None and result.dtype is dtype:
+            return result
+    result = input.to(dtype)
+    last.source, last.version, last.result = weakref.ref(input), input._version, weakref.ref(result)
+    return result

@@ -1,0 +1,328 @@
+"""What one stage owes for one microbatch between its input gradient (I) and its weight gradient (W).
+
+The autograd functions of :mod:`lightning_pp.runtime.split_backward.functions` put one entry per operation into the
+queue that
+is being collected; :meth:`WeightGradientQueue.run` works them off. An entry holds what the gradient is made of and
+nothing of the graph.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+# (how to add the gradient, the weight, its two factors, whatever else the operation needs)
+Entry = tuple[Callable[[Tensor, Tensor, Tensor, Any], None], Tensor, Tensor, Tensor, Any]
+
+
+@runtime_checkable
+class DelaysWeightGradient(Protocol):
+    """A module that keeps its own weight gradients back until asked (Transformer Engine's ``delay_wgrad_compute``)."""
+
+    def backward_dw(self) -> None:
+        """Computes the oldest weight gradient kept back and adds it to the parameters' ``.grad``."""
+
+
+class WeightGradientQueue:
+    """The weight gradients that one (stage, microbatch) owes after its I, in the order in which backward met them.
+
+    Life cycle: collect (around the backward of I) any number of times, then :meth:`run` or :meth:`clear`, after which
+    the queue can serve another microbatch.
+    """
+
+    __slots__ = ("_entries", "_is_owing", "_modules", "_num_collecting")
+
+    def __init__(self) -> None:
+        self._entries: list[Entry] = []
+        self._modules: list[DelaysWeightGradient] = []
+        self._num_collecting = 0
+        self._is_owing = False
+
+    def __len__(self) -> int:
+        """How many operations and modules are queued."""
+        return len(self._entries) + len(self._modules)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the storages that the queue keeps alive; what several entries share is counted once."""
+        storages = {
+            storage.data_ptr(): storage.nbytes()
+            for _, _, left, right, _ in self._entries
+            for storage in (left.untyped_storage(), right.untyped_storage())
+        }
+        return sum(storages.values())
+
+    def defer_module(self, module: nn.Module) -> None:
+        """Has :meth:`run` call ``module.backward_dw()``, once however often the module is given.
+
+        Args:
+            module: One that ran in this microbatch and keeps its own weight gradients back.
+
+        Raises:
+            TypeError: It has no ``backward_dw()``.
+        """
+        if not callable(getattr(module, "backward_dw", None)):  # isinstance takes the protocol apart each time
+            raise TypeError(
+                f"{type(module).__name__} has no backward_dw(), so it computes its weight gradients in its backward: "
+                "defer only what delayed_weight_gradient_modules() finds"
+            )
+        delaying = cast(DelaysWeightGradient, module)
+        for queued in self._modules:
+            if queued is delaying:
+                break
+        else:
+            self._modules.append(delaying)
+        self._is_owing = True
+
+    def parameters(self) -> set[Parameter]:
+        """The parameters whose gradients :meth:`run` will add to."""
+        found = {_parameter_of(weight) for _, weight, _, _, _ in self._entries}
+        for module in self._modules:
+            if isinstance(module, nn.Module):
+                found.update(module.parameters())
+        return found
+
+    def run(self, on_complete: Callable[[Parameter], None] | None = None) -> None:
+        """W: computes every queued weight gradient, adds it to its parameter's ``.grad``, and frees what was held.
+
+        From the second microbatch on, a product is added in place (``addmm_``), without a temporary of the weight's
+        size, where the gradient has the dtype of the computation. Convolutions always make one, for no kernel adds in
+        place.
+
+        Args:
+            on_complete: Called with each of :meth:`parameters` when its last queued gradient has been added.
+
+        Raises:
+            RuntimeError: There is nothing to run: the I was not collected, or W has run already; or I is still running.
+        """
+        if self._num_collecting:
+            raise RuntimeError(
+                "run() inside collect_weight_gradients(): W can only run after the backward of its I has ended"
+            )
+        if not self._is_owing:
+            raise RuntimeError(
+                "no weight gradients to run: each W runs once, after its I, and this queue has collected no backward "
+                "since it was made, run or cleared (a backward that raises clears it)"
+            )
+        entries, modules = self._entries, self._modules
+        self.clear()
+        if on_complete is None:
+            if entries:
+                _add_all(entries)
+        else:
+            _add_all_and_tell(entries, modules, on_complete)
+        for module in modules:
+            module.backward_dw()
+            if on_complete is not None and isinstance(module, nn.Module):
+                for parameter in module.parameters():
+                    on_complete(parameter)
+
+    def clear(self) -> None:
+        """Drops what is queued without computing it, for a microbatch whose step has failed."""
+        self._entries = []
+        self._modules = []
+        self._is_owing = False
+
+    def append(
+        self,
+        add_gradient: Callable[[Tensor, Tensor, Tensor, Any], None],
+        weight: Tensor,
+        left: Tensor,
+        right: Tensor,
+        extra: Any = None,
+    ) -> None:
+        """Queues ``add_gradient(weight, left, right, extra)``, to be called without gradients recorded.
+
+        Args:
+            add_gradient: Computes the gradient and adds it, with :func:`add_product` or :func:`add_to_gradient`.
+            weight: A Parameter or a view of one.
+            left: A factor of the gradient, cut off the graph.
+            right: The other factor, cut off the graph.
+            extra: What else the operation needs.
+        """
+        self._entries.append((add_gradient, weight, left, right, extra))
+
+
+class _Collector:
+    """The queue that backward fills at this moment.
+
+    One for the process and not one for a thread: autograd runs the backward of each accelerator in a thread of its own.
+    """
+
+    __slots__ = ("queue", "thread_id")
+
+    def __init__(self) -> None:
+        self.queue: WeightGradientQueue | None = None
+        self.thread_id = 0
+
+
+COLLECTOR = _Collector()
+
+
+class _Collecting:
+    """A class, and not a generator, which would cost more than all that is done."""
+
+    __slots__ = ("_previous", "_queue")
+
+    def __init__(self, queue: WeightGradientQueue) -> None:
+        self._queue = queue
+
+    def __enter__(self) -> None:
+        queue, thread_id = self._queue, threading.get_ident()
+        self._previous = COLLECTOR.queue
+        if self._previous is not None and COLLECTOR.thread_id != thread_id:
+            raise RuntimeError(
+                "another thread is collecting weight gradients: a process runs one split backward at a time"
+            )
+        COLLECTOR.thread_id = thread_id
+        COLLECTOR.queue = queue
+        queue._num_collecting += 1
+        queue._is_owing = True
+
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        if error_type is not None:
+            self._queue.clear()
+        self._queue._num_collecting -= 1
+        COLLECTOR.queue = self._previous
+
+
+def collect_weight_gradients(queue: WeightGradientQueue) -> AbstractContextManager[None]:
+    """Sends the weight gradients of the backward inside to ``queue`` instead of computing them; goes around I.
+
+    The backward must be an ordinary one that accumulates into ``.grad`` (``torch.autograd.backward``). Gradients that
+    ``torch.autograd.grad`` asks for are computed at once, also where a function calls it in its own backward. If the
+    backward raises, the queue is cleared and the previous state restored.
+
+    What is queued must keep its values until W: no buffer that it lives in, such as one received into, may be used
+    again before then.
+
+    Args:
+        queue: Where they go. May hold some already: one microbatch may need several backward calls.
+
+    Raises:
+        RuntimeError: Another thread is collecting.
+    """
+    return _Collecting(queue)
+
+
+def delayed_weight_gradient_modules(root: nn.Module) -> list[nn.Module]:
+    """The outermost modules of ``root`` that keep their own weight gradients back, in the order of ``root.modules()``.
+
+    A module with ``need_backward_dw()`` is asked; one without counts if it has ``backward_dw()``. Modules inside one
+    that counts are left out, since it calls theirs. Such a module keeps them back in B too: call its ``backward_dw()``
+    right after that backward.
+    """
+    if isinstance(root, DelaysWeightGradient) and getattr(root, "need_backward_dw", lambda: True)():
+        return [root]
+    return [module for child in root.children() for module in delayed_weight_gradient_modules(child)]
+
+
+def _add_all(entries: list[Entry]) -> None:
+    """Adds every entry's gradient, first to last, and empties the list on the way, so that each is freed once added."""
+    entries.reverse()
+    device_type = entries[0][1].device.type
+    # What is queued already has the dtype to compute in; autocast would round it once more.
+    has_autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    with torch.no_grad(), torch.autocast(device_type, enabled=False) if has_autocast else nullcontext():
+        while entries:
+            add_gradient, weight, left, right, extra = entries.pop()
+            add_gradient(weight, left, right, extra)
+
+
+def _add_all_and_tell(
+    entries: list[Entry], modules: Iterable[DelaysWeightGradient], on_complete: Callable[[Parameter], None]
+) -> None:
+    """As :func:`_add_all`, in parts that end where a parameter's last gradient has been added."""
+    last: dict[Parameter, int] = {_parameter_of(entry[1]): index for index, entry in enumerate(entries)}
+    for module in modules:
+        if isinstance(module, nn.Module):
+            for parameter in module.parameters():
+                last.pop(parameter, None)
+    part: list[Entry] = []
+    complete_after = {index: parameter for parameter, index in last.items()}
+    entries.reverse()
+    for index in range(len(entries)):
+        part.append(entries.pop())
+        if index in complete_after or not entries:
+            _add_all(part)
+            if index in complete_after:
+                on_complete(complete_after[index])
+
+
+def _parameter_of(weight: Tensor) -> Parameter:
+    """The Parameter that ``weight`` is or is a view of."""
+    parameter = weight if type(weight) is Parameter else weight._base
+    assert isinstance(parameter, Parameter)
+    return parameter
+
+
+def add_product(weight: Tensor, left: Tensor, right: Tensor, extra: object = None) -> None:
+    """Adds ``leftᵀ @ right`` to the gradient of ``weight``.
+
+    Args:
+        weight: ``[M, N]``, or ``[B, M, N]`` for a batch of weights.
+        left: ``[..., M]`` (``[B, K, M]``).
+        right: ``[..., N]`` (``[B, K, N]``), with the leading sizes and the dtype of ``left``.
+        extra: Not used.
+    """
+    gradient = weight.grad if type(weight) is Parameter else _gradient_part(weight)
+    if gradient is not None and (gradient.dtype is not left.dtype or gradient.layout is not torch.strided):
+        gradient = None  # it cannot be added to in place
+    if weight.dim() == 3:
+        if gradient is not None:
+            gradient.baddbmm_(left.mT, right)
+        else:
+            add_to_gradient(weight, torch.bmm(left.mT, right))
+        return
+    if left.dim() != 2:
+        left = left.flatten(0, -2)
+    if right.dim() != 2:
+        right = right.flatten(0, -2)
+    if gradient is not None:
+        gradient.addmm_(left.t(), right)
+    else:
+        add_to_gradient(weight, torch.mm(left.t(), right))
+
+
+def add_to_gradient(weight: Tensor, gradient: Tensor) -> None:
+    """Adds ``gradient`` to the ``.grad`` of the Parameter that ``weight`` is or is a view of, as autograd would.
+
+    A first gradient gets the parameter's strides and its ``grad_dtype``; a later one is added in the dtype that
+    ``.grad`` has.
+
+    Args:
+        weight: A Parameter or a view of one.
+        gradient: The shape of ``weight``, any floating dtype.
+    """
+    if type(weight) is not Parameter:
+        _gradient_part(weight).add_(gradient)
+    elif weight.grad is None:
+        gradient_dtype = weight.grad_dtype or gradient.dtype
+        if gradient.dtype is not gradient_dtype or gradient.stride() != weight.stride():
+            gradient = torch.empty_like(weight, dtype=gradient_dtype).copy_(gradient)
+        weight.grad = gradient
+    elif weight.grad.layout is not torch.strided:  # an embedding with sparse gradients is tied to this weight
+        weight.grad = gradient.add_(weight.grad)
+    else:
+        weight.grad.add_(gradient)
+
+
+def _gradient_part(view: Tensor) -> Tensor:
+    """The part of a Parameter's ``.grad`` that belongs to ``view``, a view of the Parameter, as an alias of it."""
+    parameter = view._base
+    assert parameter is not None
+    gradient = parameter.grad
+    if gradient is None:
+        gradient = parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+    elif gradient.layout is not torch.strided:
+        gradient = parameter.grad = gradient.to_dense()
+    if gradient.stride() != parameter.stride():  # the view's strides count in the parameter's
+        gradient = parameter.grad = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+    offset = gradient.storage_offset() + view.storage_offset() - parameter.storage_offset()
+    return gradient.as_strided(view.size(), view.stride(), offset)

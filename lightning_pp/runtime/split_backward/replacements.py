@@ -1,0 +1,301 @@
+"""The table of torch functions that are replaced while steps with a split backward run.
+
+Why the functions themselves: a ``TorchFunctionMode`` is popped for the whole of ``backward``, so the blocks that
+activation checkpointing re-runs there would not meet it, and on accelerators they re-run in autograd's own threads. A
+name that somebody else has already replaced is left alone, and names bound earlier (``from torch.nn.functional import
+linear``) still mean torch's function; what goes past the table gets its whole gradient in I.
+
+Code that compares a function it was handed with ``F.linear`` while a scope is active compares with the replacement; a
+tensor subclass should look its functions up when it is imported, as they commonly do.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function, forward_ad
+from torch.nn import Parameter
+
+from lightning_pp.runtime.split_backward.functions import (
+    ConvolutionOptions,
+    DeferredBatchedMatmul,
+    DeferredConvolution,
+    DeferredLinear,
+    DeferredMatmul,
+)
+
+TensorFunction = Callable[..., Any]
+Numbers = int | Sequence[int]
+
+_is_compiling = torch.compiler.is_compiling
+_is_grad_enabled = torch.is_grad_enabled
+_is_autocast_enabled = torch.is_autocast_enabled
+_are_functorch_transforms_active = torch._C._are_functorch_transforms_active
+_strided = torch.strided
+
+# Function.apply without its look at functorch, which _is_deferrable has already had: a sixth of the cost of a small
+# linear.
+_apply_linear: TensorFunction = super(Function, DeferredLinear).apply
+_apply_matmul: TensorFunction = super(Function, DeferredMatmul).apply
+_apply_batched_matmul: TensorFunction = super(Function, DeferredBatchedMatmul).apply
+_apply_convolution: TensorFunction = super(Function, DeferredConvolution).apply
+
+
+def _is_deferrable(input: Any, weight: Any, bias: Any = None) -> bool:
+    """Whether the gradient of ``weight`` can be deferred in a product of ``input`` with it.
+
+    Ordered so that what is not deferred mostly leaves at the first line: this runs on every call of every replaced
+    function.
+    """
+    if (type(weight) is not Parameter and not _is_view_of_parameter(weight)) or INSTALLATION.num_pauses:
+        return False
+    return (
+        weight.requires_grad
+        and (type(input) is Tensor or type(input) is Parameter)
+        and (bias is None or type(bias) is Parameter or type(bias) is Tensor)
+        and _is_grad_enabled()
+        and not _are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+        and weight.is_floating_point()
+        and weight.layout is _strided
+        and input.layout is _strided
+        and not input.is_nested
+    )
+
+
+def _is_view_of_parameter(weight: Any) -> bool:
+    """Whether ``weight`` is a view of a Parameter, such as ``.t()`` or one of ``.chunk(3)``, without overlaps."""
+    if type(weight) is not Tensor or not weight.requires_grad:
+        return False
+    parameter = weight._base
+    if type(parameter) is not Parameter or weight.dtype is not parameter.dtype or weight.layout is not _strided:
+        return False
+    span = 1
+    for stride, size in sorted(zip(weight.stride(), weight.shape, strict=True)):
+        if size != 1:
+            if stride < span:
+                return False
+            span = stride * size
+    return True
+
+
+def _autocast_dtype(input: Tensor, weight: Tensor) -> torch.dtype | None:
+    """The dtype that autocast would have the product computed in; None if it leaves it alone, as it does float64."""
+    device_type = "cuda" if weight.is_cuda else "cpu" if weight.is_cpu else weight.device.type
+    if device_type not in ("cuda", "cpu") and not torch.amp.is_autocast_available(device_type):
+        return None
+    if not _is_autocast_enabled(device_type) or weight.dtype is torch.float64 or input.dtype is torch.float64:
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def _replace_linear(original: TensorFunction) -> TensorFunction:
+    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+        if (
+            not _is_compiling()
+            and _is_deferrable(input, weight, bias)
+            and weight.dim() == 2
+            and input.dim() > 1  # a lone vector is not worth it
+        ):
+            return _apply_linear(input, weight, bias, _autocast_dtype(input, weight))
+        return original(input, weight, bias)
+
+    return linear
+
+
+def _replace_matmul(original: TensorFunction, num_dims: int | None) -> TensorFunction:
+    """For ``matmul`` (``num_dims`` None), ``mm`` (2) and ``bmm`` (3), with the weight on the right."""
+
+    def matmul(*args: Any, **options: Any) -> Any:
+        if len(args) == 2 and not options and not _is_compiling() and _is_deferrable(*args):
+            input, weight = args
+            input_dims, weight_dims = input.dim(), weight.dim()
+            if num_dims is None or input_dims == weight_dims == num_dims:
+                if weight_dims == 2 and input_dims > 1:
+                    return _apply_matmul(input, weight, None, _autocast_dtype(input, weight))
+                if weight_dims == input_dims == 3 and input.size(0) == weight.size(0):
+                    return _apply_batched_matmul(input, weight, _autocast_dtype(input, weight))
+        return original(*args, **options)
+
+    return matmul
+
+
+def _replace_addmm(original: TensorFunction) -> TensorFunction:
+    def addmm(*args: Any, **options: Any) -> Any:  # options: beta and alpha
+        if len(args) == 3 and not options and not _is_compiling():
+            bias, input, weight = args
+            if _is_deferrable(input, weight, bias) and input.dim() == weight.dim() == 2:
+                return _apply_matmul(input, weight, bias, _autocast_dtype(input, weight))
+        return original(*args, **options)
+
+    return addmm
+
+
+def _replace_convolution(original: TensorFunction, num_spatial: int) -> TensorFunction:
+    def convolution(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Numbers = 1,
+        padding: Numbers | str = 0,
+        dilation: Numbers = 1,
+        groups: int = 1,
+    ) -> Any:
+        if (
+            _is_compiling()
+            or not _is_deferrable(input, weight, bias)
+            or weight.dim() != num_spatial + 2
+            or not 0 <= weight.dim() - input.dim() <= 1
+        ):
+            return original(input, weight, bias, stride, padding, dilation, groups)
+        dilations = _per_dimension(dilation, num_spatial)
+        if padding == "same":
+            # An odd total goes to the end, as in torch.
+            totals = [d * (size - 1) for d, size in zip(dilations, weight.shape[2:], strict=True)]
+            paddings = [total // 2 for total in totals]
+            if any(total % 2 for total in totals):
+                input = F.pad(input, [extra for total in reversed(totals) for extra in (0, total % 2)])
+        elif isinstance(padding, str):
+            if padding != "valid":
+                return original(input, weight, bias, stride, padding, dilation, groups)
+            paddings = [0] * num_spatial
+        else:
+            paddings = _per_dimension(padding, num_spatial)
+        strides = _per_dimension(stride, num_spatial)
+        options = ConvolutionOptions(strides, paddings, dilations, False, [0] * num_spatial, groups)
+        return _convolve(input, weight, bias, options)
+
+    return convolution
+
+
+def _replace_transposed_convolution(original: TensorFunction, num_spatial: int) -> TensorFunction:
+    def transposed_convolution(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Numbers = 1,
+        padding: Numbers = 0,
+        output_padding: Numbers = 0,
+        groups: int = 1,
+        dilation: Numbers = 1,
+    ) -> Any:
+        if (
+            _is_compiling()
+            or not _is_deferrable(input, weight, bias)
+            or weight.dim() != num_spatial + 2
+            or not 0 <= weight.dim() - input.dim() <= 1
+        ):
+            return original(input, weight, bias, stride, padding, output_padding, groups, dilation)
+        options = ConvolutionOptions(
+            _per_dimension(stride, num_spatial),
+            _per_dimension(padding, num_spatial),
+            _per_dimension(dilation, num_spatial),
+            True,
+            _per_dimension(output_padding, num_spatial),
+            groups,
+        )
+        return _convolve(input, weight, bias, options)
+
+    return transposed_convolution
+
+
+def _convolve(input: Tensor, weight: Tensor, bias: Tensor | None, options: ConvolutionOptions) -> Any:
+    dtype = _autocast_dtype(input, weight)
+    if input.dim() == weight.dim():
+        return _apply_convolution(input, weight, bias, dtype, options)
+    return _apply_convolution(input.unsqueeze(0), weight, bias, dtype, options).squeeze(0)
+
+
+def _per_dimension(value: Numbers, num_spatial: int) -> list[int]:
+    return [value] * num_spatial if isinstance(value, int) else list(value) * (num_spatial if len(value) == 1 else 1)
+
+
+class Replacement(NamedTuple):
+    """One entry of the table."""
+
+    owner: Any
+    name: str
+    original: TensorFunction
+    function: TensorFunction
+
+
+def _build_table() -> list[Replacement]:
+    makers: list[tuple[Any, str, Callable[[TensorFunction], TensorFunction]]] = [
+        (F, "linear", _replace_linear),
+        (Tensor, "__matmul__", partial(_replace_matmul, num_dims=None)),
+    ]
+    for owner in (torch, Tensor):
+        makers += [
+            (owner, "matmul", partial(_replace_matmul, num_dims=None)),
+            (owner, "mm", partial(_replace_matmul, num_dims=2)),
+            (owner, "bmm", partial(_replace_matmul, num_dims=3)),
+            (owner, "addmm", _replace_addmm),
+        ]
+    for owner in (torch, F):
+        for n in (1, 2, 3):
+            makers += [
+                (owner, f"conv{n}d", partial(_replace_convolution, num_spatial=n)),
+                (owner, f"conv_transpose{n}d", partial(_replace_transposed_convolution, num_spatial=n)),
+            ]
+    table = []
+    for owner, name, make in makers:
+        original = getattr(owner, name)
+        function = make(original)
+        function.__name__ = name
+        function.__doc__ = original.__doc__
+        table.append(Replacement(owner, name, original, function))
+    return table
+
+
+TABLE = _build_table()
+
+
+class _Installation:
+    """How many scopes want the table's replacements and how many want them to rest, and which are in place."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.num_scopes = 0
+        self.num_pauses = 0
+        self.in_place: list[Replacement] = []
+
+    def enter(self) -> None:
+        with self.lock:
+            self.num_scopes += 1
+            if self.num_scopes > 1:
+                return
+            for entry in TABLE:
+                if getattr(entry.owner, entry.name) is entry.original:
+                    setattr(entry.owner, entry.name, entry.function)
+                    self.in_place.append(entry)
+
+    def leave(self) -> None:
+        with self.lock:
+            self.num_scopes -= 1
+            if self.num_scopes:
+                return
+            while self.in_place:
+                entry = self.in_place.pop()
+                if getattr(entry.owner, entry.name) is not entry.function:
+                    continue  # replaced again by somebody inside the scope, who may restore it to ours: theirs to tidy
+                if entry.owner is Tensor:
+                    delattr(Tensor, entry.name)  # Tensor inherits them, and setting one would leave it in its own dict
+                else:
+                    setattr(entry.owner, entry.name, entry.original)
+
+    def pause(self) -> None:
+        with self.lock:
+            self.num_pauses += 1
+
+    def resume(self) -> None:
+        with self.lock:
+            self.num_pauses -= 1
+
+
+INSTALLATION = _Installation()

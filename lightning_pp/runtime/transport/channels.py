@@ -1,0 +1,229 @@
+"""Moving tensors between the stages of one pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_pp.distributed.groups import agreed_groups
+from lightning_pp.runtime.transport.route import Message, Route, Stop
+from lightning_pp.runtime.transport.sends import Send, Sends
+from lightning_pp.split.record.step_record import Value
+
+_TAG_RANGE = 1 << 30
+_TAGS_PER_STEP = 1 << 19
+_MOST_ROUTES = 256
+
+
+class _Lane(NamedTuple):
+    """How one message of a route goes, the same in every step.
+
+    Attributes:
+        group: The group that it goes through. ``dist.isend`` looks it and the peer up for every message, which takes as
+            long as sending.
+        peer: The other side's rank in it.
+        alike: A tensor of its shape and dtype, over the memory of one element.
+        is_empty: Whether it has no elements, and is not sent.
+        is_complex: Whether its elements are.
+    """
+
+    group: dist.ProcessGroup
+    peer: int
+    alike: Tensor
+    is_empty: bool
+    is_complex: bool
+
+
+class Transport:
+    """Sends and receives of one rank of one pipeline.
+
+    Receives are posted ahead of need. A send keeps its tensor until the other side has it and then lets go; the caller
+    keeps nothing. Between two stages on one rank tensors are handed over as they are.
+
+    Gloo finds the receive for a message by its tag. NCCL knows no tags and matches by order, so there each direction of
+    each pair of ranks is a channel, a group of its own. The first message of a channel makes the connection, and who
+    sends or receives it waits for the other side on the host. A receive that is posted ahead would so wait for ever for
+    a message that this rank's own work leads to; hence all channels of a route are opened before its first message, by
+    all ranks in one order.
+
+    Args:
+        ranks: Global ranks of the pipeline, in pipeline order.
+        rank: This rank's place in ``ranks``.
+        device: Where received tensors are put.
+        timeout: How long a receive may wait.
+        group: The group to use where there is not one per channel; None for the default one.
+        matches_by_tag: Whether messages find their receive by tag; None: on the host they do.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        device: torch.device,
+        timeout: timedelta | None = None,
+        group: dist.ProcessGroup | None = None,
+        matches_by_tag: bool | None = None,
+    ) -> None:
+        self._ranks = tuple(ranks)
+        self._rank = rank
+        self._device = device
+        self._matches_by_tag = device.type == "cpu" if matches_by_tag is None else matches_by_tag
+        self._group = group
+        self._groups = {} if self._matches_by_tag else self._channel_groups(timeout)
+        self._open_channels: set[tuple[int, int]] = set()
+        # for each route, by the tags of its messages; a route is kept with its lanes, so that its id stays its own
+        self._lanes_of: dict[int, tuple[Route, dict[int, _Lane]]] = {}
+        self._lanes: dict[int, _Lane] = {}
+        self._world: dist.ProcessGroup | None = None
+        self._first_tag = 0
+        self._step = 0
+        self._receipts: Mapping[int, int] = {}
+        self._posted: dict[int, tuple[Any, Tensor]] = {}
+        self._handed_over: dict[int, Tensor] = {}
+        self._sends = Sends(works_tell=not self._matches_by_tag)
+        self._abandoned: list[Any] = []
+
+    def _channel_groups(self, timeout: timedelta | None) -> dict[tuple[int, int], dist.ProcessGroup]:
+        """A group per direction and pair: on a shared one NCCL would run sends and receives one after the other."""
+        places = range(len(self._ranks))
+        channels = {
+            (self._ranks[source], self._ranks[target]): (source, target)
+            for source in places
+            for target in places
+            if source != target and self._rank in (source, target)
+        }
+        groups = agreed_groups(list(channels), description="pipeline channel", timeout=timeout)
+        return {channel: groups[ranks] for ranks, channel in channels.items()}
+
+    def begin(self, route: Route) -> None:
+        """Starts a step; posts the first receives."""
+        self._step += 1
+        self._first_tag = self._step * _TAGS_PER_STEP
+        world = dist.group.WORLD
+        if world is not self._world:  # another run has another default group
+            self._world, self._lanes_of = world, {}
+        if id(route) not in self._lanes_of:
+            if len(self._lanes_of) >= _MOST_ROUTES:
+                self._lanes_of.clear()
+            self._open_channels_of(route)
+            self._lanes_of[id(route)] = (route, {})
+        self._lanes = self._lanes_of[id(route)][1]
+        self._receipts = route.receipts
+        for message in route.first_posts:
+            self._post(message)
+
+    def receive(self, stop: Stop) -> list[tuple[Value, Tensor]]:
+        """Waits for everything that the action needs."""
+        for message in stop.posts:
+            self._post(message)
+        received = []
+        for message in stop.arrivals:
+            sender, tag = message.sender, message.tag
+            if sender == self._rank:
+                received.append((message.value, self._handed_over.pop(tag)))
+                continue
+            work, tensor = self._posted.pop(tag)
+            if work is not None:
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    raise RuntimeError(
+                        f"Pipeline rank {self._rank} waited for pipeline rank {sender} (global rank "
+                        f"{self._ranks[sender]}) to send what {stop.action} needs, and that rank has stopped; look for "
+                        f"its own error, which came first. ({error})"
+                    ) from error
+                # one that is empty is not sent, and proves nothing
+                self._sends.acknowledge(sender, self._receipts[tag])
+            received.append((message.value, tensor))
+        return received
+
+    def send(self, stop: Stop, tensors: Mapping[Value, Tensor]) -> None:
+        """Sends what the action has to send, without waiting for it to arrive."""
+        for message in stop.departures:
+            tensor, receiver, work = tensors[message.value], message.receiver, None
+            if tensor.requires_grad:
+                tensor = tensor.detach()
+            if receiver == self._rank:
+                self._handed_over[message.tag] = tensor
+                continue
+            lane = self._lane(message)
+            if not lane.is_empty:
+                tensor = tensor.contiguous()
+                # backends know no complex numbers
+                memory = torch.view_as_real(tensor) if lane.is_complex else tensor
+                work = lane.group.send([memory], lane.peer, self._tag(message.tag))
+            self._sends.add(receiver, Send(work, tensor, message.is_gradient))
+
+    def finish(self) -> None:
+        """Ends a step. Gradients may still be under way; they are the receiver's business, and the next step's."""
+        self._sends.end_step()
+
+    def drain(self) -> None:
+        """Returns when everything that was sent has been received; to be called before the process ends."""
+        self._sends.wait()
+
+    def abandon(self) -> None:
+        """Forgets a step that failed. Its messages carry the step's number, so a later step cannot mistake them.
+
+        What is still under way keeps its memory: the other side may complete it yet, or never.
+        """
+        self._abandoned += [*self._posted.values(), *self._sends.abandon()]
+        self._posted.clear()
+        self._handed_over.clear()
+
+    def _open_channels_of(self, route: Route) -> None:
+        """Sends a number over each channel that no earlier route has used, all ranks in the same order of channels."""
+        if self._matches_by_tag:
+            return
+        departures = (message for stop in route.stops for message in stop.departures)
+        arrivals = (message for messages in route.incoming.values() for message in messages)
+        needed = {self._channel(message) for message in (*departures, *arrivals) if message.sender != message.receiver}
+        for channel in sorted(needed - self._open_channels):
+            group, peer = self._group_and_peer(channel)
+            number = torch.zeros(1, device=self._device)
+            is_sender = channel[0] == self._ranks[self._rank]
+            work = group.send([number], peer, 0) if is_sender else group.recv([number], peer, 0)
+            work.wait()
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+        self._open_channels |= needed
+
+    def _post(self, message: Message) -> None:
+        lane, work = self._lane(message), None
+        # like another tensor torch makes one in half the time that it takes for a shape, a dtype and a device
+        tensor = torch.empty_like(lane.alike, memory_format=torch.contiguous_format)
+        if not lane.is_empty:
+            memory = torch.view_as_real(tensor) if lane.is_complex else tensor
+            work = lane.group.recv([memory], lane.peer, self._tag(message.tag))
+        self._posted[message.tag] = (work, tensor)
+
+    def _lane(self, message: Message) -> _Lane:
+        lane = self._lanes.get(message.tag)
+        return lane or self._lanes.setdefault(message.tag, self._lay_out(message))
+
+    def _lay_out(self, message: Message) -> _Lane:
+        spec = message.spec
+        group, peer = self._group_and_peer(self._channel(message))
+        alike = torch.empty((), dtype=spec.dtype, device=self._device).expand(spec.shape)
+        return _Lane(group, peer, alike, not spec.num_bytes, spec.dtype.is_complex)
+
+    def _channel(self, message: Message) -> tuple[int, int]:
+        return self._ranks[message.sender], self._ranks[message.receiver]
+
+    def _group_and_peer(self, channel: tuple[int, int]) -> tuple[dist.ProcessGroup, int]:
+        """The group that a channel's messages go through, and the other side's rank in it."""
+        other = channel[1] if channel[0] == self._ranks[self._rank] else channel[0]
+        group = self._groups.get(channel)
+        if group is not None:  # of the two alone
+            return group, sorted(channel).index(other)
+        group = self._group or dist.group.WORLD
+        assert group is not None
+        return group, dist.get_group_rank(group, other)
+
+    def _tag(self, tag_in_step: int) -> int:
+        return (self._first_tag + tag_in_step) % _TAG_RANGE if self._matches_by_tag else 0

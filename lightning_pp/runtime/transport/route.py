@@ -1,0 +1,154 @@
+"""What one rank sends and receives in one step, derived from the programs of all ranks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from lightning_pp.schedule import Action, ActionKind, Schedule
+from lightning_pp.split.record.plan import StepPlan
+from lightning_pp.split.record.step_record import TensorSpec, Value
+
+
+@dataclass(frozen=True)
+class Message:
+    """One tensor on its way: the value of an edge forward, or its gradient back.
+
+    Attributes:
+        tag: Distinguishes it from all others of the step.
+        value: Which unit output it is, or is the gradient of.
+        spec: Its shape and dtype.
+        sender: The pipeline rank that it leaves.
+        receiver: The pipeline rank that it goes to; may be the same.
+        is_gradient: Whether it is a gradient.
+    """
+
+    tag: int
+    value: Value
+    spec: TensorSpec
+    sender: int
+    receiver: int
+    is_gradient: bool
+
+
+@dataclass(frozen=True)
+class Stop:
+    """One action of a rank's program with what it has to do with other stages.
+
+    Attributes:
+        action: The action.
+        arrivals: The messages that it waits for.
+        departures: The messages that it sends.
+        posts: The messages of other ranks to post receives for before it waits: its own, and some of those that follow.
+    """
+
+    action: Action
+    arrivals: tuple[Message, ...]
+    departures: tuple[Message, ...]
+    posts: tuple[Message, ...] = ()
+
+
+@dataclass(frozen=True)
+class Route:
+    """Everything that one rank sends and receives in one step, in the order in which it happens.
+
+    Attributes:
+        incoming: For each other pipeline rank, its messages to this one in the order in which it sends them. Backends
+            that match by order (NCCL) need receives posted in just that order.
+        first_posts: The messages to post receives for when the step begins.
+        stops: This rank's actions.
+        receipts: Tag of each incoming message to the number of messages that its sender is known to have received
+            from this rank, in the order in which this rank sends them, once the message is here.
+    """
+
+    incoming: dict[int, tuple[Message, ...]]
+    first_posts: tuple[Message, ...]
+    stops: tuple[Stop, ...]
+    receipts: dict[int, int]
+
+
+# how many messages beyond those that it has come to a rank has posted a receive for, on each channel
+_RECEIVES_AHEAD = 2
+
+
+def plan_route(schedule: Schedule, plans: Sequence[StepPlan], rank: int) -> Route:
+    """Derives from the programs of all ranks what ``rank`` sends and receives."""
+    rank_of_stage = schedule.placement.rank_of_stage
+    numbers = [{edge: number for number, edge in enumerate(plan.edges)} for plan in plans]
+    most_edges = max(len(plan.edges) for plan in plans)
+
+    def messages(action: Action, *, sent: bool) -> Iterator[Message]:
+        microbatch = action.microbatch
+        if microbatch is None or action.kind is ActionKind.W:
+            return
+        stage = plans[microbatch].stages[action.stage]
+        is_gradient = action.kind is not ActionKind.F
+        # a forward receives and then sends values; a backward receives gradients of what was sent, and so on
+        for edge in stage.sends if sent is not is_gradient else stage.receives:
+            if edge.has_gradient or not is_gradient:
+                tag = 2 * (microbatch * most_edges + numbers[microbatch][edge]) + is_gradient
+                source, target = rank_of_stage[edge.source], rank_of_stage[edge.target]
+                sender, receiver = (target, source) if is_gradient else (source, target)
+                yield Message(tag, edge.value, edge.spec, sender, receiver, is_gradient)
+
+    stops = tuple(
+        Stop(action, tuple(messages(action, sent=False)), tuple(messages(action, sent=True)))
+        for action in schedule.programs[rank]
+    )
+    incoming: dict[int, tuple[Message, ...]] = {}
+    receipts: dict[int, int] = {}
+    for other, program in enumerate(schedule.programs):
+        if other == rank:
+            continue
+        to_other = [message.tag for stop in stops for message in stop.departures if message.receiver == other]
+        arrived: set[int] = set()
+        ordered: list[Message] = []
+        num_known = 0
+        for action in program:
+            arrived.update(message.tag for message in messages(action, sent=False) if message.sender == rank)
+            while num_known < len(to_other) and to_other[num_known] in arrived:
+                num_known += 1
+            for message in messages(action, sent=True):
+                if message.receiver == rank:
+                    ordered.append(message)
+                    receipts[message.tag] = num_known
+        if ordered:
+            incoming[other] = tuple(ordered)
+    first_posts, stops = _with_posts(stops, incoming)
+    return Route(incoming, first_posts, stops, receipts)
+
+
+def _with_posts(
+    stops: tuple[Stop, ...], incoming: Mapping[int, Sequence[Message]]
+) -> tuple[tuple[Message, ...], tuple[Stop, ...]]:
+    """When the receive for each message is posted: ahead of need, in the order in which its sender sends."""
+    waiting = {sender: deque(messages) for sender, messages in incoming.items()}
+    posted: dict[int, set[int]] = {sender: set() for sender in incoming}
+    posts: list[Message] = []
+
+    def post(sender: int) -> None:
+        message = waiting[sender].popleft()
+        posted[sender].add(message.tag)
+        posts.append(message)
+
+    def post_ahead(sender: int) -> None:
+        while len(posted[sender]) < _RECEIVES_AHEAD and waiting[sender]:
+            post(sender)
+
+    for sender in incoming:
+        post_ahead(sender)
+    first_posts = tuple(posts)
+    planned = []
+    for stop in stops:
+        posts.clear()
+        for message in stop.arrivals:
+            sender = message.sender
+            if sender not in incoming:  # this rank itself
+                continue
+            while message.tag not in posted[sender]:
+                post(sender)
+            posted[sender].remove(message.tag)
+            post_ahead(sender)
+        planned.append(replace(stop, posts=tuple(posts)))
+    return first_posts, tuple(planned)

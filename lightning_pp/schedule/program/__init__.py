@@ -1,0 +1,1 @@
+"""Programs: actions, their placement, their notation."""

@@ -1,0 +1,151 @@
+"""Read and write torch's CSV notation of a schedule: a row a rank, a cell an action."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_pp.errors import ScheduleError
+from lightning_pp.schedule.program.action import Action
+from lightning_pp.schedule.program.picture import picture
+from lightning_pp.schedule.program.placement import Placement
+
+_TRANSFER = re.compile(r"\s*\d+(SEND|RECV)_[FB]\d+\s*")
+_OVERLAP = re.compile(r"\s*\(([^()]*)\)OVERLAP_F_B\s*")
+
+
+def csv_text(programs: Sequence[Sequence[Action]]) -> str:
+    """The programs as CSV, one row per rank."""
+    return "".join(",".join(map(str, program)) + "\n" for program in programs)
+
+
+@dataclass(frozen=True)
+class CsvTable:
+    """A parsed file, with enough of its text to point at a cell of it.
+
+    Attributes:
+        path: The file.
+        cells: For each row, the text of its cells.
+        programs: For each row, its actions.
+        columns: For each row and action, the column of the cell that it stands in.
+    """
+
+    path: Path
+    cells: tuple[tuple[str, ...], ...]
+    programs: tuple[tuple[Action, ...], ...]
+    columns: tuple[tuple[int, ...], ...]
+
+    @property
+    def num_stages(self) -> int:
+        """One more than the highest stage that the file names."""
+        return max(action.stage for program in self.programs for action in program) + 1
+
+    @property
+    def num_microbatches(self) -> int:
+        """One more than the highest microbatch that the file names."""
+        return max((action.microbatch or 0) for program in self.programs for action in program) + 1
+
+    @property
+    def placement(self) -> Placement:
+        """Each stage on the rank whose row names it first.
+
+        Raises:
+            ScheduleError: A stage below the highest one is in no row.
+        """
+        rank_of_stage: dict[int, int] = {}
+        for rank, program in enumerate(self.programs):
+            for action in program:
+                rank_of_stage.setdefault(action.stage, rank)
+        missing = [stage for stage in range(self.num_stages) if stage not in rank_of_stage]
+        if missing:
+            rank, column = self._first_cell(lambda action: action.stage > missing[0])
+            raise ScheduleError(
+                f"{self.path}, rank {rank}, cell {column}: no row has actions of stage {missing[0]}, though there are "
+                f"stages up to {self.num_stages - 1}: stages are numbered from 0 without gaps\n"
+                f"{picture(self.cells, rank, column)}"
+            )
+        return Placement(len(self.programs), tuple(rank_of_stage[stage] for stage in range(self.num_stages)))
+
+    def check_sizes(self, *, num_ranks: int | None, num_stages: int | None, num_microbatches: int | None) -> None:
+        """Compare the sizes of the file with those of the run; None is not compared.
+
+        Raises:
+            ScheduleError: A size differs; all that differ are named.
+        """
+        wrong = [
+            f"it has {found} {what}, the run has {wanted}"
+            for what, found, wanted in (
+                ("rows (ranks)", len(self.programs), num_ranks),
+                ("stages", self.num_stages, num_stages),
+                ("microbatches", self.num_microbatches, num_microbatches),
+            )
+            if wanted is not None and found != wanted
+        ]
+        if not wrong:
+            return
+        if num_ranks is not None and len(self.programs) > num_ranks:
+            rank, column = num_ranks, 0
+        else:
+            rank, column = self._first_cell(
+                lambda action: (
+                    (num_stages is not None and action.stage >= num_stages)
+                    or (num_microbatches is not None and (action.microbatch or 0) >= num_microbatches)
+                )
+            )
+        raise ScheduleError(
+            f"{self.path} does not fit: {'; '.join(wrong)}; rank {rank}, cell {column}:\n"
+            f"{picture(self.cells, rank, column)}"
+        )
+
+    def _first_cell(self, is_wrong: Callable[[Action], bool]) -> tuple[int, int]:
+        """Row and column of the first cell with such an action; if there is none, the file is too short: its end."""
+        for rank, (program, columns) in enumerate(zip(self.programs, self.columns, strict=True)):
+            for action, column in zip(program, columns, strict=True):
+                if is_wrong(action):
+                    return rank, column
+        return len(self.cells) - 1, len(self.cells[-1])
+
+
+def read_csv(path: Path) -> CsvTable:
+    """Parse ``path``.
+
+    Raises:
+        ScheduleError: The file cannot be read, is empty, or has a cell that is no action.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScheduleError(f"cannot read the schedule {path}: {error}") from error
+    cells = tuple(tuple(row) for row in csv.reader(io.StringIO(text)) if row)
+    programs: list[tuple[Action, ...]] = []
+    columns: list[tuple[int, ...]] = []
+    for rank, row in enumerate(cells):
+        actions = [
+            (action, column)
+            for column, cell in enumerate(row)
+            for action in _parse_cell(path, cells, rank, column, cell)
+        ]
+        if not actions:
+            raise ScheduleError(
+                f"{path}: row {rank} has no action: every rank holds at least one stage\n{picture(cells, rank, 0)}"
+            )
+        programs.append(tuple(action for action, _ in actions))
+        columns.append(tuple(column for _, column in actions))
+    if not programs:
+        raise ScheduleError(f"{path} is empty: write a row for each rank, with cells such as 0F0,0B0")
+    return CsvTable(path, cells, tuple(programs), tuple(columns))
+
+
+def _parse_cell(path: Path, cells: Sequence[Sequence[str]], rank: int, column: int, cell: str) -> list[Action]:
+    """The actions of one cell: none if it is empty or a transfer, two if it is an overlapped pair."""
+    if not cell.strip() or _TRANSFER.fullmatch(cell):
+        return []
+    overlap = _OVERLAP.fullmatch(cell)
+    try:
+        return [Action.parse(part) for part in (overlap.group(1).split(";") if overlap else [cell])]
+    except ScheduleError as error:
+        raise ScheduleError(f"{path}, rank {rank}, cell {column}: {error}\n{picture(cells, rank, column)}") from None

@@ -1,0 +1,48 @@
+"""The order of a step whose loss needs the whole batch: all forwards of a rank, then all its backwards.
+
+With ``whole_batch_loss`` the last stage runs the code after the last unit (the *tail*) once, on what all microbatches
+gave. So no backward starts on the last stage before its last forward has ended. This alone settles the order of F and
+backward on every rank: each F comes before the last forward of the last stage, and each I, B and W after it. A rank can
+therefore only run its F first, and then its I, B and W; what is left to choose is the order among the F and among the
+others. Keeping both as they were is always free of deadlock: an order of all actions that proves it for the programs
+proves it again when its F are taken first, since no F waits for a backward.
+
+Every rank then holds all microbatches at once, on all its stages, whatever the schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lightning_pp.schedule.program.action import Action, ActionKind
+
+HELPS_WHOLE_BATCH = (
+    "What helps: fewer samples in a batch (fewer microbatches of the same size), activation_checkpointing, or more "
+    "pipeline ranks; no schedule and no other number of microbatches for the same batch does"
+)
+"""The end of errors about too little memory."""
+
+_BACKWARD = (ActionKind.I, ActionKind.W, ActionKind.B)
+
+
+def late_forward(program: Sequence[Action]) -> int | None:
+    """Where in ``program`` an F stands after a backward; None if all F come first."""
+    has_backward = False
+    for cell, action in enumerate(program):
+        has_backward |= action.kind in _BACKWARD
+        if has_backward and action.kind is ActionKind.F:
+            return cell
+    return None
+
+
+def forwards_first(program: Sequence[Action]) -> tuple[Action, ...]:
+    """The F of ``program`` in their order, then its I, W and B in theirs; sharding actions are left out."""
+    compute = [action for action in program if action.kind.is_compute]
+    return tuple(sorted(compute, key=lambda action: action.kind is not ActionKind.F))
+
+
+def whole_backwards(program: Sequence[Action]) -> tuple[Action, ...]:
+    """``program`` with B in the place of each I, and without W: nothing is held between I and W."""
+    whole = (replace(action, kind=ActionKind.B) if action.kind is ActionKind.I else action for action in program)
+    return tuple(action for action in whole if action.kind is not ActionKind.W)

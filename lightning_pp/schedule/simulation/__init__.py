@@ -1,0 +1,1 @@
+"""What a program takes and holds, given what its actions cost."""

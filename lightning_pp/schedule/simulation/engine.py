@@ -1,0 +1,201 @@
+"""The inner loop of the simulator, on integers, fast enough to be called thousands of times by the search.
+
+An action of kind k (F 0, I 1, W 2, B 3), stage s and microbatch j is the code ``(k * num_stages + s) * m + j``; a *row*
+is ``k * num_stages + s``. Sharding actions, which have no microbatch, are the negative codes
+``-1 - (k * num_stages + s)`` with UNSHARD 0, RESHARD 1, REDUCE 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_pp.schedule.program.action import ActionKind
+from lightning_pp.schedule.program.placement import Placement
+from lightning_pp.schedule.program.program import Programs
+from lightning_pp.schedule.simulation.costs import ResolvedCosts, StageCosts
+
+F, I, W, B = range(4)  # noqa: E741
+_COMPUTE_INDEX = {ActionKind.F: F, ActionKind.I: I, ActionKind.W: W, ActionKind.B: B}
+_SHARDING_INDEX = {ActionKind.UNSHARD: 0, ActionKind.RESHARD: 1, ActionKind.REDUCE: 2}
+WHOLE_BATCH = -2
+"""In the place of a row: all forwards of the last stage, which its backwards need under ``whole_batch_loss``."""
+
+
+@dataclass(frozen=True)
+class CostTables:
+    """What the inner loop looks up, by row.
+
+    Attributes:
+        duration: Milliseconds of the action.
+        needs: Row whose result the action waits for (B publishes its result in the row of I), -1 for none,
+            ``WHOLE_BATCH`` for all forwards of the last stage.
+        latency: Milliseconds from the end of the needed action to its arrival.
+        publishes: Row in which the action's end is noted.
+        gather: Milliseconds of UNSHARD, by stage.
+        reduce: Milliseconds of REDUCE, by stage.
+    """
+
+    duration: tuple[float, ...]
+    needs: tuple[int, ...]
+    latency: tuple[float, ...]
+    publishes: tuple[int, ...]
+    gather: tuple[float, ...]
+    reduce: tuple[float, ...]
+
+    @classmethod
+    def build(
+        cls, placement: Placement, costs: StageCosts | ResolvedCosts, *, whole_batch_loss: bool = False
+    ) -> CostTables:
+        """Tables for one placement; raises ScheduleError if the costs are for another number of stages."""
+        num_stages, rank_of_stage = placement.num_stages, placement.rank_of_stage
+        resolved = costs.per_stage(num_stages) if isinstance(costs, StageCosts) else costs
+        stages = range(num_stages)
+        full = tuple(map(sum, zip(resolved.backward_input, resolved.backward_weight, strict=True)))
+        need_forward = tuple(stage - 1 for stage in stages)
+        of_last = WHOLE_BATCH if whole_batch_loss else -1
+        need_backward = tuple(num_stages + stage + 1 if stage + 1 < num_stages else of_last for stage in stages)
+
+        def arrival(stage: int, sender: int) -> float:
+            outside = not 0 <= sender < num_stages
+            return 0.0 if outside or rank_of_stage[stage] == rank_of_stage[sender] else resolved.p2p[sender]
+
+        from_previous = tuple(arrival(stage, stage - 1) for stage in stages)
+        from_next = tuple(arrival(stage, stage + 1) for stage in stages)
+        rows = tuple(range(4 * num_stages))
+        return cls(
+            duration=resolved.forward + resolved.backward_input + resolved.backward_weight + full,
+            needs=need_forward + need_backward + (-1,) * num_stages + need_backward,
+            latency=from_previous + from_next + (0.0,) * num_stages + from_next,
+            publishes=rows[: 3 * num_stages] + rows[num_stages : 2 * num_stages],
+            gather=resolved.gather,
+            reduce=resolved.reduce,
+        )
+
+
+@dataclass(frozen=True)
+class Run:
+    """Times of one execution; a rank that waits for ever has fewer of them than actions."""
+
+    start: list[list[float]]
+    end: list[list[float]]
+    makespan: float
+
+
+def encode(schedule: Programs) -> list[list[int]]:
+    """The programs of ``schedule`` as codes."""
+    num_stages, m = schedule.placement.num_stages, schedule.num_microbatches
+    return [
+        [
+            (_COMPUTE_INDEX[action.kind] * num_stages + action.stage) * m + action.microbatch
+            if action.microbatch is not None and action.kind in _COMPUTE_INDEX
+            else -1 - (_SHARDING_INDEX[action.kind] * num_stages + action.stage)
+            for action in program
+        ]
+        for program in schedule.programs
+    ]
+
+
+def execute(codes: Sequence[Sequence[int]], tables: CostTables, placement: Placement, m: int) -> Run:
+    """Run all programs as far as they go.
+
+    A program without UNSHARD gathers each stage once, from the start of the step in the order of first use; a program
+    without REDUCE reduces each stage once, after its last W or B.
+    """
+    num_ranks, num_stages = placement.num_ranks, placement.num_stages
+    duration, needs, latency, publishes = tables.duration, tables.needs, tables.latency, tables.publishes
+    gathered = _implicit_gathers(codes, tables, num_stages, m)
+    last_forward = _last_forward(codes, placement, m) if WHOLE_BATCH in needs else -1
+    start: list[list[float]] = [[] for _ in range(num_ranks)]
+    end: list[list[float]] = [[] for _ in range(num_ranks)]
+    done = [-1.0] * (3 * num_stages * m)
+    waiting = [-1] * (2 * num_stages * m)
+    clock = [0.0] * num_ranks
+    side = [
+        max((gathered[stage] for stage in placement.stages_of_rank(rank)), default=0.0) for rank in range(num_ranks)
+    ]
+    ready = list(range(num_ranks))[::-1]
+    while ready:
+        rank = ready.pop()
+        program, starts, ends, now = codes[rank], start[rank], end[rank], clock[rank]
+        for index in range(len(starts), len(program)):
+            code = program[index]
+            if code < 0:
+                kind, stage = divmod(-1 - code, num_stages)
+                begin = now if kind == 1 else max(now, side[rank])
+                finish = begin + (tables.gather[stage], 0.0, tables.reduce[stage])[kind]
+                if kind != 1:
+                    side[rank] = finish
+                if kind == 0:
+                    gathered[stage] = finish
+                starts.append(begin)
+                ends.append(finish)
+                continue
+            row, microbatch = divmod(code, m)
+            needed = needs[row]
+            if needed != -1:
+                needed = needed * m + microbatch if needed >= 0 else last_forward
+                arrived = done[needed]
+                if arrived < 0.0:
+                    waiting[needed] = rank
+                    break
+                arrived += latency[row]
+                if arrived > now:
+                    now = arrived
+            available = gathered[row % num_stages]
+            if available > now:
+                now = available
+            starts.append(now)
+            now += duration[row]
+            ends.append(now)
+            published = publishes[row] * m + microbatch
+            done[published] = now
+            if published < len(waiting) and waiting[published] >= 0:
+                ready.append(waiting[published])
+                waiting[published] = -1
+        clock[rank] = now
+    makespan = max(max(ends, default=0.0) for ends in end)
+    return Run(start, end, max(makespan, _implicit_reductions(codes, end, tables, num_stages, m)))
+
+
+def _last_forward(codes: Sequence[Sequence[int]], placement: Placement, m: int) -> int:
+    """The code of the last forward of the last stage, in the order of its rank."""
+    row = placement.num_stages - 1
+    return next(code for code in reversed(codes[placement.rank_of_stage[row]]) if code >= 0 and code // m == row)
+
+
+def _implicit_gathers(codes: Sequence[Sequence[int]], tables: CostTables, num_stages: int, m: int) -> list[float]:
+    """When each stage's parameters are there, for programs that do not say when to gather."""
+    gathered = [0.0] * num_stages
+    if not any(tables.gather):
+        return gathered
+    for program in codes:
+        if any(code < 0 and -1 - code < num_stages for code in program):
+            continue
+        now = 0.0
+        for stage in dict.fromkeys(code // m % num_stages for code in program if code >= 0):
+            now += tables.gather[stage]
+            gathered[stage] = now
+    return gathered
+
+
+def _implicit_reductions(
+    codes: Sequence[Sequence[int]], end: list[list[float]], tables: CostTables, num_stages: int, m: int
+) -> float:
+    """When the last reduction ends, for programs that do not say when to reduce."""
+    makespan = 0.0
+    if not any(tables.reduce):
+        return makespan
+    for program, ends in zip(codes, end, strict=True):
+        if any(code < 0 and -1 - code >= 2 * num_stages for code in program):
+            continue
+        last = {
+            code // m % num_stages: time
+            for code, time in zip(program, ends, strict=False)
+            if code // m >= 2 * num_stages
+        }
+        now = 0.0
+        for stage, time in sorted(last.items(), key=lambda item: item[1]):
+            now = max(now, time) + tables.reduce[stage]
+        makespan = max(makespan, now)
+    return makespan

@@ -1,0 +1,122 @@
+"""Run a schedule against costs, without a model: when each action starts, what waits, what is held.
+
+Receives block and sends do not: a rank runs its actions in order, each as soon as the rank is free and what the action
+needs has arrived. Gathers and reductions run one after the other beside the computation of their rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from lightning_pp.errors import ScheduleError
+from lightning_pp.schedule.program.action import Action
+from lightning_pp.schedule.program.program import Programs
+from lightning_pp.schedule.simulation.costs import StageCosts
+from lightning_pp.schedule.simulation.engine import CostTables, encode, execute
+from lightning_pp.schedule.simulation.memory import peak_memory
+
+
+@dataclass(frozen=True, slots=True)
+class TimedAction:
+    """An action with the time it takes place in, milliseconds from the start of the step."""
+
+    action: Action
+    start_ms: float
+    end_ms: float
+
+
+class BubbleFraction(float):
+    """A step's bubble, and each rank's.
+
+    As a number it is ``1 - work / longest span``, the zero-bubble papers' definition (arXiv:2401.10241); work is the
+    mean over the ranks, which for even stages is ``m * (F + I + W)`` as in the papers. Its items, by rank, are
+    ``1 - work / span``: the part of a rank's own span in which it waits.
+
+    Args:
+        work_ms: For each rank, the time it computes.
+        span_ms: For each rank, the time from its first start to its last end.
+    """
+
+    per_rank: tuple[float, ...]
+
+    def __new__(cls, work_ms: Sequence[float], span_ms: Sequence[float]) -> BubbleFraction:
+        longest = max(span_ms)
+        bubble = super().__new__(cls, 1 - sum(work_ms) / len(work_ms) / longest if longest else 0.0)
+        bubble.per_rank = tuple(1 - work / span if span else 0.0 for work, span in zip(work_ms, span_ms, strict=True))
+        return bubble
+
+    def __getitem__(self, rank: int) -> float:
+        return self.per_rank[rank]
+
+    def __iter__(self) -> Iterator[float]:
+        return iter(self.per_rank)
+
+    def __len__(self) -> int:
+        return len(self.per_rank)
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What came out of simulating one step.
+
+    Attributes:
+        programs: The programs that were run.
+        start_ms: For each rank and action, when it starts.
+        end_ms: For each rank and action, when it ends.
+        work_ms: For each rank, the time it computes.
+        span_ms: For each rank, the time from the start of its first to the end of its last F, I, W or B.
+        makespan: When everything has ended, reductions included, milliseconds.
+        peak_memory: For each rank, the most it holds at any time, in the unit of ``StageCosts.held_after_forward``.
+    """
+
+    programs: tuple[tuple[Action, ...], ...]
+    start_ms: tuple[tuple[float, ...], ...]
+    end_ms: tuple[tuple[float, ...], ...]
+    work_ms: tuple[float, ...]
+    span_ms: tuple[float, ...]
+    makespan: float
+    peak_memory: tuple[float, ...]
+
+    @property
+    def bubble_fraction(self) -> BubbleFraction:
+        """The part of the step in which ranks wait, as a number; its items are those of the single ranks."""
+        return BubbleFraction(self.work_ms, self.span_ms)
+
+    @cached_property
+    def timeline(self) -> tuple[tuple[TimedAction, ...], ...]:
+        """For each rank, its actions with their times, in the order of its program."""
+        return tuple(
+            tuple(map(TimedAction, program, starts, ends))
+            for program, starts, ends in zip(self.programs, self.start_ms, self.end_ms, strict=True)
+        )
+
+
+def simulate(schedule: Programs, costs: StageCosts) -> Simulation:
+    """Simulate one step of ``schedule``; see ``Schedule.simulate``."""
+    tables = CostTables.build(schedule.placement, costs, whole_batch_loss=schedule.whole_batch_loss)
+    codes = encode(schedule)
+    run = execute(codes, tables, schedule.placement, schedule.num_microbatches)
+    for rank, (starts, program) in enumerate(zip(run.start, schedule.programs, strict=True)):
+        if len(starts) < len(program):
+            raise ScheduleError(
+                f"{schedule.name} deadlocks: rank {rank} waits for ever before {program[len(starts)]} "
+                f"(cell {len(starts)}); validate() shows the rows around it"
+            )
+    work, span = [], []
+    for program, starts, ends in zip(schedule.programs, run.start, run.end, strict=True):
+        spans = [
+            (start, end) for action, start, end in zip(program, starts, ends, strict=True) if action.kind.is_compute
+        ]
+        work.append(sum(end - start for start, end in spans))
+        span.append(spans[-1][1] - spans[0][0] if spans else 0.0)
+    return Simulation(
+        programs=schedule.programs,
+        start_ms=tuple(map(tuple, run.start)),
+        end_ms=tuple(map(tuple, run.end)),
+        work_ms=tuple(work),
+        span_ms=tuple(span),
+        makespan=run.makespan,
+        peak_memory=tuple(peak_memory(program, costs, schedule.placement.num_stages) for program in schedule.programs),
+    )

@@ -1,0 +1,1 @@
+"""One group of units: gathered, freed and reduced together."""

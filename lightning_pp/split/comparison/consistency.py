@@ -1,0 +1,177 @@
+"""Whether what parts of a batch gave is what the whole gave: row by row, or as a mean; and where it first was not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from lightning_pp.split.data.tree import tensors_of
+from lightning_pp.split.fakes.parameters import is_fake
+from lightning_pp.split.record.source_lines import user_line
+from lightning_pp.split.reductions.functions import Kind, kind_of
+from lightning_pp.split.reductions.recording import tensors_given
+from lightning_pp.split.reductions.scaling import degree_of
+from lightning_pp.split.unit_calls.interception import OutsideUnits, running_unit
+
+
+def is_close(value: float, other: float, tolerance: float, *scale: float) -> bool:
+    """Whether two numbers agree to ``tolerance``, relative to the largest of them and of ``scale``; NaN equals NaN."""
+    if math.isnan(value) or math.isnan(other) or math.isinf(value) or math.isinf(other):
+        return value == other or (math.isnan(value) and math.isnan(other))
+    return abs(value - other) <= tolerance * max(abs(value), abs(other), *map(abs, scale), 1e-12)
+
+
+def agree(whole: Tensor, parts: Sequence[Tensor], weights: Sequence[float], tolerance: float) -> bool:
+    """Whether ``parts`` make ``whole``: they are its rows, or their weighted mean or each of them is it.
+
+    True also where their shapes leave that open.
+    """
+    if is_fake(whole) or any(map(is_fake, parts)) or not whole.numel():
+        return True
+    if whole.layout is not torch.strided or any(part.layout is not torch.strided for part in parts):
+        return True
+    dims = {part.dim() for part in parts} | {whole.dim()}
+    if len(dims) != 1:
+        return True
+    for dim in range(whole.dim()):
+        others = [_without(part.shape, dim) == _without(whole.shape, dim) for part in parts]
+        if all(others) and sum(part.shape[dim] for part in parts) == whole.shape[dim]:
+            return _all_close(whole, torch.cat(list(parts), dim), tolerance)
+    if any(part.shape != whole.shape for part in parts):
+        return not _grows_twice(whole.shape, parts)
+    if not whole.is_floating_point():
+        return True
+    mean = sum(part.double() * weight for part, weight in zip(parts, weights, strict=True))
+    assert isinstance(mean, Tensor)
+    return _all_close(whole, mean, tolerance) or all(_all_close(whole, part, tolerance) for part in parts)
+
+
+def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:
+    return (*shape[:dim], *shape[dim + 1 :])
+
+
+def _grows_twice(shape: Sequence[int], parts: Sequence[Tensor]) -> bool:
+    """Whether more than one dimension grows with the batch: rows beside rows."""
+    return sum(sum(part.shape[dim] for part in parts) == size for dim, size in enumerate(shape)) > 1
+
+
+def _all_close(value: Tensor, other: Tensor, tolerance: float) -> bool:
+    if not value.is_floating_point():
+        return torch.equal(value, other.to(value.dtype))
+    scale = float(value.detach().abs().nan_to_num().max().clamp_min(1e-12))
+    return torch.allclose(value.double(), other.double(), rtol=0, atol=10 * tolerance * scale, equal_nan=True)
+
+
+@dataclass
+class Seen:
+    """What one run of a step on one stage gave, call by call.
+
+    Attributes:
+        share: Share of the samples, with which values that grow with the batch are made to stand for all of it.
+        units: Name of a unit, and the how-manieth of its calls, to the tensors it was given and gave.
+        functions: Outside of units: name, line, tensors given and given back of each torch function.
+    """
+
+    share: float = 1.0
+    units: dict[tuple[str, int], tuple[list[Tensor], list[Tensor]]] = field(default_factory=dict)
+    functions: list[tuple[str, str, list[Tensor], list[Tensor]]] = field(default_factory=list)
+
+
+@contextmanager
+def watched(seen: Seen, units: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Around one run of a step: notes what units and the code between them give.
+
+    Args:
+        seen: Gets it.
+        units: Names and modules of the units.
+    """
+    names = {id(unit): name for name, unit in units.items()}
+    times: dict[str, int] = {}
+
+    def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        name = names.get(id(module))
+        if name is not None:
+            times[name] = times.get(name, -1) + 1
+            seen.units[name, times[name]] = (tensors_of((args, kwargs)), tensors_of(output))
+
+    hook = register_module_forward_hook(note, with_kwargs=True)
+    try:
+        with _Functions(seen):
+            yield
+    finally:
+        hook.remove()
+
+
+class _Functions(OutsideUnits):
+    def __init__(self, seen: Seen) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if running_unit() or kind_of(func) is Kind.READING:
+            return func(*args, **kwargs)
+        given = list(tensors_given(args, kwargs))
+        result = func(*args, **kwargs)
+        self._seen.functions.append((getattr(func, "__name__", str(func)), user_line(), given, tensors_of(result)))
+        return result
+
+
+def _of_whole(tensors: Sequence[Tensor], share: float) -> list[Tensor]:
+    """``tensors`` of a part, those that grow with the batch made to stand for the whole."""
+    return [tensor if not degree_of(tensor) else tensor * share ** -degree_of(tensor) for tensor in tensors]
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """Where samples are coupled first.
+
+    Attributes:
+        unit: The unit in which they are; None: in the code between units.
+        times: The how-manieth of its calls.
+        function: The torch function that couples them.
+        line: The user's line.
+    """
+
+    unit: str | None
+    times: int = 0
+    function: str = ""
+    line: str = ""
+
+
+def first_culprit(whole: Seen, parts: Sequence[Seen], weights: Sequence[float], tolerance: float) -> Culprit | None:
+    """Where, of what ran here, parts that agreed with the whole gave something that does not."""
+    for key, (_, after) in whole.units.items():
+        of_parts = [part.units[key] for part in parts if key in part.units]
+        if len(of_parts) == len(parts):
+            if not _lists_agree(whole.units[key][0], [given for given, _ in of_parts], weights, tolerance):
+                break
+            if not _lists_agree(after, [result for _, result in of_parts], weights, tolerance):
+                return Culprit(*key)
+    if any(len(part.functions) != len(whole.functions) for part in parts):
+        return None
+    for place, (name, line, given, results) in enumerate(whole.functions):
+        others = [(part.functions[place], part.share) for part in parts]
+        if any(other[0] != name for other, _ in others):
+            return None
+        of_given = [_of_whole(other[2], share) for other, share in others]
+        of_results = [_of_whole(other[3], share) for other, share in others]
+        before = _lists_agree(given, of_given, weights, tolerance)
+        if before and not _lists_agree(results, of_results, weights, tolerance):
+            return Culprit(None, function=name, line=line)
+    return None
+
+
+def _lists_agree(
+    whole: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], weights: Sequence[float], tolerance: float
+) -> bool:
+    if any(len(part) != len(whole) for part in parts):
+        return True
+    return all(agree(tensor, of_parts, weights, tolerance) for tensor, *of_parts in zip(whole, *parts, strict=True))

@@ -1,0 +1,106 @@
+"""The same random numbers for a part of a batch as for the whole, so that runs on both can be compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_pp.split.unit_calls.interception import running_unit
+
+Stretch = int | str | None
+"""What draws: the units of a stage, or the code outside of units, in which all stages draw the same."""
+_PERMUTATION = "aten::randperm"
+
+
+class Draws:
+    """What the step drew on the whole, in order.
+
+    Attributes:
+        differ: Whether something was drawn that has no rows to share out, such as places in the batch.
+    """
+
+    def __init__(self) -> None:
+        self._drawn: dict[Stretch, list[Tensor]] = {}
+        self.differ = False
+
+    def on_whole(self, stage: int | None, *, is_end: bool = False) -> TorchDispatchMode:
+        """Around the step on the whole, on one stage: notes what is drawn.
+
+        Args:
+            stage: The stage; None for a rehearsal, in which no unit runs.
+            is_end: Whether it is the run for the end of the batch.
+        """
+        return _Drawing(self, stage, None, is_end)
+
+    def on_part(self, stage: int | None, start: float, length: float, *, is_end: bool = False) -> TorchDispatchMode:
+        """Around the step on a part: gives it its rows of what the whole drew.
+
+        Args:
+            stage: The stage; None for a rehearsal, in which no unit runs.
+            start: Where the part begins, as a share of the whole.
+            length: How much of the whole it is.
+            is_end: Whether it is the run for the end of the batch, on all of it.
+        """
+        return _Drawing(self, stage, (0.0, 1.0) if is_end else (start, length), is_end)
+
+    def note(self, stretch: Stretch, tensor: Tensor) -> None:
+        """The whole has drawn ``tensor``."""
+        self._drawn.setdefault(stretch, []).append(tensor.detach().clone())
+
+    def share_out(self, stretch: Stretch, index: int, tensor: Tensor, part: tuple[float, float]) -> None:
+        """Overwrites ``tensor``, the ``index``-th that a part has drawn, with its rows of what the whole drew."""
+        drawn = self._drawn.get(stretch, [])
+        source = _rows_of(drawn[index], tensor, part) if index < len(drawn) else None
+        if source is None:
+            self.differ = True
+        else:
+            tensor.copy_(source)
+
+
+class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, draws: Draws, stage: int | None, part: tuple[float, float] | None, is_end: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._draws = draws
+        self._stage = stage
+        self._part = part
+        self._outside: Stretch = "end" if is_end else "outside"
+        self._indices: dict[Stretch, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return result
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and type(tensor) is Tensor:
+                self._settle(func, tensor)
+        return result
+
+    def _settle(self, func: Any, tensor: Tensor) -> None:
+        if func._schema.name == _PERMUTATION:  # no part can have its share of one, so nothing is mixed
+            tensor.copy_(torch.arange(len(tensor), device=tensor.device))
+            return
+        stretch = self._stage if running_unit() else self._outside
+        if self._part is None:
+            self._draws.note(stretch, tensor)
+            return
+        index = self._indices.get(stretch, 0)
+        self._indices[stretch] = index + 1
+        self._draws.share_out(stretch, index, tensor, self._part)
+
+
+def _rows_of(drawn: Tensor, tensor: Tensor, part: tuple[float, float]) -> Tensor | None:
+    if drawn.shape == tensor.shape:
+        return drawn
+    if drawn.dim() != tensor.dim() or drawn.dtype != tensor.dtype:
+        return None
+    other = [dim for dim in range(drawn.dim()) if drawn.shape[dim] != tensor.shape[dim]]
+    if len(other) != 1:
+        return None
+    length, (start, share) = drawn.shape[other[0]], part
+    if round(length * share) != tensor.shape[other[0]]:
+        return None
+    return drawn.narrow(other[0], round(length * start), tensor.shape[other[0]])

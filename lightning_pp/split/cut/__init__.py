@@ -1,0 +1,1 @@
+"""Which unit runs on which stage."""

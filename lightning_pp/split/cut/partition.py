@@ -1,0 +1,296 @@
+"""Assigning units to stages: consecutive runs of units in call order, the slowest rank as fast as possible."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from lightning_pp.errors import ConfigurationError, SplitError
+from lightning_pp.schedule import Placement
+from lightning_pp.split.cut.balance import CutProblem, balanced_starts, smallest_limit
+from lightning_pp.split.cut.unit_costs import UnitCost, estimate_unit_costs, weighted
+from lightning_pp.split.record.step_record import StepRecord
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Which stage each unit runs on.
+
+    Attributes:
+        num_stages: Number of stages.
+        stage_of_unit: Unit name to stage.
+        unit_costs: Name of each called unit to its cost; what the balance was made with.
+    """
+
+    num_stages: int
+    stage_of_unit: Mapping[str, int]
+    unit_costs: Mapping[str, UnitCost]
+
+    def units_of_stage(self, stage: int) -> list[str]:
+        """The units of ``stage`` in call order."""
+        return [unit for unit, its_stage in self.stage_of_unit.items() if its_stage == stage]
+
+
+@dataclass(frozen=True)
+class UnitMemory:
+    """What units hold, and what ranks may.
+
+    Attributes:
+        fixed_bytes: Unit name to what it holds all the time: parameters, gradients, optimizer state.
+        held_bytes: Unit name to what one microbatch holds there between forward and backward.
+        num_held: For each stage, the most microbatches that it holds at a time.
+        limit_bytes: For each rank, the most that it may hold.
+    """
+
+    fixed_bytes: Mapping[str, float]
+    held_bytes: Mapping[str, float]
+    num_held: Sequence[float]
+    limit_bytes: Sequence[float]
+
+
+def partition_units(
+    record: StepRecord,
+    *,
+    placement: Placement,
+    num_parameters: Mapping[str, int],
+    split_points: Sequence[str] | None = None,
+    costs: Mapping[str, UnitCost] | None = None,
+    unit_weights: Mapping[str, float] | None = None,
+    rank_speeds: Sequence[float] | None = None,
+    memory: UnitMemory | None = None,
+) -> Partition:
+    """Cuts the units, in the order of their first calls, into consecutive runs, one for each stage of ``placement``.
+
+    The time of the slowest rank is minimised (:func:`~lightning_pp.split.cut.balance.balanced_starts`), within the
+    memory
+    limits; of cuts that are hardly different in time, those with the fewest bytes crossing are taken. A unit that is
+    called again after others, and others that its second call depends on, fall on one stage, since values flow from
+    earlier stages to later ones only; the same holds for values that leave a unit by another way than its outputs.
+
+    Args:
+        record: A dry run of the training step (or of whatever step is to run).
+        placement: Which rank holds which stages.
+        num_parameters: Every unit's number of parameters; units that the step does not call are put on the stage of
+            the unit named before them.
+        split_points: Names of the units that start stages 1, 2, ...; overrides the balance.
+        costs: Cost of every called unit; by default FLOPs
+        (:func:`~lightning_pp.split.cut.unit_costs.estimate_unit_costs`).
+        unit_weights: Name or shell pattern of units to a factor for their cost.
+        rank_speeds: For each rank how fast it is, compared with the others; by default all alike.
+        memory: What units hold and ranks may hold; None for no limit.
+
+    Raises:
+        ConfigurationError: There are fewer units than stages, nothing fits the memory limit, or ``split_points``,
+            ``unit_weights`` or ``rank_speeds`` do not fit.
+        SplitError: The order of calls leaves fewer places to cut than needed.
+    """
+    num_stages = placement.num_stages
+    order = list(record.first_calls())
+    unit_costs = dict(costs) if costs is not None else estimate_unit_costs(record, num_parameters)
+    unit_costs = weighted(unit_costs, unit_weights or {})
+    speeds = _checked_speeds(rank_speeds, placement.num_ranks)
+    if num_stages > len(order):
+        raise ConfigurationError(
+            f"{num_stages} stages need at least {num_stages} units, and the step calls {len(order)}: "
+            f"{', '.join(order[:10])}{', ...' if len(order) > 10 else ''}. Use fewer stages (pipeline_parallel_size x "
+            "stages_per_rank), or name smaller modules with units=."
+        )
+    groups = _inseparable_groups(record, order)
+    if split_points is not None:
+        starts = _starts_from_split_points(record, order, groups, split_points, num_stages)
+    else:
+        if num_stages > len(groups):
+            tied = max(groups, key=len)
+            raise SplitError(
+                f"{num_stages} stages need {num_stages - 1} places to cut, and the order of calls leaves "
+                f"{len(groups) - 1}: {', '.join(tied[:6])}{', ...' if len(tied) > 6 else ''} must share a stage, "
+                f"because {_why_inseparable(record, tied)}."
+            )
+        firsts = [order.index(group[0]) for group in groups]
+        problem = CutProblem(
+            placement,
+            [sum(unit_costs[unit].total for unit in group) for group in groups],
+            speeds,
+            [sum(memory.fixed_bytes[unit] for unit in group) if memory else 0.0 for group in groups],
+            [sum(memory.held_bytes[unit] for unit in group) if memory else 0.0 for group in groups],
+            memory.num_held if memory else [0.0] * num_stages,
+            memory.limit_bytes if memory else None,
+            _bytes_crossing(record, order, firsts),
+        )
+        found = balanced_starts(problem)
+        if found is None:
+            raise _does_not_fit(problem, groups)
+        starts = [firsts[index] for index in found]
+    stage_of_unit: dict[str, int] = {}
+    for index, unit in enumerate(order):
+        stage_of_unit[unit] = sum(index >= start for start in starts[1:])
+    previous = 0
+    for unit in num_parameters:
+        if unit in stage_of_unit:
+            previous = stage_of_unit[unit]
+        else:
+            stage_of_unit[unit] = previous
+    return Partition(num_stages, stage_of_unit, unit_costs)
+
+
+def moved_cuts(record: StepRecord, partition: Partition) -> Iterator[Partition]:
+    """The partitions in which some cuts in a row, often one, are all one place further up, or all further down."""
+    order = list(record.first_calls())
+    groups = _inseparable_groups(record, order)
+    stages = [partition.stage_of_unit[group[0]] for group in groups]
+    cuts = [index for index in range(1, len(groups)) if stages[index] != stages[index - 1]]
+    for length in range(1, len(cuts) + 1):
+        for first in range(len(cuts) - length + 1):
+            for step in (-1, 1):
+                moved = [cut + step * (first <= number < first + length) for number, cut in enumerate(cuts)]
+                bounds = [0, *moved, len(groups)]
+                if any(start >= stop for start, stop in itertools.pairwise(bounds)):
+                    continue  # a stage has to keep a unit
+                stage_of_unit = dict(partition.stage_of_unit)
+                for index, group in enumerate(groups):
+                    stage_of_unit.update(dict.fromkeys(group, sum(index >= cut for cut in moved)))
+                yield Partition(partition.num_stages, stage_of_unit, partition.unit_costs)
+
+
+def _checked_speeds(speeds: Sequence[float] | None, num_ranks: int) -> list[float]:
+    if speeds is None:
+        return [1.0] * num_ranks
+    if len(speeds) != num_ranks or not all(0 < speed < float("inf") for speed in speeds):
+        raise ConfigurationError(
+            f"rank_speeds={list(speeds)} must be a positive number for each of the {num_ranks} ranks of the pipeline."
+        )
+    return [float(speed) for speed in speeds]
+
+
+def _bytes_crossing(record: StepRecord, order: Sequence[str], firsts: Sequence[int]) -> list[float]:
+    """Bytes of the values that are made before each of the positions ``firsts`` and read from there on."""
+    position = {unit: index for index, unit in enumerate(order)}
+    last_read: dict[tuple[int, int], int] = {}
+    for reads, place in [
+        *((call.reads, position[call.unit]) for call in record.calls),
+        (record.tail, len(order) - 1),
+    ]:
+        for value in reads.values:
+            key = (value.call, value.leaf)
+            last_read[key] = max(place, last_read.get(key, 0))
+    crossing = [0.0] * len(firsts)
+    for call in record.calls:
+        for number, leaf in call.numbered_leaves():
+            last = last_read.get((call.index, number))
+            if last is None or leaf.spec is None:
+                continue
+            for index, first in enumerate(firsts):
+                if position[call.unit] < first <= last:
+                    crossing[index] += leaf.spec.num_bytes * (2 if leaf.requires_grad else 1)
+    return crossing
+
+
+def _does_not_fit(problem: CutProblem, groups: Sequence[Sequence[str]]) -> ConfigurationError:
+    assert problem.limits is not None
+    least = smallest_limit(problem)
+    largest = max(range(len(groups)), key=lambda index: problem.fixed_bytes[index])
+    return ConfigurationError(
+        f"No cut of the model into {problem.placement.num_stages} stages fits the memory limit of "
+        f"{min(problem.limits) / _GIB:.3f} GiB a rank: at least {least / _GIB:.3f} GiB are needed. The largest unit, "
+        f"{groups[largest][0]!r}, holds {problem.fixed_bytes[largest] / _GIB:.3f} GiB of parameters, gradients and "
+        "optimizer state. Use more pipeline ranks, shard over more data-parallel ranks, checkpoint activations, or "
+        "raise the limit."
+    )
+
+
+def inseparable_groups(record: StepRecord) -> list[list[str]]:
+    """The units that the step calls, in order: those of a group must share a stage, and any other cut is possible."""
+    return _inseparable_groups(record, list(record.first_calls()))
+
+
+def why_inseparable(record: StepRecord, units: Sequence[str]) -> str:
+    """Why the units of a group must share a stage: the rest of a sentence that begins with ``because``."""
+    return _why_inseparable(record, units)
+
+
+def _inseparable_groups(record: StepRecord, order: Sequence[str]) -> list[list[str]]:
+    """Consecutive units between which no cut is possible."""
+    position = {unit: index for index, unit in enumerate(order)}
+    joined = [False] * len(order)  # joined[i]: no cut just before unit i
+
+    def join(first: int, last: int) -> None:
+        for index in range(first + 1, last + 1):
+            joined[index] = True
+
+    for call in record.calls:
+        here = position[call.unit]
+        for value in call.reads.values:
+            source = position[record.calls[value.call].unit]
+            if source > here:
+                join(here, source)
+        for made_by in call.reads.escapes:
+            source = position[record.calls[made_by].unit]
+            join(min(here, source), max(here, source))
+    for made_by in record.tail.escapes:
+        join(position[record.calls[made_by].unit], len(order) - 1)
+    groups: list[list[str]] = []
+    for index, unit in enumerate(order):
+        if index and joined[index]:
+            groups[-1].append(unit)
+        else:
+            groups.append([unit])
+    return groups
+
+
+def _why_inseparable(record: StepRecord, units: Sequence[str]) -> str:
+    members = set(units)
+    for reads, consumer in [*((call.reads, call.unit) for call in record.calls), (record.tail, "the end of the step")]:
+        for made_by, line in reads.escapes.items():
+            if record.calls[made_by].unit in members:
+                return (
+                    f"a tensor made inside {record.calls[made_by].unit!r} leaves it by another way than its outputs (a "
+                    "hook, an attribute, a list, an edit in place or torch.autograd.grad) and is used by "
+                    f"{consumer!r} at {line}; return it from the unit"
+                )
+    first = record.first_calls()
+    again = [call for call in record.calls if call.unit in members and call.index != first[call.unit]]
+    repeated = ", ".join(sorted({call.unit for call in again}))
+    return (
+        f"{repeated} is called again after units that its later call depends on, at {again[0].line}; use fewer stages, "
+        "or name a larger module that makes all these calls with units="
+    )
+
+
+def _starts_from_split_points(
+    record: StepRecord,
+    order: Sequence[str],
+    groups: Sequence[Sequence[str]],
+    split_points: Sequence[str],
+    num_stages: int,
+) -> list[int]:
+    if len(split_points) != num_stages - 1:
+        raise ConfigurationError(
+            f"split_points names {len(split_points)} units ({', '.join(split_points)}), and {num_stages} stages have "
+            f"{num_stages - 1} cuts between them; name the unit that starts each stage but the first."
+        )
+    starts = [0]
+    for name in split_points:
+        if name not in order:
+            close = difflib.get_close_matches(name, order, n=5, cutoff=0.3) or order[:5]
+            raise ConfigurationError(
+                f"split_points names {name!r}, which is not a unit that the step calls. The closest are: "
+                f"{', '.join(close)}."
+            )
+        start = list(order).index(name)
+        if start <= starts[-1]:
+            raise ConfigurationError(
+                f"split_points must follow the order of calls, and {name!r} (call {start}) does not come after "
+                f"{order[starts[-1]]!r} (call {starts[-1]})."
+            )
+        if all(group[0] != name for group in groups):
+            group = next(group for group in groups if name in group)
+            raise ConfigurationError(
+                f"split_points cannot cut before {name!r}: {', '.join(group[:6])} must share a stage, because "
+                f"{_why_inseparable(record, group)}. Or cut before another unit."
+            )
+        starts.append(start)
+    return starts

@@ -1,0 +1,167 @@
+"""What each unit costs: floating point operations of a microbatch by default, measured times where there are some."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from lightning_pp.errors import ConfigurationError
+from lightning_pp.schedule import StageCosts
+from lightning_pp.split.record.step_record import Reads, StepRecord, UnitCall
+
+# A parameter costs about this many floating point operations a microbatch besides its use: its gradient is written and
+# added up, and the optimizer reads and writes it with its state. It matters where parameters come without FLOPs, as in
+# embeddings.
+FLOPS_PER_PARAMETER = 30.0
+
+
+@dataclass(frozen=True)
+class UnitCost:
+    """The cost of one microbatch in one unit, with the code before it, in any unit of time (FLOPs, milliseconds).
+
+    Attributes:
+        forward: F.
+        backward_input: I.
+        backward_weight: W.
+    """
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+
+    @property
+    def total(self) -> float:
+        """F, I and W together."""
+        return self.forward + self.backward_input + self.backward_weight
+
+    def scaled(self, forward: float, backward_input: float, backward_weight: float) -> UnitCost:
+        """This cost with each of its parts multiplied."""
+        return UnitCost(
+            self.forward * forward, self.backward_input * backward_input, self.backward_weight * backward_weight
+        )
+
+
+def estimate_unit_costs(record: StepRecord, num_parameters: Mapping[str, int]) -> dict[str, UnitCost]:
+    """FLOPs of every unit that the step calls, in call order.
+
+    An operation with a parameter (a linear, a convolution) costs as much in I and in W as in F; one between activations
+    (attention) costs twice its F in I. What is checkpointed costs F once more in I. Code before a unit counts for it,
+    code after the last one for that.
+
+    Args:
+        record: A dry run of the step.
+        num_parameters: Every unit's number of parameters, each of which costs :data:`FLOPS_PER_PARAMETER` in W.
+    """
+    flops = {unit: [0.0, 0.0, FLOPS_PER_PARAMETER * num_parameters[unit]] for unit in record.first_calls()}
+
+    def add(unit: str, part: UnitCall | Reads) -> None:
+        costs = flops[unit]
+        costs[0] += part.flops
+        costs[1] += 2 * part.flops - part.weight_flops
+        costs[2] += part.weight_flops
+
+    for call in record.calls:
+        add(call.unit, call)
+        if call.unit in record.recomputed_units or call.region is not None:
+            flops[call.unit][1] += call.flops_run_again
+        add(call.unit, call.reads)
+    add(record.calls[-1].unit, record.tail)
+    return {unit: UnitCost(*costs) for unit, costs in flops.items()}
+
+
+def weighted(costs: Mapping[str, UnitCost], weights: Mapping[str, float]) -> dict[str, UnitCost]:
+    """``costs`` with those of some units multiplied.
+
+    Args:
+        costs: Unit name to cost.
+        weights: Name or shell pattern of units to factor. Where several patterns match, the last counts.
+
+    Raises:
+        ConfigurationError: A pattern matches no unit, or a factor is not a positive number.
+    """
+    factors = dict.fromkeys(costs, 1.0)
+    for pattern, factor in weights.items():
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < float("inf"):
+            raise ConfigurationError(f"unit_weights[{pattern!r}]={factor!r} must be a positive number.")
+        matching = [unit for unit in costs if fnmatchcase(unit, pattern)]
+        if not matching:
+            raise ConfigurationError(
+                f"unit_weights names {pattern!r}, and no unit that the step calls matches it. The units are: "
+                f"{', '.join(list(costs)[:10])}{', ...' if len(costs) > 10 else ''}."
+            )
+        factors.update(dict.fromkeys(matching, float(factor)))
+    return {unit: cost.scaled(factors[unit], factors[unit], factors[unit]) for unit, cost in costs.items()}
+
+
+def calibrated(
+    costs: Mapping[str, UnitCost], measured: StageCosts, units_of_stages: Sequence[Sequence[str]]
+) -> dict[str, UnitCost]:
+    """``costs`` scaled so that they add up to what stages of these units were measured to take.
+
+    Args:
+        costs: Unit name to estimated cost.
+        measured: Times of the stages, in milliseconds.
+        units_of_stages: The units that each stage had when it was measured.
+
+    Returns:
+        Costs in milliseconds.
+
+    Raises:
+        ConfigurationError: The stages had other units than there are now.
+    """
+    known = [unit for units in units_of_stages for unit in units if unit in costs]
+    if set(known) != set(costs):
+        missing = [unit for unit in costs if unit not in known]
+        raise ConfigurationError(
+            f"The costs were measured on stages of other units: {', '.join(missing[:10])} were not among them. Measure "
+            "again with this model."
+        )
+    resolved = measured.per_stage(len(units_of_stages))
+    result = dict(costs)
+    for stage, units in enumerate(units_of_stages):
+        own = [unit for unit in units if unit in costs]
+        parts = ("forward", "backward_input", "backward_weight")
+        estimated = {part: sum(getattr(costs[unit], part) for unit in own) for part in parts}
+        share = {unit: costs[unit].total for unit in own}
+        for unit in own:
+            times = []
+            for part in parts:
+                time = getattr(resolved, part)[stage]
+                whole = estimated[part]
+                # where nothing was estimated, by the units' shares of all
+                times.append(
+                    time * getattr(costs[unit], part) / whole
+                    if whole
+                    else time * (share[unit] / sum(share.values()) if any(share.values()) else 1 / len(own))
+                )
+            result[unit] = UnitCost(*times)
+    return result
+
+
+def stage_costs(
+    costs: Mapping[str, UnitCost],
+    stage_of_unit: Mapping[str, int],
+    speeds_of_stages: Sequence[float],
+    *,
+    p2p: float | Sequence[float] = 0.0,
+    held_after_forward: float | Sequence[float] = 1.0,
+    held_after_input: float | Sequence[float] = 1.0,
+) -> StageCosts:
+    """What the stages cost that the units make.
+
+    Args:
+        costs: Unit name to cost.
+        stage_of_unit: Unit name to stage.
+        speeds_of_stages: How fast each stage's rank is; its number is that of stages.
+        p2p: As in :class:`StageCosts`.
+        held_after_forward: Likewise.
+        held_after_input: Likewise.
+    """
+    sums = [[0.0, 0.0, 0.0] for _ in speeds_of_stages]
+    for unit, cost in costs.items():
+        stage = stage_of_unit[unit]
+        for part, time in enumerate((cost.forward, cost.backward_input, cost.backward_weight)):
+            sums[stage][part] += time / speeds_of_stages[stage]
+    forward, backward_input, backward_weight = zip(*sums, strict=True)
+    return StageCosts(forward, backward_input, backward_weight, p2p, held_after_forward, held_after_input)

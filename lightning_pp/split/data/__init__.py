@@ -1,0 +1,1 @@
+"""Batches as trees of tensors, and their microbatches."""

@@ -1,0 +1,258 @@
+"""Cutting a batch into microbatches along dimension 0."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from lightning_pp.errors import BatchError, ConfigurationError
+from lightning_pp.split.data.tree import children_of, entries_of, is_object, leaves_of, map_children
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """One slice of a batch.
+
+    Attributes:
+        data: The slice, in the containers of the batch. Tensors are views of the batch's.
+        num_samples: Length of the slice along dimension 0.
+        weight: Its share of the batch's samples; the weights of a batch's microbatches sum to 1.
+    """
+
+    data: Any
+    num_samples: int
+    weight: float
+
+
+@dataclass(frozen=True)
+class BatchPart:
+    """One microbatch as a ``split_batch`` function gives it.
+
+    Attributes:
+        data: What the step is called with.
+        num_samples: How many samples it stands for. Losses, outputs that are numbers and logged values of the
+            microbatches are weighted by it: give the number of what your loss is a mean over (graphs, not nodes).
+    """
+
+    data: Any
+    num_samples: int
+
+
+SplitBatch = Callable[[Any, int], Sequence[Any]]
+"""Cuts a batch into at most so many microbatches; see :func:`split_by`."""
+
+
+def split_by(split: SplitBatch, batch: Any, num_microbatches: int) -> list[Microbatch]:
+    """Has the user's function cut ``batch``.
+
+    Args:
+        split: Given the batch, on the device, and the largest number of microbatches. It returns 1 to that many of
+            them, in the order of the batch's samples: each a :class:`BatchPart`, or just the data where all tensors in
+            it have one length along dimension 0, which is then the number of samples. It must give the same on every
+            rank of a pipeline, so it may draw no random numbers, and as many for equally many samples.
+        batch: The batch.
+        num_microbatches: The largest number of microbatches.
+
+    Raises:
+        BatchError: It returned nothing, too many, or data that do not say how many samples they are.
+    """
+    parts = split(batch, num_microbatches)
+    name = getattr(split, "__qualname__", type(split).__name__)
+    if not isinstance(parts, (list, tuple)) or not 1 <= len(parts) <= num_microbatches:
+        what = (
+            f"{len(parts)} parts" if isinstance(parts, (list, tuple)) else f"an object of type {type(parts).__name__}"
+        )
+        raise BatchError(
+            f"split_batch={name} returned {what}; it must return a list of 1 to {num_microbatches} microbatches "
+            "(num_microbatches), fewer where the batch has fewer samples."
+        )
+    sizes = [_num_samples_of_part(part, index, name) for index, part in enumerate(parts)]
+    total = sum(sizes)
+    return [
+        Microbatch(part.data if isinstance(part, BatchPart) else part, size, size / total)
+        for part, size in zip(parts, sizes, strict=True)
+    ]
+
+
+def _num_samples_of_part(part: Any, index: int, name: str) -> int:
+    if isinstance(part, BatchPart):
+        if not isinstance(part.num_samples, int) or part.num_samples < 1:
+            raise BatchError(
+                f"split_batch={name} returned microbatch {index} with num_samples={part.num_samples!r}; it must be an "
+                "integer of at least 1. Return fewer microbatches rather than empty ones."
+            )
+        return part.num_samples
+    lengths = lengths_of(part)
+    if len(set(lengths.values())) != 1 or 0 in lengths.values():
+        raise BatchError(
+            f"split_batch={name} returned microbatch {index} of type {type(part).__name__} whose number of samples is "
+            f"not clear: {described(lengths) or 'it holds no tensor with a dimension 0'}. Return "
+            "lightning_pp.BatchPart(data, num_samples)."
+        )
+    return next(iter(lengths.values()))
+
+
+def lengths_of(batch: Any) -> dict[str, int]:
+    """Place to length along dimension 0, for every tensor of at least one dimension in ``batch``."""
+    return {
+        place: leaf.size(0)
+        for place, leaf in entries_of(batch, "batch")
+        if isinstance(leaf, Tensor) and not leaf.is_nested and leaf.dim() > 0
+    }
+
+
+def described(lengths: dict[str, int]) -> str:
+    """``batch['x'] has 20 rows, batch['y'] 4``."""
+    places = [f"{place} {'has ' if not index else ''}{size}" for index, (place, size) in enumerate(lengths.items())]
+    if places:
+        places[0] += " rows"
+    return ", ".join(places[:6]) + (f" and {len(places) - 6} more" if len(places) > 6 else "")
+
+
+def batch_size_of(batch: Any) -> int | None:
+    """Number of samples in ``batch``: the length along dimension 0 that most of its tensors share.
+
+    Among equally frequent lengths the one met first counts. A list with an entry per sample (detection targets: dicts
+    of the same keys, beside a list of as many images, or with tensors of different lengths) says it at once. A batch
+    without tensors of at least one dimension counts the elements of its first flat list of plain values (a list of
+    strings, say). ``None`` where nothing is found.
+    """
+    num_listed = num_listed_samples(batch)
+    if num_listed is not None:
+        return num_listed
+    lengths = Counter(leaf.size(0) for leaf in leaves_of(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0)
+    if lengths:
+        return lengths.most_common(1)[0][0]
+    return next((len(values) for values in _lists(batch, _is_plain_list)), None)
+
+
+def split_batch(batch: Any, num_microbatches: int) -> list[Microbatch]:
+    """Cuts ``batch`` into at most ``num_microbatches`` slices along dimension 0.
+
+    Every tensor whose dimension 0 has the batch's length is cut, wherever it stands in the batch's tree; so is a list
+    of that length that holds only plain values. All else (scalars, masks of another shape, class weights) goes whole to
+    every microbatch. In a batch with a list that has an entry per sample, the lists of that length are cut, and the
+    tensors in them stay whole. Where the length is not divisible, the first slices have one sample more; where it is
+    smaller than ``num_microbatches``, there are as many microbatches as samples.
+
+    Raises:
+        BatchError: The batch is empty, or holds data that has no dimension 0 to cut (packed, nested or sparse).
+        ConfigurationError: ``num_microbatches`` is less than 1.
+    """
+    if num_microbatches < 1:
+        raise ConfigurationError(f"num_microbatches={num_microbatches} is not possible; use 1 or more, or 'auto'.")
+    num_samples = batch_size_of(batch)
+    if num_samples is None:
+        if num_microbatches > 1 and batch is not None and not isinstance(batch, (bool, int, float, str)):
+            lengths = lengths_of(batch)
+            why = f"keeps its tensors in attributes ({described(lengths)})" if lengths else "holds no tensor to cut"
+            raise BatchError(
+                f"A batch of type {type(batch).__name__} {why}, so it cannot be cut along dimension 0 into "
+                f"{num_microbatches} microbatches. Return tensors (in tuples, dicts or dataclasses) from the "
+                "dataloader, register the type with torch.utils._pytree, give the strategy a function that cuts it "
+                "(split_batch=), or set num_microbatches=1."
+            )
+        return [Microbatch(batch, 1, 1.0)]
+    if num_samples == 0:
+        raise BatchError("The batch has 0 samples (dimension 0 of its tensors is 0); drop empty batches in the loader.")
+    num_slices = min(num_microbatches, num_samples)
+    if num_slices == 1:
+        return [Microbatch(batch, num_samples, 1.0)]
+    _refuse_uncuttable(batch, num_slices)
+    _refuse_objects_with_samples(batch, num_samples, num_slices)
+    has_sample_list = num_listed_samples(batch) is not None
+    smaller, larger = divmod(num_samples, num_slices)
+    microbatches, start = [], 0
+    for index in range(num_slices):
+        stop = start + smaller + (index < larger)
+        data = _slice(batch, num_samples, start, stop, has_sample_list)
+        microbatches.append(Microbatch(data, stop - start, (stop - start) / num_samples))
+        start = stop
+    return microbatches
+
+
+def _slice(tree: Any, num_samples: int, start: int, stop: int, has_sample_list: bool) -> Any:
+    if isinstance(tree, Tensor):
+        return tree[start:stop] if tree.dim() > 0 and tree.shape[0] == num_samples else tree
+    if _is_plain_list(tree) or (has_sample_list and _is_list_of_samples(tree)):
+        return tree[start:stop] if len(tree) == num_samples else tree
+    return map_children(lambda child: _slice(child, num_samples, start, stop, has_sample_list), tree)
+
+
+def _is_plain_list(tree: Any) -> bool:
+    return (
+        type(tree) in (list, tuple)
+        and len(tree) > 0
+        and all(isinstance(value, (str, bytes, bool, int, float)) for value in tree)
+    )
+
+
+def num_listed_samples(batch: Any) -> int | None:
+    """The length of a list that has an entry per sample, if there is one.
+
+    Two views of a batch are a list of dicts as well; but then the tensors in it have the batch's length in common.
+    """
+    dicts = _lists(batch, _is_list_of_dicts)
+    tensor_lists = {len(tensors) for tensors in _lists(batch, _is_list_of_tensors)}
+    for samples in dicts:
+        lengths = [[leaf.size(0) for leaf in leaves_of(s) if isinstance(leaf, Tensor) and leaf.dim()] for s in samples]
+        if len(samples) in tensor_lists or any(length != lengths[0] for length in lengths):
+            return len(samples)
+    return None
+
+
+def _is_list_of_samples(tree: Any) -> bool:
+    """What has an entry per sample beside a list that is known to."""
+    return _is_list_of_dicts(tree) or _is_list_of_tensors(tree)
+
+
+def _is_list_of_dicts(tree: Any) -> bool:
+    return (
+        type(tree) in (list, tuple)
+        and len(tree) > 0
+        and all(isinstance(sample, dict) and sample.keys() == tree[0].keys() for sample in tree)
+    )
+
+
+def _is_list_of_tensors(tree: Any) -> bool:
+    return type(tree) in (list, tuple) and len(tree) > 0 and all(isinstance(sample, Tensor) for sample in tree)
+
+
+def _lists(tree: Any, is_list: Callable[[Any], bool]) -> list[Any]:
+    if is_list(tree):
+        return [tree]
+    return [found for child in children_of(tree) for found in _lists(child, is_list)]
+
+
+def _refuse_uncuttable(tree: Any, num_slices: int) -> None:
+    if isinstance(tree, PackedSequence):
+        raise BatchError(
+            f"A PackedSequence cannot be cut into {num_slices} microbatches; pad instead, or set num_microbatches=1."
+        )
+    if isinstance(tree, Tensor) and (tree.is_nested or tree.layout is not torch.strided):
+        raise BatchError(
+            f"A tensor of layout {tree.layout}{' (nested)' if tree.is_nested else ''} cannot be cut into "
+            f"{num_slices} microbatches; use a dense tensor, or set num_microbatches=1."
+        )
+    for child in children_of(tree):
+        _refuse_uncuttable(child, num_slices)
+
+
+def _refuse_objects_with_samples(batch: Any, num_samples: int, num_slices: int) -> None:
+    """An object goes whole to every microbatch, which is wrong for one with a row per sample."""
+    for leaf in leaves_of(batch):
+        lengths = lengths_of(leaf) if is_object(leaf) else {}
+        if num_samples in lengths.values():
+            place = next(place for place, length in lengths.items() if length == num_samples)
+            raise BatchError(
+                f"The batch has {num_samples} samples, and so has the attribute {place.removeprefix('batch.')!r} of "
+                f"the {type(leaf).__name__} in it, an object that cannot be cut into {num_slices} microbatches. "
+                "Register the type with torch.utils._pytree, make it a dataclass, give the strategy a function that "
+                "cuts the batch (split_batch=), or set num_microbatches=1."
+            )

@@ -1,0 +1,108 @@
+"""Batches whose rows refer to each other, as graphs do: cut along dimension 0, they would say something else."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pp.errors import BatchError
+from lightning_pp.split.data.microbatch import described, lengths_of, num_listed_samples
+from lightning_pp.split.data.tree import entries_of
+
+_INTEGERS = frozenset({torch.int16, torch.int32, torch.int64})
+# sources and targets; corners of triangles
+_SIDES = (2, 3)
+
+
+def refuse_row_references(batch: Any, num_samples: int, num_microbatches: int) -> None:
+    """Raises :class:`BatchError` for tensors that, by their values, point into rows of tensors of another length.
+
+    Tensors of ``num_samples`` rows are about to be cut, and the others go whole to every microbatch. That is right for
+    class weights, masks and positions. It is wrong
+
+    * where a tensor that goes whole names rows of those that are cut: integers of shape ``(2, E)`` or ``(E, 2)`` (3 as
+      well), or several tensors of integers of one other length, all from 0 to ``num_samples - 1``, and some above the
+      rows of the first microbatch (edges);
+    * where a tensor numbers the rows of one of another length: integers that begin at 0, stay or rise by one from row
+      to row, and end at the last row of the other (the graph that each node belongs to);
+    * where a tensor that goes whole has the places at which the rows that are cut begin: integers that begin at 0, do
+      not fall, and end at ``num_samples`` (offsets of packed sequences).
+
+    A batch with a list that has an entry per sample (detection targets) is not looked at.
+    """
+    if num_listed_samples(batch) is not None:
+        return
+    tensors = {
+        place: leaf
+        for place, leaf in entries_of(batch, "batch")
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested and leaf.dim() > 0
+    }
+    if all(tensor.shape[0] == num_samples for tensor in tensors.values()):
+        return
+    for place, tensor in tensors.items():
+        finding = _reference(tensor, place, tensors, num_samples, num_microbatches)
+        if finding:
+            raise BatchError(
+                "The batch's tensors differ in length along dimension 0, and seem to refer to each other's rows: "
+                f"{place}, of shape {tuple(tensor.shape)}, {finding}. ({described(lengths_of(batch))}.) Cut into "
+                f"{num_microbatches} microbatches, tensors of {num_samples} rows would be cut and the others go whole "
+                "to each, so rows would be mixed up. Give PipelineParallelStrategy(split_batch=...) a function that "
+                "cuts such a batch, or set num_microbatches=1."
+            )
+
+
+def _reference(
+    tensor: Tensor, place: str, tensors: dict[str, Tensor], num_samples: int, num_microbatches: int
+) -> str | None:
+    """What ``tensor`` says of rows of others, if it does."""
+    if tensor.dtype not in _INTEGERS or tensor.numel() < 2:
+        return None
+    is_whole = tensor.shape[0] != num_samples
+    if is_whole and _may_be_edges(tensor, tensors) and _names_rows(tensor, num_samples, num_microbatches):
+        return f"holds integers up to {int(tensor.max())}, as indices of the {num_samples} rows of others do"
+    if tensor.dim() != 1 or int(tensor[0]) != 0:
+        return None
+    last, steps = int(tensor[-1]), tensor.diff()
+    if is_whole and last == num_samples and bool((steps >= 0).all()):
+        return f"rises from 0 to {num_samples}, as the places in the {num_samples} rows of others do"
+    numbered = [
+        other
+        for other, held in tensors.items()
+        if held.shape[0] == last + 1 != tensor.shape[0] and (is_whole == (held.shape[0] == num_samples))
+    ]
+    if last > 0 and numbered and bool(((steps == 0) | (steps == 1)).all()):
+        return f"counts up from 0 to {last}, as the numbers of the {last + 1} rows of {numbered[0]} do"
+    return None
+
+
+def _may_be_edges(tensor: Tensor, tensors: dict[str, Tensor]) -> bool:
+    if tensor.dim() == 2:
+        return tensor.shape[0] in _SIDES or tensor.shape[1] in _SIDES
+    alike = [other for other in tensors.values() if other.shape == tensor.shape and other.dtype == tensor.dtype]
+    return tensor.dim() == 1 and len(alike) > 1 and not bool((tensor.diff() == 1).all())  # nor positions
+
+
+def _names_rows(tensor: Tensor, num_samples: int, num_microbatches: int) -> bool:
+    least, most = (int(value) for value in torch.aminmax(tensor))
+    return least >= 0 and -(-num_samples // num_microbatches) <= most < num_samples
+
+
+@contextmanager
+def lengths_noted(batch: Any, num_microbatches: int) -> Iterator[None]:
+    """Adds to an exception raised within how a batch was cut whose tensors differ in length (from Python 3.11 on)."""
+    try:
+        yield
+    except Exception as error:
+        lengths = lengths_of(batch)
+        if num_microbatches > 1 and len(set(lengths.values())) > 1 and sys.version_info >= (3, 11):
+            error.add_note(
+                f"The batch was cut into {num_microbatches} microbatches along dimension 0, and its tensors differ in "
+                f"length there: {described(lengths)}. Those of the most frequent length were cut, the others went "
+                "whole to the step. If rows refer to each other, give PipelineParallelStrategy(split_batch=...)."
+            )
+        raise

@@ -1,0 +1,500 @@
+"""Following values through the code between units, by a dispatch mode that sees every operation of a dry run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import arg_tree_leaves, tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
+
+from lightning_pp.split.dry_run.drawn_values import DrawnValues
+from lightning_pp.split.dry_run.memory_watch import MemoryWatch
+from lightning_pp.split.fakes.fake_mode import FakeValueMode, NeedsDataError
+from lightning_pp.split.fakes.made_up_data import MadeUpData
+from lightning_pp.split.fakes.parameters import FakeParameters, is_fake
+from lightning_pp.split.record.source_lines import user_line
+from lightning_pp.split.record.sources import (
+    NOTHING,
+    Inside,
+    Parameter,
+    Source,
+    made_after,
+    set_made_after,
+    set_sources,
+    sources_of,
+    storage_of,
+)
+from lightning_pp.split.record.step_record import GradientHook, Reads, UnitCall, Value
+from lightning_pp.split.unit_calls.selective_policy import Policy, saves_output
+
+_ITEM = torch.ops.aten._local_scalar_dense.default
+_LIFT_FRESH = torch.ops.aten.lift_fresh.default
+_INDEX = torch.ops.aten.index.Tensor
+_PACK = torch.ops.aten._pack_padded_sequence.default
+# the CPU's attention, which torch's registry leaves out: its operands are those of the GPU's
+_MORE_FLOPS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
+        torch.ops.aten._scaled_dot_product_flash_attention
+    ]
+}
+
+
+@dataclass
+class ValueRead:
+    """A weight-dependent value that Python looked at (``.item()``, ``if tensor:``) outside any unit."""
+
+    line: str
+    sources: frozenset[Source]
+    num_calls_before: int
+
+
+@dataclass
+class Look:
+    """Code outside any unit hangs on a value that the step was given.
+
+    Attributes:
+        num_calls_before: Unit calls before it.
+        is_in_python: Whether Python looks at the value (``mask.all()``), which may decide what is called; otherwise a
+            shape hangs on it (``x[mask]``).
+    """
+
+    num_calls_before: int
+    is_in_python: bool
+
+
+class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Carries the sources of values from inputs to outputs of every operation.
+
+    Real tensors stay real unless something fake was written into them (``out[:, 0] = cls``): from then on they read as
+    fake, since what they hold is not what one device would hold. Where data are made up, results are real and marked
+    with their sources as fakes are. Memory that the step did not make (the batch) is as before after :meth:`restore`.
+
+    Args:
+        fake_mode: The mode of all fakes.
+        own_memory: Storages that the step may edit, such as copies of buffers.
+        parameters: Sources of real parameters, by storage: what holds them out of reach has not been given fakes.
+        watch: Knows which memories are there without the step.
+        policy: What units save that are run again in backward; None: nothing.
+
+    Attributes:
+        reads: What the current call (or the end of the step) needs, by way of whatever inter-unit code.
+        call: The unit call that is running, None in inter-unit code.
+        num_calls: Unit calls so far.
+        own_parameters: Names of the parameters of the running unit.
+        call_reads_data: Whether the running call has looked at a value of a fake.
+        call_looks: Whether it has looked at a value that the step was given, or made a shape of it.
+        value_reads: Where inter-unit code did.
+        looks: Where inter-unit code looked at values that the step was given.
+        edited: Unit outputs that code after the unit writes into.
+        inter_unit_draws: Calls after which inter-unit code draws random numbers, up to the next; -1: before the first.
+        branches_at_random: Whether Python looked at a number that inter-unit code drew.
+        gradient_hooks: Hooks that inter-unit code put on weight-dependent tensors.
+        edits_batch: Whether the step wrote into memory that it did not make.
+        watch: Numbers the memories that the step makes.
+        drawn_values: Follows random numbers that inter-unit code draws.
+    """
+
+    def __init__(
+        self,
+        fake_mode: FakeValueMode,
+        own_memory: Iterable[int | None] = (),
+        parameters: Mapping[int, frozenset[Source]] = MappingProxyType({}),
+        watch: MemoryWatch | None = None,
+        policy: Policy | None = None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.reads = Reads()
+        self.call: UnitCall | None = None
+        self.num_calls = 0
+        self.own_parameters: frozenset[str] = frozenset()
+        self.call_reads_data = False
+        self.call_looks = False
+        self.value_reads: list[ValueRead] = []
+        self.looks: list[Look] = []
+        self.edited: set[Value] = set()
+        self.inter_unit_draws: set[int] = set()
+        self.branches_at_random = False
+        self.gradient_hooks: list[GradientHook] = []
+        self.edits_batch = False
+        self.watch = watch or MemoryWatch()
+        self._policy = policy
+        self._fake_mode = fake_mode
+        # where inter-unit code first touched a parameter, or what was made inside a call
+        self._lines: dict[Source, str] = {}
+        self._made_up: MadeUpData | None = None
+        self._output_storages: dict[int, Value] = {}
+        # a storage is known by its address, so it must not be freed and given out again meanwhile
+        self._kept_alive: list[Tensor] = []
+        self._written: dict[int, frozenset[Source]] = dict(parameters)
+        self._written_with_fakes: set[int] = set(parameters)
+        # with the storage itself, which must not be freed and its address given out again
+        self._sources_of_fakes: dict[int, tuple[frozenset[Source], Any]] = {}
+        # for the fake of a real tensor, the real memory that it stands for
+        self._real_memory: dict[int, int] = {}
+        self._own_memory = set(own_memory)
+        # what code outside units has made, and the batch: a unit that writes there changes what other stages have
+        self._inter_unit_memory: set[int | None] = set()
+        # what the step has made of nothing that it was given: the same for all batches of the same shapes
+        self._constants: set[int | None] = set()
+        # what hangs on neither the batch nor weights: constants, and what is made of the module's buffers
+        self._without_batch: set[int | None] = set(own_memory)
+        self._contents_before: list[tuple[Tensor, Tensor]] = []
+        self._parameters: dict[Tensor, str] = {}
+        self._names_of_storages: dict[int | None, str] = {}
+        self._updates: dict[str, set[str]] = {}
+        # real tensors that come from numbers that inter-unit code drew; a mark on them would be lost in views
+        self._drawn: set[int | None] = set()
+        self.drawn_values = DrawnValues()
+
+    def watch_parameters(self, fake_parameters: FakeParameters) -> None:
+        """From here on, what inter-unit code writes into fake parameters is noted."""
+        self._parameters = {fake: name for name, fake in fake_parameters.named_fakes().items()}
+        self._names_of_storages = {storage_of(fake): name for fake, name in self._parameters.items()}
+        for fake, name in self._parameters.items():
+            self.know_parameter(fake, name)
+
+    def know_parameter(self, fake: Tensor, name: str) -> None:
+        """Views of ``fake`` without a mark, such as ``parameter.data``, are of the parameter, in any unit."""
+        storage = storage_of(fake)
+        if storage is not None:
+            self._sources_of_fakes[storage] = (frozenset({Parameter(name)}), fake.untyped_storage())
+
+    def parameter_updates(self) -> dict[str, frozenset[str]]:
+        """Parameters that inter-unit code wrote into, and those that it computed their new values from."""
+        for fake, name in self._parameters.items():
+            storage = storage_of(fake)
+            if storage not in self._names_of_storages:  # ``parameter.data = ...``
+                self._note_update(name, self._sources_of_fakes.get(storage or 0, (NOTHING,))[0])
+        return {name: frozenset(sources) for name, sources in self._updates.items()}
+
+    def _note_update(self, name: str, sources: Iterable[Source]) -> None:
+        others = {source.name for source in sources if isinstance(source, Parameter)}
+        self._updates.setdefault(name, set()).update(others - {name})
+
+    def mark_output(self, tensor: Tensor, value: Value) -> None:
+        """Makes ``tensor`` the source ``value``."""
+        set_sources(tensor, {value})
+        set_made_after(tensor, value.call)
+        storage = storage_of(tensor)
+        if storage is not None:
+            self._output_storages[storage] = value
+            self._kept_alive.append(tensor)
+
+    def keep(self, tensors: Iterable[Tensor], to: dict[int, int]) -> None:
+        """Adds the memories of ``tensors`` to ``to``, number to bytes, without those that the step did not make.
+
+        Nor real scalars: autograd makes them of Python's numbers, where nobody sees it and perhaps at the address of
+        something that the step has made and freed.
+        """
+        for tensor in tensors:
+            if is_fake(tensor) or (tensor.dim() > 0 and storage_of(tensor) in self._own_memory):
+                self.watch.add(tensor, to)
+
+    def need(self, tensors: Iterable[Tensor]) -> None:
+        """Records that ``tensors`` are needed by the current stretch of code."""
+        for tensor in tensors:
+            self._note(self.sources_of(tensor))
+
+    def is_missing(self, tensor: Tensor) -> bool:
+        """Whether the value of ``tensor`` depends on weights, so that a stage may not have it."""
+        return is_fake(tensor) or bool(self.sources_of(tensor))
+
+    def hangs_on_batch(self, tensor: Tensor) -> bool:
+        """Whether the value of ``tensor`` was made of the batch, or of weights."""
+        return self.is_missing(tensor) or storage_of(tensor) not in self._without_batch
+
+    def sources_of(self, tensor: Tensor) -> frozenset[Source]:
+        """Where the value of ``tensor`` comes from, with what was written into its memory."""
+        found = sources_of(tensor)
+        storage = self._memory_of(tensor)
+        if storage is None:
+            return found
+        # ``.data`` and tensors saved for backward lose their mark; a parameter may have been given other ``.data``
+        if is_fake(tensor) and (not found or isinstance(tensor, nn.Parameter)):
+            found |= self._sources_of_fakes.get(storage, (NOTHING,))[0]
+        return found | self._written[storage] if storage in self._written else found
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """Records that Python looks at the content of ``tensor``, and gives it something to see."""
+        sources = self.sources_of(tensor)
+        self._note(sources)
+        if self.call is None:
+            self.value_reads.append(ValueRead(user_line(), sources, self.num_calls))
+        else:
+            self.call_reads_data = True
+        if not self._reads_as_fake(tensor):
+            return tensor
+        with _disable_current_modes():
+            if self._made_up is not None:
+                return self._made_up.real(self._faked(tensor))  # type: ignore[no-any-return]
+            return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+    def look(self, tensor: Tensor) -> None:
+        """Records that Python looks at the content of ``tensor``, which is there."""
+        if storage_of(tensor) not in self._constants:
+            self._note_look(is_in_python=True)
+
+    def note_gradient_hook(self, tensor: Tensor) -> None:
+        """Records that inter-unit code puts a hook on the gradient of ``tensor``."""
+        if self.call is None:
+            self.gradient_hooks.append(GradientHook(user_line(), made_after(tensor)))
+
+    @contextmanager
+    def made_up_data(self, data: MadeUpData) -> Iterator[None]:
+        """Within, operations on fakes run on made-up data and give real tensors."""
+        before, self._made_up = self._made_up, data
+        try:
+            yield
+        finally:
+            self._made_up = before
+
+    def restore(self) -> None:
+        """Puts back what the step overwrote in memory that it did not make."""
+        while self._contents_before:
+            place, content = self._contents_before.pop()
+            place.copy_(content)
+
+    def release(self) -> None:
+        """Lets go of all tensors, after the last question about any."""
+        self._kept_alive.clear()
+        self._sources_of_fakes.clear()
+        self.drawn_values.release()
+        self.watch.release()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs one operation."""
+        kwargs = kwargs or {}
+        inputs = [leaf for leaf in arg_tree_leaves(*args, **kwargs) if isinstance(leaf, Tensor)]
+        sources: frozenset[Source] = NOTHING
+        any_fake = False
+        for tensor in inputs:
+            any_fake = any_fake or is_fake(tensor)
+            found = self.sources_of(tensor)
+            if found:
+                sources = sources | found if sources else found
+        self._note_looks_at_given(func, args, inputs)
+        if self.call is None and torch.Tag.nondeterministic_seeded in func.tags:
+            self.inter_unit_draws.add(self.num_calls - 1)
+        drawn = self.drawn_values.found_in(func, inputs, self.num_calls, None if self.call is None else self.call.index)
+        is_mutable = func._schema.is_mutable
+        if is_mutable:
+            self._keep_contents(func, args, kwargs)
+        if not any_fake and not sources:
+            result = func(*args, **kwargs)
+            self._note_memory(func, inputs, result)
+            self._note_policy(func, args, kwargs, result, 0)
+            if self.call is None and self.inter_unit_draws:
+                self._note_drawn(func, inputs, result)
+            self.drawn_values.note(drawn, result)
+            if is_mutable and self.call is not None:
+                self._note_edits_by_unit(func, args, kwargs)
+            return result
+        if self.call is not None:
+            self._note(sources)
+        else:
+            self._remember_lines(sources)
+        if func is _ITEM:
+            return self.read(args[0]).item()
+        given = (args, kwargs)
+        result = self._run(func, args, kwargs, sources)
+        flops = self._count_flops(func, args, kwargs, result, inputs)
+        self.drawn_values.note(drawn, result)
+        self._note_product(func, args, result)
+        produced: frozenset[Source] = frozenset({Inside(self.call.index)}) if self.call is not None else sources
+        for tensor in tree_leaves(result):
+            # from fakes comes something real only if it does not depend on them
+            if isinstance(tensor, Tensor) and (is_fake(tensor) or is_mutable or self._made_up is not None):
+                self._mark(tensor, produced)
+        self._note_memory(func, inputs, result)
+        self._note_policy(func, args, kwargs, result, flops)
+        if is_mutable:
+            self._note_writes(func, *given, produced)
+        return result
+
+    def _mark(self, tensor: Tensor, sources: frozenset[Source]) -> None:
+        set_sources(tensor, sources)
+        set_made_after(tensor, self.num_calls)
+        if is_fake(tensor):
+            storage = storage_of(tensor)
+            # within a unit, a view of what comes from outside (of a parameter) does not change what its memory holds
+            if storage is not None and (self.call is None or storage not in self._sources_of_fakes):
+                self._sources_of_fakes[storage] = (sources, tensor.untyped_storage())
+
+    def _run(self, func: Any, args: Any, kwargs: Any, sources: frozenset[Source]) -> Any:
+        if self._written_with_fakes:
+            args, kwargs = tree_map(self._faked, (args, kwargs))
+        if self._made_up is not None:
+            args, kwargs = tree_map(self._made_up_for, (args, kwargs))
+        try:
+            return func(*args, **kwargs)
+        except NeedsDataError as error:
+            if self.call is not None:
+                raise
+            self.value_reads.append(ValueRead(error.line, sources, self.num_calls))
+        with self._fake_mode.making_up():
+            return func(*args, **kwargs)
+
+    def _made_up_for(self, leaf: Any) -> Any:
+        assert self._made_up is not None
+        real = self._made_up.real(leaf)
+        if real is not leaf:
+            self.watch.note_fake(leaf, real)
+        return real
+
+    def _remember_lines(self, sources: Iterable[Source]) -> None:
+        """Inter-unit code reads nothing by itself: what its results depend on is needed where they are."""
+        for source in sources:
+            if isinstance(source, (Inside, Parameter)) and source not in self._lines:
+                self._lines[source] = user_line()
+
+    def _note(self, sources: Iterable[Source]) -> None:
+        current = self.call.index if self.call is not None else None
+        for source in sources:
+            if isinstance(source, Value):
+                self.reads.values.add(source)
+            elif isinstance(source, Inside):
+                if source.call != current and source.call not in self.reads.escapes:
+                    self.reads.escapes[source.call] = self._lines.get(source) or user_line()
+            elif source.name not in self.own_parameters and source.name not in self.reads.parameters:
+                self.reads.parameters[source.name] = self._lines.get(source) or user_line()
+
+    def _count_flops(self, func: Any, args: Any, kwargs: Any, result: Any, inputs: Iterable[Tensor]) -> int:
+        formula = flop_registry.get(func._overloadpacket) or _MORE_FLOPS.get(func._overloadpacket)
+        if formula is None:
+            return 0
+        flops = int(formula(*args, **kwargs, out_val=result))
+        part = self.reads if self.call is None else self.call
+        part.flops += flops
+        if any(self.watch.is_weight(tensor) is not None for tensor in inputs):
+            part.weight_flops += flops
+        return flops
+
+    def _note_product(self, func: Any, args: Any, result: Any) -> None:
+        product = self.watch.product(func, args, result)
+        if product is not None:
+            memory = self.reads.memory if self.call is None else self.call.memory
+            self.keep([product[0]], memory.queued)
+            memory.queued_gradients_bytes += product[1]
+
+    def _note_looks_at_given(self, func: Any, args: Any, inputs: Iterable[Tensor]) -> None:
+        is_in_python = torch.Tag.data_dependent_output in func.tags
+        if not (is_in_python or func is _PACK or torch.Tag.dynamic_output_shape in func.tags):
+            return
+        if func is _INDEX:  # by places; only masks make shapes of their content
+            inputs = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
+        if any(not self.is_missing(tensor) and storage_of(tensor) not in self._constants for tensor in inputs):
+            self._note_look(is_in_python)
+
+    def _note_look(self, is_in_python: bool) -> None:
+        if self.call is None:
+            self.looks.append(Look(self.num_calls, is_in_python))
+        else:
+            self.call_looks = True
+
+    def _note_memory(self, func: Any, inputs: list[Tensor], result: Any) -> None:
+        """What an operation returns that is no view of what it was given lies in memory of the step's own."""
+        made = {storage_of(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
+        given = {storage_of(tensor) for tensor in inputs}
+        new = made if func is _LIFT_FRESH else made - given
+        if func is _LIFT_FRESH or given <= self._constants:
+            self._constants |= made
+        else:
+            self._constants -= made
+        if func is _LIFT_FRESH or given <= self._without_batch:
+            self._without_batch |= made
+        else:
+            self._without_batch -= made
+        self._own_memory |= new
+        if self.call is None:
+            self._inter_unit_memory |= new
+
+    def _note_policy(self, func: Any, args: Any, kwargs: Any, result: Any, flops: int) -> None:
+        if self._policy is None or self.call is None or not saves_output(self._policy, func, args, kwargs, result):
+            return
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.keep(tensors, self.call.memory.saved_by_policy)
+        self.call.flops_saved_by_policy += flops
+
+    def _note_drawn(self, func: Any, inputs: list[Tensor], result: Any) -> None:
+        """Follows what inter-unit code draws, to see whether the way of the step hangs on it."""
+        is_drawn = torch.Tag.nondeterministic_seeded in func.tags
+        if not is_drawn and self._drawn.isdisjoint(map(storage_of, inputs)):
+            return
+        if func is _ITEM:
+            self.branches_at_random = True
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._drawn.add(storage_of(tensor))
+                self._kept_alive.append(tensor)
+
+    def _keep_contents(self, func: Any, args: Any, kwargs: Any) -> None:
+        for tensor in _written_by(func, args, kwargs):
+            storage = storage_of(tensor)
+            if storage is None or is_fake(tensor) or tensor.is_meta or storage in self._own_memory:
+                continue
+            place = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+            self._contents_before.append((place, place.clone()))
+            self.edits_batch = True
+            self._inter_unit_memory.add(storage)
+            self._own_memory.add(storage)
+
+    def _note_edits_by_unit(self, func: Any, args: Any, kwargs: Any) -> None:
+        """A unit runs on one stage only: what it writes into memory that is not its own exists there only."""
+        assert self.call is not None
+        for tensor in _written_by(func, args, kwargs):
+            storage = storage_of(tensor)
+            if storage is not None and storage in self._inter_unit_memory:
+                self._written[storage] = self._written.get(storage, NOTHING) | {Inside(self.call.index)}
+                self._kept_alive.append(tensor)
+
+    def _note_writes(self, func: Any, args: Any, kwargs: Any, produced: frozenset[Source]) -> None:
+        for tensor in _written_by(func, args, kwargs):
+            storage = self._memory_of(tensor)
+            if storage is None:
+                continue
+            if self.call is None and storage in self._names_of_storages:
+                self._note_update(self._names_of_storages[storage], produced)
+            if storage in self._output_storages:
+                self.edited.add(self._output_storages[storage])
+            # other views of this memory must know what was written into it
+            self._written[storage] = self._written.get(storage, NOTHING) | sources_of(tensor) | produced
+            if not is_fake(tensor) and self._made_up is None:
+                self._written_with_fakes.add(storage)
+            self._kept_alive.append(tensor)
+
+    def _memory_of(self, tensor: Tensor) -> int | None:
+        storage = storage_of(tensor)
+        return storage if storage is None else self._real_memory.get(storage, storage)
+
+    def _reads_as_fake(self, leaf: Any) -> bool:
+        return is_fake(leaf) or (isinstance(leaf, Tensor) and storage_of(leaf) in self._written_with_fakes)
+
+    def _faked(self, leaf: Any) -> Any:
+        """``leaf``, or a fake for a real tensor that something fake was written into."""
+        if is_fake(leaf) or not self._reads_as_fake(leaf):
+            return leaf
+        fake = self._fake_mode.from_tensor(leaf.detach())
+        set_sources(fake, self.sources_of(leaf))
+        real_memory, memory = storage_of(leaf), storage_of(fake)
+        if real_memory is not None and memory is not None:
+            self._real_memory[memory] = real_memory
+            self._kept_alive += (leaf, fake)
+        return fake
+
+
+def _written_by(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """The tensors among the arguments that ``func`` writes into."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        written = args[position] if position < len(args) else kwargs.get(argument.name)
+        for tensor in tree_leaves(written):
+            if isinstance(tensor, Tensor):
+                yield tensor

@@ -1,0 +1,60 @@
+"""What becomes of random numbers that code between units draws: where later code uses them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from lightning_pp.split.record.source_lines import user_line
+from lightning_pp.split.record.sources import storage_of
+
+
+class DrawnValues:
+    """Follows drawn numbers through a dry run, by the memory that they are in.
+
+    Attributes:
+        uses: ``(calls before the draw, calls before the use)`` to the user's line of the first such use. Calls of units
+            count; within a unit, those before it do.
+    """
+
+    def __init__(self) -> None:
+        self.uses: dict[tuple[int, int], str] = {}
+        self._drawn_after: dict[int | None, int] = {}
+        self._kept_alive: list[Tensor] = []  # a memory is known by a number that must not be given out again
+
+    def found_in(self, func: Any, inputs: list[Tensor], num_calls: int, unit_call: int | None) -> int | None:
+        """Before an operation: the earliest draw that it works with; None for none.
+
+        Args:
+            func: The operation.
+            inputs: The tensors that it is given.
+            num_calls: Unit calls so far.
+            unit_call: Index of the unit call that is running; None between units.
+        """
+        found: int | None = None
+        if self._drawn_after:
+            draws = [self._drawn_after[storage] for storage in map(storage_of, inputs) if storage in self._drawn_after]
+            found = min(draws, default=None)
+            if found is not None:
+                self.uses.setdefault((found, num_calls if unit_call is None else unit_call), user_line())
+        if found is None and unit_call is None and torch.Tag.nondeterministic_seeded in func.tags:
+            return num_calls
+        return found
+
+    def note(self, found: int | None, result: Any) -> None:
+        """After the operation: what it gave comes from that draw."""
+        if found is None:
+            return
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = storage_of(tensor)
+                self._drawn_after[storage] = min(found, self._drawn_after.get(storage, found))
+                self._kept_alive.append(tensor)
+
+    def release(self) -> None:
+        """Lets go of all tensors."""
+        self._drawn_after.clear()
+        self._kept_alive.clear()

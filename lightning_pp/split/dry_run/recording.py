@@ -1,0 +1,532 @@
+"""One dry run in progress: the handler of unit calls that fills a :class:`StepRecord`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lightning_pp.errors import SplitError
+from lightning_pp.split.data.tree import leaves_of, map_leaves, own_containers, own_copy, tensors_of
+from lightning_pp.split.dry_run.data_flow import DataFlow
+from lightning_pp.split.dry_run.gradient_flow import gradient_sources
+from lightning_pp.split.dry_run.memory_watch import GraphReader, MemoryWatch
+from lightning_pp.split.dry_run.python_reads import PythonReads
+from lightning_pp.split.fakes.fake_mode import NOT_FAKEABLE, NeedsDataError
+from lightning_pp.split.fakes.made_up_data import AsFake, MadeUpData
+from lightning_pp.split.fakes.parameters import FakeParameters, has_data, is_fake
+from lightning_pp.split.record.source_lines import innermost_user_line, running_autograd_function, user_line
+from lightning_pp.split.record.sources import NOTHING, Parameter, Source, set_sources, storage_of
+from lightning_pp.split.record.step_record import (
+    Handed,
+    HeldMemory,
+    InterUnitDraws,
+    OutputLeaf,
+    PassedOn,
+    Reads,
+    StepRecord,
+    TensorSpec,
+    UnitCall,
+    Value,
+    spec_of,
+)
+from lightning_pp.split.record.unknown_numbers import UnknownNumber, differing
+from lightning_pp.split.side_effects.module_state import python_generators
+from lightning_pp.split.side_effects.watch import ChangingHookError, SideEffectWatch
+from lightning_pp.split.unit_calls.checkpointed_regions import never_run_again
+from lightning_pp.split.unit_calls.compute_dtype import cast_activations
+from lightning_pp.split.unit_calls.given import fingerprint_of, shapes_of
+from lightning_pp.split.unit_calls.selective_policy import Policy
+
+
+class DryRun:
+    """One recording in progress; :func:`lightning_pp.split.dry_run.run` is the entry point.
+
+    A sink (``self.log``, a metric) passes what it is given to :meth:`need_at_end`, since the last stage will need it.
+
+    Args:
+        units: Names and modules of the units.
+        fake_parameters: Makes the fakes.
+        num_calls: The number of unit calls after which data are made up; None for never.
+        reads: Lines that read a value in an earlier attempt.
+        seed_inter_unit: Given the index of a call, seeds the generators for the code after it (-1: before the first).
+        policy: What units save that are run again in backward.
+    """
+
+    def __init__(
+        self,
+        units: Mapping[str, nn.Module],
+        fake_parameters: FakeParameters,
+        num_calls: int | None = None,
+        reads: Sequence[str] = (),
+        seed_inter_unit: Callable[[int], None] | None = None,
+        policy: Policy | None = None,
+    ) -> None:
+        self.record = StepRecord(compute_dtype=fake_parameters.compute_dtype)
+        self._fake_parameters = fake_parameters
+        self._num_calls = num_calls
+        self._earlier_reads = list(reads)
+        self._seed_inter_unit = seed_inter_unit
+        self._policy = policy
+        self._python_generators: Any = None
+        self._is_second = False
+        # of the call that has run last: what it returned besides tensors that depends on values
+        self._unknown: dict[int, tuple[Any, Any]] = {}
+        self._draws_in_python: set[int] = set()
+        # seen now, before fakes take their places
+        self._real_parameters: dict[int, frozenset[Source]] = {}
+        for name, parameter in fake_parameters.module.named_parameters():
+            storage = storage_of(parameter)
+            if storage is not None and has_data(parameter):
+                source = Parameter(fake_parameters.canonical_names[name])
+                self._real_parameters[storage] = self._real_parameters.get(storage, NOTHING) | {source}
+        self._flow = DataFlow(fake_parameters.mode)
+        self._graph = GraphReader()
+        # the end of the step may fail on a part of the batch, since it runs on all of it; what it does there, if known
+        self.end_may_fail = False
+        self.end_of_batch: StepRecord | None = None
+        # which checkpointed region the running code is in; set by whoever intercepts unit calls
+        self.running_region: Callable[[], int | None] = lambda: None
+        self.num_regions: Callable[[], int] = lambda: 0
+        self._end_data = ExitStack()
+        self._own_parameters = {
+            name: frozenset(
+                fake_parameters.canonical_names[key] for key in fake_parameters.names if key.startswith(name + ".")
+            )
+            for name in units
+        }
+        self._marker_nodes: dict[Value, Any] = {}
+        self._end = Reads()
+        self._units_that_need_data: set[type[nn.Module]] = set()
+        self._units = dict(units)
+        # hooks inside units that change what modules take or return
+        self._part_of_units: list[Any] = []
+        # a storage is known by its address, which must not be given out again once the step has replaced these
+        self._held: list[Tensor] = []
+
+    @contextmanager
+    def recording(self, module: nn.Module) -> Iterator[None]:
+        """Around the user's step: watches every operation."""
+        self._held = [*module.buffers()]
+        for child in module.modules():
+            self._held += [value for value in child.__dict__.values() if isinstance(value, Tensor)]
+        held = set(map(storage_of, self._held))
+        watch = MemoryWatch({*held, *self._real_parameters}, self._fake_parameters.fakes())
+        flow = self._flow = DataFlow(self._fake_parameters.mode, held, self._real_parameters, watch, self._policy)
+        flow.watch_parameters(self._fake_parameters)
+        reads = PythonReads(flow.is_missing, flow.read, flow.look, flow.note_gradient_hook, watch.in_one_piece)
+        try:
+            with reads, flow, self._end_data:
+                if self._num_calls == 0:
+                    self._make_up_the_end()
+                self._start_inter_unit(-1)
+                yield
+        finally:
+            flow.restore()  # after a failure as well, for the step may be tried again
+
+    def lines_of_value_reads(self) -> list[str]:
+        """Where code outside units has looked at a weight-dependent value, in this attempt or the one before."""
+        return list(dict.fromkeys([*self._earlier_reads, *(read.line for read in self._flow.value_reads)]))
+
+    def need_at_end(self, value: Any, place: str | None = None) -> None:
+        """Records that the tensors in ``value`` are needed where the step ends.
+
+        Args:
+            value: Anything that holds tensors.
+            place: Where they are kept, if it is not the running line that needs them.
+        """
+        current, self._flow.reads = self._flow.reads, Reads()
+        try:
+            self._flow.need(tensors_of(value))
+            found = self._flow.reads
+        finally:
+            self._flow.reads = current
+        if place is not None:
+            found.escapes = dict.fromkeys(found.escapes, place)
+        _add(found, self._end)
+
+    def depends_on_weights(self, tensor: Tensor) -> bool:
+        """Whether the value of ``tensor`` does, and not on the batch alone."""
+        return self._flow.is_missing(tensor)
+
+    def depends_on_units(self, tensor: Tensor) -> bool:
+        """Whether the value of ``tensor`` depends on what a unit gave, and not on parameters and the batch alone."""
+        return any(not isinstance(source, Parameter) for source in self._flow.sources_of(tensor))
+
+    def own(self, batch: Any) -> Any:
+        """The batch for one run of the step, which may write into it; contents are put back afterwards."""
+        with _disable_current_modes():
+            return own_copy(batch) if self._is_second else own_containers(batch)
+
+    @property
+    def edits_batch(self) -> bool:
+        """Whether the step has written into memory that it did not make."""
+        return self._flow.edits_batch
+
+    def hangs_on_batch(self, tensor: Tensor) -> bool:
+        """Whether the value of ``tensor`` was made of the batch, or of weights."""
+        return self._flow.hangs_on_batch(tensor)
+
+    def again(self, sources: Mapping[int, frozenset[Source]]) -> DryRun:
+        """A recording of one more run, in which memories that this one has left have ``sources``."""
+        run = DryRun(
+            self._units,
+            self._fake_parameters,
+            self._num_calls,
+            seed_inter_unit=self._seed_inter_unit,
+            policy=self._policy,
+        )
+        run._real_parameters = {**self._real_parameters, **sources}
+        run._is_second = True  # what is left may be the batch itself
+        return run
+
+    def ask_of_progress(self, is_as_now: Callable[[Any], bool]) -> None:
+        """Records what the step asks of how far the training is: whether another progress answers it as now."""
+        self.record.asked_of_progress.append(is_as_now)
+
+    def on_call(self, unit: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs one unit on fakes and records it."""
+        flow = self._flow
+        if not torch.is_grad_enabled() and running_autograd_function():
+            raise SplitError(
+                f"{user_line()} calls the unit {unit!r} in the forward of a torch.autograd.Function, whose backward "
+                "works on all that was called there, so no cut is possible within. Name the module that applies the "
+                "function with units=, so that it stays whole on one stage."
+            )
+        if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors_of((args, kwargs)))):
+            raise SplitError(
+                f"{user_line()} calls the unit {unit!r} within a transform of torch.func (vmap, grad, jvp, ...), which "
+                "no stage can do without the others. Name a module that applies the transform with units=, so that it "
+                "stays whole on one stage."
+            )
+        self._end_inter_unit()
+        call = UnitCall(index=len(self.record.calls), unit=unit, reads=flow.reads, line=user_line())
+        if call.index == self._num_calls:
+            self._refuse_reads(self.lines_of_value_reads(), unit)
+        self.record.calls.append(call)
+        flow.num_calls = len(self.record.calls)
+        call.activations = frozenset(
+            place
+            for place, leaf in enumerate(leaves_of((args, kwargs)))
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and flow.is_missing(leaf)
+        )
+        given = args, kwargs
+        args, kwargs = cast_activations(call, args, kwargs, self.record.compute_dtype)
+        self._note_given(call, args, kwargs)
+        call.region = self.running_region()
+        call.shapes = shapes_of(*given)
+        flow.call, flow.own_parameters = call, self._own_parameters[unit]
+        flow.call_looks = False
+        passed_on = _Arguments(args, kwargs)
+        side_effects = SideEffectWatch(self._units[unit], args, kwargs)
+        is_marked, marked = False, None
+        while not is_marked:
+            try:
+                num_regions = self.num_regions()
+                with self._fake_parameters.computing(unit, self._note_computing_fake):
+                    result = self._run(call, lambda: original(*args, **kwargs), side_effects)
+                call.num_regions_inside = self.num_regions() - num_regions
+                flow.need(leaf for leaf in tensors_of(result) if passed_on.position_of(leaf) is None)
+            finally:
+                flow.call, flow.own_parameters = None, frozenset()
+            reads, flow.reads = flow.reads, Reads()
+            try:
+                marked = self._marked(call, result, passed_on, side_effects)
+                is_marked = True
+            except ChangingHookError as error:
+                self._part_of_units.append(error.hook)
+                flow.reads = reads
+                flow.call, flow.own_parameters = call, self._own_parameters[unit]
+        if flow.call_looks:
+            call.looks_at = fingerprint_of(*given)
+        if len(self.record.calls) == self._num_calls:
+            self._make_up_the_end()
+        self._start_inter_unit(call.index)
+        return marked
+
+    def _start_inter_unit(self, index: int) -> None:
+        if self._seed_inter_unit is not None:
+            self._seed_inter_unit(index)
+        self._python_generators = python_generators()
+
+    def _end_inter_unit(self) -> None:
+        """Notes whether the code since the last call has drawn from the generators of Python or NumPy."""
+        if self._python_generators != python_generators():
+            self._draws_in_python.add(len(self.record.calls) - 1)
+
+    def finish(self, result: Any, with_gradients: bool) -> None:
+        """Completes the record with what the end of the step needs."""
+        record, flow = self.record, self._flow
+        record.tail = flow.reads
+        flow.need(tensors_of(result))
+        self._note_what_decides()
+        record.gradient_hooks = flow.gradient_hooks
+        record.updates = flow.parameter_updates()
+        self._note_edits()
+        num_calls = len(record.calls)
+        for read in flow.value_reads:
+            if read.num_calls_before < num_calls:
+                self._refuse_reads([read.line], record.calls[read.num_calls_before].unit, read.sources)
+            record.value_reads_in_tail.append(read.line)
+        if with_gradients:
+            loss = result.get("loss") if isinstance(result, Mapping) else result
+            roots: dict[Value | None, Any] = dict(self._marker_nodes.items())
+            if isinstance(loss, Tensor) and loss.requires_grad:
+                roots[None] = loss.grad_fn
+                self._note_saved_between([loss], record.tail)
+            record.gradient_sources = gradient_sources(roots, self._marker_nodes)
+
+    def finish_opaque(self, line: str) -> StepRecord:
+        """Completes the record of a step whose end cannot run without its data.
+
+        What the end touched so far is needed there; nothing after that can be seen.
+        """
+        self.record.tail = self._flow.reads
+        self.merge_end()
+        self._note_what_decides()
+        self._note_edits()
+        self.record.value_reads_in_tail.append(line)
+        return self.record
+
+    def ends_elsewhere(self) -> bool:
+        """Whether all unit calls have been seen, and what follows them may fail here."""
+        if self.end_of_batch is not None:
+            calls, others = self.record.calls, self.end_of_batch.calls
+            return [call.unit for call in calls] == [call.unit for call in others]
+        return self.end_may_fail and {call.unit for call in self.record.calls} == set(self._units)
+
+    def _note_edits(self) -> None:
+        self.record.edits_batch = self._flow.edits_batch
+        for value in self._flow.edited:
+            self.record.leaf(value).edited_in_place = True
+
+    def _note_what_decides(self) -> None:
+        """Notes what may decide, besides shapes, which units are called and with what."""
+        self._end_inter_unit()
+        calls = self.record.calls
+        self.record.hangs_on_values = any(call.looks_at is not None for call in calls) or any(
+            look.is_in_python or look.num_calls_before < len(calls) for look in self._flow.looks
+        )
+        after = frozenset(self._flow.inter_unit_draws | self._draws_in_python)
+        self.record.inter_unit_draws = InterUnitDraws(after, in_python=bool(self._draws_in_python))
+        self.record.drawn_uses = self._flow.drawn_values.uses
+        # what Python does with numbers of its own generators cannot be seen
+        self.record.has_dynamic_shapes = any(not look.is_in_python for look in self._flow.looks)
+        self.record.may_branch_at_random = bool(self._draws_in_python) or self._flow.branches_at_random
+
+    def merge_all(self) -> None:
+        """Has the record's end need all that was read since the last call, and what sinks were given."""
+        self.record.tail = self._flow.reads
+        self.merge_end()
+
+    def merge_end(self) -> None:
+        """Adds what sinks were given to what the end needs."""
+        _add(self._end, self.record.tail)
+
+    def _run(self, call: UnitCall, run_unit: Callable[[], Any], side_effects: SideEffectWatch) -> Any:
+        """What the unit returns for fakes, or for made-up data if it looks at data."""
+        flow = self._flow
+        kind = type(self._units[call.unit])
+        self._unknown = {}
+        failure: Exception | None = None
+        result: Any = None
+        if kind not in self._units_that_need_data:
+            flow.call_reads_data = False
+            try:
+                with self._saved_memory_counted(call), side_effects.attempt(self._part_of_units):
+                    result = run_unit()
+            except SplitError as error:
+                if not isinstance(error, NeedsDataError):
+                    raise
+                failure = error
+            except Exception as error:
+                failure = error
+            if failure is None and not flow.call_reads_data:
+                return result
+        specs: set[tuple[TensorSpec, ...]] = set()
+        made_up = None
+        left: list[tuple[list[Any], dict[Any, list[Any]]]] = []  # by each run
+        # the first is only to see whether numbers change with the signs of the data, which not all code accepts
+        for data in (MadeUpData(1, signed=True), MadeUpData(1), MadeUpData(0)):
+            call.flops = call.weight_flops = call.flops_saved_by_policy = call.flops_run_again = call.saved_bytes = 0
+            call.memory = HeldMemory()
+            try:
+                with (
+                    flow.made_up_data(data),
+                    flow.watch.call_on_made_up_data(),
+                    self._saved_memory_counted(call),
+                    side_effects.attempt(self._part_of_units),
+                ):
+                    made_up = run_unit()
+            except Exception as error:
+                if data.is_signed:
+                    continue
+                if failure is None and kind not in self._units_that_need_data:
+                    return result  # it could do without data
+                raise self._no_run(call, failure or error, error) from error
+            if not data.is_signed:
+                specs.add(tuple(spec_of(tensor) for tensor in tensors_of(made_up)))
+            left.append((leaves_of(made_up), side_effects.left_behind()))
+        if len(specs) > 1:
+            shapes = " and ".join(str([spec.shape for spec in found]) for found in specs)
+            raise SplitError(
+                f"The outputs of the unit {call.unit!r} have shapes that depend on weights ({shapes} for the same "
+                "shapes of its inputs), so no other stage can know them. Pad them inside the unit, or name a larger "
+                "module with units= that keeps them inside."
+            )
+        self._units_that_need_data.add(kind)
+        outputs, behind = left.pop()
+        for other_outputs, other_behind in left:
+            self._unknown |= differing(other_outputs, outputs)
+            for place, leaves in behind.items():
+                for number, found in differing(other_behind.get(place, ()), leaves).items():
+                    side_effects.unknown.setdefault(place, {})[number] = UnknownNumber(call.unit, found)
+        return made_up
+
+    @staticmethod
+    def _no_run(call: UnitCall, failure: Exception, error: Exception) -> Exception:
+        if not isinstance(failure, (NeedsDataError, *NOT_FAKEABLE)) and type(failure) is type(error):
+            return failure  # the user's own
+        return SplitError(
+            f"The unit {call.unit!r} cannot be run without its data ({failure}), and on made-up data it raises "
+            f"{type(error).__name__} at {innermost_user_line(error)}: {error}. Name smaller modules with units=, so "
+            "that this code is outside of units, or make it accept any data of the right shapes."
+        )
+
+    def _marked(self, call: UnitCall, result: Any, passed_on: _Arguments, side_effects: SideEffectWatch) -> Any:
+        """Gives what a unit returned, and left behind besides, an identity that can be followed."""
+        call.leaves.clear()
+        call.side_effects.clear()
+        call.left.clear()
+        # what is returned and left as well is one value
+        returned: dict[int, tuple[Tensor, Value]] = {}
+
+        def mark(leaf: Tensor, value: Value, leaves: list[OutputLeaf]) -> Tensor:
+            marker = self._mark(leaf, value, leaves)
+            returned[id(leaf)] = (marker, value)
+            return marker
+
+        def mark_returned(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                found = self._unknown.get(len(call.leaves))
+                call.leaves.append(OutputLeaf(None, leaf if found is None else UnknownNumber(call.unit, found)))
+                return leaf
+            position = passed_on.position_of(leaf)
+            if position is not None:
+                call.leaves.append(OutputLeaf(None, PassedOn(position)))
+                return leaf
+            return mark(leaf, Value(call.index, len(call.leaves)), call.leaves)
+
+        def mark_left(leaf: Tensor) -> tuple[Tensor, Any]:
+            if id(leaf) not in returned:
+                with _disable_current_modes():
+                    mark(leaf, Value(call.index, -1 - len(call.left)), call.left)
+            marker, value = returned[id(leaf)]
+            return marker, Handed(value)
+
+        with _disable_current_modes():
+            marked = map_leaves(mark_returned, result)
+            # not None in the place of leaves: some containers leave such entries out
+            call.output = None if isinstance(result, Tensor) else map_leaves(lambda _: 0, result)
+        call.side_effects.extend(side_effects.side_effects(mark_left, passed_on.position_of))
+        return marked
+
+    def _mark(self, leaf: Tensor, value: Value, leaves: list[OutputLeaf]) -> Tensor:
+        # a clone has a node of its own in the autograd graph, and memory of its own
+        with AsFake(self._fake_parameters.mode):
+            marker = leaf.clone()
+        self._flow.mark_output(marker, value)
+        fake = marker.detach()
+        set_sources(fake, {value})
+        # made-up data are let go as soon as the call is over
+        memory = self._flow.watch.unite(marker, leaf if is_fake(leaf) else marker)
+        leaves.append(OutputLeaf(spec_of(marker), fake, requires_grad=marker.requires_grad, memory=memory))
+        if marker.requires_grad:
+            self._marker_nodes[value] = marker.grad_fn
+        return marker
+
+    def _make_up_the_end(self) -> None:
+        self._end_data.enter_context(self._flow.made_up_data(MadeUpData()))
+
+    def _refuse_reads(self, lines: Sequence[str], following: str, sources: Any = ()) -> None:
+        made_by = sorted({self.record.calls[source.call].unit for source in sources if isinstance(source, Value)})
+        raise SplitError(
+            f"{', '.join(lines[:3]) or 'The step'} reads a value that depends on weights"
+            f"{f' ({chr(44).join(made_by)})' if made_by else ''}, and the unit {following!r} is called after it: the "
+            "stages that do not hold the value cannot know which way the step goes. Move the read after the last unit "
+            "(self.log needs no .item()), into a unit, or make the branch depend on the batch only."
+        )
+
+    def _note_computing_fake(self, fake: nn.Parameter, name: str) -> None:
+        set_sources(fake, {Parameter(name)})
+        self._flow.know_parameter(fake, name)
+        self._flow.watch.note_weight(fake, fake.requires_grad)
+
+    def _note_given(self, call: UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = list(tensors_of((args, kwargs)))
+        self._flow.keep(given, call.given)
+        with _disable_current_modes():
+            self._note_saved_between(given, call.reads)
+
+    def _note_saved_between(self, tensors: Iterable[Tensor], reads: Reads) -> None:
+        """What the code between units keeps for backward, of what leads to ``tensors``."""
+        # from the graph, since hooks on saved tensors, as around units, are refused by torch.func there
+        with never_run_again():
+            self._flow.keep(self._graph.saved_behind(tensors, self._marker_nodes.values()), reads.memory.saved)
+
+    @contextmanager
+    def _saved_memory_counted(self, call: UnitCall) -> Iterator[None]:
+        """Adds up what autograd keeps of a unit call between forward and backward, each memory once, parameters not."""
+        if not torch.is_grad_enabled():
+            yield
+            return
+        seen = {storage_of(fake) for fake in self._fake_parameters.fakes()}
+        kept: list[Tensor] = []  # a memory that is freed would be counted as the next at its address
+        flow = self._flow
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = storage_of(tensor)
+            if storage is not None and storage not in seen:
+                seen.add(storage)
+                kept.append(tensor if is_fake(tensor) else tensor.detach())
+                call.saved_bytes += tensor.untyped_storage().nbytes()
+            flow.keep([tensor], call.memory.saved)
+            call.flops_run_again = call.flops - call.flops_saved_by_policy
+            return tensor
+
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                yield
+        finally:
+            kept.clear()  # the graph holds ``pack``, and these hold the graph
+
+    def release(self) -> None:
+        """Lets go of all tensors, since they hold the graph, which holds this recording where no collector sees it."""
+        self._marker_nodes.clear()
+        self._held.clear()
+        self._flow.release()
+
+
+class _Arguments:
+    """What a unit was given, to recognise what it returns unchanged."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves = leaves_of((args, kwargs))
+        self._tensors = [(place, leaf, leaf._version) for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+    def position_of(self, tensor: Tensor) -> int | None:
+        """The place of ``tensor`` among the leaves of the arguments, if it is one of them and was not written into."""
+        for place, leaf, version in self._tensors:
+            if leaf is tensor and leaf._version == version:
+                return place
+        return None
+
+
+def _add(found: Reads, to: Reads) -> None:
+    to.values |= found.values
+    to.parameters = {**found.parameters, **to.parameters}
+    to.escapes = {**found.escapes, **to.escapes}

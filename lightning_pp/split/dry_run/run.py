@@ -1,0 +1,190 @@
+"""Running the user's step once on fake parameters, to learn what calls what and what crosses.
+
+Source of the idea: none of the existing pipelines does this; tracing by fake tensors is torch's
+(:class:`torch._subclasses.fake_tensor.FakeTensorMode`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pp.errors import SplitError
+from lightning_pp.split.dry_run.carried_state import Left, LeftTensors, buffers_outside, rebound
+from lightning_pp.split.dry_run.recording import DryRun
+from lightning_pp.split.fakes.conversion import convertible_fakes
+from lightning_pp.split.fakes.parameters import FakeParameters
+from lightning_pp.split.record.source_lines import innermost_user_line
+from lightning_pp.split.record.sources import Parameter, set_sources
+from lightning_pp.split.record.step_record import CarriedState, StepRecord
+from lightning_pp.split.reductions.recording import EarlierRun, ReductionRecorder
+from lightning_pp.split.side_effects.module_state import preserved_random_state, preserved_state
+from lightning_pp.split.unit_calls.compilation import uncompiled
+from lightning_pp.split.unit_calls.interception import UnitCalls
+from lightning_pp.split.unit_calls.selective_policy import Policy
+
+__all__ = ["DryRun", "dry_run"]
+
+
+def dry_run(
+    step: Callable[[DryRun], Any],
+    *,
+    module: nn.Module,
+    units: Mapping[str, nn.Module],
+    fake_parameters: FakeParameters,
+    with_gradients: bool,
+    seed_inter_unit: Callable[[int], None] | None = None,
+    policy: Policy | None = None,
+    earlier: EarlierRun | None = None,
+) -> StepRecord:
+    """Runs ``step`` with every parameter fake, and records unit calls, what they read, and what the end needs.
+
+    Everything computed from the batch alone stays real, so masks, positions and Python branches on the batch work. The
+    module's state (buffers, lists, attributes, gradients), the batch and all random generators are as before
+    afterwards. A unit that cannot run on fakes (its inside depends on data, as the routing of a mixture of experts
+    does) is run on made-up data; so is the end of a step after its last unit call.
+
+    Args:
+        step: Runs the user's step on one microbatch and returns what it returned. It is given the recording, so that
+            sinks such as ``self.log`` can report what they consume.
+        module: The whole model.
+        units: Names and modules of the units.
+        fake_parameters: Makes the fakes.
+        with_gradients: Whether autograd is on, as in training.
+        seed_inter_unit: Given the index of a unit call (-1: the step's start), seeds the generators for the code after
+            it.
+        policy: What units save that are run again in backward, for the memory in the record.
+        earlier: A dry run of the step on fewer samples; see :class:`ReductionRecorder`.
+
+    Raises:
+        SplitError: The step looks at a weight-dependent value before its last unit call, or the outputs of a unit have
+            shapes that depend on weights.
+    """
+    run = DryRun(units, fake_parameters, seed_inter_unit=seed_inter_unit, policy=policy)
+    try:
+        return _attempt(run, step, module, units, fake_parameters, with_gradients, earlier)
+    except SplitError:
+        raise
+    except Exception as error:
+        first_failure = error
+    # Fakes may be what failed: a branch on a fake value, a function that is not torch's. The last stage runs what
+    # follows the last unit call on real data, so it may be tried on made-up data.
+    num_calls = len(run.record.calls)
+    lines = run.lines_of_value_reads()
+    run = DryRun(
+        units, fake_parameters, num_calls=num_calls, reads=lines, seed_inter_unit=seed_inter_unit, policy=policy
+    )
+    try:
+        return _attempt(run, step, module, units, fake_parameters, with_gradients, earlier)
+    except SplitError:
+        raise
+    except Exception as error:
+        failure = error
+    if not with_gradients and {call.unit for call in run.record.calls} == set(units):
+        return run.finish_opaque(innermost_user_line(failure))
+    if run.ends_elsewhere():
+        record = run.finish_opaque(innermost_user_line(failure))
+        if run.end_of_batch is not None:
+            record.gradient_sources = run.end_of_batch.gradient_sources
+        return record
+    if _is_about_fakes(first_failure) or run.lines_of_value_reads():
+        reads = ", ".join(run.lines_of_value_reads()[:3])
+        raise SplitError(
+            f"The step does something outside its units that needs the data of another stage, at "
+            f"{innermost_user_line(failure)}: {type(failure).__name__}: {str(failure).partition(chr(10))[0]}."
+            f"{f' Before that it read weight-dependent values at {reads}.' if reads else ''} Move it into a unit, or "
+            "after the last unit call of a validation step."
+        ) from failure
+    raise first_failure
+
+
+def _is_about_fakes(failure: Exception) -> bool:
+    return isinstance(failure, NotImplementedError) or "fake" in str(failure).lower()
+
+
+def _attempt(
+    run: DryRun,
+    step: Callable[[DryRun], Any],
+    module: nn.Module,
+    units: Mapping[str, nn.Module],
+    fake_parameters: FakeParameters,
+    with_gradients: bool,
+    earlier: EarlierRun | None,
+) -> StepRecord:
+    record = run.record
+    recorder = ReductionRecorder(run.depends_on_weights, run.depends_on_units, earlier)
+    record.reductions = recorder.reductions
+    with ExitStack() as stack:
+        stack.callback(run.release)
+        stack.enter_context(preserved_random_state(fake_parameters.device))
+        stack.enter_context(fake_parameters.all_fake(lambda fake, name: set_sources(fake, {Parameter(name)})))
+        changes = stack.enter_context(preserved_state(module))
+        buffers = list(buffers_outside(module, units))
+        stack.enter_context(torch.set_grad_enabled(with_gradients))
+        stack.enter_context(uncompiled())
+        stack.enter_context(convertible_fakes())
+        stack.enter_context(_quiet())
+
+        unit_calls = UnitCalls(units)
+        run.running_region, run.num_regions = unit_calls.running_region, unit_calls.num_regions
+        with (
+            run.recording(module),
+            unit_calls.handled_by(run.on_call),
+            recorder,
+        ):
+            result = step(run)
+        run.finish(result, with_gradients)
+        changed = changes()
+        for name, attribute, value in changed:
+            if not any(name == unit or name.startswith(unit + ".") for unit in units):  # those stay on their stage
+                run.need_at_end(value, f"the attribute {attribute!r} of {name or type(module).__name__}")
+        run.merge_end()
+        record.has_dynamic_shapes |= recorder.makes_integers
+        record.mutated_attributes = tuple((name, attribute) for name, attribute, _ in changed)
+
+        def left() -> list[Left]:
+            return [*(Left(*change) for change in changes()), *rebound(buffers, module)]
+
+        record.carried = _carried(run, step, module, units, left)
+    return record
+
+
+def _carried(
+    first: DryRun,
+    step: Callable[[DryRun], Any],
+    module: nn.Module,
+    units: Mapping[str, nn.Module],
+    left: Callable[[], list[Left]],
+) -> tuple[CarriedState, ...]:
+    """What the ``first`` run has left on the module and a second one uses."""
+    tensors = LeftTensors(left(), first.hangs_on_batch)
+    if not tensors:
+        return ()
+    run = first.again(tensors.by_storage)
+    unit_calls = UnitCalls(units)
+    run.running_region, run.num_regions = unit_calls.running_region, unit_calls.num_regions
+    try:
+        # a step that fails here says what it has used so far
+        with suppress(Exception), run.recording(module), unit_calls.handled_by(run.on_call):
+            run.need_at_end(step(run))
+        run.need_at_end(tensors.made_anew(left()))
+        run.merge_all()
+        return tensors.used_by(run.record)
+    finally:
+        run.release()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Within, torch does not report attempts on fakes that fail; what comes of them is reported here."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before

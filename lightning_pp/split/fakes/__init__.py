@@ -1,0 +1,1 @@
+"""Fakes: parameters and values that a stage does not have."""

@@ -1,0 +1,54 @@
+"""Conversions of modules within a step (``self.router.to(torch.float32)`` in ``forward``) while parameters are fake."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pp.split.fakes.parameters import is_fake
+
+
+@contextmanager
+def convertible_fakes() -> Iterator[None]:
+    """Within, ``Module.to``, ``float``, ``half`` and the like work on modules whose parameters are fake.
+
+    Torch swaps the two tensors in place there, which it refuses for any tensor that something refers to weakly. Here a
+    converted parameter takes the place of the fake in its module, and one that is as it should be stays.
+    """
+    original: Any = nn.Module._apply
+
+    def apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        if recurse:
+            for child in module.children():
+                child._apply(function)  # type: ignore[no-untyped-call]
+        parameters = module._parameters
+        if not any(is_fake(parameter) for parameter in parameters.values()):
+            original(module, function, recurse=False)
+            return module
+        module._parameters = {key: value for key, value in parameters.items() if not is_fake(value)}
+        try:
+            original(module, function, recurse=False)
+            real = module._parameters
+        finally:
+            module._parameters = parameters
+        for key, parameter in parameters.items():
+            parameters[key] = _converted(parameter, function) if is_fake(parameter) else real[key]
+        return module
+
+    nn.Module._apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = original  # type: ignore[method-assign]
+
+
+def _converted(parameter: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    with torch.no_grad():
+        converted = function(parameter)
+    if (converted.dtype, converted.device) == (parameter.dtype, parameter.device):
+        return parameter
+    return nn.Parameter(converted, requires_grad=parameter.requires_grad)

@@ -1,0 +1,193 @@
+"""What operations on values of another stage give: fakes of the right shapes, or an error that names the line.
+
+Torch's :class:`FakeTensorMode` refuses every operation whose output shape may depend on data. Here it is refused only
+if it depends on the data that is missing: ``logits[labels != -100]`` with real labels has a known shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from lightning_pp.errors import SplitError
+from lightning_pp.split.fakes.known_results import KnownResults, as_fake_value
+from lightning_pp.split.record.source_lines import user_line
+
+NOT_FAKEABLE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+
+class NeedsDataError(SplitError):
+    """An operation outside any unit needs the data of a tensor that has none here.
+
+    Attributes:
+        line: The user's line.
+    """
+
+    def __init__(self, operation: str, line: str) -> None:
+        super().__init__(
+            f"{line} needs the data of another stage ({operation}): what it gives, or its shape, depends on weights. "
+            "Move it into a unit or after the last unit call, or make it depend on the batch only."
+        )
+        self.line = line
+
+
+class LostEditError(SplitError):
+    """A hook writes what only another stage has into a tensor of this rank, which would keep its old values."""
+
+    def __init__(self, operation: str, edited: Tensor, line: str) -> None:
+        super().__init__(
+            f"{line} writes what it computes from parameters of another stage into a tensor of shape "
+            f"{tuple(edited.shape)} ({operation}), and this rank does not have them. An average of parameters is kept "
+            "where they are if it is a Parameter with requires_grad=False in place of a buffer; what is to be logged "
+            "can be computed in the step."
+        )
+
+
+class FakeValueMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """A fake mode that finds out the shapes that follow from real inputs, such as masks, by trying.
+
+    It is never entered by hand: with ``allow_non_fake_inputs`` an operation touches it only if an argument is fake.
+
+    Attributes:
+        known: What operations gave before.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._depth = 0
+        self._makes_up = False
+        self._refuses_edits = False
+        self.known = KnownResults()
+
+    @contextmanager
+    def refusing_edits(self) -> Iterator[None]:
+        """Within, a fake written into a tensor with data raises :class:`LostEditError`."""
+        before, self._refuses_edits = self._refuses_edits, True
+        try:
+            yield
+        finally:
+            self._refuses_edits = before
+
+    @contextmanager
+    def making_up(self) -> Iterator[None]:
+        """Within, what needs missing data gets made-up data instead of an error."""
+        before, self._makes_up = self._makes_up, True
+        try:
+            yield
+        finally:
+            self._makes_up = before
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
+        """Runs one operation on fakes."""
+        kwargs = kwargs or {}
+        if self._depth:  # a decomposition of what is being tried further up
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        if self._refuses_edits and func._schema.is_mutable:
+            for argument, value in zip(func._schema.arguments, args, strict=False):
+                is_written = argument.alias_info is not None and argument.alias_info.is_write
+                if is_written and isinstance(value, Tensor) and not isinstance(value, FakeTensor):
+                    raise LostEditError(str(func), value, user_line())
+        key = self.known.key(self, func, args, kwargs)
+        found = None if key is None else self.known.find(self, key, args)
+        if found is not None:
+            return found
+        self._depth += 1
+        try:
+            given = as_fake_value(super().__torch_dispatch__(func, types, args, kwargs))
+            if key is not None and not self.known.has(key):
+                self.known.add(self, key, func, args, kwargs, given)
+            return given
+        except NOT_FAKEABLE as error:
+            failure = error
+        finally:
+            self._depth -= 1
+        return self._tried_out(func, args, kwargs, failure)
+
+    def from_tensor(self, *args: Any, **kwargs: Any) -> FakeTensor:
+        """The fake of a real tensor."""
+        return as_fake_value(super().from_tensor(*args, **kwargs))  # type: ignore[no-any-return]
+
+    def _tried_out(self, func: Any, args: Any, kwargs: Any, failure: Exception) -> Any:
+        """Runs ``func`` on several contents of the fakes; if the shapes agree they do not depend on them."""
+        attempts = []
+        try:
+            for fill in (torch.zeros, torch.ones, MadeUp()):
+                given = tree_map(lambda leaf, fill=fill: _filled(leaf, fill), (args, kwargs))
+                attempts.append(tree_flatten(func(*given[0], **given[1])))
+        except Exception:
+            raise NeedsDataError(str(func), user_line()) from failure
+        leaves, containers = attempts[-1]
+        alternatives = list(zip(*(attempt for attempt, _ in attempts), strict=False))
+        known = len({len(attempt) for attempt, _ in attempts}) == 1 and all(map(_share_a_layout, alternatives))
+        if not (known or self._makes_up):
+            raise NeedsDataError(str(func), user_line()) from failure
+        if func._schema.is_mutable:
+            return args[0]
+        if known:
+            leaves = [
+                leaf if _are_equal(others) else self._faked(leaf)
+                for leaf, others in zip(leaves, alternatives, strict=True)
+            ]
+        else:
+            leaves = [self._faked(leaf) for leaf in leaves]
+        return tree_unflatten(leaves, containers)
+
+    def _faked(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        with self:
+            return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+
+
+class MadeUp:
+    """Arbitrary data that most operations accept: floats in (0, 1), so that logarithms exist, integers of 0 and 1.
+
+    Args:
+        seed: Seed of generators of its own; the global ones are left alone.
+        signed: Whether floats are of both signs and any size, for code that asks.
+    """
+
+    def __init__(self, seed: int = 0, *, signed: bool = False) -> None:
+        self._seed = seed
+        self._rand = torch.randn if signed else torch.rand
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def __call__(self, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor of the given shape and dtype on ``device``."""
+        generator = self._generators.get(device)
+        if generator is None:
+            generator = self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+        if dtype.is_floating_point or dtype.is_complex:
+            return self._rand(tuple(shape), generator=generator, device=device).to(dtype)
+        return torch.randint(0, 2, tuple(shape), generator=generator, device=device).to(dtype)
+
+
+def _filled(leaf: Any, fill: Callable[..., Tensor]) -> Any:
+    if not isinstance(leaf, FakeTensor):
+        return leaf
+    return fill(tuple(leaf.shape), dtype=leaf.dtype, device=leaf.fake_device)
+
+
+def _share_a_layout(leaves: Sequence[Any]) -> bool:
+    if not all(isinstance(leaf, Tensor) for leaf in leaves):
+        return False  # a number is read for its value
+    return len({(tuple(leaf.shape), leaf.dtype) for leaf in leaves}) == 1
+
+
+def _are_equal(leaves: Sequence[Tensor]) -> bool:
+    """Whether an output is the same whatever the fakes hold, as the batch sizes of a packed sequence are."""
+    return not leaves[0].is_floating_point() and all(torch.equal(leaf, leaves[0]) for leaf in leaves[1:])

@@ -1,0 +1,314 @@
+"""Fake parameters: what stands in for a parameter that a rank does not own.
+
+A fake parameter is a :class:`FakeTensor` on the device where the parameter would live. It has a shape and a dtype and
+no data; an operation on it gives another fake. It sits in the module's ``__dict__``, where attribute access finds it,
+and not among the module's parameters, so ``named_parameters()`` and ``state_dict()`` know only what is owned.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from lightning_pp.errors import ConfigurationError
+from lightning_pp.split.fakes.fake_mode import FakeValueMode
+from lightning_pp.split.record.step_record import TensorSpec
+
+
+def is_fake(value: object) -> bool:
+    """Whether ``value`` is a tensor without data."""
+    return isinstance(value, FakeTensor)
+
+
+def has_data(tensor: Tensor) -> bool:
+    """Whether ``tensor`` can be read: neither fake nor on the meta device."""
+    return not isinstance(tensor, FakeTensor) and not tensor.is_meta
+
+
+class FakeParameters:
+    """Makes fakes for one model, and moves its parameters in and out of the fake world.
+
+    The mode is never entered: with ``allow_non_fake_inputs`` an operation touches fakes only if an argument is fake,
+    and everything computed from the batch alone stays real.
+
+    Args:
+        module: The whole model.
+        device: Where the parameters of this rank live while it computes.
+
+    Raises:
+        ConfigurationError: A module with parameters is TorchScript, which takes no fakes.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        scripted = {name: child for name, child in module.named_modules() if isinstance(child, torch.jit.ScriptModule)}
+        for name, child in scripted.items():
+            if next(child.parameters(), None) is not None:
+                raise ConfigurationError(
+                    f"{name!r} is a TorchScript module with parameters, and those cannot be taken from it, as every "
+                    "stage but its own has to. Use the module that it was made from; compile=True compiles units with "
+                    "torch.compile."
+                )
+        self.module = module
+        self.device = device
+        self.mode = FakeValueMode()
+        # every name that a parameter has, in registration order, tied names included
+        self.names: dict[str, nn.Parameter] = dict(module.named_parameters(remove_duplicate=False))
+        self.canonical_names: dict[str, str] = {}
+        first: dict[nn.Parameter, str] = {}
+        for name, parameter in self.names.items():
+            self.canonical_names[name] = first.setdefault(parameter, name)
+        self._order = {
+            prefix: list(child._parameters) for prefix, child in module.named_modules() if prefix not in scripted
+        }
+        self._fakes: dict[str, nn.Parameter] = {}
+        self.released: set[str] = set()
+        # dtype that parameters have while their unit runs, but for those in `uncast`; None: their own
+        self.compute_dtype: torch.dtype | None = None
+        self.uncast: frozenset[str] = frozenset()
+        self._computing_fakes: dict[str, nn.Parameter] = {}
+
+    def fake(self, spec: TensorSpec) -> Tensor:
+        """A fake of the given shape and dtype on this rank's device."""
+        with self.mode:
+            return torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+
+    def parameter(self, name: str) -> nn.Parameter:
+        """The fake that stands in for the parameter ``name``; tied names share one."""
+        canonical = self.canonical_names[name]
+        if canonical not in self._fakes:
+            real = self.names[canonical]
+            with self.mode:
+                empty = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=self.device)
+            self._fakes[canonical] = nn.Parameter(empty, requires_grad=real.requires_grad)
+        return self._fakes[canonical]
+
+    def named_fakes(self) -> dict[str, nn.Parameter]:
+        """All fake_parameters made so far, by canonical name."""
+        return dict(self._fakes)
+
+    def fakes(self) -> list[nn.Parameter]:
+        """All fake_parameters made so far."""
+        return [*self._fakes.values(), *self._computing_fakes.values()]
+
+    def set_compute_dtype(self, dtype: torch.dtype | None, uncast: Collection[str] = ()) -> None:
+        """Has parameters be of ``dtype`` within calls of their units, as mixed precision keeps gathered parameters.
+
+        Args:
+            dtype: Of real floating-point parameters with a dimension; None: their own.
+            uncast: Canonical names of parameters that keep theirs.
+        """
+        self.compute_dtype, self.uncast = dtype, frozenset(uncast)
+        self._computing_fakes.clear()
+
+    def is_cast(self, name: str) -> bool:
+        """Whether the parameter of that canonical name has the dtype of computation while its unit runs."""
+        parameter = self.names[name]
+        return (
+            self.compute_dtype is not None
+            and name not in self.uncast
+            and parameter.dim() > 0
+            and parameter.is_floating_point()
+        )
+
+    @contextmanager
+    def computing(self, unit: str, tag: Callable[[nn.Parameter, str], None]) -> Iterator[None]:
+        """Within :meth:`all_fake`, for a call of ``unit``: its parameters have the dtype of computation.
+
+        ``tag(fake, canonical name)`` is called for each.
+        """
+        if self.compute_dtype is None:
+            yield
+            return
+        module = self.module.get_submodule(unit)
+        saved: list[tuple[nn.Module, str, nn.Parameter]] = []
+        fakes: dict[nn.Parameter, nn.Parameter] = {}
+        replaced: list[tuple[Any, Any, Any]] = []
+        try:
+            for name, parameter in list(module.named_parameters(unit, remove_duplicate=False)):
+                canonical = self.canonical_names[name]
+                if not self.is_cast(canonical):
+                    continue
+                parent, attribute = self._locate(name)
+                fake = fakes[parameter] = self._computing_fake(canonical, parameter)
+                saved.append((parent, attribute, parameter))
+                parent._parameters[attribute] = fake
+                tag(fake, canonical)
+            replaced = _replace_aliases(module, fakes)
+            yield
+        finally:
+            for container, key, held in replaced:
+                container[key] = held
+            for parent, attribute, original in reversed(saved):
+                parent._parameters[attribute] = original
+
+    def _computing_fake(self, canonical: str, like: nn.Parameter) -> nn.Parameter:
+        if canonical not in self._computing_fakes:
+            with self.mode:
+                empty = torch.empty_strided(like.shape, like.stride(), dtype=self.compute_dtype, device=self.device)
+            self._computing_fakes[canonical] = nn.Parameter(empty)
+        fake = self._computing_fakes[canonical]
+        fake.requires_grad_(like.requires_grad)
+        return fake
+
+    def release(self, owned: Collection[str]) -> None:
+        """Drops every parameter whose canonical name is not in ``owned`` and leaves its fake parameter behind."""
+        fakes: dict[nn.Parameter, nn.Parameter] = {}
+        for name in self.names:
+            if self.canonical_names[name] in owned:
+                continue
+            parent, attribute = self._locate(name)
+            fake = fakes[self.names[name]] = self.parameter(name)
+            if parent._parameters.pop(attribute, None) is not None:
+                parent.__dict__[attribute] = fake
+            self.released.add(name)
+        # a fake is as good as the original for its shape and dtype, and does not keep the memory of what is sharded
+        self.names = {name: self.parameter(name) for name in self.names}
+        _replace_aliases(self.module, fakes)
+
+    def restore_names(self) -> None:
+        """Undoes :meth:`release` as far as names go: fake_parameters become (fake) parameters again."""
+        for name in self.released:
+            parent, attribute = self._locate(name)
+            parent.__dict__.pop(attribute, None)
+            parent._parameters[attribute] = self.parameter(name)
+        self._sort()
+
+    def tie_names(self, is_replaced: Callable[[nn.Parameter], bool]) -> None:
+        """Makes all names of a parameter mean one object again, after it was replaced under some of them.
+
+        Args:
+            is_replaced: Tells the new object from the old one.
+        """
+        replacement: dict[str, nn.Parameter] = {}
+        present = [(name, *self._locate(name)) for name in self.names if name not in self.released]
+        for name, parent, attribute in present:
+            parameter = parent._parameters[attribute]
+            if parameter is not None and is_replaced(parameter):
+                replacement[self.canonical_names[name]] = parameter
+        for name, parent, attribute in present:
+            parent._parameters[attribute] = replacement.get(self.canonical_names[name], parent._parameters[attribute])
+
+    @contextmanager
+    def all_parameters(self) -> Iterator[None]:
+        """Within, ``named_parameters()`` gives every parameter in one-device order, un-owned ones as fakes."""
+        self.restore_names()
+        try:
+            yield
+        finally:
+            for name in self.released:
+                parent, attribute = self._locate(name)
+                fake = parent._parameters.pop(attribute, None)
+                if fake is not None:
+                    parent.__dict__[attribute] = fake
+
+    @contextmanager
+    def all_fake(self, tag: Callable[[nn.Parameter, str], None]) -> Iterator[None]:
+        """Within, every parameter is fake. ``tag(fake, canonical name)`` is called for each.
+
+        A parameter that FSDP keeps sharded is replaced too; the original object returns afterwards.
+        """
+        saved: list[tuple[nn.Module, str, nn.Parameter | None]] = []
+        fakes: dict[nn.Parameter, nn.Parameter] = {}
+        replaced: list[tuple[Any, Any, Any]] = []
+        self.restore_names()
+        try:
+            for name in self.names:
+                parent, attribute = self._locate(name)
+                saved.append((parent, attribute, parent._parameters.get(attribute)))
+                fake = self.parameter(name)
+                current = parent._parameters.get(attribute)
+                if current is not None:
+                    fakes[current] = fake
+                    if fake.requires_grad != current.requires_grad:
+                        fake.requires_grad_(current.requires_grad)
+                parent._parameters[attribute] = fake
+                tag(fake, self.canonical_names[name])
+            replaced = _replace_aliases(self.module, fakes)
+            yield
+        finally:
+            for container, key, held in replaced:
+                container[key] = held
+            # a module of several names was saved several times, first as it was
+            for parent, attribute, original in reversed(saved):
+                parent._parameters[attribute] = original
+            for name in self.released:
+                parent, attribute = self._locate(name)
+                parent.__dict__[attribute] = parent._parameters.pop(attribute, None)
+
+    @contextmanager
+    def standing_apart(self) -> Iterator[None]:
+        """Within, code may put fake_parameters where it found them; afterwards they are no parameters of their modules.
+
+        ``torch.func.functional_call`` does so, and ``Module.__setattr__`` makes a parameter of each.
+        """
+        registered: list[tuple[nn.Module, str]] = []
+
+        def note(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+            if is_fake(parameter):
+                registered.append((module, name))
+
+        with register_module_parameter_registration_hook(note):
+            try:
+                yield
+            finally:
+                for module, name in registered:
+                    if is_fake(module._parameters.get(name)):
+                        module.__dict__[name] = module._parameters.pop(name)
+
+    def _locate(self, name: str) -> tuple[nn.Module, str]:
+        prefix, _, attribute = name.rpartition(".")
+        return self.module.get_submodule(prefix), attribute
+
+    def _sort(self) -> None:
+        for prefix, order in self._order.items():
+            parameters = self.module.get_submodule(prefix)._parameters
+            if list(parameters) != order:
+                current = dict(parameters)
+                parameters.clear()
+                for attribute in [*order, *(key for key in current if key not in order)]:
+                    if attribute in current:
+                        parameters[attribute] = current[attribute]
+
+
+def _replace_aliases(
+    module: nn.Module, replacements: Mapping[nn.Parameter, nn.Parameter]
+) -> list[tuple[Any, Any, Any]]:
+    """Replaces parameters that modules hold besides their own: in attributes, and in lists and dicts among those.
+
+    Recurrent layers of torch hold theirs in such a list, and weak references to them in another.
+
+    Returns:
+        Container, key and what was there, for each.
+    """
+    replaced: list[tuple[Any, Any, Any]] = []
+    new: list[Any] = []
+
+    def visit(container: Any, items: Any) -> None:
+        for key, value in items:
+            is_reference = isinstance(value, weakref.ref)
+            parameter = value() if is_reference else value
+            if isinstance(parameter, nn.Parameter) and parameter in replacements:
+                replacement = replacements[parameter]
+                replaced.append((container, key, value))
+                new.append(weakref.ref(replacement) if is_reference else replacement)
+
+    for child in module.modules():
+        attributes = child.__dict__
+        visit(attributes, attributes.items())
+        for key, value in attributes.items():
+            if key == "_parameters":
+                continue
+            if type(value) is list:
+                visit(value, enumerate(value))
+            elif type(value) is dict:
+                visit(value, value.items())
+    for (container, key, _), value in zip(replaced, new, strict=True):
+        container[key] = value
+    return replaced

@@ -1,0 +1,95 @@
+"""What microbatches hold: saved tensors from F to I, what weight gradients wait with from I to W, and messages."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from lightning_pp.schedule import Placement
+from lightning_pp.split.record.plan import StepPlan
+from lightning_pp.split.record.step_record import HeldMemory, StepRecord
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What one microbatch holds on one stage, in bytes.
+
+    Attributes:
+        after_forward: From F to I.
+        after_input: From I to W.
+        recomputed: What the largest unit that runs again saves while it does.
+    """
+
+    after_forward: int
+    after_input: int
+    recomputed: int
+
+    @classmethod
+    def of(cls, plan: StepPlan, stage: int, checkpointed: Collection[str]) -> Activations:
+        """On ``stage`` of ``plan``, where the units ``checkpointed`` run again in I."""
+        record = plan.record
+        saved: dict[int, int] = {}
+        queued: dict[int, int] = {}
+        gradients = recomputed = 0
+        regions: set[int | None] = set()  # a checkpointed region keeps what its first unit is given
+        for memory in _code_between_units(plan, stage):
+            saved.update(memory.saved)
+            queued.update(memory.queued)
+            gradients += memory.queued_gradients_bytes
+        for index in sorted(plan.stages[stage].owned_calls):
+            call = record.calls[index]
+            queued.update(call.memory.queued)
+            gradients += call.memory.queued_gradients_bytes
+            if (call.unit in checkpointed or call.region is not None) and call.memory.saved:
+                if call.region is None or call.region not in regions:
+                    saved.update(call.given)
+                regions.add(call.region)
+                held = dict(call.given)
+                if call.unit in checkpointed:
+                    held.update(call.memory.saved_by_policy)
+                    saved.update(call.memory.saved_by_policy)
+                own = (num_bytes for memory, num_bytes in call.memory.saved.items() if memory not in held)
+                recomputed = max(recomputed, sum(own))
+            else:
+                saved.update(call.memory.saved)
+        for edge in plan.stages[stage].receives:
+            memory_of_value = record.leaf(edge.value).memory
+            if edge.has_gradient and memory_of_value is not None:
+                saved[memory_of_value] = edge.spec.num_bytes
+        after_input = sum(queued.values()) + gradients
+        return cls(sum(saved.values()), after_input, recomputed)
+
+
+def _code_between_units(plan: StepPlan, stage: int) -> Iterator[HeldMemory]:
+    for index in sorted(plan.stages[stage].owned_calls):
+        yield plan.record.calls[index].reads.memory
+    if stage == len(plan.stages) - 1:
+        yield plan.record.tail.memory
+
+
+def joined_bytes(record: StepRecord) -> int:
+    """A microbatch's part of the values that the code after the last unit gets joined, and of their gradients."""
+    return sum(record.spec(value).num_bytes * (1 + record.leaf(value).requires_grad) for value in record.tail.values)
+
+
+def edge_buffers(plan: StepPlan, placement: Placement, stages: Sequence[int], num_ahead: int) -> int:
+    """Bytes of the next message of every channel and those posted ahead, and of what leaves for one microbatch."""
+    rank_of_stage = placement.rank_of_stage
+    incoming: dict[int, list[int]] = {}
+    outgoing = 0
+    for edge in plan.edges:
+        source, target = rank_of_stage[edge.source], rank_of_stage[edge.target]
+        if source == target:
+            continue
+        for is_gradient in (False, True) if edge.has_gradient else (False,):
+            receiver_stage, sender = (edge.source, target) if is_gradient else (edge.target, source)
+            sender_stage = edge.target if is_gradient else edge.source
+            if receiver_stage in stages:
+                incoming.setdefault(sender, []).append(edge.spec.num_bytes)
+            if sender_stage in stages:
+                outgoing += edge.spec.num_bytes
+    # messages of several microbatches are under way: the largest ones stand for those
+    posted = sum(
+        sum(sorted(messages * num_ahead, reverse=True)[:num_ahead]) + max(messages) for messages in incoming.values()
+    )
+    return posted + outgoing

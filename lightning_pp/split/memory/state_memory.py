@@ -1,0 +1,241 @@
+"""What a rank keeps whatever the schedule: parameters, what is gathered of them, gradients, the optimizer's state."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_pp.errors import ConfigurationError
+from lightning_pp.schedule import Sharding
+from lightning_pp.schedule.sharding import ShardingMode
+from lightning_pp.split.fakes.parameters import FakeParameters
+
+
+@dataclass(frozen=True)
+class ParameterSize:
+    """One parameter of the model.
+
+    Attributes:
+        name: Its canonical name.
+        shape: Its whole shape.
+        dtype: The dtype that it is kept in.
+        is_trainable: Whether it requires a gradient.
+        unit: The unit that holds it; None if it is used outside of one, and so never sharded.
+        stages: The stages that hold it; more than one where it is shared.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_trainable: bool
+    unit: str | None
+    stages: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements of the whole parameter."""
+        return math.prod(self.shape)
+
+    @property
+    def is_shardable(self) -> bool:
+        """Whether FSDP2 can shard it: it has rows, is of floating point and is used in its unit only."""
+        return self.unit is not None and bool(self.shape) and (self.dtype.is_floating_point or self.dtype.is_complex)
+
+    def num_elements_held(self, num_shards: int) -> int:
+        """Elements that one rank keeps of it; rows are padded to a multiple of the shards."""
+        if num_shards == 1 or not self.is_shardable:
+            return self.num_elements
+        return math.ceil(self.shape[0] / num_shards) * math.prod(self.shape[1:])
+
+
+@dataclass(frozen=True)
+class StepDtypes:
+    """Dtypes of a step, where they differ from those of the parameters.
+
+    Attributes:
+        compute: Dtype of the parameters inside units; None: as they are kept.
+        gradient: Dtype in which microbatches accumulate and ranks reduce; None: that of the parameters.
+    """
+
+    compute: torch.dtype | None = None
+    gradient: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class StateMemory:
+    """What stays on a rank, or on a stage of it, whatever the schedule. All in bytes.
+
+    Attributes:
+        parameters_bytes: Parameters between steps, shards where they are sharded.
+        gathered_parameters_bytes: Whole parameters beside them during a step.
+        gradients_bytes: Whole gradients, while microbatches accumulate.
+        reduced_gradients_bytes: Gradients after the reduction, from then until they are set to zero; 0 where those
+            that accumulated are reduced in place.
+        optimizer_state_bytes: What the optimizer keeps of its own.
+        host_bytes: With offloading, what lies on the host instead: parameters of units, their reduced gradients and
+            their optimizer state, none of which the other numbers have.
+    """
+
+    parameters_bytes: int
+    gathered_parameters_bytes: int
+    gradients_bytes: int
+    reduced_gradients_bytes: int
+    optimizer_state_bytes: int
+    host_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """What there is while microbatches run: everything but the reduced gradients."""
+        return (
+            self.parameters_bytes + self.gathered_parameters_bytes + self.gradients_bytes + self.optimizer_state_bytes
+        )
+
+
+@dataclass(frozen=True)
+class StateSizes:
+    """Counts parameters and what there is one of per parameter; fields as the arguments of ``estimate_memory``."""
+
+    dtypes: StepDtypes
+    sharding: ShardingMode
+    num_shards: int
+    unshard_budget_bytes: int | None
+    optimizer_bytes: float
+    cpu_offload: bool
+
+    def of(self, parameters: Iterable[ParameterSize], stages: Collection[int]) -> StateMemory:
+        """What ``stages``, all of one rank, hold of ``parameters``."""
+        parameters = list(parameters)
+        trainable = [parameter for parameter in parameters if parameter.is_trainable]
+        gathered = [parameter for parameter in parameters if self._is_gathered(parameter)]
+        offloaded = set(gathered) if self.cpu_offload else set()
+        on_device = [parameter for parameter in parameters if parameter not in offloaded]
+        return StateMemory(
+            parameters_bytes=self._kept(on_device),
+            gathered_parameters_bytes=self._gathered_at_a_time(gathered, stages),
+            gradients_bytes=sum(p.num_elements * self._gradient_dtype(p).itemsize for p in trainable),
+            reduced_gradients_bytes=self._reduced(on_device),
+            optimizer_state_bytes=self._optimizer_state(on_device),
+            host_bytes=self._kept(offloaded) + self._reduced(offloaded) + self._optimizer_state(offloaded),
+        )
+
+    def _kept(self, parameters: Iterable[ParameterSize]) -> int:
+        return sum(p.num_elements_held(self.num_shards) * p.dtype.itemsize for p in parameters)
+
+    def _reduced(self, parameters: Iterable[ParameterSize]) -> int:
+        return self._kept(p for p in parameters if p.is_trainable and self._is_gathered(p))
+
+    def _optimizer_state(self, parameters: Iterable[ParameterSize]) -> int:
+        num_elements = sum(p.num_elements_held(self.num_shards) for p in parameters if p.is_trainable)
+        return round(num_elements * self.optimizer_bytes)
+
+    def flat_gradients_of(self, parameters: Iterable[ParameterSize]) -> int:
+        """The largest unit's gradients, padded to whole shards."""
+        units: dict[str | None, int] = {}
+        for p in parameters:
+            if p.is_trainable and self._is_gathered(p):
+                num_bytes = p.num_elements_held(self.num_shards) * self.num_shards * self._gradient_dtype(p).itemsize
+                units[p.unit] = units.get(p.unit, 0) + num_bytes
+        return max(units.values(), default=0)
+
+    def _is_gathered(self, parameter: ParameterSize) -> bool:
+        """Whether what units compute with is another tensor than what is kept between steps."""
+        return parameter.is_shardable and (
+            self.sharding != "replicate" or self.dtypes.compute not in (None, parameter.dtype)
+        )
+
+    def _gathered_at_a_time(self, parameters: Iterable[ParameterSize], stages: Collection[int]) -> int:
+        units: dict[str, int] = {}
+        units_of_stages: dict[int, set[str]] = {stage: set() for stage in stages}
+        for p in parameters:
+            assert p.unit is not None  # what no unit holds is not gathered
+            dtype = self.dtypes.compute if self.dtypes.compute and p.dtype.is_floating_point else p.dtype
+            num_bytes = p.num_elements_held(self.num_shards) * self.num_shards * dtype.itemsize
+            units[p.unit] = units.get(p.unit, 0) + num_bytes
+            for stage in set(p.stages) & units_of_stages.keys():
+                units_of_stages[stage].add(p.unit)
+        whole = sum(units.values())
+        if self.sharding != "full_shard" or not units:
+            return whole
+        held = tuple(tuple(own) for own in units_of_stages.values())
+        budget = Sharding("full_shard", held, units, self.unshard_budget_bytes).budget_of(range(len(held)))
+        return min(whole, max(budget, max(units.values())))
+
+    def _gradient_dtype(self, parameter: ParameterSize) -> torch.dtype:
+        return self.dtypes.gradient or parameter.dtype
+
+
+def parameter_sizes(
+    fake_parameters: FakeParameters,
+    units: Mapping[str, nn.Module],
+    owners: Mapping[str, Sequence[int]],
+    direct: Collection[str] = (),
+) -> tuple[ParameterSize, ...]:
+    """The parameters of a model, for :func:`estimate_memory`; real, fake and meta ones alike.
+
+    Args:
+        fake_parameters: Those of the model.
+        units: Its units.
+        owners: Canonical parameter name to the stages that hold it.
+        direct: Canonical names of parameters that are used outside their unit.
+    """
+    unit_of: dict[str, str] = {}
+    for unit in units:
+        for name, canonical in fake_parameters.canonical_names.items():
+            if name.startswith(f"{unit}.") or not unit:
+                unit_of.setdefault(canonical, unit)
+    sizes = []
+    for name, stages in owners.items():
+        parameter = fake_parameters.names[name]
+        unit_name = None if name in direct else unit_of.get(name)
+        sizes.append(
+            ParameterSize(
+                name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad, unit_name, tuple(stages)
+            )
+        )
+    return tuple(sizes)
+
+
+def optimizer_bytes_per_parameter(
+    optimizer: Optimizer | type[Optimizer], dtype: torch.dtype = torch.float32, **options: Any
+) -> float:
+    """Bytes of state that an optimizer keeps for each element of a parameter, found by stepping a small parameter.
+
+    States that do not grow with the parameter (a step count) do not count. A state that grows slower (Adafactor keeps
+    rows and columns) counts as it is for a square of 64 × 64.
+
+    Args:
+        optimizer: An optimizer, which is left as it is, or a class.
+        dtype: Dtype of the parameters.
+        options: The options of a class.
+
+    Raises:
+        ConfigurationError: It cannot be stepped with one gradient, as one that needs a closure (LBFGS).
+    """
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    parameter = nn.Parameter(torch.zeros(64, 64, dtype=dtype))
+    parameter.grad = torch.ones_like(parameter)
+    try:
+        if isinstance(optimizer, Optimizer):
+            made = copy.copy(optimizer)
+            group = optimizer.param_groups[0] if optimizer.param_groups else optimizer.defaults
+            made.param_groups = [{**group, "params": [parameter], "param_names": ["lone"]}]
+            made.state = defaultdict(dict)
+        else:
+            made = optimizer([parameter], **options)
+        made.step()
+    except Exception as error:
+        raise ConfigurationError(
+            f"{kind.__name__} cannot be stepped on a lone parameter with a gradient ({type(error).__name__}: {error}), "
+            "so the size of its state is not known: give optimizer_bytes_per_parameter as a number."
+        ) from error
+    state = made.state.get(parameter, {})
+    held = [value for value in state.values() if isinstance(value, torch.Tensor) and value.dim() > 0]
+    return sum(value.untyped_storage().nbytes() for value in held) / parameter.numel()

@@ -1,0 +1,174 @@
+"""From a record and a partition to what each stage runs, receives and sends for one microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lightning_pp.errors import SplitError
+from lightning_pp.split.record.step_record import StepRecord, TensorSpec, Value
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A tensor that one stage makes and another needs.
+
+    Attributes:
+        value: Which unit output.
+        source: The stage that makes it.
+        target: The stage that needs it; never the same.
+        spec: Shape and dtype.
+        has_gradient: Whether ``target`` sends a gradient back.
+    """
+
+    value: Value
+    source: int
+    target: int
+    spec: TensorSpec
+    has_gradient: bool
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What one stage does with one microbatch.
+
+    Attributes:
+        stage: Number of the stage.
+        owned_calls: Indices of the unit calls that run here.
+        last_call: Index of the last of them that anybody needs; the step ends there. None on the last stage, where
+            it runs through to the loss, unless it keeps values. -1 where nothing runs.
+        receives: Edges that end here, by value.
+        sends: Edges that start here, by value.
+        keeps: On the last stage, values to keep for one run of the step's end on the whole batch, received ones too.
+    """
+
+    stage: int
+    owned_calls: frozenset[int]
+    last_call: int | None
+    receives: tuple[Edge, ...]
+    sends: tuple[Edge, ...]
+    keeps: frozenset[Value] = frozenset()
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What every stage does with one microbatch of a certain signature. All stages know all of it.
+
+    Attributes:
+        record: The dry run that it comes from.
+        stages: One plan per stage.
+        edges: Everything that crosses, in a fixed order.
+    """
+
+    record: StepRecord
+    stages: tuple[StagePlan, ...]
+    edges: tuple[Edge, ...]
+
+    @property
+    def num_bytes_crossing(self) -> int:
+        """Bytes that cross between stages in the forward of one microbatch."""
+        return sum(edge.spec.num_bytes for edge in self.edges)
+
+
+def build_plan(record: StepRecord, stage_of_unit: Mapping[str, int], num_stages: int) -> StepPlan:
+    """Derives edges and stage plans.
+
+    Raises:
+        SplitError: A value would have to flow back to an earlier stage, or leaves its unit by another way than the
+            unit's outputs and is needed on another stage.
+    """
+    stage_of_call = [stage_of_unit[call.unit] for call in record.calls]
+    last_stage = num_stages - 1
+    _check_flow(record, stage_of_call, last_stage)
+    _check_gradient_hooks(record, stage_of_call, last_stage)
+    # code between calls runs for real on the stages of the calls that need what it gives; the tail on the last stage
+    needed: set[tuple[Value, int]] = set()
+    for call in record.calls:
+        needed |= {(value, stage_of_call[call.index]) for value in call.reads.values}
+    needed |= {(value, last_stage) for value in record.tail.values}
+    gradients = _gradient_returns(record, stage_of_call, last_stage)
+    edges = tuple(
+        Edge(value, stage_of_call[value.call], target, record.spec(value), (value, target) in gradients)
+        for value, target in sorted(needed)
+        if stage_of_call[value.call] != target
+    )
+    stages = []
+    for stage in range(num_stages):
+        owned = frozenset(call.index for call in record.calls if stage_of_call[call.index] == stage)
+        last_call = None if stage == last_stage else max(owned, default=-1)
+        stages.append(
+            StagePlan(
+                stage,
+                owned,
+                last_call,
+                tuple(edge for edge in edges if edge.target == stage),
+                tuple(edge for edge in edges if edge.source == stage),
+            )
+        )
+    return StepPlan(record, tuple(stages), edges)
+
+
+def direct_parameters(record: StepRecord, stage_of_unit: Mapping[str, int], num_stages: int) -> dict[str, set[int]]:
+    """Parameters used outside the unit that holds them, and the stages that use them so."""
+    users: dict[str, set[int]] = {}
+    for call in record.calls:
+        for name in call.reads.parameters:
+            users.setdefault(name, set()).add(stage_of_unit[call.unit])
+    for name in record.tail.parameters:
+        users.setdefault(name, set()).add(num_stages - 1)
+    return users
+
+
+def _gradient_returns(record: StepRecord, stage_of_call: list[int], last_stage: int) -> set[tuple[Value, int]]:
+    """``(value, stage)`` where that stage computes a gradient for the value."""
+    flowing: set[Value | None] = {None} if None in record.gradient_sources else set()
+    waiting: list[Value | None] = list(flowing)
+    returns: set[tuple[Value, int]] = set()
+    while waiting:
+        consumer = waiting.pop()
+        stage = last_stage if consumer is None else stage_of_call[consumer.call]
+        for value in record.gradient_sources.get(consumer, ()):
+            returns.add((value, stage))
+            if value not in flowing:
+                flowing.add(value)
+                waiting.append(value)
+    return returns
+
+
+def _check_gradient_hooks(record: StepRecord, stage_of_call: list[int], last_stage: int) -> None:
+    """Only the last stage has the whole gradient of a tensor of inter-unit code that no other stage makes."""
+    for hook in record.gradient_hooks:
+        for call in record.calls[hook.made_after :]:
+            stage = stage_of_call[call.index]
+            if stage != last_stage:
+                raise SplitError(
+                    f"{hook.line} puts a hook on the gradient of a tensor that more than one stage works with: stages "
+                    f"{stage} (which runs {call.unit!r}) to {last_stage}. No stage has all of its gradient. Put the "
+                    "hook on a tensor inside a unit, on a parameter or on the loss, or cut before this tensor is made."
+                )
+
+
+def _check_flow(record: StepRecord, stage_of_call: list[int], last_stage: int) -> None:
+    for reads, consumer, stage in [
+        *((call.reads, f"the unit {call.unit!r} at {call.line}", stage_of_call[call.index]) for call in record.calls),
+        (record.tail, "the end of the step", last_stage),
+    ]:
+        for value in reads.values:
+            source = stage_of_call[value.call]
+            if source > stage:
+                unit = record.calls[value.call].unit
+                raise SplitError(
+                    f"{consumer} runs on stage {stage} and needs an output of {unit!r}, which runs later, on stage "
+                    f"{source}; values go to later stages only. A unit that is called again must share a stage with "
+                    "the units in between: use split_points that keep them together, or fewer stages. What calls the "
+                    "whole model again on what it gave (sampling, decoding) is for one device, with a checkpoint."
+                )
+        for made_by, line in reads.escapes.items():
+            source, unit = stage_of_call[made_by], record.calls[made_by].unit
+            if source != stage:
+                raise SplitError(
+                    f"A tensor made inside the unit {unit!r} (stage {source}) leaves it by another way than its "
+                    f"outputs (a hook, an attribute, a list, an edit in place or torch.autograd.grad) and is used by "
+                    f"{consumer} (stage {stage}) at {line}. Return it from the unit, or keep the two on one stage with "
+                    "split_points."
+                )

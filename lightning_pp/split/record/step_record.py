@@ -1,0 +1,371 @@
+"""What a dry run finds out about one step: every unit call, what it reads and what it returns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_pp.split.data.tree import replace_leaves
+from lightning_pp.split.record.unknown_numbers import UnknownNumber
+
+if TYPE_CHECKING:
+    from lightning_pp.split.reductions.recording import Reduction
+
+
+class Value(NamedTuple):
+    """A tensor that a unit call made for others: leaf number ``leaf`` of the outputs of call number ``call``.
+
+    A negative ``leaf`` counts the tensors that left the unit as side effects, from -1 down.
+    """
+
+    call: int
+    leaf: int
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a stage must know of a tensor to receive it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class PassedOn:  # no dataclass, for those are containers
+    """Stands in for what a unit returned as it was given: leaf number ``position`` of its arguments."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+
+class Handed:  # no dataclass, for those are containers
+    """Stands in for a tensor that left a unit as a side effect: ``value``."""
+
+    def __init__(self, value: Value) -> None:
+        self.value = value
+
+
+@dataclass(frozen=True)
+class AttributePlace:
+    """Attribute ``key`` of a module inside the unit: set, or (``grows``) a container that got more entries."""
+
+    module: str
+    key: str
+    grows: bool
+
+    def __str__(self) -> str:
+        of_module = f" of its {self.module!r}" if self.module else ""
+        return f"{'entries in ' if self.grows else ''}the attribute {self.key!r}{of_module}"
+
+
+@dataclass(frozen=True)
+class ArgumentPlace:
+    """A list or dict in the arguments, or the attributes of an object in them, which got more entries or others.
+
+    Attributes:
+        path: The way there: a number for each container, an attribute's name for each object; ``__dict__`` at the end
+            for the attributes themselves.
+    """
+
+    path: tuple[int | str, ...]
+
+    def __str__(self) -> str:
+        if self.path[-1] == "__dict__":
+            return "attributes of an object that it is called with"
+        return "entries in a list or dict that it is called with"
+
+
+@dataclass(frozen=True)
+class HookPlace:
+    """The ``count``-th call of the ``number``-th forward hook (pre-hook if ``before``) on a module inside the unit."""
+
+    module: str
+    number: int
+    before: bool
+    count: int
+
+    def __str__(self) -> str:
+        return f"what a forward hook on its {self.module!r} sees"
+
+
+@dataclass
+class SideEffect:
+    """Something besides its outputs that a unit call leaves behind.
+
+    Attributes:
+        place: Where.
+        content: What, with a :class:`Handed` or :class:`PassedOn` in place of each tensor.
+    """
+
+    place: AttributePlace | ArgumentPlace | HookPlace
+    content: Any
+
+
+@dataclass
+class HeldMemory:
+    """What a stretch of code keeps for its backward, in one microbatch.
+
+    Memories that the step makes have numbers, so that what several stretches keep is counted once. Parameters, buffers
+    and the batch have none: they are there anyway.
+
+    Attributes:
+        saved: Number to bytes, for each memory that autograd keeps from the forward to the input gradient (I).
+        queued: Number to bytes, for each input of a linear operation whose weight gradient can wait from I to W.
+        queued_gradients_bytes: Bytes of the output gradients of these operations.
+        saved_by_policy: Number to bytes, for each memory that a selective checkpoint policy saves where the code runs
+            again in I; empty without a policy.
+    """
+
+    saved: dict[int, int] = field(default_factory=dict)
+    queued: dict[int, int] = field(default_factory=dict)
+    queued_gradients_bytes: int = 0
+    saved_by_policy: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass
+class OutputLeaf:
+    """One leaf of what a unit call returned.
+
+    Attributes:
+        spec: Shape and dtype of a tensor that the unit made; None for anything else.
+        fake: A detached fake of that tensor, a :class:`PassedOn`, an :class:`UnknownNumber`, or the constant.
+        requires_grad: Whether autograd tracks it.
+        edited_in_place: Whether code after the call writes into it.
+        memory: Number of the memory it lies in, as in :class:`HeldMemory`.
+    """
+
+    spec: TensorSpec | None
+    fake: Any
+    requires_grad: bool = False
+    edited_in_place: bool = False
+    memory: int | None = None
+
+    def for_one_step(self) -> Any:
+        """The fake for one run of the step, after which it must be as it was (``x.transpose_(0, 1)``)."""
+        return self.fake.detach() if self.edited_in_place else self.fake
+
+
+@dataclass
+class Reads:
+    """What a unit call, or the end of the step, needs from elsewhere, by way of whatever code lies between.
+
+    Attributes:
+        values: Outputs of earlier calls.
+        parameters: Names of parameters used outside the unit that holds them, with the line that uses each.
+        escapes: Calls that made a tensor which is used here but was not among their outputs (it left through an
+            attribute, a hook or a list), with the line that uses it.
+        flops: Floating point operations of the code since the call before.
+        weight_flops: Those of them that have a parameter as an operand.
+        memory: What that code keeps for its backward.
+    """
+
+    values: set[Value] = field(default_factory=set)
+    parameters: dict[str, str] = field(default_factory=dict)
+    escapes: dict[int, str] = field(default_factory=dict)
+    flops: int = 0
+    weight_flops: int = 0
+    memory: HeldMemory = field(default_factory=HeldMemory)
+
+
+@dataclass
+class UnitCall:
+    """One call of a unit in the order of the step.
+
+    Attributes:
+        index: Its place in that order.
+        unit: Name of the unit.
+        reads: What it needs, with the code before it.
+        line: The user's line that calls it.
+        output: The containers of what it returned; None where that is a tensor.
+        leaves: What is in them.
+        side_effects: What else the call leaves behind.
+        left: The tensors in that.
+        flops: Floating point operations of its forward.
+        weight_flops: Those of them that have a parameter as an operand.
+        flops_saved_by_policy: Those of operations whose result a selective checkpoint policy saves.
+        flops_run_again: The others, until autograd keeps something for the last time: what is checkpointed is run again
+            up to there.
+        saved_bytes: What autograd keeps of it between forward and backward.
+        memory: The same by memories, without the batch; and what is kept after the input gradient.
+        given: Number to bytes of the memories of its arguments.
+        activations: Places, among the leaves of its arguments, of floating-point tensors that depend on weights.
+        region: Number of the checkpointed region (of the user's) that it is called in; None outside of one.
+        num_regions_inside: Checkpointed regions that it has inside.
+        shapes: Of the leaves of its arguments; None for what is no tensor.
+        looks_at: Fingerprint of what it is given besides what depends on weights, if the shapes of its outputs may
+            hang on the values in it.
+    """
+
+    index: int
+    unit: str
+    reads: Reads
+    line: str = "an unknown line"
+    output: Any = None
+    leaves: list[OutputLeaf] = field(default_factory=list)
+    side_effects: list[SideEffect] = field(default_factory=list)
+    left: list[OutputLeaf] = field(default_factory=list)
+    flops: int = 0
+    weight_flops: int = 0
+    flops_saved_by_policy: int = 0
+    flops_run_again: int = 0
+    saved_bytes: int = 0
+    memory: HeldMemory = field(default_factory=HeldMemory)
+    given: dict[int, int] = field(default_factory=dict)
+    activations: frozenset[int] = frozenset()
+    region: int | None = None
+    num_regions_inside: int = 0
+    shapes: tuple[tuple[int, ...] | None, ...] = ()
+    looks_at: int | None = None
+
+    def leaf(self, leaf: int) -> OutputLeaf:
+        """What :attr:`Value.leaf` counts."""
+        return self.leaves[leaf] if leaf >= 0 else self.left[-1 - leaf]
+
+    def numbered_leaves(self) -> list[tuple[int, OutputLeaf]]:
+        """All that the call hands on, with the numbers of :attr:`Value.leaf`."""
+        return [*enumerate(self.leaves), *((-1 - number, leaf) for number, leaf in enumerate(self.left))]
+
+    def output_of(self, tensors: Mapping[Value, Any], *, with_made_up: bool = False) -> Any:
+        """What stands in for what the call returned: ``tensors`` where they are known, else fakes.
+
+        Args:
+            tensors: What is known.
+            with_made_up: Whether numbers that depend on values are those that made-up data gave; else they are unknown.
+        """
+        leaves = []
+        for place, leaf in enumerate(self.leaves):
+            known = tensors.get(Value(self.index, place))
+            if known is None:
+                known = leaf.for_one_step()
+                if with_made_up and isinstance(known, UnknownNumber):
+                    known = known.made_up
+            leaves.append(known)
+        return leaves[0] if self.output is None else replace_leaves(self.output, leaves)
+
+
+@dataclass(frozen=True)
+class GradientHook:
+    """A hook that inter-unit code put on a weight-dependent tensor.
+
+    Attributes:
+        line: The user's line.
+        made_after: Unit calls before the tensor was made; the call itself for a unit's output.
+    """
+
+    line: str
+    made_after: int
+
+
+@dataclass(frozen=True)
+class InterUnitDraws:
+    """Where code outside units draws random numbers.
+
+    Attributes:
+        after: Indices of the calls after which it does, up to the next call; -1: before the first.
+        in_python: Whether some of it draws from the generators of Python or NumPy.
+    """
+
+    after: frozenset[int] = frozenset()
+    in_python: bool = False
+
+
+class CarriedState(NamedTuple):
+    """State that one step leaves on the module and the next one uses.
+
+    Attributes:
+        module: Name of the module.
+        attribute: Name of its attribute or buffer.
+        line: The user's line that uses it.
+        is_buffer: Whether it is a buffer.
+    """
+
+    module: str
+    attribute: str
+    line: str
+    is_buffer: bool
+
+
+@dataclass
+class StepRecord:
+    """One step as seen by a dry run.
+
+    Attributes:
+        calls: Unit calls in order.
+        tail: What the code after the last call, the returned value and the logged values need.
+        gradient_sources: For each value and for the loss (``None``), the values it depends on differentiably with no
+            other unit's output in between. Empty for a step without gradients.
+        inter_unit_draws: Where code outside units draws random numbers.
+        drawn_uses: What becomes of these: unit calls before a draw and before a use of it, and the line of the use.
+        may_branch_at_random: Whether Python may look at such a number, so that another draw may call other units.
+        hangs_on_values: Whether values that the step was given (the batch, buffers) may decide which units are called,
+            or a shape.
+        asked_of_progress: What it asks of how far the training is (``global_step < 100``): for each question, whether
+            another progress has the answer that this one had.
+        value_reads_in_tail: Lines after the last call that read a weight-dependent value (``.item()``).
+        mutated_attributes: ``(module name, attribute)`` that the step set or whose content it changed.
+        reductions: Calls, outside units, of functions that decide how values grow with the batch.
+        has_dynamic_shapes: Whether values of the batch decide shapes or Python integers outside units (``loss[mask]``,
+            ``int(mask.sum())``).
+        carried: State, of more than a number each, that goes from one step to the next.
+        gradient_hooks: Hooks that the code outside units put on tensors (``register_hook``, ``retain_grad``).
+        edits_batch: Whether the step writes into memory that it was given, so that whoever runs it more than once
+            must give it a copy each time.
+        compute_dtype: The dtype in which units get their activations and parameters; None: as they are.
+        updates: Parameters that code outside units writes into, and those that their new values are computed from.
+        recomputed_units: Units that keep their inputs, and what a policy saves, and are run again in backward.
+    """
+
+    calls: list[UnitCall] = field(default_factory=list)
+    tail: Reads = field(default_factory=Reads)
+    gradient_sources: dict[Value | None, frozenset[Value]] = field(default_factory=dict)
+    inter_unit_draws: InterUnitDraws = InterUnitDraws()
+    drawn_uses: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    may_branch_at_random: bool = False
+    hangs_on_values: bool = False
+    asked_of_progress: list[Callable[[Any], bool]] = field(default_factory=list)
+    value_reads_in_tail: list[str] = field(default_factory=list)
+    mutated_attributes: tuple[tuple[str, str], ...] = ()
+    reductions: Sequence[Reduction] = ()
+    has_dynamic_shapes: bool = False
+    carried: tuple[CarriedState, ...] = ()
+    gradient_hooks: list[GradientHook] = field(default_factory=list)
+    edits_batch: bool = False
+    compute_dtype: torch.dtype | None = None
+    updates: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    recomputed_units: frozenset[str] = frozenset()
+
+    def first_calls(self) -> dict[str, int]:
+        """Unit name to the index of its first call, in call order."""
+        first: dict[str, int] = {}
+        for call in self.calls:
+            first.setdefault(call.unit, call.index)
+        return first
+
+    def parameters_used_outside(self) -> set[str]:
+        """Canonical names of the parameters that are used outside the unit that holds them."""
+        return set(self.tail.parameters).union(*(call.reads.parameters for call in self.calls))
+
+    def leaf(self, value: Value) -> OutputLeaf:
+        """The output leaf that ``value`` names."""
+        return self.calls[value.call].leaf(value.leaf)
+
+    def spec(self, value: Value) -> TensorSpec:
+        """Shape and dtype of ``value``."""
+        spec = self.leaf(value).spec
+        assert spec is not None  # only tensors are values
+        return spec
+
+
+def spec_of(tensor: Tensor) -> TensorSpec:
+    """The :class:`TensorSpec` of ``tensor``."""
+    return TensorSpec(tuple(tensor.shape), tensor.dtype)

@@ -1,0 +1,86 @@
+"""Forward hooks on modules: which are the user's, and taking their place for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from lightning_pp.split.record.step_record import HookPlace
+
+
+def hooks_of_users(hooks: Mapping[int, Any]) -> dict[int, Any]:
+    """Hooks that are neither torch's nor this package's (sharding, weight norms), which go with the call."""
+    return {key: hook for key, hook in hooks.items() if not _module_of(hook).startswith(("torch.", "lightning_pp."))}
+
+
+def _module_of(hook: Any) -> str:
+    while isinstance(hook, partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", ""))
+
+
+@contextmanager
+def without_hooks(hooks: dict[int, Any], removed: Mapping[int, Any]) -> Iterator[None]:
+    """Within, the hooks in ``removed`` are not called; the order is kept."""
+    before = dict(hooks)
+    for key in removed:
+        del hooks[key]
+    try:
+        yield
+    finally:
+        added = {key: hook for key, hook in hooks.items() if key not in before}
+        hooks.clear()
+        hooks.update({**before, **added})
+
+
+@contextmanager
+def with_replaced_hooks(replaced: Sequence[tuple[dict[int, Any], Mapping[int, Any]]]) -> Iterator[None]:
+    """Within, in each dict of hooks those of the same keys are others; the order is kept."""
+    originals = [(hooks, {key: hooks[key] for key in others}) for hooks, others in replaced]
+    for hooks, others in replaced:
+        hooks.update(others)
+    try:
+        yield
+    finally:
+        for hooks, before in originals:
+            hooks.update({key: hook for key, hook in before.items() if key in hooks})
+
+
+@contextmanager
+def watched_hooks(unit: nn.Module, on_hook: Callable[..., Any]) -> Iterator[None]:
+    """Within, the user's forward hooks inside ``unit`` go to ``on_hook(place, hook, *what the hook is given)``.
+
+    The hooks of the unit itself are code between units and not inside.
+    """
+    counts: dict[tuple[str, int, bool], int] = {}
+
+    def route(name: str, number: int, before: bool, hook: Any, *given: Any) -> Any:
+        count = counts[name, number, before] = counts.get((name, number, before), -1) + 1
+        return on_hook(HookPlace(name, number, before, count), hook, *given)
+
+    def replacements(name: str, hooks: Mapping[int, Any], before: bool) -> dict[int, Any]:
+        return {
+            key: partial(route, name, number, before, hook)
+            for number, (key, hook) in enumerate(hooks_of_users(hooks).items())
+        }
+
+    replaced = []
+    for name, child in unit.named_modules():
+        if not name:
+            continue
+        for hooks, before in ((child._forward_pre_hooks, True), (child._forward_hooks, False)):
+            if hooks:
+                replaced.append((hooks, replacements(name, hooks, before)))
+    with with_replaced_hooks(replaced):
+        yield
+
+
+def hook_at(unit: nn.Module, place: HookPlace) -> Any:
+    """The user's hook at ``place``; None if it is gone."""
+    module = unit.get_submodule(place.module)
+    hooks = list(hooks_of_users(module._forward_pre_hooks if place.before else module._forward_hooks).values())
+    return hooks[place.number] if place.number < len(hooks) else None

@@ -1,0 +1,130 @@
+"""Activation checkpointing around unit calls: the code is run again in backward, when no stage intercepts units.
+
+``checkpoint(lambda h: second(first(h)), h)`` may span units of several stages. So what the first run saw is remembered
+per checkpointed region, and the second run sees the same. Reentrant checkpointing, which cuts the autograd graph in a
+way that hides what depends on what, runs as the other kind meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch.utils._pytree import tree_any
+
+from lightning_pp.split.fakes.parameters import is_fake
+
+# Private; torch 2.15 has the second name. Both take the function first.
+_GENERATORS = ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl")
+
+RAN = object()
+# What the unit calls of a region gave: RAN where the unit itself ran, else what stood in for it.
+Calls = list[Any]
+
+
+_never_runs_again = False
+
+
+class NotRunAgainError(RuntimeError):
+    """What a checkpointed region keeps is not looked at now."""
+
+
+@contextmanager
+def never_run_again() -> Iterator[None]:
+    """Within, looking at what a region would save raises :class:`NotRunAgainError` instead of running it again."""
+    global _never_runs_again
+    before, _never_runs_again = _never_runs_again, True
+    try:
+        yield
+    finally:
+        _never_runs_again = before
+
+
+class CheckpointedRegions:
+    """Remembers the unit calls of every checkpointed region.
+
+    Args:
+        replaying: Makes a context in which unit calls give what is in a list of calls.
+
+    Attributes:
+        open: The calls of each region that runs now.
+        num_regions: Regions that were opened so far.
+    """
+
+    def __init__(self, replaying: Callable[[Calls], AbstractContextManager[None]]) -> None:
+        self._replaying = replaying
+        self.open: list[Calls] = []
+        self._num_opened = 0
+        self.num_regions = 0
+
+    @property
+    def running(self) -> int | None:
+        """A number for the outermost region that runs now; None outside of one."""
+        return self._num_opened if self.open else None
+
+    def note(self, given: Any) -> None:
+        """A unit call gave ``given``, :data:`RAN` if the unit ran."""
+        for calls in self.open:
+            calls.append(given)
+
+    def close(self) -> None:
+        """No region is open: a stage that ended its step inside one may have left it so."""
+        self.open.clear()
+
+    @contextmanager
+    def remembered(self) -> Iterator[None]:
+        """Within, regions are remembered for their second run, which may come much later."""
+        names = [name for name in _GENERATORS if hasattr(torch_checkpoint, name)]
+        originals = {name: getattr(torch_checkpoint, name) for name in names}
+        function_class = torch_checkpoint.CheckpointFunction
+        own_apply = vars(function_class).get("apply")  # of an outer context: a step may be rehearsed within a step
+        for name, original in originals.items():
+            setattr(torch_checkpoint, name, self._wrapped(original))
+        function_class.apply = _not_reentrant  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            self.close()
+            for name, original in originals.items():
+                setattr(torch_checkpoint, name, original)
+            del function_class.apply
+            if own_apply is not None:
+                function_class.apply = own_apply  # type: ignore[method-assign]
+
+    def _wrapped(self, generator: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+            calls: Calls = []
+
+            def run_again(*inputs: Any, **named_inputs: Any) -> Any:
+                if _never_runs_again:
+                    raise NotRunAgainError
+                if all(given is RAN for given in calls):
+                    return function(*inputs, **named_inputs)
+                with self._replaying(calls):
+                    return function(*inputs, **named_inputs)
+
+            self._num_opened += not self.open
+            self.num_regions += 1
+            self.open.append(calls)
+            try:
+                yield from generator(run_again, *args, **kwargs)
+            finally:
+                self.open = [others for others in self.open if others is not calls]
+
+        return wrapped
+
+
+def _may_need_gradient(leaf: Any) -> bool:
+    # what stands in for another stage's value is detached, whether or not that value is
+    return isinstance(leaf, torch.Tensor) and (leaf.requires_grad or is_fake(leaf))
+
+
+def _not_reentrant(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+    """Takes the place of reentrant checkpointing, with what it does to inputs that need no gradient."""
+    if not tree_any(_may_need_gradient, args):
+        with torch.no_grad():
+            return function(*args)
+    return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)

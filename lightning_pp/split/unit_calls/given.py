@@ -1,0 +1,39 @@
+"""What a unit is given, to tell whether another call of it is like one that was recorded."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pp.split.data.tree import leaves_of
+from lightning_pp.split.fakes.parameters import has_data
+from lightning_pp.split.record.step_record import UnitCall
+
+
+def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[int, ...] | None, ...]:
+    """The shapes of all that is given; None for what is no tensor."""
+    return tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves_of((args, kwargs)))
+
+
+def fingerprint_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """A number for what is given besides floats and what depends on weights, equal where all of it is."""
+    total = 0
+    for place, leaf in enumerate(leaves_of((args, kwargs))):
+        if isinstance(leaf, Tensor):
+            is_plain = leaf.layout is torch.strided and not leaf.is_nested
+            if is_plain and has_data(leaf) and not isinstance(leaf, nn.Parameter):
+                content = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+                total = zlib.crc32(content.numpy().tobytes(), zlib.crc32(str(place).encode(), total))
+        elif isinstance(leaf, (int, str)):
+            total = zlib.crc32(f"{place}: {leaf!r}".encode(), total)
+    return total
+
+
+def is_like(call: UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether what the unit is given now makes a call with outputs of the same shapes as ``call``."""
+    return shapes_of(args, kwargs) == call.shapes and (
+        call.looks_at is None or fingerprint_of(args, kwargs) == call.looks_at
+    )

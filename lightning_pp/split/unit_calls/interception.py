@@ -1,0 +1,276 @@
+"""Intercepting the calls of units, for the time of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_pp.errors import SplitError
+from lightning_pp.split._torch_private import current_function_mode, without_current_function_mode
+from lightning_pp.split.data.tree import leaves_of, map_leaves
+from lightning_pp.split.fakes.distributions import distributions_check_what_is_here
+from lightning_pp.split.record.step_record import PassedOn
+from lightning_pp.split.side_effects.containers import ABSENT, put_back
+from lightning_pp.split.side_effects.hooks import hooks_of_users, without_hooks
+from lightning_pp.split.unit_calls.checkpointed_regions import RAN, Calls, CheckpointedRegions
+from lightning_pp.split.unit_calls.compilation import compiled_again
+
+
+class CallHandler(Protocol):
+    """Decides what a unit call does; ``original`` runs it as if nobody had looked."""
+
+    def __call__(
+        self, unit: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any: ...
+
+
+_num_running = 0
+
+
+def running_unit() -> bool:
+    """Whether a unit is running now, as opposed to the code between units."""
+    return _num_running > 0
+
+
+class OutsideUnits(TorchFunctionMode):
+    """A function mode that is off while a unit runs, where it would only cost time."""
+
+
+class UnitCalls:
+    """Routes every call of the given units through a handler while one is in charge.
+
+    ``Module.__call__`` looks up ``_compiled_call_impl`` on the instance before anything else; setting it there takes in
+    the whole call and leaves the class alone. A unit whose ``forward`` is called directly is caught as well. Both are
+    undone on exit, so between steps a unit is as the user made it.
+
+    The user's forward hooks of a unit are code between units: they run on every stage, on what the handler gives, so
+    that a hook that collects outputs collects those of other stages' units too. All other hooks belong to the call.
+
+    A handler that does not run the unit may have :class:`~lightning_pp.split.record.step_record.PassedOn` in what it
+    gives.
+    """
+
+    def __init__(self, units: Mapping[str, nn.Module]) -> None:
+        self._units = dict(units)
+        self._handler: CallHandler | None = None
+        self._is_installed = False
+        self._running_original = False
+        self._num_ran = 0
+        self._patches: dict[str, _Patch] = {}
+        self._regions = CheckpointedRegions(self._replaying)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Within, unit calls pass through here, and :meth:`handled_by` costs next to nothing.
+
+        While no handler is in charge they go on as they are.
+        """
+        if self._is_installed:
+            yield
+            return
+        saved: list[tuple[dict[str, Any], Any, Any]] = []
+        with _plain_attention(), distributions_check_what_is_here(), self._regions.remembered():
+            self._is_installed = True
+            try:
+                for name, unit in self._units.items():
+                    attributes = unit.__dict__
+                    compiled = attributes.get("_compiled_call_impl", ABSENT)
+                    saved.append((attributes, compiled, attributes.get("forward", ABSENT)))
+                    originals = unit._call_impl if compiled in (None, ABSENT) else compiled, unit.forward
+                    patch = self._patches.get(name)
+                    if patch is None or patch.originals != originals:
+                        patch = self._patches[name] = self._patch(name, unit, *originals)
+                    attributes["_compiled_call_impl"], attributes["forward"] = patch.call, patch.forward
+                yield
+            finally:
+                self._is_installed = False
+                for attributes, compiled, forward in saved:
+                    put_back(attributes, "_compiled_call_impl", compiled)
+                    put_back(attributes, "forward", forward)
+
+    def running_region(self) -> int | None:
+        """A number for the outermost checkpointed region that runs now; None outside of one."""
+        return self._regions.running
+
+    def num_regions(self) -> int:
+        """How many checkpointed regions were opened so far."""
+        return self._regions.num_regions
+
+    def handled_by(self, handler: CallHandler) -> AbstractContextManager[None]:
+        """Routes unit calls through ``handler`` within the context."""
+        return _InCharge(self, handler) if self._is_installed else self._installed_for(handler)
+
+    @contextmanager
+    def _installed_for(self, handler: CallHandler) -> Iterator[None]:
+        with self.installed(), _InCharge(self, handler):
+            yield
+
+    def _patch(self, name: str, unit: nn.Module, call: Callable[..., Any], forward: Callable[..., Any]) -> _Patch:
+        return _Patch((call, forward), self._patched_call(name, unit, call), self._patched_forward(name, forward))
+
+    def _patched_call(self, name: str, unit: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
+        run = partial(self._run, original)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            handler = self._handler
+            if handler is None or self._running_original:
+                return original(*args, **kwargs)
+            if unit._forward_pre_hooks or unit._forward_hooks:
+                return self._call_with_hooks(handler, name, unit, original, args, kwargs)
+            return self._route(handler, name, run, args, kwargs)
+
+        return call
+
+    def _patched_forward(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        run = partial(self._run, original)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            handler = self._handler
+            if handler is None or self._running_original:
+                return original(*args, **kwargs)
+            return self._route(handler, name, run, args, kwargs)
+
+        return forward
+
+    def _call_with_hooks(
+        self,
+        handler: CallHandler,
+        name: str,
+        unit: nn.Module,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        before, after = hooks_of_users(unit._forward_pre_hooks), hooks_of_users(unit._forward_hooks)
+        if not before and not after:
+            return self._route(handler, name, partial(self._run, call), args, kwargs)
+        for key, hook in before.items():
+            args, kwargs = _replaced_inputs(hook, unit, args, kwargs, key in unit._forward_pre_hooks_with_kwargs)
+
+        def call_without(*args: Any, **kwargs: Any) -> Any:
+            with without_hooks(unit._forward_pre_hooks, before), without_hooks(unit._forward_hooks, after):
+                return call(*args, **kwargs)
+
+        output = self._route(handler, name, partial(self._run, call_without), args, kwargs)
+        for key, hook in after.items():
+            given = (unit, args, kwargs) if key in unit._forward_hooks_with_kwargs else (unit, args)
+            replacement = hook(*given, output)
+            output = output if replacement is None else replacement
+        return output
+
+    def _route(
+        self,
+        handler: CallHandler,
+        name: str,
+        run: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        num_ran = self._num_ran
+        given: Any = RAN
+        try:
+            output = handler(name, run, args, kwargs)
+            if self._num_ran == num_ran:
+                if not isinstance(output, Tensor):
+                    output = _with_passed_on(output, args, kwargs)
+                given = output
+        finally:
+            if self._regions.open:
+                self._regions.note(given)
+        return output
+
+    def _run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        global _num_running
+        self._running_original = True
+        self._num_ran += 1
+        _num_running += 1
+        try:
+            if not isinstance(current_function_mode(), OutsideUnits):
+                return original(*args, **kwargs)
+            with without_current_function_mode(), compiled_again():
+                return original(*args, **kwargs)
+        finally:
+            self._running_original = False
+            _num_running -= 1
+
+    @contextmanager
+    def _replaying(self, calls: Calls) -> Iterator[None]:
+        remaining = list(reversed(calls))
+
+        def replay(unit: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not remaining:
+                raise SplitError(
+                    f"A checkpointed function called the unit {unit!r} when it was run again in backward, which it had "
+                    "not called in forward. It must do the same both times."
+                )
+            given = remaining.pop()
+            return original(*args, **kwargs) if given is RAN else given
+
+        with self.handled_by(replay):
+            yield
+
+
+class _InCharge:
+    """A handler in charge; a class, and not a generator, which would cost more than all that is done."""
+
+    __slots__ = ("_before", "_calls", "_handler")
+
+    def __init__(self, calls: UnitCalls, handler: CallHandler) -> None:
+        self._calls = calls
+        self._handler = handler
+
+    def __enter__(self) -> None:
+        calls = self._calls
+        self._before = calls._handler, calls._running_original
+        calls._handler, calls._running_original = self._handler, False
+
+    def __exit__(self, *_: object) -> None:
+        calls = self._calls
+        calls._handler, calls._running_original = self._before
+        if calls._handler is None and calls._regions.open:
+            calls._regions.close()
+
+
+def _with_passed_on(output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What stands in for a unit's output, with what it would have passed on taken from its arguments."""
+    if not any(isinstance(leaf, PassedOn) for leaf in leaves_of(output)):
+        return output
+    given = leaves_of((args, kwargs))
+    return map_leaves(lambda leaf: given[leaf.position] if isinstance(leaf, PassedOn) else leaf, output)
+
+
+class _Patch(NamedTuple):
+    """What takes the place of a unit's ``__call__`` and ``forward`` while they are what they were when it was made."""
+
+    originals: tuple[Callable[..., Any], Callable[..., Any]]
+    call: Callable[..., Any]
+    forward: Callable[..., Any]
+
+
+def _replaced_inputs(
+    hook: Any, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], with_kwargs: bool
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if with_kwargs:
+        replaced = hook(unit, args, kwargs)
+        return (args, kwargs) if replaced is None else replaced
+    replacement = hook(unit, args)
+    if replacement is None:
+        return args, kwargs
+    return replacement if isinstance(replacement, tuple) else (replacement,), kwargs
+
+
+@contextmanager
+def _plain_attention() -> Iterator[None]:
+    """Within, torch's transformer layers do not switch to fused kernels in evaluation, which know no fakes."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)

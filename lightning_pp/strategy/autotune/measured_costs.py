@@ -1,0 +1,222 @@
+"""Costs of stages from what the ranks of a pipeline and its replicas measured in training batches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_pp.distributed.control import ControlGroups
+from lightning_pp.planning.stage_costs import BYTES_PER_GIB, crossing_bytes, held_gib, with_held
+from lightning_pp.planning.stage_model import SplitModel
+from lightning_pp.planning.step_plans import signature_of
+from lightning_pp.runtime.timing import StepTimer
+from lightning_pp.runtime.transport.link_speed import Link, measure_gather_and_reduce, measure_links
+from lightning_pp.schedule import ActionKind, StageCosts
+from lightning_pp.split.data.microbatch import Microbatch
+from lightning_pp.split.record.plan import StepPlan
+
+_HELD = "held"
+
+Samples = dict[tuple[int, str], list[float]]
+"""Stage and letter of F, I, W (milliseconds) or ``held`` (GiB after I) to what was measured."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is kept of a microbatch; not its data, which would take memory until the end of the measurement.
+
+    Attributes:
+        signature: Of its data, as text that is the same on all ranks.
+        num_samples: In it.
+    """
+
+    signature: str
+    num_samples: int
+
+    @classmethod
+    def of(cls, microbatch: Microbatch) -> Shape:
+        """The shape of ``microbatch``."""
+        return cls(str(signature_of(microbatch.data)), microbatch.num_samples)
+
+
+@dataclass
+class Profile:
+    """What some batches took on the stages of one rank, by the signature of their microbatches.
+
+    Attributes:
+        samples: Signature, as text that is the same on all ranks, to measurements.
+        num_samples: Signature to its microbatches' number of samples.
+        plans: Signature to the plan of its microbatches.
+        numbers: How often a batch had how many microbatches.
+    """
+
+    samples: dict[str, Samples] = field(default_factory=dict)
+    num_samples: dict[str, int] = field(default_factory=dict)
+    plans: dict[str, StepPlan] = field(default_factory=dict)
+    numbers: Counter[int] = field(default_factory=Counter)
+
+    def add(
+        self,
+        timer: StepTimer,
+        queued_bytes: Mapping[tuple[int, int], int],
+        shapes: Sequence[Shape],
+        plans: Sequence[StepPlan],
+    ) -> None:
+        """Adds one batch; on CUDA its timer is read, so the batch should be over."""
+        self.numbers[len(shapes)] += 1
+        texts = [shape.signature for shape in shapes]
+        for shape, plan in zip(shapes, plans, strict=True):
+            self.plans[shape.signature] = plan
+            self.num_samples[shape.signature] = shape.num_samples
+        for times in timer.times():
+            stage, index = times.action.stage, times.action.microbatch
+            if index is not None and times.action.kind in (ActionKind.F, ActionKind.I, ActionKind.W):
+                samples = self.samples.setdefault(texts[index], {})
+                samples.setdefault((stage, str(times.action.kind)), []).append(times.work_ms)
+        for (stage, index), num_bytes in queued_bytes.items():
+            samples = self.samples.setdefault(texts[index], {})
+            samples.setdefault((stage, _HELD), []).append(num_bytes / BYTES_PER_GIB)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the first batches showed; the same on every rank.
+
+    Attributes:
+        costs: Of the stages; ``held_*`` in GiB.
+        num_microbatches: Of the most frequent batch.
+        num_samples: In the microbatches that count, those of the most frequent signature.
+        signature: That signature.
+    """
+
+    costs: StageCosts
+    num_microbatches: int
+    num_samples: int
+    signature: str
+
+
+class CostExchange:
+    """Makes one set of costs of the profiles of all ranks; every rank takes part, and all get the same.
+
+    Args:
+        split: The split model.
+        pipeline: The ranks of the pipeline.
+        data_parallel: The ranks that hold the same stages.
+        groups: Who talks to whom.
+        device: Where this rank computes.
+        whole_batch_loss: Whether the last stage joins all microbatches.
+    """
+
+    def __init__(
+        self,
+        split: SplitModel,
+        pipeline: DeviceMesh,
+        data_parallel: DeviceMesh,
+        groups: ControlGroups,
+        device: torch.device,
+        *,
+        whole_batch_loss: bool = False,
+    ) -> None:
+        self._whole_batch_loss = whole_batch_loss
+        self._split = split
+        self._pipeline = pipeline
+        self._rank = pipeline.get_local_rank()
+        self._data_parallel = data_parallel
+        self._groups = groups
+        self._device = device
+
+    def exchange(self, profile: Profile) -> Measured:
+        """The medians of all ranks and replicas, and the times of messages."""
+        num_stages = self._split.placement.num_stages
+        own = {
+            text: {key: (len(values), median(values)) for key, values in samples.items()}
+            for text, samples in profile.samples.items()
+        }
+        in_pipeline: dict[str, dict[tuple[int, str], tuple[int, float]]] = {}
+        for part in self._groups.gather_in_pipeline(own):
+            for text, medians in part.items():
+                in_pipeline.setdefault(text, {}).update(medians)
+        everywhere = self._groups.gather((in_pipeline, profile.numbers, profile.num_samples))
+        counts: Counter[str] = Counter()
+        numbers: Counter[int] = Counter()
+        num_samples: dict[str, int] = {}
+        for medians_of, numbers_of, num_samples_of in everywhere:
+            counts.update({text: medians[0, "F"][0] for text, medians in medians_of.items() if (0, "F") in medians})
+            numbers += numbers_of
+            num_samples.update(num_samples_of)
+        signature = max(counts, key=lambda text: (counts[text], text))
+
+        def over_replicas(stage: int, what: str) -> float:
+            found = [
+                medians_of[signature][stage, what][1]
+                for medians_of, _, _ in everywhere
+                if (stage, what) in medians_of.get(signature, {})
+            ]
+            return median(found) if found else 0.0
+
+        forward, backward_input, backward_weight = (
+            [over_replicas(stage, letter) for stage in range(num_stages)] for letter in ("F", "I", "W")
+        )
+        after_input = [over_replicas(stage, _HELD) for stage in range(num_stages)]
+        # a replica that has never seen this signature takes its own for the sizes of messages
+        text = signature if signature in profile.plans else max(profile.plans)
+        plan = profile.plans[text]
+        p2p, gathers, reductions = self._measure_messages(plan)
+        costs = StageCosts(forward, backward_input, backward_weight, p2p, gather=gathers, reduce=reductions)
+        by_dry_run = held_gib(
+            plan.record, self._split.partition, self._split.placement, whole_batch_loss=self._whole_batch_loss
+        )[0]
+        held = self._groups.gather(by_dry_run if text == signature else None)
+        after_forward = next(found for found in held if found is not None)
+        return Measured(
+            with_held(costs, after_forward, after_input, whole_batch_loss=self._whole_batch_loss),
+            max(numbers, key=lambda number: (numbers[number], number)),
+            num_samples[signature],
+            signature,
+        )
+
+    def _measure_messages(self, plan: StepPlan) -> tuple[list[float], list[float], list[float]]:
+        """Milliseconds per stage of messages to its neighbours, of gathers and of reductions; equal on every rank."""
+        placement = self._split.placement
+        rank_of_stage, num_stages = placement.rank_of_stage, placement.num_stages
+        sent = crossing_bytes(plan)
+        links = {
+            stage: Link(rank_of_stage[stage], rank_of_stage[stage + 1], sent[stage])
+            for stage in range(num_stages - 1)
+            if rank_of_stage[stage] != rank_of_stage[stage + 1]
+        }
+        times = measure_links(list(links.values()), self._pipeline.get_group(), self._device)
+        own = (
+            {stage: times[link] for stage, link in links.items() if link in times},
+            {stage: self._measure_collectives(stage) for stage in placement.stages_of_rank(self._rank)},
+        )
+        after: dict[int, float] = {}
+        collectives: dict[int, tuple[float, float]] = {}
+        for links_of, collectives_of in self._groups.gather_in_pipeline(own):
+            after |= links_of
+            collectives |= collectives_of
+        replicas = self._groups.gather((after, collectives))
+
+        def mean(values: Sequence[float]) -> float:
+            return sum(values) / len(values)
+
+        one_way = [mean([after_of.get(stage, 0.0) for after_of, _ in replicas]) for stage in range(num_stages)]
+        # a stage sends values to the next one and gradients to the one before
+        p2p = [max(one_way[max(stage - 1, 0)], one_way[stage]) for stage in range(num_stages)]
+        gathers = [mean([found[stage][0] for _, found in replicas]) for stage in range(num_stages)]
+        reductions = [mean([found[stage][1] for _, found in replicas]) for stage in range(num_stages)]
+        return p2p, gathers, reductions
+
+    def _measure_collectives(self, stage: int) -> tuple[float, float]:
+        """A gather and a reduction of the stage's parameters over the replicas."""
+        if self._data_parallel.size() == 1:
+            return 0.0, 0.0
+        partition = self._split.partition
+        num_parameters = sum(self._split.num_parameters[unit] for unit in partition.units_of_stage(stage))
+        itemsize = next((p.dtype.itemsize for p in self._split.module.parameters()), 4)
+        return measure_gather_and_reduce(num_parameters * itemsize, self._data_parallel.get_group(), self._device)

@@ -1,0 +1,212 @@
+"""Measuring the first batches of a training, and the change to the schedule that is best for what was measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_pp.distributed.control import ControlGroups
+from lightning_pp.errors import ScheduleError
+from lightning_pp.planning.programs import ProgramCache
+from lightning_pp.planning.schedule_options import ScheduleOptions
+from lightning_pp.planning.stage_model import SplitModel
+from lightning_pp.planning.tuning import Layout, decided_by_one, memory_limit_of
+from lightning_pp.runtime.timing import StepTimer
+from lightning_pp.schedule import Schedule, Sharding, StageCosts, build_schedule
+from lightning_pp.split.data.microbatch import Microbatch
+from lightning_pp.split.record.plan import StepPlan
+from lightning_pp.strategy.autotune.measured_costs import CostExchange, Measured, Profile, Shape
+from lightning_pp.strategy.autotune.tuning_report import comparison, costs_text, save_costs
+
+NUM_WARM_UP_BATCHES = 2
+"""Left out of the measurement: they fill caches and allocators and make communicators."""
+
+
+class TunedPrograms:
+    """The programs of a training, which it measures and, with ``auto``, replaces once by better ones.
+
+    A training, on every rank::
+
+        2 batches: warm up
+        num_profiled_batches batches: every B as I and W; keep the timers, unread                     (no collective)
+        before the next batch: read the timers; exchange medians over the pipeline and the replicas; time messages
+            rank 0 searches, with the measured costs, on the placement that the model is cut for; the others wait
+            rank 0 broadcasts what it found; every rank uses it from this batch on
+
+    Only the order of actions changes, so the results of no batch do. Costs are those of the most frequent signature of
+    microbatches: with lengths that vary, the schedule is the best for the most frequent length. If the search fails, as
+    when measured bytes leave no schedule within the memory limit, training goes on as it began, with a warning.
+
+    Args:
+        options: What the user asks of the schedule.
+        cache: The programs.
+        split: The split model.
+        mesh: The axis ``pipeline``.
+        data_parallel: The ranks that hold the same stages.
+        groups: Who talks to whom.
+        device: Where this rank computes.
+        agree: Returns rank 0's argument on every rank.
+        room_gib: What is left for activations on each rank of a limit of all memory; None without one.
+
+    Attributes:
+        sharding: What the stages gather and reduce; the search compares schedules with it. None: nothing.
+    """
+
+    def __init__(
+        self,
+        options: ScheduleOptions,
+        cache: ProgramCache,
+        split: SplitModel,
+        mesh: DeviceMesh,
+        data_parallel: DeviceMesh,
+        groups: ControlGroups,
+        device: torch.device,
+        agree: Callable[[Any], Any],
+        room_gib: Sequence[float] | None = None,
+    ) -> None:
+        self._options = options
+        self._cache = cache
+        self._split = split
+        self._groups = groups
+        self._device = device
+        self._agree = agree
+        self._room_gib = room_gib
+        self._exchange = CostExchange(
+            split, mesh["pipeline"], data_parallel, groups, device, whole_batch_loss=options.whole_batch_loss
+        )
+        self._tells_order = options.whole_batch_loss
+        self._is_first = mesh.get_local_rank("pipeline") == 0 and groups.replica == 0
+        self._measures = options.measures
+        self._num_batches = 0
+        self._noted: list[tuple[StepTimer, dict[tuple[int, int], int], list[Shape], Sequence[StepPlan]]] = []
+        self.queued_bytes: dict[tuple[int, int], int] | None = None
+        self.costs: StageCosts | None = None
+        self.sharding: Sharding | None = None
+
+    def training(self, num_microbatches: int) -> Schedule:
+        """The schedule of the training batch that is about to be run; every rank asks before every batch."""
+        self.queued_bytes = None
+        if self._tells_order:
+            self._tells_order = False
+            rank_zero_info(self._options.whole_batch_text(self._cache.training(num_microbatches)))
+        if not self._measures:
+            return self._cache.training(num_microbatches)
+        if self._num_batches >= NUM_WARM_UP_BATCHES + self._options.num_profiled_batches:
+            self._measures = False
+            self._tune()
+            return self._cache.training(num_microbatches)
+        self.queued_bytes = {}
+        return self._cache.measured(num_microbatches)
+
+    def evaluation(self, num_microbatches: int) -> Schedule:
+        """The schedule of an evaluation batch."""
+        return self._cache.evaluation(num_microbatches)
+
+    def note(self, timer: StepTimer, microbatches: Sequence[Microbatch], plans: Sequence[StepPlan]) -> None:
+        """Keeps what the training batch took that has just been run."""
+        if self._measures and self.queued_bytes is not None:
+            self._num_batches += 1
+            if self._num_batches > NUM_WARM_UP_BATCHES:
+                self._noted.append((timer, self.queued_bytes, list(map(Shape.of, microbatches)), plans))
+
+    def start_over(self) -> None:
+        """After a step that failed: ranks may have run different numbers of batches, so counting starts again."""
+        self._num_batches = 0
+        self._noted.clear()
+
+    # ---------------------------------------------------------------- between two batches
+
+    def _tune(self) -> None:
+        profile = Profile()
+        for batch in self._noted:
+            profile.add(*batch)
+        self._noted.clear()
+        measured = self._exchange.exchange(profile)
+        self.costs = measured.costs
+        if self._is_first and self._options.save_costs is not None:
+            save_costs(
+                self._options.save_costs,
+                measured,
+                self._split,
+                self._device,
+                self._groups.num_replicas,
+                self._options.num_profiled_batches,
+            )
+        if not self._options.searches or self._options.costs is not None:
+            return
+        rank_zero_info(
+            f"schedule='auto': measured {self._options.num_profiled_batches} batches; rank 0 searches for a schedule "
+            f"of {measured.num_microbatches} microbatches on {self._split.placement.num_ranks} ranks, the others wait."
+        )
+        schedule, report = decided_by_one(lambda: self._search(measured), decides=self._is_first, agree=self._agree)
+        if schedule is None:
+            rank_zero_warn(report)
+        else:
+            limit = memory_limit_of(self._options, measured.costs, schedule.placement, self._room_gib)
+            self._cache.use(schedule, measured.costs, limit)
+            rank_zero_info(report)
+
+    def _search(self, measured: Measured) -> tuple[Schedule | None, str]:
+        """The schedule to go on with, None to leave it, and why."""
+        placement, number = self._split.placement, measured.num_microbatches
+        limit = memory_limit_of(self._options, measured.costs, placement, self._room_gib)
+        before = self._cache.training(number)
+        started = time.perf_counter()
+        try:
+            found = build_schedule(
+                "auto",
+                num_ranks=placement.num_ranks,
+                num_microbatches=number,
+                stages_per_rank=placement.num_stages // placement.num_ranks,
+                costs=measured.costs,
+                memory_limit=limit,
+                exact=self._options.exact_search,
+                placement=placement,
+                sharding=self.sharding,
+                whole_batch_loss=self._options.whole_batch_loss,
+            ).validate(costs=measured.costs, memory_limit=limit)
+        except ScheduleError as error:
+            return None, f"schedule='auto' keeps the schedule that it began with, {before.name}: {error}"
+        seconds = time.perf_counter() - started
+        return found, "\n".join(
+            [
+                f"schedule='auto': {found.name} from now on, found in {seconds:.1f} s ({placement.kind}, "
+                f"{number} microbatches of {measured.num_samples} samples; only the order of work changes).",
+                costs_text(measured.costs),
+                *comparison(measured, found, before, self._options.memory_limit_gib),
+            ]
+        )
+
+
+def tuned_programs(
+    options: ScheduleOptions,
+    layout: Layout,
+    split: SplitModel,
+    mesh: DeviceMesh,
+    data_parallel: DeviceMesh,
+    groups: ControlGroups,
+    device: torch.device,
+    agree: Callable[[Any], Any],
+) -> TunedPrograms:
+    """The programs of a model that was cut for ``layout``; the other arguments are those of :class:`TunedPrograms`."""
+    is_named = not options.searches and options.from_file is None
+    cache = ProgramCache(
+        options.name,
+        layout.placement,
+        layout.costs,
+        memory_limit_of(options, layout.costs, layout.placement, layout.room_gib),
+        basis=None if is_named else layout.start,
+        whole_batch_loss=options.whole_batch_loss,
+    )
+    if layout.reason:
+        how = "given" if options.costs is not None else "estimated"
+        rank_zero_info(f"schedule='auto' begins with {layout.start.name}, by {how} costs:\n{layout.reason}")
+    programs = TunedPrograms(options, cache, split, mesh, data_parallel, groups, device, agree, layout.room_gib)
+    if options.costs is not None:
+        programs.costs = layout.costs  # of these cuts, and with the bytes that were not given
+    return programs

@@ -1,0 +1,108 @@
+"""What is told of measured costs: a file of them, and a table of the schedules that they speak for or against."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_pp.errors import ScheduleError
+from lightning_pp.planning.stage_model import SplitModel
+from lightning_pp.schedule import Placement, Schedule, StageCosts, available_schedules, build_schedule
+from lightning_pp.schedule.registry import schedule_family
+from lightning_pp.schedule.simulation.costs_file import GIB
+from lightning_pp.strategy.autotune.measured_costs import Measured
+
+
+def save_costs(
+    path: Path, measured: Measured, split: SplitModel, device: torch.device, num_replicas: int, num_batches: int
+) -> None:
+    """Writes the costs to ``path``, with what they were measured on; a failure is told and does no harm."""
+    placement, partition = split.placement, split.partition
+    is_cuda = device.type == "cuda"
+    try:
+        measured.costs.to_json(
+            path,
+            held_unit=GIB,
+            measured_on={
+                "device": torch.cuda.get_device_name(device) if is_cuda else device.type,
+                "torch": torch.__version__,
+                "num_ranks": placement.num_ranks,
+                "data_parallel_size": num_replicas,
+                "rank_of_stage": list(placement.rank_of_stage),
+                "stages": [partition.units_of_stage(stage) for stage in range(placement.num_stages)],
+                "num_microbatches": measured.num_microbatches,
+                "samples_per_microbatch": measured.num_samples,
+                "microbatch": measured.signature,
+                "num_batches": num_batches,
+            },
+        )
+    except OSError as error:
+        rank_zero_warn(f"The measured costs could not be written to save_costs={str(path)!r}: {error}")
+    else:
+        rank_zero_info(f"The measured costs of the stages are in {path}.")
+
+
+def compared_schedules(
+    costs: StageCosts,
+    placement: Placement,
+    num_microbatches: int,
+    memory_limit: float | None,
+    *,
+    whole_batch_loss: bool = False,
+) -> Iterator[tuple[str, Schedule | ScheduleError]]:
+    """Every schedule that is made by hand on this placement, or why it cannot be used."""
+    stages_per_rank = placement.num_stages // placement.num_ranks
+    for name in available_schedules():
+        family = schedule_family(name)
+        is_repeat = family.default_stages_per_rank > stages_per_rank  # interleaved_1f1b of one stage is 1f1b
+        if name == "auto" or is_repeat or not family.allows(stages_per_rank):
+            continue
+        sizes: dict[str, Any] = {
+            "num_ranks": placement.num_ranks,
+            "num_microbatches": num_microbatches,
+            "stages_per_rank": stages_per_rank,
+            "whole_batch_loss": whole_batch_loss,
+        }
+        if build_schedule(name, **sizes).placement != placement:
+            continue
+        try:
+            yield name, build_schedule(name, costs=costs, memory_limit=memory_limit, **sizes)
+        except ScheduleError as error:
+            yield name, error
+
+
+def costs_text(costs: StageCosts) -> str:
+    """A line with the range of each cost over the stages."""
+    parts = []
+    for name, field_name in (("F", "forward"), ("I", "backward_input"), ("W", "backward_weight"), ("p2p", "p2p")):
+        values = getattr(costs, field_name)
+        parts.append(f"{name} {min(values):.3g} to {max(values):.3g}")
+    return f"  measured per stage, ms: {', '.join(parts)}"
+
+
+def comparison(measured: Measured, found: Schedule, before: Schedule, limit: float | None) -> list[str]:
+    """A line for each schedule: predicted step time and bubble."""
+    costs = measured.costs
+    compared: list[tuple[str, Schedule | ScheduleError]] = [
+        (f"> {found.name}", found),
+        (f"  {before.name}, until now", before),
+    ]
+    by_hand = compared_schedules(
+        costs, found.placement, measured.num_microbatches, limit, whole_batch_loss=found.whole_batch_loss
+    )
+    compared += [(f"  {name}", schedule) for name, schedule in by_hand]
+    lines = ["  predicted                       step, ms   bubble   most held, GiB"]
+    for name, schedule in compared:
+        if isinstance(schedule, ScheduleError):
+            lines.append(f"  {name:<30} {schedule}")
+            continue
+        simulation = schedule.simulate(costs)
+        lines.append(
+            f"  {name:<30} {max(simulation.span_ms):9.4g} {simulation.bubble_fraction:8.3f} "
+            f"{max(simulation.peak_memory):12.3g}"
+        )
+    return lines

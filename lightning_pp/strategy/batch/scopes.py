@@ -1,0 +1,109 @@
+"""What surrounds the user's step on one rank, for one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.plugins.precision import Precision
+
+from lightning_pp.schedule import Placement
+from lightning_pp.split.reductions.scaling import ScaledStep
+from lightning_pp.split.unit_calls.compilation import uncompiled_outside_units
+from lightning_pp.strategy.batch.scaling import ScaledBatch
+from lightning_pp.strategy.results.attributes import StepAttributes
+from lightning_pp.strategy.results.logs import StepLogs
+from lightning_pp.strategy.results.metrics import PipelineMetrics
+from lightning_pp.strategy.step.dry_steps import collectives_refused
+
+
+class StepScopes:
+    """Enters as much as it can once for the whole batch: a step runs once for each microbatch and stage.
+
+    Args:
+        module: The user's module.
+        precision: The precision plugin.
+        logs: Records what the last stage's steps log.
+        metrics: Are used for real on the last stage only.
+        attributes: Those that the steps change.
+        scaled: Makes what the last stage's steps compute stand for the whole batch.
+        placement: Which stages this rank has.
+        rank: Its place in the pipeline.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        precision: Precision,
+        logs: StepLogs,
+        metrics: PipelineMetrics,
+        attributes: StepAttributes,
+        scaled: ScaledBatch,
+        placement: Placement,
+        rank: int,
+    ) -> None:
+        self._module = module
+        self._logs = logs
+        self._metrics = metrics
+        self._attributes = attributes
+        self._scaled = scaled
+        self._last_stage = placement.num_stages - 1
+        stages = placement.stages_of_rank(rank)
+        # None where some of this rank's steps are the last stage's and some are not
+        self._are_last: bool | None = None
+        if len(stages) == 1 or self._last_stage not in stages:
+            self._are_last = self._last_stage in stages
+        is_plain = isinstance(precision.forward_context(), nullcontext)
+        self._forward_context: Callable[[], AbstractContextManager[Any]] | None = (
+            None if is_plain else precision.forward_context
+        )
+
+    @contextmanager
+    def of_batch(self) -> Iterator[None]:
+        """Around all steps of the batch."""
+        with (
+            self._logs.installed(self._module),
+            self._of_metrics(self._are_last),
+            collectives_refused(self._module, "The step"),
+        ):
+            yield
+
+    def run(self, step: Callable[[], Any], microbatch: int, stage: int) -> Any:
+        """Runs the user's step for one microbatch and stage."""
+        is_last = stage == self._last_stage
+        scopes: list[AbstractContextManager[Any]] = []
+        scaled: ScaledStep | None = None
+        if is_last:
+            self._scaled.know_other_replicas()
+            scaled = self._scaled.step_of(microbatch)
+        of_whole_batch = None if scaled is None else scaled.of_whole_batch
+        if self._forward_context is not None:
+            scopes.append(self._forward_context())
+        if self._are_last is None and self._metrics.are_there:
+            scopes.append(self._of_metrics(is_last))
+        if self._attributes.are_kept:
+            scopes.append(self._attributes.of_microbatch(microbatch, of_whole_batch, active=is_last))
+        if scaled is not None:
+            scopes += uncompiled_outside_units(), scaled
+        self._logs.begin(microbatch if is_last else None, of_whole_batch)
+        try:
+            if not scopes:
+                return step()
+            with ExitStack() as stack:
+                for scope in scopes:
+                    stack.enter_context(scope)
+                output = step()
+        finally:
+            self._logs.end()
+        if scaled is None:
+            return output
+        self._scaled.check_complete(microbatch, scaled)
+        self._scaled.check_loss(output)
+        return scaled.of_whole_batch(output)
+
+    def _of_metrics(self, is_last: bool | None) -> AbstractContextManager[None]:
+        if is_last is None:
+            return nullcontext()
+        return self._metrics.step() if is_last else self._metrics.suspended()

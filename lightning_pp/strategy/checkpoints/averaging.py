@@ -1,0 +1,143 @@
+"""Lightning's weight averaging for a module of which each rank has a part.
+
+The callback copies the whole module before it is split and copies tensors by their order: what it copied is not what a
+rank has afterwards. Here each rank averages its own part, and a checkpoint has what Lightning's has: the averaged
+weights as ``state_dict``, the current ones beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import WeightAveraging
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_pp.strategy.checkpoints.saving import Checkpoints
+from lightning_pp.strategy.checkpoints.state import CURRENT_MODEL
+
+_AVERAGING = "averaging_state"
+
+
+def leave_averages_to_strategy(trainer: pl.Trainer) -> None:
+    """Before the callbacks' ``setup``: they shall not copy the whole module."""
+    for callback in _callbacks(trainer):
+        if isinstance(callback, WeightAveraging) and "setup" not in vars(callback):
+            vars(callback)["setup"] = lambda *args, **kwargs: None
+
+
+def average_own_part(trainer: pl.Trainer, module: pl.LightningModule, checkpoints: Checkpoints, *, full: bool) -> None:
+    """After the split: gives each averaging callback an average of this rank's part.
+
+    Args:
+        trainer: The trainer, about to fit.
+        module: The split module.
+        checkpoints: Loads the current weights.
+        full: Whether a checkpoint has all names on rank 0, or those of each rank.
+    """
+    for callback in _callbacks(trainer):
+        if not isinstance(callback, WeightAveraging):
+            continue
+        device = callback._device if isinstance(callback._device, torch.device) else None
+        average = PartAverage(module, device=device, use_buffers=callback._use_buffers, **callback._kwargs)
+        callback._average_model = average
+
+        def save(
+            _: pl.Trainer, __: pl.LightningModule, checkpoint: dict[str, Any], average: PartAverage = average
+        ) -> None:
+            checkpoint[CURRENT_MODEL] = checkpoint["state_dict"]
+            checkpoint["state_dict"] = checkpoints.state.model_state(full=full, replaced=average.named_tensors())
+            checkpoint[_AVERAGING] = {"n_averaged": average.n_averaged.clone()}
+
+        def load(
+            _: pl.Trainer, __: pl.LightningModule, checkpoint: dict[str, Any], average: PartAverage = average
+        ) -> None:
+            # the module has the average now: it is loaded from "state_dict", as always
+            average.take(module)
+            if isinstance(current := checkpoint.get(CURRENT_MODEL), Mapping) and _AVERAGING in checkpoint:
+                checkpoints.load_current_model(current)
+                average.n_averaged.copy_(checkpoint[_AVERAGING]["n_averaged"])
+
+        vars(callback).update(on_save_checkpoint=save, on_load_checkpoint=load)
+
+
+class PartAverage(AveragedModel):
+    """A running average of one rank's parameters and buffers, with the names and the shards that they have.
+
+    Args:
+        module: The split module; its forward is not copied.
+        options: Those of :class:`torch.optim.swa_utils.AveragedModel`.
+    """
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(_bare(module), **options)
+
+    def update_parameters(self, model: nn.Module) -> None:
+        """Averages shard with shard: averaging is by element, and needs nothing of other ranks."""
+        whole = self.module
+        local = _bare(whole, local=True)
+        self.module = local
+        try:
+            super().update_parameters(_bare(model, local=True))
+        finally:
+            self.module = whole
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        """The averaged parameters and persistent buffers by name."""
+        named: dict[str, Tensor] = self.module.state_dict()
+        return named
+
+    @torch.no_grad()
+    def take(self, module: nn.Module) -> None:
+        """Starts from what ``module`` has."""
+        for mine, theirs in zip(_tensors(self.module), _tensors(module), strict=True):
+            mine.copy_(theirs)
+
+
+class _Bare(nn.Module):
+    """Holds parameters, buffers and children, and computes nothing."""
+
+
+def _bare(module: nn.Module, local: bool = False, seen: dict[int, Any] | None = None) -> nn.Module:
+    """The tree of a module's parameters and buffers; their own tensors, or views of this rank's shards.
+
+    What is shared stays shared.
+    """
+    seen = {} if seen is None else seen
+    if id(module) in seen:
+        shared: nn.Module = seen[id(module)]
+        return shared
+    bare = seen[id(module)] = _Bare()
+
+    def held(tensor: Tensor) -> Tensor:
+        if id(tensor) not in seen:
+            value = tensor.detach()
+            value = value.to_local() if local and isinstance(value, DTensor) else value
+            is_parameter = isinstance(tensor, nn.Parameter)
+            seen[id(tensor)] = nn.Parameter(value, requires_grad=False) if is_parameter else value
+        found: Tensor = seen[id(tensor)]
+        return found
+
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            bare.register_parameter(name, held(parameter))  # type: ignore[arg-type]
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            bare.register_buffer(name, held(buffer), name not in module._non_persistent_buffers_set)
+    for name, child in module._modules.items():
+        if child is not None:
+            bare.add_module(name, _bare(child, local, seen))
+    return bare
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [tensor.detach() for tensor in (*module.parameters(), *module.buffers())]
+
+
+def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
+    callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
+    return callbacks

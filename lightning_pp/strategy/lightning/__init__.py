@@ -1,0 +1,1 @@
+"""Everything that takes the place of a part of Lightning, or patches one."""

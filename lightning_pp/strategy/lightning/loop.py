@@ -1,0 +1,109 @@
+"""Lightning's automatic optimization for a step whose backward is part of it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
+from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch.optim import Optimizer
+
+from lightning_pp.strategy.results.pending import PendingOutputs
+
+
+@dataclass
+class PipelineResult(ClosureResult):
+    """What the closure keeps of a step's outputs, without looking at those that are still to come."""
+
+    pending: PendingOutputs | None = None
+
+    @classmethod
+    def from_training_step_output(cls, training_step_output: STEP_OUTPUT, normalize: int = 1) -> ClosureResult:
+        """As Lightning's, from outputs that may be pending."""
+        if isinstance(training_step_output, PendingOutputs):
+            return cls(training_step_output["loss"] / normalize, pending=training_step_output)
+        return super().from_training_step_output(training_step_output, normalize)
+
+    def asdict(self) -> dict[str, Any]:
+        """What ``on_train_batch_end`` gets."""
+        if self.pending is None or self.loss is None:
+            return super().asdict()
+        return self.pending.with_loss(self.loss)
+
+
+class PipelineClosure(Closure):
+    """Zeroes the gradients first, since the step makes them: elsewhere Lightning zeroes between step and backward."""
+
+    def __init__(self, trainer: pl.Trainer, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._trainer = trainer
+
+    @torch.enable_grad()
+    def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
+        """Runs ``zero_grad`` and the whole pipelined step, then the hooks that belong to backward."""
+        if self._zero_grad_fn is not None:
+            self._zero_grad_fn()
+        result: ClosureResult = self._step_fn()
+        trainer = self._trainer
+        loss = result.closure_loss
+        call._call_callback_hooks(trainer, "on_before_backward", loss)
+        call._call_lightning_module_hook(trainer, "on_before_backward", loss)
+        call._call_callback_hooks(trainer, "on_after_backward")
+        call._call_lightning_module_hook(trainer, "on_after_backward")
+        return result
+
+
+class PipelineOptimization(_AutomaticOptimization):
+    """One optimization step: zero the gradients, run the pipeline forward and backward, clip, update.
+
+    Everything else (progress, accumulation, hooks, learning rates) is Lightning's own.
+
+    A rank that is done with its part goes on to the next step; consecutive steps overlap. The collectives of a step:
+
+    ==================================  ======================================  ==================================
+    what                                among                                   when
+    ==================================  ======================================  ==================================
+    reduction of gradients, per unit    replicas of a stage                     last batch of an accumulation
+    sum of shared parameters' gradients stages that hold them                   the same, if there are any
+    one number, for clipping by norm    all ranks                               the same, with clipping by norm
+    gather of sample counts             last stages of the replicas             every batch, with replicas
+    one number, of microbatches         replicas of a stage                     every batch whose program gathers shards
+    gather of logged values             last stages of the replicas, aside      every batch, with replicas
+    ==================================  ======================================  ==================================
+
+    So with one replica a step without clipping has none. What a batch came to (logs, outputs, the fingerprint of the
+    batch) the last stage sends to each other rank, point to point and aside from the step. These wait for it:
+
+    * who looks at metrics or outputs: the loggers at their interval, callbacks that monitor, a scheduler stepped with
+      a metric, ``on_before_backward`` and ``on_train_batch_end`` where they read values; progress bars do not, and
+      between two loggings show what has arrived, which may be a batch old;
+    * steps that change attributes of the module, since the next step starts from these;
+    * validation, checkpoints and the end of an epoch;
+    * the batch after the next one, so that the ranks stay together and an error is everybody's.
+
+    The first two batches of an epoch are compared along the pipeline before they are cut, by one gather each.
+    """
+
+    output_result_cls = PipelineResult
+
+    def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
+        return PipelineClosure(
+            self.trainer,
+            step_fn=self._make_step_fn(kwargs),
+            backward_fn=None,
+            zero_grad_fn=self._make_zero_grad_fn(batch_idx, optimizer),
+        )
+
+    @classmethod
+    def install(cls, trainer: pl.Trainer) -> None:
+        """Puts this loop in the place of Lightning's, with the progress made so far."""
+        epoch_loop = trainer.fit_loop.epoch_loop
+        if not isinstance(epoch_loop.automatic_optimization, cls):
+            loop = cls(trainer)
+            loop.optim_progress = epoch_loop.automatic_optimization.optim_progress
+            epoch_loop.automatic_optimization = loop

@@ -1,0 +1,330 @@
+"""The processes of a strategy and what they tell each other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import (
+    _distributed_is_initialized,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.strategy import TBroadcast
+from lightning_utilities.core import rank_zero
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_pp.distributed.gathering import gathered
+from lightning_pp.distributed.meshes import make_meshes
+from lightning_pp.distributed.sizes import Auto, ParallelSizes
+from lightning_pp.errors import ConfigurationError
+from lightning_pp.strategy.lightning.callers import line_of_user, user_reading_world_size
+
+
+class MeshStrategy(ParallelStrategy):
+    """A strategy whose processes form a mesh of ``pipeline`` x ``data_parallel`` (:class:`ParallelSizes`).
+
+    :meth:`reduce` and :meth:`all_gather` go over the replicas, whoever asks: within a pipeline all ranks hold the same
+    logged values already. :meth:`reduce_boolean_decision`, :meth:`barrier` and :meth:`broadcast` go over all ranks,
+    since Lightning saves, stops and names files by them.
+
+    Args:
+        pipeline_parallel_size: Ranks along the pipeline, or ``"auto"``.
+        data_parallel_size: Replicas, or ``"auto"``.
+        process_group_backend: ``"nccl"``, ``"gloo"``, ...; by default what suits the device.
+        timeout: How long a collective may wait.
+        data_parallel_replicate_size: Of the replicas, how many hold the same shards.
+        has_shards_on_host: Whether collectives on tensors of the host have to work as well: those of tied parameters,
+            of checkpoints, and what users ask of sharded parameters.
+    """
+
+    def __init__(
+        self,
+        pipeline_parallel_size: int | Auto,
+        data_parallel_size: int | Auto,
+        process_group_backend: str | None,
+        timeout: timedelta | None,
+        data_parallel_replicate_size: int = 1,
+        *,
+        has_shards_on_host: bool = False,
+    ) -> None:
+        super().__init__()
+        self.num_nodes = 1  # set by the trainer
+        self._pipeline_parallel_size = pipeline_parallel_size
+        self._data_parallel_size = data_parallel_size
+        self._data_parallel_replicate_size = data_parallel_replicate_size
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout
+        self._has_shards_on_host = has_shards_on_host
+        self._sizes: ParallelSizes | None = None
+        self._device_mesh: DeviceMesh | None = None
+        self._data_parallel_mesh: DeviceMesh | None = None
+        self._running_step: str | None = None
+        self._lines_told: set[str] = set()
+
+    # ---------------------------------------------------------------- processes
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this rank."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of the job: stages times replicas."""
+        return super().world_size
+
+    @property
+    def world_size(self) -> int:
+        """:attr:`num_ranks`; the number of replicas for user code that reads ``trainer.world_size``.
+
+        That code scales a learning rate or shards data, and on as many devices without a pipeline all would see data of
+        their own. It is told so once for each line.
+        """
+        line = user_reading_world_size()
+        if line is None or self.sizes.pipeline == 1:
+            return self.num_ranks
+        size = self.sizes.data_parallel
+        if line not in self._lines_told:
+            self._lines_told.add(line)
+            rank_zero.rank_zero_warn(
+                f"trainer.world_size is {size} at {line}: the number of replicas, by which data and learning rates go, "
+                f"not the {self.num_ranks} processes, of which each {self.sizes.pipeline} work on one batch. Write "
+                "trainer.strategy.data_parallel_size for the one, trainer.strategy.num_ranks for the other."
+            )
+        return size
+
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning asks strategies that it does not know."""
+        return True
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        is_launched = self.cluster_environment.creates_processes_externally
+        if is_launched:
+            self._check_num_started()
+        _ = self.sizes  # a wrong product is told before any process is launched
+        if not is_launched:
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def _check_num_started(self) -> None:
+        """Raises :class:`ConfigurationError` if a launcher started more processes on this node than have devices."""
+        num_started = int(os.environ.get("LOCAL_WORLD_SIZE", self.local_rank + 1))
+        if num_started > self.num_processes:
+            raise ConfigurationError(
+                f"{num_started} processes were started on this node, and Trainer(devices=) gives devices to "
+                f"{self.num_processes}: set devices={num_started}, or start {self.num_processes} (torchrun "
+                f"--nproc-per-node {self.num_processes})."
+            )
+
+    def set_world_ranks(self) -> None:
+        """Tells the cluster environment and Lightning's rank-zero helpers this process's rank."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        # one function object, which Lightning exports under several names
+        vars(rank_zero.rank_zero_only)["rank"] = self.global_rank
+
+    def setup_environment(self) -> None:
+        """Joins the process group and makes the device mesh."""
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        assert self.cluster_environment is not None and self.lightning_module is not None
+        backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
+        if self.root_device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+            # by default every process would take all cores, and the pipeline would run many times slower
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.num_processes))
+        if self._has_shards_on_host and self.root_device.type != "cpu" and ":" not in backend:
+            backend = f"cpu:gloo,{self.root_device.type}:{backend}"
+        # Not bound to the device (device_id): torch would then split each further group off this one, which takes all
+        # ranks of the world, for each channel of each pipeline; and the ranks outside of a gloo group would wait for a
+        # split that its members do not make.
+        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout)
+        self._sizes = self._resolve_sizes(self.num_ranks)
+        if self._device_mesh is None:
+            self._device_mesh, self._data_parallel_mesh = make_meshes(self.root_device.type, self.sizes)
+        self.lightning_module._device_mesh = self._device_mesh
+
+    def barrier(self, name: str | None = None) -> None:
+        """Waits for all ranks; after an exception it does not, since the others may never come."""
+        if _distributed_is_initialized() and not self._is_interrupted:
+            self._check_outside_step("barrier", self.num_ranks)
+            on_gpu = "nccl" in dist.get_backend()
+            dist.barrier(device_ids=[self.root_device.index] if on_gpu else None)
+
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        """Rank ``src``'s object on every rank."""
+        if not _distributed_is_initialized():
+            return obj
+        self._check_outside_step("broadcast", self.num_ranks)
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Parameters made within are on the meta device with ``empty_init``, and get memory where they are owned."""
+        with torch.device("meta") if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
+            yield
+
+    # ---------------------------------------------------------------- sizes and groups
+
+    @property
+    def sizes(self) -> ParallelSizes:
+        """Sizes of the mesh axes."""
+        if self._sizes is None:
+            self._sizes = self._resolve_sizes(self.num_nodes * self.num_processes)
+        return self._sizes
+
+    def _resolve_sizes(self, world_size: int) -> ParallelSizes:
+        return ParallelSizes.resolve(
+            self._pipeline_parallel_size, self._data_parallel_size, world_size, self._data_parallel_replicate_size
+        )
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """With the axes that :class:`ParallelSizes` lists."""
+        if self._device_mesh is None:
+            raise RuntimeError("The device mesh is made when the processes have been launched; it is not there yet.")
+        return self._device_mesh
+
+    @property
+    def data_parallel_mesh(self) -> DeviceMesh:
+        """The replicas at this rank's place in the pipeline, as one axis."""
+        _ = self.device_mesh
+        assert self._data_parallel_mesh is not None
+        return self._data_parallel_mesh
+
+    @property
+    def pipeline_rank(self) -> int:
+        """This rank's place along the pipeline."""
+        return self.global_rank // self.sizes.data_parallel
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Replicas of the pipeline: how many see data of their own, which is what learning rates are scaled by."""
+        return self.sizes.data_parallel
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This rank's replica, from 0: which part of the data it reads, the same on all ranks of a pipeline."""
+        return self.global_rank % self.sizes.data_parallel
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Samplers go by replica: all stages of one see the same samples."""
+        return {"num_replicas": self.sizes.data_parallel, "rank": self.data_parallel_rank}
+
+    # ---------------------------------------------------------------- collectives that Lightning and users ask for
+
+    def reduce(
+        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
+    ) -> Tensor:
+        """Reduces over the replicas: the ranks that hold the same stages, and see other data.
+
+        Within a pipeline all ranks hold the same logged values already, so a sum over all ranks would count each
+        replica once for each of its ranks.
+
+        Args:
+            tensor: A tensor of any shape; anything else is returned as it is.
+            group: None and the group of all ranks: the replicas. Another group is used as it is.
+            reduce_op: ``"mean"``, ``"sum"`` or a ``ReduceOp``.
+
+        Raises:
+            ConfigurationError: Called in a step, with several replicas.
+        """
+        if isinstance(tensor, Tensor):
+            if _is_of_all_ranks(group):
+                if self.sizes.data_parallel == 1:
+                    return tensor
+                self._check_outside_step("reduce", self.sizes.data_parallel)
+                group = self.data_parallel_mesh.get_group()
+            tensor = _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+        reduced: Tensor = tensor
+        return reduced
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Gathers from the replicas, as ``LightningModule.all_gather`` does from all ranks elsewhere.
+
+        Args:
+            tensor: Of one shape on all replicas.
+            group: None and the group of all ranks: the replicas. Another group is used as it is.
+            sync_grads: Whether gradients flow back to where the tensors came from.
+
+        Returns:
+            Shape ``(data_parallel_size, *tensor.shape)``; with one replica ``tensor``, as on one device.
+
+        Raises:
+            ConfigurationError: Called in a step, with several replicas.
+        """
+        if _is_of_all_ranks(group):
+            if self.sizes.data_parallel == 1:
+                return tensor
+            self._check_outside_step("all_gather", self.sizes.data_parallel)
+            return gathered(tensor, self.data_parallel_mesh.get_group(), sync_grads=sync_grads)
+        return super().all_gather(tensor, group=group, sync_grads=sync_grads)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Over all ranks: any of them may have been told to stop."""
+        if self.num_ranks == 1:
+            return decision
+        self._check_outside_step("reduce_boolean_decision", self.num_ranks)
+        votes = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(votes)
+        return int(votes) == self.num_ranks if all else int(votes) > 0
+
+    @contextmanager
+    def within_step(self, step: str) -> Iterator[None]:
+        """Around the user's step: collectives are refused, since each stage runs a part of it for each microbatch.
+
+        Args:
+            step: Its name.
+        """
+        before, self._running_step = self._running_step, step
+        try:
+            yield
+        finally:
+            self._running_step = before
+
+    def _check_outside_step(self, collective: str, num_ranks: int) -> None:
+        if self._running_step is not None and num_ranks > 1:
+            raise ConfigurationError(
+                f"{self._running_step} calls strategy.{collective} among {num_ranks} ranks, at {line_of_user()}. In a "
+                "pipeline a step runs once for each microbatch, and on each stage only up to the stage's last unit, so "
+                "ranks would wait for others that never come. Use self.log, which averages over replicas, or call it "
+                "in a hook (on_train_batch_end), where every rank has what the step returned."
+            )
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Nothing to block: gradients are reduced when the last batch of an accumulation is done."""
+        with nullcontext():
+            yield
+
+    @property
+    def _is_interrupted(self) -> bool:
+        module = self.lightning_module
+        return module is not None and module._trainer is not None and module.trainer.interrupted
+
+
+def _is_of_all_ranks(group: Any) -> bool:
+    """Whether nobody has chosen a group: ``LightningModule.all_gather`` passes that of all ranks."""
+    return group is None or (_distributed_is_initialized() and group is dist.group.WORLD)

@@ -1,0 +1,78 @@
+"""Ending a fit at the same batch on all ranks, when one of them is told to, without a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.distributed.distributed_c10d import _get_default_store
+
+from lightning_pp.strategy.results.batches import MOST_PENDING
+
+# A rank that is about to start batch n has heard of batch n - MOST_PENDING - 2, which every rank has started by then.
+_MOST_APART = MOST_PENDING + 2
+
+
+class CommonEnd:
+    """Before every batch each rank asks the job's key-value store whether an end was set; a signal sets one.
+
+    Ranks are never more than a few batches apart, since each of them hears of old batches before it starts new ones.
+    So an end that is more batches ahead of the rank that sets it lies ahead of all ranks, and all of them see it in
+    time.
+
+    Args:
+        store: The store of the job; None for one process.
+        key: Of this fit's end.
+        num_batches: Batches that this rank has run, of all that the ranks run together.
+    """
+
+    def __init__(self, store: Any, key: str, num_batches: Callable[[], int]) -> None:
+        self._store = store
+        self._key = key
+        self._num_batches = num_batches
+        self._end: int | None = None
+        self.is_requested = False
+
+    def has_come(self) -> bool:
+        """Whether all ranks end here; to be asked before every batch."""
+        if self._store is None:
+            return self.is_requested
+        now = self._num_batches()
+        if self._end is None and self.is_requested:
+            self._end = int(self._store.compare_set(self._key, "", str(now + _MOST_APART + 1)))
+        elif self._end is None and self._store.check([self._key]):
+            self._end = int(self._store.get(self._key))
+        return self._end is not None and now >= self._end
+
+
+def end_together_on_sigterm(
+    trainer: pl.Trainer, number: int, num_batches: Callable[[], int], before_the_end: Callable[[], None]
+) -> None:
+    """Has a SIGTERM to any rank end the training between two batches, on all ranks before the same one.
+
+    Lightning's handler starts a collective wherever the signal finds it, also in the middle of a step, in which the
+    other ranks wait for this one, and its loop has one before every batch. Here the handler only notes the signal.
+
+    Args:
+        trainer: The trainer, about to run.
+        number: Of this run among those of the processes.
+        num_batches: Training batches that this rank has run.
+        before_the_end: Called on every rank before the training ends.
+    """
+    store = _get_default_store() if dist.is_initialized() and trainer.world_size > 1 else None
+    end = CommonEnd(store, f"lightning_pp/end/{number}", num_batches)
+
+    def note(signum: int, _: Any) -> None:
+        end.is_requested = True
+
+    def end_if_time() -> None:
+        if end.has_come():
+            before_the_end()
+            trainer._signal_connector.received_sigterm = True
+            raise SIGTERMException
+
+    trainer._signal_connector.__dict__["_sigterm_notifier_fn"] = note
+    trainer.fit_loop.epoch_loop.__dict__["_broadcast_sigterm_tensor"] = end_if_time

@@ -1,0 +1,1 @@
+"""This rank's parameters: their memory, dtypes, gradients and optimizer."""

@@ -1,0 +1,173 @@
+"""This rank's parameters as the data-parallel replicas and the other stages see them."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_pp.distributed.control import ControlGroups
+from lightning_pp.distributed.meshes import sharding_mesh
+from lightning_pp.planning.sharded_stages import ShardedPrograms, ShardingSettings, make_units
+from lightning_pp.planning.stage_model import SplitModel
+from lightning_pp.schedule import Schedule, Sharding
+from lightning_pp.sharding import ReplicatedUnits, ShardedStages
+from lightning_pp.sharding.accumulation import WideGradients
+from lightning_pp.sharding.clip import clip_by_norm_, clip_by_value_
+from lightning_pp.sharding.fsdp import ShardedUnits
+from lightning_pp.sharding.replicated import ReplicatedGradients
+from lightning_pp.sharding.shared import SharedParameters
+from lightning_pp.split.memory.state_memory import StepDtypes
+from lightning_pp.strategy.parameters.host_memory import return_freed_memory
+from lightning_pp.strategy.parameters.placing import ParameterPlacing
+
+
+class StageGradients:
+    """Shards this rank's units over the replicas, or keeps them whole; makes its gradients those of the whole batch.
+
+    Gradients are averaged over the replicas and summed over the stages that hold a parameter, once per optimizer step.
+    Parameters that are used outside their unit stay whole: nobody would gather them there. When units are gathered,
+    freed and reduced within a batch is in its program.
+
+    Args:
+        split: The split model, with only this rank's parameters left in it; they get memory here.
+        mesh: The whole mesh.
+        data_parallel: Of it, the replicas at this rank's place, as one axis.
+        rank: This rank's place in the pipeline.
+        device: Where this rank computes.
+        sharding: What to shard and when.
+        groups: Who has to agree on it.
+        dtypes: Of computation and of gradients, where they differ from the parameters'.
+    """
+
+    def __init__(
+        self,
+        split: SplitModel,
+        mesh: DeviceMesh,
+        data_parallel: DeviceMesh,
+        rank: int,
+        device: torch.device,
+        sharding: ShardingSettings,
+        groups: ControlGroups,
+        dtypes: StepDtypes,
+    ) -> None:
+        self._module = split.module
+        self._data_parallel = data_parallel
+        self._num_ranks = mesh.size()
+        self._units: ShardedUnits | ReplicatedUnits | None = None
+        self._programs: ShardedPrograms | None = None
+        self._replicated: ReplicatedGradients | None = None
+        # with one replica as well, parameters have the dtype of computation inside units
+        gathers = self._data_parallel.size() > 1 or sharding.cpu_offload
+        has_units = gathers or dtypes.compute is not None
+        names, is_cast = split.fake_parameters.canonical_names, split.fake_parameters.is_cast
+        group = self._data_parallel.get_group()
+        units = split.units_of(rank)
+        owned = split.owned_by(rank)
+        whole = {name for name in owned if name in split.direct or (dtypes.compute is not None and not is_cast(name))}
+        replaced = units if has_units and sharding.replaces_parameters(dtypes) else {}
+        placing = ParameterPlacing(split, replaced, whole, device, group)
+        placing.place_whole(owned)
+        if has_units:
+            direct = [p for name, p in split.module.named_parameters() if names[name] in whole]
+            self._units = make_units(sharding, units, sharding_mesh(mesh), direct, dtypes, placing.place_units)
+            split.fake_parameters.tie_names(lambda parameter: isinstance(parameter, DTensor))
+            reduced = self._units.parameters if isinstance(self._units, ReplicatedUnits) else ()
+            others = [p for p in split.module.parameters() if not isinstance(p, DTensor) and p not in reduced]
+            self._replicated = ReplicatedGradients(others, group)
+            if gathers:
+                self._programs = ShardedPrograms(sharding, split, self._units, rank, groups)
+        plain = [p for p in split.module.parameters() if not isinstance(p, DTensor)]
+        self._wide = None if dtypes.gradient is None else WideGradients(plain, dtypes.gradient)
+        self._shared = self._shared_parameters(split, mesh)
+        if self._shared is not None:
+            self._shared.broadcast_initial()
+        return_freed_memory()
+
+    @staticmethod
+    def _shared_parameters(split: SplitModel, mesh: DeviceMesh) -> SharedParameters | None:
+        if mesh["pipeline"].size() == 1:
+            return None
+        global_ranks = mesh["pipeline"].mesh.tolist()  # of this rank's replica
+        names = split.fake_parameters.canonical_names
+        shared: dict[str, nn.Parameter] = {}
+        for name, parameter in split.module.named_parameters():
+            if len(split.ranks_of(names[name])) > 1:
+                shared[names[name]] = parameter
+        holders = {name: [global_ranks[rank] for rank in split.ranks_of(name)] for name in shared}
+        return SharedParameters(shared, holders)
+
+    def dry(self) -> AbstractContextManager[None]:
+        """Within, unit calls gather nothing, since fakes stand in for their parameters."""
+        return nullcontext() if self._units is None else self._units.paused()
+
+    @property
+    def stages(self) -> ShardedStages | None:
+        """What carries out the sharding actions of programs; None where there are none."""
+        return None if self._programs is None else self._programs.stages
+
+    @property
+    def sharding(self) -> Sharding | None:
+        """What the stages gather and reduce; None if nothing."""
+        return None if self._programs is None else self._programs.sharding
+
+    def most_microbatches(self, number: int, *, reduce: bool) -> int:
+        """For how many microbatches a batch's program has to be; see :class:`ShardedPrograms`."""
+        return number if self._programs is None else self._programs.most_microbatches(number, reduce=reduce)
+
+    def begin(self, schedule: Schedule, number: int, *, reduce: bool) -> Schedule:
+        """Before the batch that ``schedule`` was made for; returns what to run for ``number`` microbatches."""
+        if self._units is not None and not schedule.forward_only:
+            self._units.begin_step()
+        if self._wide is not None and not schedule.forward_only:
+            self._wide.begin()
+        return schedule if self._programs is None else self._programs.begin(schedule, number, reduce=reduce)
+
+    def end(self, *, reduce: bool) -> None:
+        """After the forward and backward of a batch; with ``reduce``, after the last of an accumulation."""
+        if self._units is not None:
+            self._units.end_of_batch(reduce=reduce)
+        if not reduce:
+            return
+        if self._replicated is not None:
+            self._replicated.all_reduce()
+        if self._wide is not None:
+            self._wide.end()
+        if self._shared is not None:
+            self._shared.sum_gradients()
+
+    def end_of_evaluation(self) -> None:
+        """After the forward of an evaluation batch: frees what was gathered."""
+        if self._units is not None:
+            self._units.reshard_all()
+
+    def abandon(self) -> None:
+        """Forgets a step that failed."""
+        if self._units is not None:
+            self._units.abandon_step()
+        if self._replicated is not None:
+            self._replicated.abandon()
+        if self._wide is not None:
+            self._wide.end()
+        for parameter in self._module.parameters():
+            parameter.grad = None
+
+    def install_clipping(self, precision: Precision) -> None:
+        """Makes ``precision`` clip by the norm over all stages and shards, shared parameters counted once."""
+
+        def clip_by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
+            parameters = list(precision.main_params(optimizer))
+            owned = [(p, True) for p in parameters] if self._shared is None else self._shared.with_ownership(parameters)
+            clip_by_norm_(owned, clip_val, mesh=self._data_parallel)
+
+        def clip_by_value(optimizer: Optimizer, clip_val: int | float) -> None:
+            clip_by_value_(precision.main_params(optimizer), clip_val)
+
+        methods: dict[str, Any] = {"clip_grad_by_norm": clip_by_norm, "clip_grad_by_value": clip_by_value}
+        vars(precision).update(methods)

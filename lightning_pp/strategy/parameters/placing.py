@@ -1,0 +1,74 @@
+"""Where this rank's parameters get memory on its device: at once what stays whole, unit by unit what is sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_pp.planning.stage_model import SplitModel
+from lightning_pp.sharding import broadcast_parameters, broadcast_values, never_sharded
+from lightning_pp.split.fakes.materialize import materialize_parameters, without_parameters
+from lightning_pp.strategy.parameters.host_memory import return_freed_memory
+
+
+class ParameterPlacing:
+    """Gives what this rank holds memory on its device and one value on all replicas.
+
+    Units that are going to be sharded get it one after the other, right before they are, so that no more than one of
+    them is whole at a time.
+
+    Args:
+        split: The split model, without what other ranks hold.
+        units: This rank's units, if they are going to be sharded; none if not.
+        whole: Canonical names of parameters in them that are not, since they are used outside their unit.
+        device: Where this rank computes.
+        group: The replicas.
+    """
+
+    def __init__(
+        self,
+        split: SplitModel,
+        units: Mapping[str, nn.Module],
+        whole: Collection[str],
+        device: torch.device,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._module = split.module
+        self._canonical_names = split.fake_parameters.canonical_names
+        self._device = device
+        self._group = group
+        without_rows = set(never_sharded(units))
+        self._sharded = {
+            name: parameter
+            for name, parameter in self._named_parameters(units)
+            if name not in whole and parameter not in without_rows
+        }
+
+    def place_whole(self, owned: Collection[str]) -> None:
+        """Buffers, metrics and the parameters of ``owned`` that are not going to be sharded."""
+        materialize_parameters(self._module, set(owned).difference(self._sharded), self._device)
+        with without_parameters(self._module, set(self._sharded.values())):
+            self._module.to(self._device)
+            broadcast_parameters(self._module, self._group)
+
+    @torch.no_grad()
+    def place_units(self, units: Mapping[str, nn.Module]) -> None:
+        """The parameters of ``units`` that are going to be sharded, which is to happen next."""
+        return_freed_memory()  # of the units before these
+        names = {name for name, _ in self._named_parameters(units) if name in self._sharded}
+        materialize_parameters(self._module, names, self._device)
+        parameters = {name: parameter for name, parameter in self._named_parameters(units) if name in names}
+        for name, parameter in parameters.items():
+            del self._sharded[name]  # with which the whole parameter would live on
+            parameter.data = parameter.data.to(self._device)
+        broadcast_values(parameters.values(), self._group)
+
+    def _named_parameters(self, units: Mapping[str, nn.Module]) -> list[tuple[str, nn.Parameter]]:
+        return [
+            (self._canonical_names[name], parameter)
+            for unit, module in units.items()
+            for name, parameter in module.named_parameters(unit, remove_duplicate=False)
+        ]

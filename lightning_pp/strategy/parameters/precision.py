@@ -1,0 +1,89 @@
+"""Which dtypes a step uses, from Lightning's precision plugin, and which plugins a pipeline cannot run."""
+
+from __future__ import annotations
+
+import torch
+from lightning.pytorch.plugins.precision import (
+    BitsandbytesPrecision,
+    DeepSpeedPrecision,
+    FSDPPrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+    TransformerEnginePrecision,
+    XLAPrecision,
+)
+
+from lightning_pp.errors import ConfigurationError
+from lightning_pp.sharding.scaler import AgreeingGradScaler
+from lightning_pp.split.memory.state_memory import StepDtypes
+
+_SUPPORTED = "32-true, 64-true, bf16-true, bf16-mixed, and 16-mixed on CUDA"
+_REFUSED: dict[type[Precision], str] = {
+    BitsandbytesPrecision: "it replaces linear layers by ones whose weights are packed integers",
+    TransformerEnginePrecision: "its fp8 scales are kept by global state that does not know of stages",
+    DeepSpeedPrecision: "it leaves casting and scaling to DeepSpeed's engine",
+    FSDPPrecision: "it leaves casting to FSDP's wrapper of the whole model; leave out plugins= and set precision=",
+    XLAPrecision: "it is made for TPUs",
+}
+
+
+def step_dtypes(precision: Precision) -> StepDtypes:
+    """Dtypes of computation and of gradients.
+
+    ==========  =============  ======================================  ====================
+    precision   parameters     inside units, under ``torch.autocast``  gradients, reduction
+    ==========  =============  ======================================  ====================
+    32-true     float32        float32                                 float32
+    64-true     float64        float64                                 float64
+    bf16-true   bfloat16       bfloat16                                float32, while microbatches accumulate
+    bf16-mixed  float32        bfloat16                                float32
+    16-mixed    float32        float16                                 float32, scaled
+    ==========  =============  ======================================  ====================
+    """
+    if isinstance(precision, MixedPrecision):
+        return StepDtypes(torch.bfloat16 if precision.precision == "bf16-mixed" else torch.float16, torch.float32)
+    if isinstance(precision, HalfPrecision):
+        return StepDtypes(None, torch.float32)
+    return StepDtypes()
+
+
+def refuse_precision(precision: Precision, device: torch.device) -> None:
+    """Raises :class:`ConfigurationError` for a precision that a pipeline cannot run."""
+    for kind, reason in _REFUSED.items():
+        if isinstance(precision, kind):
+            raise ConfigurationError(
+                f"{type(precision).__name__} is not supported in a pipeline: {reason}. Supported are {_SUPPORTED}."
+            )
+    if isinstance(precision, HalfPrecision) and precision.precision == "16-true":
+        raise ConfigurationError(
+            "precision='16-true' keeps weights in float16, whose gradients underflow without a scale and whose updates "
+            f"are rounded away; use 'bf16-true' or 'bf16-mixed'. Supported are {_SUPPORTED}."
+        )
+    if isinstance(precision, MixedPrecision) and precision.precision == "16-mixed":
+        if device.type != "cuda":
+            raise ConfigurationError(
+                f"precision='16-mixed' computes in float16 with a scaled loss, which needs a CUDA device, and this is "
+                f"{device.type}; use 'bf16-mixed', which needs no scale, or '32-true'."
+            )
+        if precision.scaler is not None and not AgreeingGradScaler.can_take_over(precision.scaler):
+            raise ConfigurationError(
+                f"The scale of the loss has to agree on all stages, and {type(precision.scaler).__name__} would "
+                "decide on each rank for itself: give MixedPrecision a torch.amp.GradScaler, or none."
+            )
+
+
+def agree_on_scale(precision: Precision) -> None:
+    """Has all ranks skip a step together, and keep one scale."""
+    scaler = getattr(precision, "scaler", None)
+    if isinstance(precision, MixedPrecision) and scaler is not None and not isinstance(scaler, AgreeingGradScaler):
+        precision.scaler = AgreeingGradScaler.taking_over(scaler)
+
+
+def loss_scale(precision: Precision, device: torch.device) -> float:
+    """What losses are multiplied by before backward; 1 without a scaler. Waits for the device."""
+    scaler = getattr(precision, "scaler", None)
+    if scaler is None:
+        return 1.0
+    # the factor exists from the first loss on
+    return float(scaler.scale(torch.ones((), device=device)))

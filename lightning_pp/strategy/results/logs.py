@@ -1,0 +1,343 @@
+"""``self.log`` in a step that runs once per microbatch, and for real only on the last stage.
+
+Life of one batch's logs, on every rank::
+
+    logs = StepLogs()
+    with logs.installed(module):
+        for each microbatch:
+            logs.begin(index if this rank holds the last stage else None)
+            module.training_step(microbatch, batch_idx)
+            logs.end()
+    calls, num_samples = logs.exchange(weights, num_samples, groups)
+    replay(module, calls, num_samples)
+
+Between ``begin`` and ``replay`` Lightning's own ``log`` does all the checking and resolving; only the last thing it
+does, storing the value in the trainer's result collection, is intercepted. So an overridden ``log``, ``log_dict`` and
+every error message are as on one device, and after the replay all ranks hold the values that one device would hold for
+the whole global batch.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _Sync
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_pp.distributed.control import ControlGroups
+from lightning_pp.errors import SplitError
+from lightning_pp.split.fakes.parameters import is_fake
+from lightning_pp.split.reductions.scaling import extreme_of
+from lightning_pp.strategy.lightning.patching import replaced
+from lightning_pp.strategy.results.host_copies import HostCopies
+from lightning_pp.strategy.results.log_calls import LogCall, merge_calls, reduction_name, to_numbers, to_tensors
+
+_NOT_KEPT = ("batch_size", "sync_dist", "sync_dist_fn", "sync_dist_group")
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    call: LogCall
+    value: Tensor | None
+
+
+class StepLogs:
+    """The ``self.log`` calls of one batch, microbatch by microbatch."""
+
+    def __init__(self) -> None:
+        self._microbatches: dict[int, list[_Recorded]] = {}
+        self._recorded: list[_Recorded] | None = None
+        self._is_in_step = False
+        self._of_whole_batch: Callable[[Any], Any] | None = None
+
+    @contextmanager
+    def installed(self, module: LightningModule, observe: Callable[[Any], None] | None = None) -> Iterator[None]:
+        """Within, ``module.log`` does between :meth:`begin` and :meth:`end` as they say; arguments are checked as ever.
+
+        Args:
+            module: The user's module, attached to a trainer. In a loop that does not support logging, or without a
+                trainer, ``module.log`` is left alone and says so itself.
+            observe: Called with every logged tensor or metric, recorded or swallowed.
+
+        Raises:
+            SplitError: A recorded value has no data, because it depends on what only another stage has.
+            ValueError: The value is neither a number nor a metric of the module.
+            MisconfigurationException: As Lightning raises it.
+        """
+        results = _results_of(module)
+        if results is None:
+            yield
+            return
+        connector = module.trainer._logger_connector
+        log, reset = results.log, results.reset
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def record(fx: str, name: str, value: Any, *args: Any, **options: Any) -> None:
+            if not self._is_in_step:
+                log(fx, name, value, *args, **options)
+                return
+            if not isinstance(value, (Tensor, Metric)):
+                raise ValueError(f"`self.log({name}, {value})` was called, but only numbers and metrics can be logged")
+            if observe is not None:
+                observe(value)
+            options["reduce_fx"] = reduction_name(options["reduce_fx"])
+            recorded = self._recorded
+            if recorded is not None and self._of_whole_batch is not None and isinstance(value, Tensor):
+                value = self._of_whole_batch(value)
+            if recorded is not None:
+                occurrence = sum(earlier.call.name == name and earlier.call.fx == fx for earlier in recorded)
+                recorded.append(_recorded(module, results, fx, name, occurrence, value, options))
+
+        def reset_outside(*args: Any, **kwargs: Any) -> None:
+            # Lightning resets a collection at the first log of an epoch; the replay will, on every rank alike.
+            if not self._is_in_step:
+                reset(*args, **kwargs)
+
+        current_fx = connector._current_fx
+        with replaced(results, log=record, reset=reset_outside):
+            try:
+                yield
+            finally:
+                connector._current_fx = current_fx
+
+    def begin(self, microbatch: int | None, of_whole_batch: Callable[[Any], Any] | None = None) -> None:
+        """A step begins.
+
+        Args:
+            microbatch: Index of the microbatch if this is the last stage's run of the step, the one with real values:
+                they are recorded, in the place of what was recorded for that index. None swallows them.
+            of_whole_batch: Makes logged tensors stand for the whole batch.
+        """
+        self._is_in_step = True
+        self._of_whole_batch = of_whole_batch
+        if microbatch is not None:
+            self._recorded = self._microbatches[microbatch] = []
+
+    def end(self) -> None:
+        """The step has ended."""
+        self._is_in_step = False
+        self._recorded = self._of_whole_batch = None
+
+    @contextmanager
+    def of_step(
+        self, module: LightningModule, microbatch: int | None, observe: Callable[[Any], None] | None = None
+    ) -> Iterator[None]:
+        """:meth:`installed` around one step."""
+        with self.installed(module, observe):
+            self.begin(microbatch)
+            try:
+                yield
+            finally:
+                self.end()
+
+    def to_host(self, copies: HostCopies) -> None:
+        """Puts copies in the place of the recorded values, which a next step may change."""
+        for index, recorded in self._microbatches.items():
+            self._microbatches[index] = [
+                item if item.value is None else replace(item, value=copies.copy(item.value)) for item in recorded
+            ]
+
+    def merge(self, weights: Sequence[float], num_samples: int) -> list[LogCall]:
+        """What the whole batch logged, from what its microbatches did.
+
+        Each key is averaged by weight over the microbatches that logged it: a tensor that is logged stands for the
+        whole batch (:mod:`lightning_pp.split.reductions`), a sum too. Of what is the least or greatest over samples, or
+        has such a ``reduce_fx``, the least or greatest is taken. The second call with a key in each microbatch is
+        merged with the other second calls: Lightning decides what calling twice means.
+
+        A ``batch_size`` that the user gave is summed; it weighs the batch among other batches and the replica among
+        replicas.
+
+        The value of a metric on the batch (``on_step=True``) is the weighted mean of its values on the microbatches,
+        which is the batch's own for accuracies and means over samples, and an approximation for others. Its value over
+        the epoch is exact.
+
+        Args:
+            weights: Share of each microbatch, by index; they sum to 1.
+            num_samples: Number of samples in the batch.
+
+        Raises:
+            MisconfigurationException: Two microbatches logged different kinds of values under one key.
+            ValueError: More microbatches were recorded than there are weights.
+        """
+        if self._microbatches and max(self._microbatches) >= len(weights):
+            raise ValueError(f"microbatch {max(self._microbatches)} was recorded, but there are {len(weights)} weights")
+        indices = sorted(self._microbatches)
+        tensors = [item.value for index in indices for item in self._microbatches[index] if item.value is not None]
+        numbers = iter(to_numbers(tensors))
+        parts = [
+            [
+                replace(
+                    item.call,
+                    value=None if item.value is None else next(numbers),
+                    weight=weights[index] * num_samples,
+                )
+                for item in self._microbatches[index]
+            ]
+            for index in indices
+        ]
+        return merge_calls(parts)
+
+    def merge_over_replicas(
+        self, weights: Sequence[float], num_samples: int, groups: ControlGroups
+    ) -> tuple[list[LogCall], int]:
+        """What the global batch logged: the last stages of all replicas gather their calls and merge them alike.
+
+        Every last stage has to call this once per batch, and to share the result with its pipeline.
+
+        Args:
+            weights: Share of each microbatch in this replica's batch.
+            num_samples: Number of samples in this replica's batch.
+            groups: The control groups.
+
+        Returns:
+            The merged calls, and the number of samples in the global batch.
+
+        Raises:
+            Exception: What :meth:`merge` raised on any replica.
+        """
+        mine: list[LogCall] | Exception
+        try:
+            mine = self.merge(weights, num_samples)
+        except Exception as error:
+            mine = error
+        replicas: list[Sequence[LogCall]] = []
+        total = 0
+        for calls, samples in groups.gather((mine, num_samples)):
+            if isinstance(calls, Exception):
+                raise calls
+            replicas.append(calls)
+            total += samples
+        return merge_calls(replicas, by_batch_size=True), total
+
+    def exchange(self, weights: Sequence[float], num_samples: int, groups: ControlGroups) -> tuple[list[LogCall], int]:
+        """:meth:`merge_over_replicas` on the last stages, shared with every rank; every rank has to call this."""
+        return groups.share(lambda: self.merge_over_replicas(weights, num_samples, groups), "What the step logged")
+
+
+def replay(module: LightningModule, calls: Sequence[LogCall], batch_size: int) -> None:
+    """Hands ``calls`` to Lightning, on every rank in the same order and with the same values.
+
+    Nothing is reduced again (the values are those of the global batch), and Lightning does not ask for ``sync_dist``.
+
+    Args:
+        module: The user's module.
+        calls: What :meth:`StepLogs.exchange` returned.
+        batch_size: Number of samples in the global batch: the weight of this batch in means over an epoch, unless the
+            user gave one. With it, uneven batches weigh in the epoch as they do on one device.
+
+    Raises:
+        RuntimeError: The calls are of another dataloader than the one this rank is at.
+        MisconfigurationException: As Lightning raises it.
+    """
+    results = _results_of(module)
+    if not calls or results is None:
+        return
+    values = to_tensors(calls, module.device)
+    log = results.log
+
+    def log_in_sync(*args: Any, **options: Any) -> None:
+        options.update(sync_dist=True, sync_dist_fn=_Sync.no_op, sync_dist_group=None)
+        log(*args, **options)
+
+    fx = module._current_fx_name
+    with replaced(results, log=log_in_sync):
+        try:
+            for call, number in zip(calls, values, strict=True):
+                if call.dataloader_idx != results.dataloader_idx:
+                    raise RuntimeError(
+                        f"{call.name!r} was logged for dataloader {call.dataloader_idx}, but this rank is at "
+                        f"{results.dataloader_idx}: the ranks of the pipeline see different batches"
+                    )
+                module._current_fx_name = call.fx
+                value: Any = number
+                if call.metric is not None:
+                    value = operator.attrgetter(call.metric)(module)
+                    if number is not None:
+                        value._forward_cache = number.to(value.device)
+                size = batch_size if call.batch_size is None else call.batch_size
+                # Not `module.log`: an override has already seen the call when it was recorded.
+                LightningModule.log(module, call.name, value, batch_size=size, **call.options)  # type: ignore[arg-type]
+        finally:
+            module._current_fx_name = fx
+
+
+def _results_of(module: LightningModule) -> _ResultCollection | None:
+    return None if module._trainer is None else module._trainer._results
+
+
+def _recorded(
+    module: LightningModule,
+    results: _ResultCollection,
+    fx: str,
+    name: str,
+    occurrence: int,
+    value: Tensor | Metric,
+    options: dict[str, Any],
+) -> _Recorded:
+    batch_size = options["batch_size"]
+    kept = {key: option for key, option in options.items() if key not in _NOT_KEPT}
+    # Lightning turns None into True; the explicit True would make it complain about a trainer without loggers.
+    kept["logger"] = None if kept["logger"] else False
+    metric: str | None = None
+    number: Tensor | None
+    if isinstance(value, Metric):
+        metric = kept["metric_attribute"] = _path_of(module, value, name, kept["metric_attribute"])
+        number = _value_on_batch(value, name) if kept["on_step"] else None
+    else:
+        number = value.detach()
+        if is_fake(number):
+            raise SplitError(
+                f"`self.log({name!r}, ...)` in `{fx}` was given a value that depends on what only another stage has. "
+                "Log it from a value that the last stage computes."
+            )
+    call = LogCall(
+        fx=fx,
+        name=name,
+        occurrence=occurrence,
+        dataloader_idx=results.dataloader_idx,
+        options=kept,
+        metric=metric,
+        value=None,
+        dtype=torch.get_default_dtype() if number is None else number.dtype,
+        weight=0.0,
+        batch_size=batch_size.item() if isinstance(batch_size, Tensor) else batch_size,
+        extreme=extreme_of(value) if isinstance(value, Tensor) else None,
+    )
+    return _Recorded(call, number)
+
+
+def _path_of(module: LightningModule, metric: Metric, name: str, attribute: str) -> str:
+    """Where the other ranks find their copy of ``metric``."""
+    try:
+        if operator.attrgetter(attribute)(module) is metric:
+            return attribute
+    except AttributeError:
+        pass
+    for path, submodule in module.named_modules():
+        if submodule is metric:
+            return str(path)
+    raise ValueError(
+        f"`self.log({name!r}, metric)` was given a {type(metric).__name__} that is not an attribute of the "
+        f"{type(module).__name__} (metric_attribute={attribute!r}), so the other ranks cannot find theirs. "
+        "Assign it to an attribute of the module."
+    )
+
+
+def _value_on_batch(metric: Metric, name: str) -> Tensor | None:
+    cache: Any = metric._forward_cache
+    if cache is None:
+        return None  # `update` was called in place of `forward`: there is no value on the batch, so none is logged
+    if not isinstance(cache, Tensor) or cache.numel() != 1:
+        raise ValueError(
+            f"`self.log({name!r}, metric, on_step=True)` needs a metric whose value on a batch is one number, but "
+            f"{type(metric).__name__} gave {cache}. Log its elements one by one, or use on_step=False."
+        )
+    return cache.detach().reshape(())

@@ -1,0 +1,229 @@
+"""torchmetrics inside a module whose steps run for real only on the last stage.
+
+* In a step, the last stage updates its metrics, once per microbatch; ``forward`` and ``compute`` give local values.
+  Where the step is not for real (other stages, dry runs), :func:`metrics_suspended` keeps metrics out of it.
+* Outside a step (Lightning at the end of an epoch, or the user in a hook), ``compute()`` is called on every rank. The
+  last stages of all replicas sync their states, compute, and send the value down their pipelines.
+* ``reset()`` needs nothing: it happens on every rank.
+
+A metric belongs to the last stage. One that a pipelined block updates inside its own ``forward`` is not seen.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+
+from lightning_pp.distributed.control import ControlGroups
+from lightning_pp.split.data.tree import map_leaves
+from lightning_pp.strategy.lightning.patching import replaced
+
+# What a suspended metric returns, given the metric and all arguments it was called with (none for `compute`).
+Returns = Callable[[Metric, tuple[Any, ...]], Any]
+
+
+class _Scope(enum.Enum):
+    OUTSIDE = enum.auto()
+    """`compute` means the value over all data."""
+    LOCAL = enum.auto()
+    """`compute` means the value of this rank's data: in a step, or in a metric's `forward`."""
+    SHARED = enum.auto()
+    """In the `compute` of a metric that wraps others: theirs sync over the replicas, and tell nobody."""
+
+
+class PipelineMetrics:
+    """Makes ``compute()`` of every metric in a module give all ranks the value over all data.
+
+    Args:
+        module: The user's module.
+        groups: The control groups. Metric states are gathered over ``groups.data_parallel``, through the CPU.
+    """
+
+    def __init__(self, module: nn.Module, groups: ControlGroups) -> None:
+        self._module = module
+        self._groups = groups
+        self._scope = _Scope.OUTSIDE
+        self._collected: list[Metric | MetricCollection] = []
+
+    def attach(self) -> None:
+        """Takes over the metrics that the module has now; cheap to repeat, to find those created since."""
+        self._collected = _metrics_in(self._module)
+        for metric in self._collected:
+            # a copy of a metric comes with torchmetrics' own `compute`, and needs ours again
+            if isinstance(metric, Metric) and not hasattr(metric.compute, "_unpipelined"):
+                vars(metric)["compute"] = self._intercepted(metric, metric.compute)
+
+    def detach(self) -> None:
+        """Gives all metrics their own ``compute`` back."""
+        for metric in _metrics_in(self._module):
+            if isinstance(metric, Metric):
+                vars(metric)["compute"] = getattr(metric.compute, "_unpipelined", metric.compute)
+
+    @property
+    def are_there(self) -> bool:
+        """Whether the module has any."""
+        return bool(self._collected)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Within, metrics are used for real and give local values: the last stage's run of a step."""
+        with self._scoped(_Scope.LOCAL):
+            yield
+
+    @contextmanager
+    def suspended(self, returns: Returns | None = None) -> Iterator[None]:
+        """:func:`metrics_suspended` for the metrics found by :meth:`attach`, without searching the module again."""
+        with _suspended(self._collected, returns):
+            yield
+
+    @contextmanager
+    def _scoped(self, scope: _Scope) -> Iterator[None]:
+        before, self._scope = self._scope, scope
+        try:
+            yield
+        finally:
+            self._scope = before
+
+    def _intercepted(self, metric: Metric, compute: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(compute)
+        def pipeline_compute(*args: Any, **kwargs: Any) -> Any:
+            if self._scope is _Scope.SHARED:
+                return compute(*args, **kwargs)
+            # `forward` calls `compute` for the value on the batch, and marks it so.
+            if self._scope is _Scope.LOCAL or not metric._should_unsync:
+                return self._compute_local(metric, functools.partial(compute, *args, **kwargs))
+            return self._compute_shared(metric, functools.partial(compute, *args, **kwargs))
+
+        vars(pipeline_compute)["_unpipelined"] = compute
+        return pipeline_compute
+
+    def _compute_local(self, metric: Metric, compute: Callable[[], Any]) -> Any:
+        should_sync, metric._to_sync = metric._to_sync, False
+        try:
+            with self._scoped(_Scope.LOCAL):
+                return compute()
+        finally:
+            metric._to_sync = should_sync
+            metric._computed = None  # else a later call outside the step would get this local value
+
+    def _compute_shared(self, metric: Metric, compute: Callable[[], Any]) -> Any:
+        mine: list[Any] = []
+
+        def produce() -> Any:
+            with self._scoped(_Scope.SHARED), self._synced_over_replicas(metric):
+                mine.append(compute())
+            # clones, because pickling a view would take its whole storage along
+            return _map_tensors(lambda tensor: tensor.detach().cpu().clone(), mine[0])
+
+        value = self._groups.share(produce, f"The value of {type(metric).__name__}")
+        return mine[0] if mine else _map_tensors(lambda tensor: tensor.to(metric.device), value)
+
+    @contextmanager
+    def _synced_over_replicas(self, metric: Metric) -> Iterator[None]:
+        """Within, ``metric`` and those it wraps sync over the last stage's replicas alone, never over all ranks."""
+        with ExitStack() as stack:
+            for part in metric.modules():
+                if isinstance(part, Metric):
+                    if self._groups.num_replicas > 1:
+                        part._computed = None  # a replica that had it cached would not take part in the sync
+                    stack.enter_context(replaced(part, sync=functools.partial(self._sync, part)))
+            yield
+
+    def _sync(
+        self,
+        metric: Metric,
+        dist_sync_fn: Callable[..., Any] | None = None,
+        process_group: Any = None,
+        should_sync: bool = True,
+        distributed_available: Callable[[], bool] | None = None,
+    ) -> None:
+        type(metric).sync(
+            metric,
+            dist_sync_fn=dist_sync_fn or self._gather_state,
+            process_group=process_group or self._groups.data_parallel,
+            should_sync=should_sync,
+            distributed_available=lambda: self._groups.num_replicas > 1,
+        )
+
+    def _gather_state(self, state: Tensor, group: Any = None) -> list[Tensor]:
+        """Every replica's ``state``; shapes and dtypes may differ, as with a replica that saw no data."""
+        return [replica.to(state.device) for replica in self._groups.gather(state.detach().cpu().clone())]
+
+
+@contextmanager
+def metrics_suspended(module: nn.Module, returns: Returns | None = None) -> Iterator[None]:
+    """Within, no call reaches the metrics of ``module``, so a step on fake or partial values leaves them alone.
+
+    ``forward``, ``update``, ``compute`` and ``reset`` of every :class:`torchmetrics.Metric` and of every
+    :class:`torchmetrics.MetricCollection` are intercepted.
+
+    Args:
+        module: The user's module.
+        returns: Called with the metric and all arguments (keyword arguments last, by value) at every ``forward``,
+            ``update`` and ``compute``; what it returns is what ``forward`` and ``compute`` return. By default a
+            zero on the metric's device.
+    """
+    with _suspended(_metrics_in(module), returns):
+        yield
+
+
+@contextmanager
+def _suspended(metrics: Iterable[Metric | MetricCollection], returns: Returns | None) -> Iterator[None]:
+    answer = returns or _zero
+    with ExitStack() as stack:
+        for metric in metrics:
+            if isinstance(metric, MetricCollection):
+                replacements = _collection_replacements(metric, answer)
+            else:
+                replacements = _metric_replacements(metric, answer)
+            stack.enter_context(replaced(metric, **replacements))
+        yield
+
+
+def _zero(metric: Metric, args: tuple[Any, ...]) -> Tensor:
+    return torch.zeros((), device=metric.device)
+
+
+def _metric_replacements(metric: Metric, answer: Returns) -> dict[str, Callable[..., Any]]:
+    def respond(*args: Any, **kwargs: Any) -> Any:
+        return answer(metric, (*args, *kwargs.values()))
+
+    return {"forward": respond, "compute": respond, "update": _silently(respond), "reset": _do_nothing}
+
+
+def _collection_replacements(collection: MetricCollection, answer: Returns) -> dict[str, Callable[..., Any]]:
+    # A collection's own `update` would group metrics whose states are equal, and before any data most states are.
+    def respond(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        metrics = collection._modules.values()
+        return {
+            str(name): answer(metric, (*args, *metric._filter_kwargs(**kwargs).values()))
+            for name, metric in zip(collection.keys(), metrics, strict=True)
+        }
+
+    return {"forward": respond, "compute": respond, "update": _silently(respond), "reset": _do_nothing}
+
+
+def _silently(respond: Callable[..., Any]) -> Callable[..., None]:
+    def update(*args: Any, **kwargs: Any) -> None:
+        respond(*args, **kwargs)
+
+    return update
+
+
+def _do_nothing() -> None:
+    pass
+
+
+def _metrics_in(module: nn.Module) -> list[Metric | MetricCollection]:
+    return [part for part in module.modules() if isinstance(part, (Metric, MetricCollection))]
+
+
+def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)

@@ -1,0 +1,363 @@
+"""What the user's step returned: from the microbatches to the whole batch, and from the last stage to every rank."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import UserDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree
+
+from lightning_pp.distributed.control import ControlGroups
+from lightning_pp.errors import ConfigurationError, SplitError
+from lightning_pp.split.data.tree import leaves_of, map_leaves, replace_leaves
+from lightning_pp.split.fakes.parameters import is_fake
+from lightning_pp.strategy.results.host_copies import HostCopies
+
+# Tensors up to this size travel inside the message that describes the outputs, so that a loss costs one message.
+_INLINE_BYTES = 1024
+
+
+def merge_outputs(outputs: Sequence[Any], num_samples: Sequence[int], weights: Sequence[float] | None = None) -> Any:
+    """What the step would have returned for the whole batch, from what it returned for each microbatch.
+
+    By kind of value, wherever it stands in the outputs' containers (the kinds that :mod:`lightning_pp.split.data.tree`
+    knows):
+
+    ==================================================  ====================================
+    tensors, arrays with a sample per row               concatenated
+    other tensors of one element, floats                weighted mean
+    lists, tuples with a plain value (or dict) a sample concatenated
+    values that are equal everywhere                    kept
+    ``None`` in some microbatches                       merged from the others
+    anything else                                       a list with the value of each microbatch
+    ==================================================  ====================================
+
+    Args:
+        outputs: The outputs, one per microbatch.
+        num_samples: Number of samples of each microbatch.
+        weights: Share of each microbatch in means; by default by samples.
+
+    Returns:
+        The merged outputs, with detached tensors on the devices where they were.
+
+    Raises:
+        SplitError: The outputs hold a tensor without data, because it depends on what only another stage has.
+        ValueError: The arguments differ in length, or there are no outputs.
+    """
+    _refuse_fakes(outputs)
+    shares = [samples / sum(num_samples) for samples in num_samples] if weights is None else list(weights)
+    if not outputs or not len(outputs) == len(num_samples) == len(shares):
+        raise ValueError(
+            f"expected one entry per microbatch, got {len(outputs)} outputs, {len(num_samples)} numbers of samples and "
+            f"{len(shares)} weights"
+        )
+    parts = [
+        _Part(_detached(value), samples, share)
+        for value, samples, share in zip(outputs, num_samples, shares, strict=True)
+    ]
+    return _merged(parts)
+
+
+def exchange_outputs(
+    outputs: Sequence[Any],
+    num_samples: Sequence[int],
+    groups: ControlGroups,
+    *,
+    weights: Sequence[float] | None = None,
+    device: torch.device | None = None,
+    device_group: dist.ProcessGroup | None = None,
+) -> Any:
+    """:func:`merge_outputs` on the last stage, then :func:`share_outputs`; what the former raises is raised everywhere.
+
+    Every rank of the pipeline has to call it; ``outputs`` counts on the last stage only.
+    """
+    return share_result_of(lambda: merge_outputs(outputs, num_samples, weights), groups, device, device_group)
+
+
+def share_outputs(
+    outputs: Any,
+    groups: ControlGroups,
+    device: torch.device | None = None,
+    device_group: dist.ProcessGroup | None = None,
+) -> Any:
+    """Returns the last stage's ``outputs`` on every rank of its pipeline; every rank of the pipeline has to call it.
+
+    Args:
+        outputs: What the step returned; counts on the last stage only.
+        groups: The control groups.
+        device: Where tensors go that are on an accelerator on the last stage; the others stay on the CPU.
+        device_group: Group of the pipeline's ranks for large tensors on an accelerator (NCCL); by default they travel
+            through the CPU.
+
+    Returns:
+        The outputs with detached tensors; on the last stage its own.
+
+    Raises:
+        SplitError: The outputs hold a tensor without data, because it depends on what only another stage has.
+        TypeError: The outputs hold something that cannot be pickled.
+    """
+    return share_result_of(lambda: outputs, groups, device, device_group)
+
+
+def share_result_of(
+    produce: Callable[[], Any],
+    groups: ControlGroups,
+    device: torch.device | None = None,
+    device_group: dist.ProcessGroup | None = None,
+) -> Any:
+    """:func:`share_outputs` of what ``produce`` returns; it is called on the last stage, and raises on every rank."""
+    mine: list[Any] = []
+    large: list[Tensor] = []
+
+    def describe() -> Any:
+        outputs = produce()
+        _refuse_fakes(outputs)
+        mine.append(_detached(outputs))
+        if groups.pipeline_size == 1:
+            return None
+        packed = [_packed(leaf, large) for leaf in leaves_of(mine[0])]
+        return replace_leaves(mine[0], packed)
+
+    description = groups.share(describe, "What the step returned")
+    target = device or torch.device("cpu")
+    if mine:
+        for tensor in large:
+            by_device = device_group is not None and not tensor.is_cpu
+            groups.broadcast_tensor(
+                (tensor if by_device else tensor.cpu()).contiguous(), device_group if by_device else None
+            )
+        return mine[0]
+
+    def receive(leaf: Any) -> Any:
+        if isinstance(leaf, _Inline):
+            return leaf.unpacked(target)
+        if isinstance(leaf, _Large):
+            by_device = device_group is not None and leaf.on_accelerator
+            tensor = torch.empty(leaf.shape, dtype=leaf.dtype, device=target if by_device else "cpu")
+            groups.broadcast_tensor(tensor, device_group if by_device else None)
+            return tensor.to(target) if leaf.on_accelerator else tensor
+        return leaf
+
+    return map_leaves(receive, description)
+
+
+def packed_outputs(outputs: Any, copies: HostCopies) -> Any:
+    """``outputs`` as they can be sent in one message, whatever their size, once ``copies`` are there.
+
+    Raises:
+        SplitError: The outputs hold a tensor without data, because it depends on what only another stage has.
+    """
+    _refuse_fakes(outputs)
+    return map_leaves(
+        lambda leaf: _Inline(copies.copy(leaf), not leaf.is_cpu) if isinstance(leaf, Tensor) else leaf, outputs
+    )
+
+
+def unpacked_outputs(outputs: Any, device: torch.device) -> Any:
+    """What :func:`packed_outputs` was given; tensors that were on an accelerator are on ``device``."""
+    return map_leaves(lambda leaf: leaf.unpacked(device) if isinstance(leaf, _Inline) else leaf, outputs)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """What one microbatch returned, or a piece of it."""
+
+    value: Any
+    num_samples: int
+    weight: float
+
+
+class _Inline:
+    """Stands for a small tensor in a message."""
+
+    def __init__(self, tensor: Tensor, on_accelerator: bool) -> None:
+        self.tensor = tensor
+        self.on_accelerator = on_accelerator
+
+    def unpacked(self, device: torch.device) -> Tensor:
+        return self.tensor.to(device) if self.on_accelerator else self.tensor
+
+
+class _Large:
+    """Stands for a tensor that follows the message."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+        self.on_accelerator = not tensor.is_cpu
+
+
+def _detached(outputs: Any) -> Any:
+    return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, outputs)
+
+
+def _refuse_fakes(outputs: Any) -> None:
+    for leaf in leaves_of(outputs):
+        if is_fake(leaf):
+            raise SplitError(
+                f"The step returned a tensor of shape {tuple(leaf.shape)} that depends on what only another stage has. "
+                "Return values that the last stage computes."
+            )
+
+
+def _packed(leaf: Any, large: list[Tensor]) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if leaf.layout is not torch.strided or leaf.is_nested or leaf.numel() * leaf.element_size() <= _INLINE_BYTES:
+        # a clone, because pickling a view would take its whole storage along
+        return _Inline(leaf.cpu().clone(), not leaf.is_cpu)
+    large.append(leaf)
+    return _Large(leaf)
+
+
+def _merged(parts: list[_Part]) -> Any:
+    present = [part for part in parts if part.value is not None]
+    if not present:
+        return None
+    parts = present
+    values = [part.value for part in parts]
+    first = values[0]
+    if any(type(value) is not type(first) for value in values):
+        return values
+    if isinstance(first, Tensor):
+        return _merged_tensors(parts)
+    if isinstance(first, np.ndarray):
+        return _concatenated_arrays(parts)
+    if isinstance(first, (float, np.floating)):
+        return first if _all_equal(values) else _mean(values, parts)
+    if _is_list_of_samples(parts):
+        return type(first)(sample for value in values for sample in value)
+    opened = [_open(value) for value in values]
+    structure, _, rebuild = opened[0]
+    if rebuild is not None and all(other == structure for other, _, _ in opened):
+        columns = zip(*(children for _, children, _ in opened), strict=True)
+        return rebuild(
+            [
+                _merged([dataclasses.replace(part, value=child) for part, child in zip(parts, column, strict=True)])
+                for column in columns
+            ]
+        )
+    return first if _all_equal(values) else values
+
+
+def _merged_tensors(parts: list[_Part]) -> Any:
+    tensors = [part.value for part in parts]
+    first = tensors[0]
+    if all(tensor.layout is torch.strided and not tensor.is_nested for tensor in tensors):
+        if _has_row_per_sample(parts):
+            return torch.cat(tensors) if _all_equal([tensor.shape[1:] for tensor in tensors]) else tensors
+        if _all_equal([(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]):
+            # Looking at values waits for the device, so losses are averaged without it.
+            is_mean = first.numel() == 1 and (first.is_floating_point() or first.is_complex())
+            if not is_mean and all(torch.equal(tensor, first) for tensor in tensors[1:]):
+                return first
+            if first.numel() == 1:
+                return _mean_tensor(parts)
+    return tensors
+
+
+def _mean_tensor(parts: list[_Part]) -> Tensor:
+    stacked = torch.stack([part.value for part in parts])
+    exact = stacked.dtype.is_floating_point or stacked.dtype.is_complex
+    dtype = torch.promote_types(stacked.dtype, torch.float32) if exact else torch.get_default_dtype()
+    total = sum(part.weight for part in parts)
+    shares = torch.tensor([part.weight / total for part in parts], dtype=dtype, device=stacked.device)
+    mean: Tensor = torch.tensordot(shares, stacked.to(dtype), dims=1)
+    return mean.to(stacked.dtype) if exact else mean
+
+
+def _mean(values: Sequence[float], parts: list[_Part]) -> float:
+    total = sum(part.weight for part in parts)
+    return sum(value * part.weight for value, part in zip(values, parts, strict=True)) / total
+
+
+def _concatenated_arrays(parts: list[_Part]) -> Any:
+    arrays = [part.value for part in parts]
+    if _has_row_per_sample(parts):
+        return np.concatenate(arrays) if _all_equal([array.shape[1:] for array in arrays]) else arrays
+    return arrays[0] if all(np.array_equal(array, arrays[0]) for array in arrays) else arrays
+
+
+def _has_row_per_sample(parts: list[_Part]) -> bool:
+    return all(part.value.ndim > 0 and part.value.shape[0] == part.num_samples for part in parts)
+
+
+def _is_list_of_samples(parts: list[_Part]) -> bool:
+    """Whether the values are lists with an entry per sample: plain values, dicts, or tensors unlike a batch's.
+
+    A list in which some entry is, in every microbatch, a tensor with a row per sample or a scalar is a container of
+    outputs, also where it happens to be as long as a microbatch; so is a tuple, unless its length follows that of
+    uneven microbatches.
+    """
+    first = parts[0].value
+    if type(first) not in (list, tuple) or any(len(part.value) != part.num_samples for part in parts):
+        return False
+    if len({part.num_samples for part in parts}) > 1:
+        return True
+    if type(first) is tuple:
+        return False
+    if all(isinstance(entry, dict) for part in parts for entry in part.value):
+        return True
+    return not any(
+        all(_is_of_batch(entry, part.num_samples) for entry, part in zip(entries, parts, strict=True))
+        for entries in zip(*(part.value for part in parts), strict=True)
+    )
+
+
+def _is_of_batch(entry: Any, num_samples: int) -> bool:
+    """Whether ``entry`` has a tensor with a row per sample, or a scalar."""
+    arrays = [leaf for leaf in leaves_of(entry) if isinstance(leaf, (Tensor, np.ndarray))]
+    return any(leaf.ndim == 0 or leaf.shape[0] == num_samples for leaf in arrays)
+
+
+def _open(value: Any) -> tuple[Any, list[Any], Callable[[list[Any]], Any] | None]:
+    """A container's structure, its direct children, and how to make one like it from other children."""
+    children, spec = _pytree.tree_flatten(value, is_leaf=lambda node: node is not value)
+    if not (len(children) == 1 and children[0] is value):
+        return spec, children, lambda items: _pytree.tree_unflatten(items, spec)
+    if isinstance(value, UserDict):
+
+        def rebuild_user_dict(items: list[Any]) -> Any:
+            clone = copy.copy(value)
+            clone.data = dict(zip(value.data, items, strict=True))
+            return clone
+
+        return list(value.data), list(value.data.values()), rebuild_user_dict
+    if isinstance(value, Mapping):
+        return list(value), list(value.values()), lambda items: type(value)(zip(value, items, strict=True))  # type: ignore[call-arg]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+
+        def rebuild_dataclass(items: list[Any]) -> Any:
+            clone = copy.copy(value)
+            for name, item in zip(names, items, strict=True):
+                object.__setattr__(clone, name, item)  # a frozen dataclass refuses setattr
+            return clone
+
+        return names, [getattr(value, name) for name in names], rebuild_dataclass
+    return None, [], None
+
+
+def _all_equal(values: Sequence[Any]) -> bool:
+    try:
+        return all(bool(value == values[0]) for value in values[1:])
+    except Exception:  # whatever a foreign __eq__ raises; a comparison that fails shows no equality
+        return False
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss in what ``training_step`` returned; raises :class:`ConfigurationError` if there is none."""
+    loss = output.get("loss") if hasattr(output, "get") else output
+    if not isinstance(loss, Tensor):
+        raise ConfigurationError(
+            f"training_step returned {type(output).__name__}{' without a loss' if hasattr(output, 'get') else ''}; "
+            "in a pipeline every batch needs a loss: return a tensor, or a dict with the key 'loss'."
+        )
+    return loss

@@ -1,0 +1,161 @@
+"""What the strategy needs of the data: a first batch to learn from, and the same draws on all stages."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource, _request_dataloader
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_pp.errors import ConfigurationError
+from lightning_pp.split.data.tree import own_copy
+
+_STEP_OF_STAGE = {
+    RunningStage.TRAINING: "training_step",
+    RunningStage.VALIDATING: "validation_step",
+    RunningStage.SANITY_CHECKING: "validation_step",
+    RunningStage.TESTING: "test_step",
+    RunningStage.PREDICTING: "predict_step",
+}
+
+
+def step_name(stage: RunningStage) -> str:
+    """The name of the module's step in ``stage``."""
+    return _STEP_OF_STAGE[stage]
+
+
+def first_batch(trainer: pl.Trainer) -> Any:
+    """The first batch of what the trainer is about to run over, as the step will see it, on the device.
+
+    The loader is made (and kept: its hook is called once) and one batch read in this process; the random generators are
+    as before afterwards, and nothing is taken from a loader that can be iterated again.
+
+    Raises:
+        ConfigurationError: The loader is empty.
+    """
+    with generators_untouched():
+        loop = _loop_of(trainer)
+        loader = _kept_loader(loop._data_source)
+        # a copy: hooks write into batches, and a dataset or a stream may hand out the same one again
+        batch = own_copy(_first_of(loader, is_training=trainer.state.fn == TrainerFn.FITTING))
+        module = trainer.lightning_module
+        batch = trainer.precision_plugin.convert_input(batch)
+        batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+
+def _loop_of(trainer: pl.Trainer) -> Any:
+    return {
+        TrainerFn.FITTING: trainer.fit_loop,
+        TrainerFn.VALIDATING: trainer.validate_loop,
+        TrainerFn.TESTING: trainer.test_loop,
+        TrainerFn.PREDICTING: trainer.predict_loop,
+    }[trainer.state.fn]  # type: ignore[index]
+
+
+def _kept_loader(source: _DataLoaderSource) -> Any:
+    """Makes the loader, and has the loop get this one when it asks for the first time."""
+    vars(source).pop("dataloader", None)  # left by a run that never asked
+    loader = _repeatable(_request_dataloader(source))
+
+    def once() -> Any:
+        vars(source).pop("dataloader", None)
+        return loader
+
+    vars(source)["dataloader"] = once
+    return loader
+
+
+class _Repeated:
+    """An iterator with its first item put back, since that was read to learn from."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+        self.first = next(iterator, None)
+        self._rest: Iterator[Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._rest is None:
+            self._rest = chain([] if self.first is None else [self.first], self._iterator)
+        return self._rest
+
+
+def _repeatable(loader: Any) -> Any:
+    if not isinstance(loader, (DataLoader, CombinedLoader, _Repeated)) and hasattr(loader, "__next__"):
+        return _Repeated(loader)
+    return loader
+
+
+def _first_of(loader: Any, *, is_training: bool) -> Any:
+    if isinstance(loader, CombinedLoader):
+        iterables, in_turn = loader.iterables, loader._mode == "sequential"
+    else:
+        iterables, in_turn = loader, not is_training
+    if in_turn and isinstance(iterables, (list, tuple)) and not isinstance(iterables, DataLoader):
+        return _first_item(iterables[0])
+    return tree_map(_first_item, iterables, is_leaf=lambda item: not isinstance(item, (list, tuple, dict)))
+
+
+def _first_item(loader: Any) -> Any:
+    if isinstance(loader, _Repeated):
+        item = loader.first
+        empty = item is None
+    elif isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+        # without workers and without moving the loader's own iterator
+        sampler: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+        indices: Any = next(iter(sampler), None)
+        empty = indices is None
+        if not empty:
+            dataset: Any = loader.dataset
+            if loader.batch_sampler is None:
+                samples = dataset[indices]
+            elif hasattr(dataset, "__getitems__"):
+                samples = dataset.__getitems__(indices)
+            else:
+                samples = [dataset[index] for index in indices]
+            item = loader.collate_fn(samples)
+    else:
+        item = next(iter(loader), None)
+        empty = item is None
+    if empty:
+        raise ConfigurationError(
+            f"The dataloader ({type(loader).__name__}) is empty. The model is cut by looking at one batch; give at "
+            "least one."
+        )
+    return item
+
+
+@contextmanager
+def generators_untouched() -> Iterator[None]:
+    """Puts the generators of torch, numpy and Python back to where they were."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+
+
+def seed_workers_by(loader: object, data_parallel_rank: int) -> None:
+    """Loader workers are seeded by data-parallel rank, so that all stages of a replica see the same augmentations.
+
+    It must come before Lightning's own seeding by global rank, which leaves a loader alone that has a seeding already.
+    """
+    import os
+
+    if isinstance(loader, DataLoader) and loader.worker_init_fn is None and int(os.environ.get("PL_SEED_WORKERS", 0)):
+        loader.worker_init_fn = partial(pl_worker_init_function, rank=data_parallel_rank)

@@ -1,0 +1,164 @@
+"""Calling the user's step outside of a loop, to learn from it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.plugins.precision import Precision
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_pp.errors import BatchError
+from lightning_pp.split.data.tree import entries_of, places_written
+from lightning_pp.split.dry_run.run import DryRun
+from lightning_pp.split.reductions.recording import is_number
+from lightning_pp.strategy.lightning.mesh_strategy import MeshStrategy
+from lightning_pp.strategy.results.metrics import metrics_suspended
+from lightning_pp.strategy.results.outputs import loss_of
+from lightning_pp.strategy.step.progress import progress_watched, watched_batch_idx
+from lightning_pp.strategy.step.refusals import check_loss
+
+
+@contextmanager
+def logging_to(module: pl.LightningModule, sink: Callable[[Any], None]) -> Iterator[None]:
+    """Within, ``module.log`` only tells ``sink`` what it is given; no loop needs to be running.
+
+    Numbers become tensors as in Lightning's own, so that it can be seen how they grow with the batch.
+    """
+
+    def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        sink(torch.tensor(value) if is_number(value) else value)
+
+    def log_dict(dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        for name, value in dictionary.items():
+            log(name, value)
+
+    replaced = {"log": log, "log_dict": log_dict}
+    module.__dict__.update(replaced)
+    try:
+        yield
+    finally:
+        for name in replaced:
+            module.__dict__.pop(name, None)
+
+
+@contextmanager
+def loggers_muted(trainer: pl.Trainer | None) -> Iterator[None]:
+    """Within, what a step gives to a logger itself, not by ``self.log``, goes nowhere: it may be made up."""
+    if trainer is None:
+        yield
+        return
+    before = trainer.loggers
+    trainer.loggers = [DummyLogger() for _ in before]
+    try:
+        yield
+    finally:
+        trainer.loggers = before
+
+
+def collectives_refused(module: pl.LightningModule, step: str) -> AbstractContextManager[None]:
+    """Within, the step may call none of the strategy's collectives that has others to wait for."""
+    strategy = None if module._trainer is None else module._trainer.strategy
+    return strategy.within_step(step) if isinstance(strategy, MeshStrategy) else nullcontext()
+
+
+def first_arguments(module: pl.LightningModule, step: str) -> list[Any]:
+    """What follows the batch in the step's first call."""
+    parameters = inspect.signature(getattr(module, step)).parameters
+    takes_index = "batch_idx" in parameters or len(parameters) > 1
+    return [0] if takes_index else []
+
+
+def recorded_step(
+    module: pl.LightningModule,
+    step: str,
+    batch: Any,
+    rest: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    precision: Precision,
+    device: torch.device,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Callable[[DryRun], Any]:
+    """The user's step on one microbatch, for :func:`lightning_pp.split.dry_run.run`.
+
+    Every run gets the batch in containers of its own. What it logs and gives to metrics is recorded as needed at the
+    end; nothing is logged and no metric updated.
+
+    Args:
+        module: The user's module.
+        step: Name of its step.
+        batch: The microbatch.
+        rest: What follows the batch in the step's call.
+        kwargs: Keyword arguments of the call.
+        precision: Its forward context is entered around the step.
+        device: Where the step computes.
+        around: Makes a context to enter around the step.
+    """
+
+    def run(dry: DryRun) -> Any:
+        def metric_returns(metric: Any, args: tuple[Any, ...]) -> Tensor:
+            dry.need_at_end(args)
+            return torch.zeros((), device=device)
+
+        with ExitStack() as stack:
+            stack.enter_context(around())
+            stack.enter_context(collectives_refused(module, step))
+            stack.enter_context(precision.forward_context())
+            stack.enter_context(logging_to(module, dry.need_at_end))
+            stack.enter_context(loggers_muted(module._trainer))
+            stack.enter_context(metrics_suspended(module, metric_returns))
+            stack.enter_context(progress_watched(module._trainer, dry.ask_of_progress))
+            watched = [watched_batch_idx(value, dry.ask_of_progress) if type(value) is int else value for value in rest]
+            own, shared = dry.own(batch), dict(entries_of(batch, "batch"))
+            output = getattr(module, step)(own, *watched, **(kwargs or {}))
+            _refuse_shared_writes(step, shared, batch)
+            if isinstance(dry, DryRun):
+                _tell_what_hooks_see(module, step, places_written(batch, own), edits_contents=dry.edits_batch)
+        if step == "training_step":
+            check_loss(loss_of(output), module)  # here every rank sees it, in the step only the last stage
+        return output
+
+    return run
+
+
+def _refuse_shared_writes(step: str, before: Mapping[str, Any], batch: Any) -> None:
+    """Raises :class:`BatchError` if ``batch``, of which the step had containers of its own, has other entries now."""
+    after, again = dict(entries_of(batch, "batch")), dict(entries_of(batch, "batch"))
+    written = [
+        place
+        for place in dict.fromkeys((*before, *after))
+        # some containers make what they are asked for, another each time
+        if before.get(place, after) is not after.get(place, before) and after.get(place) is again.get(place)
+    ]
+    if written:
+        raise BatchError(
+            f"{step} writes into {', '.join(written[:3])}, an attribute of an object that copy.copy cannot copy. A "
+            "step runs several times on a microbatch, on each stage, and each run must get the batch as it was. Give "
+            "the object's class a __copy__ method, or put its tensors into a dict or a dataclass."
+        )
+
+
+def _tell_what_hooks_see(module: pl.LightningModule, step: str, places: Sequence[str], *, edits_contents: bool) -> None:
+    """Warns of hooks that are given a batch after a step that writes into it: what it writes stays in the step."""
+    hook = f"on_{step.replace('training', 'train').removesuffix('_step')}_batch_end"
+    trainer = module._trainer
+    owners: list[Any] = [module, *(trainer.callbacks if trainer is not None else [])]  # type: ignore[attr-defined]
+    looking = [
+        type(owner).__name__
+        for owner in owners
+        if getattr(type(owner), hook, None) not in (getattr(pl.LightningModule, hook), getattr(pl.Callback, hook))
+        and not type(owner).__module__.startswith(("lightning.", "lightning_pp."))
+    ]
+    if looking and (places or edits_contents):
+        rank_zero_warn(
+            f"{step} of {type(module).__name__} writes into its batch ({', '.join(places[:3]) or 'in place'}). In a "
+            f"pipeline every run of the step gets the batch as it was, and so does {hook} of {', '.join(looking)}, "
+            "which on one device would see what the step wrote. Return from the step what the hook needs."
+        )

@@ -1,0 +1,83 @@
+"""What a pipeline cannot do, told before it starts: the culprit, and what to do instead."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
+
+from lightning_pp.errors import ConfigurationError
+from lightning_pp.split.record.step_record import StepRecord
+from lightning_pp.strategy.parameters.precision import refuse_precision
+
+
+def refuse_unsupported(
+    trainer: pl.Trainer, module: pl.LightningModule, precision: Precision, device: torch.device
+) -> None:
+    """Raises :class:`ConfigurationError` for steps, optimization, layers and precision that a pipeline cannot run."""
+    for step in ("training_step", "validation_step", "test_step", "predict_step"):
+        if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
+            raise ConfigurationError(
+                f"{step} of {type(module).__name__} takes dataloader_iter; a pipeline has to see the batch to cut it "
+                "into microbatches. Take (batch, batch_idx) instead."
+            )
+    if trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
+        raise ConfigurationError(
+            f"{type(module).__name__} sets automatic_optimization=False. A pipeline interleaves the forward and "
+            "backward of many microbatches, so it must run them itself: remove manual_backward and optimizer.step from "
+            "training_step and return the loss."
+        )
+    synchronized = [name for name, child in module.named_modules() if isinstance(child, nn.SyncBatchNorm)]
+    if synchronized or trainer._accelerator_connector._layer_sync is not None:
+        what = f"{synchronized[0]} is a SyncBatchNorm" if synchronized else "sync_batchnorm=True"
+        raise ConfigurationError(
+            f"{what}: it takes its statistics over all ranks, and those of other stages never join in. Use BatchNorm, "
+            "which normalises each microbatch by itself, or a norm without statistics over samples (GroupNorm, "
+            "LayerNorm)."
+        )
+    callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
+    if any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks):
+        raise ConfigurationError(
+            "StochasticWeightAveraging copies the whole module before it is split and keeps the copy in its own state, "
+            "of which a checkpoint has the first rank's only. Use WeightAveraging (equal weights, as SWA) or "
+            "EMAWeightAveraging, with a learning rate schedule of your own."
+        )
+    refuse_precision(precision, device)
+
+
+def refuse_carried_state(module: pl.LightningModule, step: str, record: StepRecord, num_microbatches: int) -> None:
+    """Raises :class:`ConfigurationError` for state that goes from batch to batch and cannot be cut with the batch."""
+    for carried in record.carried:
+        owner = type(module.get_submodule(carried.module)).__name__
+        name = ".".join(part for part in ("self", carried.module, carried.attribute) if part)
+        if carried.is_buffer:
+            raise ConfigurationError(
+                f"{step} of {type(module).__name__} replaces the buffer {carried.attribute!r} of {owner}, and the next "
+                f"step uses it, at {carried.line}. Only one stage would know the new tensor. Keep it in a plain "
+                f"attribute ({name} = ... without register_buffer), and set num_microbatches=1."
+            )
+        if num_microbatches > 1:
+            raise ConfigurationError(
+                f"{step} of {type(module).__name__} leaves a tensor in {name}, and the next step uses it, at "
+                f"{carried.line}. A batch is cut into {num_microbatches} microbatches, each of which would start from "
+                "what the whole batch before it has left, not from its own rows. Set num_microbatches=1, which "
+                "carries such state from batch to batch as one device does, or start each step from a new state."
+            )
+
+
+def check_loss(loss: Tensor, module: pl.LightningModule) -> None:
+    """Raises :class:`ConfigurationError` unless ``loss`` is one number that depends on trainable parameters."""
+    if loss.numel() != 1:
+        raise ConfigurationError(
+            f"training_step of {type(module).__name__} returned a loss of shape {tuple(loss.shape)}; it must be one "
+            "number, so take its mean."
+        )
+    if not loss.requires_grad:
+        raise ConfigurationError(
+            f"The loss that training_step of {type(module).__name__} returned does not depend on any parameter that "
+            "requires a gradient; check for .detach(), .item(), torch.no_grad(), or for parameters that are all frozen."
+        )

@@ -1,0 +1,149 @@
+"""Hooks of the module that see parameters: those that write into them, as the update of a momentum encoder does."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_pp.distributed.control import ControlGroups
+from lightning_pp.split.data.tree import own_copy
+from lightning_pp.split.dry_run.weight_updates import Updates, updates_by
+from lightning_pp.split.fakes.parameters import FakeParameters
+from lightning_pp.strategy.lightning.patching import replaced
+from lightning_pp.strategy.step.dry_steps import logging_to
+
+_HOOKS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
+    "on_train_batch_start": lambda batch: (batch, 0),
+    "on_before_zero_grad": lambda batch: (None,),
+    "on_after_backward": lambda batch: (),
+    "on_train_batch_end": lambda batch: ({"loss": torch.zeros(())}, batch, 0),
+}
+
+_OUTSIDE_STEPS = (
+    "on_fit_start",
+    "on_train_start",
+    "on_train_epoch_start",
+    *_HOOKS,
+    "on_before_backward",
+    "on_before_optimizer_step",
+    "on_train_epoch_end",
+    "on_validation_epoch_start",
+    "on_validation_epoch_end",
+    "on_train_end",
+)
+
+
+_LOG_TRAINING = (
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+)
+
+
+class UpdateHooks:
+    """The hooks that write into parameters, found by running them on fakes.
+
+    Only modules with parameters that do not train are looked at: an average of weights has no gradient.
+
+    Args:
+        module: The user's module.
+        fake_parameters: Knows all its parameters.
+        batch: A batch to call hooks with.
+    """
+
+    def __init__(self, module: pl.LightningModule, fake_parameters: FakeParameters, batch: Any) -> None:
+        self._module = module
+        self._fake_parameters = fake_parameters
+        self._names: list[str] = []
+        updates: dict[str, frozenset[str]] = {}
+        for name, arguments in _HOOKS.items():
+            if getattr(type(module), name, None) is getattr(pl.LightningModule, name):
+                continue
+            if all(parameter.requires_grad for parameter in module.parameters()):
+                continue
+            found = self._updates_of(name, arguments(own_copy(batch)))
+            if any(found.values()):
+                self._names.append(name)
+            for target, sources in found.items():
+                updates[target] = updates.get(target, frozenset()) | sources
+        self.updates: Updates = updates
+
+    def _updates_of(self, name: str, arguments: tuple[Any, ...]) -> Updates:
+        trainer = self._module.trainer
+        loggers, trainer.loggers = trainer.loggers, [DummyLogger()]
+        with logging_to(self._module, lambda value: None), redirect_stdout(io.StringIO()):
+            try:
+                return updates_by(lambda: getattr(self._module, name)(*arguments), self._module, self._fake_parameters)
+            finally:
+                trainer.loggers = loggers
+
+    @contextmanager
+    def attached(self, groups: ControlGroups) -> Iterator[None]:
+        """Within, these hooks see every parameter, in the order of one device; those of other stages are fakes.
+
+        No hook may write a fake into a tensor that has data. What a hook logs when it is called for the first time in a
+        training is compared over the stages, by one gather for each hook of a batch.
+
+        Args:
+            groups: Join the ranks of the pipeline.
+        """
+        to_compare = set(_LOG_TRAINING)
+
+        def run(name: str, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            fake_parameters = self._fake_parameters
+            sees_all = name in self._names
+            with fake_parameters.mode.refusing_edits(), fake_parameters.all_parameters() if sees_all else nullcontext():
+                result = hook(*args, **kwargs)
+            if name in to_compare:
+                to_compare.remove(name)
+                logged = groups.gather_in_pipeline(_logged_by(self._module, name))
+                if warning := _difference(name, logged):
+                    rank_zero_warn(warning)
+            return result
+
+        hooks = {
+            name: partial(run, name, getattr(self._module, name))
+            for name in _OUTSIDE_STEPS
+            if getattr(type(self._module), name) is not getattr(pl.LightningModule, name)
+        }
+        with replaced(self._module, **hooks):
+            yield
+
+
+def _logged_by(module: pl.LightningModule, hook: str) -> dict[str, float | None]:
+    """Names and values that the hook has logged by now; None for what is no single number, as an object's."""
+    results = module.trainer._results
+    if results is None:
+        return {}
+    found: dict[str, float | None] = {}
+    for result in results.values():
+        if result.meta.fx == hook and not result.meta.sync.rank_zero_only:
+            value = result.value if result.is_tensor else None
+            found[result.meta.name] = float(value) if isinstance(value, torch.Tensor) and value.numel() == 1 else None
+    return found
+
+
+def _difference(hook: str, logged: Sequence[dict[str, float | None]]) -> str | None:
+    """What to say if the ranks of a pipeline did not log the same; None if they did."""
+    for name in dict.fromkeys(name for one in logged for name in one):
+        said = [repr(one[name]) if name in one else "nothing" for one in logged]
+        if len(set(said)) > 1:
+            values = ", ".join(said[:4]) + (", ..." if len(said) > 4 else "")
+            return (
+                f"self.log({name!r}, ...) in {hook} is not the same on all stages: {values} on the ranks of the "
+                "pipeline. A hook sees the parameters and gradients of its own stage, and loggers get what the first "
+                "rank logs. Log it in the step, or with lightning.pytorch.utilities.grad_norm, which is over all "
+                "stages; where values differ by nature, as times do, log them with rank_zero_only=True."
+            )
+    return None
