@@ -68,7 +68,8 @@ def _num_files(folder: Path) -> int:
 
 
 def _box(x: float, y: float, width: float, height: float, colour: str) -> str:
-    return f'<rect x="{x:.0f}" y="{y:.0f}" width="{width:.0f}" height="{height:.0f}" rx="6" fill="{colour}" stroke="#777"/>'
+    place = f'x="{x:.0f}" y="{y:.0f}" width="{width:.0f}" height="{height:.0f}"'
+    return f'<rect {place} rx="6" fill="{colour}" stroke="#777"/>'
 
 
 def _text(x: float, y: float, text: str, size: int, weight: str = "normal") -> str:
