@@ -1,11 +1,13 @@
 """Draws the rooms of the package from its folders and its import contracts: ``python docs/draw_rooms.py``.
 
-Writes ``docs/rooms.svg``. A row is a layer, a box a room with its number of files; imports point down, and inside a
-layer from left to right.
+Writes ``docs/rooms.svg`` and the table of rooms in ``docs/architecture.md``. A row is a layer, from the top down; a box
+is a room with its number of files. A room's sentence in the table is the first line of its ``__init__.py``.
 """
 
 from __future__ import annotations
 
+import ast
+import re
 import sys
 from html import escape
 from pathlib import Path
@@ -18,6 +20,8 @@ else:
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_pp"
 PICTURE = ROOT / "docs" / "rooms.svg"
+DOCUMENT = ROOT / "docs" / "architecture.md"
+TABLE = re.compile(r"(?<=<!-- rooms -->\n).*?(?=<!-- end of rooms -->)", re.DOTALL)
 WIDTH, MARGIN, LABEL = 1120, 12, 150
 BOX_HEIGHT, GAP = 40, 8
 COLOURS = ("#dfe7f3", "#e4f0e2", "#f6ecd6", "#f3e1e1", "#e8e2f2", "#dff0f0")
@@ -63,6 +67,27 @@ def picture() -> str:
     return "\n".join([head, *shapes, "</svg>"]) + "\n"
 
 
+def table() -> str:
+    """The rooms and what each is for, as Markdown."""
+    lines = ["| room | what it is for |", "|---|---|"]
+    for layer in [name for row in layers() for name in row]:
+        for room, _ in rooms(layer):
+            path = layer if room == layer else f"{layer}/{room}"
+            lines.append(f"| `{path}` | {_sentence(PACKAGE / path)} |")
+    return "\n".join(lines) + "\n"
+
+
+def document() -> str:
+    """``docs/architecture.md`` with the table of today."""
+    return TABLE.sub(lambda _: table(), DOCUMENT.read_text())
+
+
+def _sentence(path: Path) -> str:
+    source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    doc = ast.get_docstring(ast.parse(source.read_text())) or ""
+    return doc.partition("\n")[0].replace("``", "`")
+
+
 def _num_files(folder: Path) -> int:
     return sum(path.name != "__init__.py" for path in folder.glob("*.py"))
 
@@ -78,3 +103,4 @@ def _text(x: float, y: float, text: str, size: int, weight: str = "normal") -> s
 
 if __name__ == "__main__":
     PICTURE.write_text(picture())
+    DOCUMENT.write_text(document())
