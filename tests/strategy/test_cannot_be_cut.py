@@ -189,7 +189,7 @@ CANNOT_BE_CUT: list[tuple[type[Blocks], str]] = [
     ),
     (
         SamplesToValidate,
-        r"the unit 'blocks\.0' at .*pipelined_fit\.py.* runs on stage 0 and needs an output of 'head'.*on stage 1.*"
+        r"the unit 'blocks\.0' at .*small_models\.py.* runs on stage 0 and needs an output of 'head'.*on stage 1.*"
         r"sampling, decoding\) is for one device",
     ),
     (
