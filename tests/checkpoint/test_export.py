@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pp import PipelineParallelStrategy
 from lightning_pp.checkpoint import ParameterCatalog, save_sharded
-from lightning_pp.checkpoint.storage.safetensors_file import map_folder, map_safetensors
+from lightning_pp.checkpoint.storage.safetensors_file import map_folder, map_safetensors, write_safetensors
 from lightning_pp.cli.export import main
 from lightning_pp.errors import CheckpointError
 from lightning_pp.recipes.causal_lm import CausalLM
@@ -117,6 +117,13 @@ def test_reading_files_of_the_library(tmp_path: Path) -> None:
         file.write_bytes(damaged)
         with pytest.raises(CheckpointError, match="is damaged or not a safetensors file"):
             map_safetensors(file)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.float4_e2m1fn_x2])
+def test_a_dtype_that_the_format_has_not_is_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    with pytest.raises(CheckpointError, match="weight is torch.*give --dtype"):
+        write_safetensors(tmp_path / "a.safetensors", {"weight": ((2,), dtype)}, lambda _: torch.empty(2), {})
+    assert not list(tmp_path.iterdir())
 
 
 class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):

@@ -10,8 +10,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from pool import WorkerPool
+from small_models import WIDTH, Stack
 from torch.utils.data import DataLoader
-from trained_parts import WIDTH, Stack, largest_difference, loader, make_trainer, together, weights
+from trained_parts import largest_difference, loader, make_trainer, together, weights
 
 
 class Renamed(Stack):

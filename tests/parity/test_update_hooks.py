@@ -11,10 +11,11 @@ import lightning.pytorch as L
 import pytest
 import torch
 import torch.nn.functional as F
-from feature_parts import Classifier, Data, assert_equal_trees, make, make_trainer, plain
+from feature_parts import Data, assert_equal_trees, make, make_trainer, plain
 from lightning.pytorch.utilities import grad_norm
 from parity_run import Layout, whole_weights
 from pool import WorkerPool
+from small_models import Classifier
 from torch import Tensor, nn
 
 LAYOUT = Layout("1f1b", 2, 2, 2)

@@ -36,19 +36,6 @@ CPU = torch.device("cpu")
 TOLERANCE = 1e-9
 
 
-class Architecture(nn.Module):
-    """A model with a training step, as a LightningModule is; ``log`` is replaced by whoever runs the step."""
-
-    def log(self, name: str, value: Any) -> None:
-        raise AssertionError("nobody listens")
-
-    def training_step(self, batch: Any) -> Any:
-        raise NotImplementedError
-
-    def validation_step(self, batch: Any) -> Any:
-        return self.training_step(batch)
-
-
 @dataclass
 class Outcome:
     """What a step gave: its loss, what it logged, the gradient of every parameter by its canonical name."""

@@ -10,7 +10,7 @@ import transformers as hf
 from one_process import CPU, build, recorded
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers_zoo import WithLoss
+from transformers_by_hand import WithLoss
 
 from lightning_pp.errors import ConfigurationError, ScheduleError
 from lightning_pp.planning.cuts import CutOptions

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import architectures
 import pytest
 import torch
-import zoo
+from model_parts import doubled
 from one_process import OneProcessPipeline, gradients_of_sent, loss_of
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from zoo_parts import doubled
 
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.schedule import Placement, build_schedule
@@ -42,8 +42,8 @@ def estimate(pipeline: OneProcessPipeline, batch: Any, **options: Any) -> Memory
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_activations_are_those_that_live(name: str) -> None:
     torch.manual_seed(7)
-    batch = doubled(zoo.ARCHITECTURES[name][1](6))
-    pipeline = OneProcessPipeline(zoo.ARCHITECTURES[name][0], batch, NUM_STAGES, splits_backward=True)
+    batch = doubled(architectures.ARCHITECTURES[name][1](6))
+    pipeline = OneProcessPipeline(architectures.ARCHITECTURES[name][0], batch, NUM_STAGES, splits_backward=True)
     estimated = estimate(pipeline, batch)
     pipeline.run([batch], [1.0])  # gradients are there from now on, and W adds to them
     plans, kept, after_forward = zip(*pipeline.watched_forwards(batch), strict=True)
@@ -70,8 +70,10 @@ def test_activations_are_those_that_live(name: str) -> None:
 
 def test_checkpointed_units_keep_their_inputs() -> None:
     torch.manual_seed(7)
-    batch = doubled(zoo.ARCHITECTURES["residual_mlp"][1](6))
-    pipeline = OneProcessPipeline(zoo.ARCHITECTURES["residual_mlp"][0], batch, NUM_STAGES, splits_backward=True)
+    batch = doubled(architectures.ARCHITECTURES["residual_mlp"][1](6))
+    pipeline = OneProcessPipeline(
+        architectures.ARCHITECTURES["residual_mlp"][0], batch, NUM_STAGES, splits_backward=True
+    )
     whole = estimate(pipeline, batch)
     units = list(pipeline.split.units)
     less = estimate(pipeline, batch, checkpointed_units=units)
@@ -171,8 +173,10 @@ def test_gathered_window_follows_the_budget() -> None:
 
 def test_peak_follows_the_schedule() -> None:
     torch.manual_seed(7)
-    batch = doubled(zoo.ARCHITECTURES["residual_mlp"][1](6))
-    pipeline = OneProcessPipeline(zoo.ARCHITECTURES["residual_mlp"][0], batch, NUM_STAGES, splits_backward=True)
+    batch = doubled(architectures.ARCHITECTURES["residual_mlp"][1](6))
+    pipeline = OneProcessPipeline(
+        architectures.ARCHITECTURES["residual_mlp"][0], batch, NUM_STAGES, splits_backward=True
+    )
     schedules = {
         name: build_schedule(name, num_ranks=NUM_STAGES, num_microbatches=8) for name in ("gpipe", "1f1b", "zb_h1")
     }
@@ -212,8 +216,10 @@ def test_mistakes_are_named() -> None:
 
 def test_nothing_holds_what_was_sent() -> None:
     torch.manual_seed(7)
-    batch = doubled(zoo.ARCHITECTURES["residual_mlp"][1](6))
-    pipeline = OneProcessPipeline(zoo.ARCHITECTURES["residual_mlp"][0], batch, NUM_STAGES, splits_backward=True)
+    batch = doubled(architectures.ARCHITECTURES["residual_mlp"][1](6))
+    pipeline = OneProcessPipeline(
+        architectures.ARCHITECTURES["residual_mlp"][0], batch, NUM_STAGES, splits_backward=True
+    )
     kept, output = pipeline.forward(batch)
     sent = [StorageWeakRef(tensor.untyped_storage()) for in_flight in kept for tensor in in_flight.outputs.values()]
     assert len(sent) == NUM_STAGES - 1 and not any(reference.expired() for reference in sent)

@@ -12,8 +12,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from pipelined_fit import Blocks, loader, trainer
+from pipelined_fit import loader, trainer
 from pool import WorkerPool
+from small_models import Blocks
 from torch import Tensor, nn
 
 from lightning_pp import PipelineParallelStrategy

@@ -26,9 +26,9 @@ from one_pipeline import (
     loader,
     trainer,
 )
-from pipelined_fit import Blocks
 from pipelined_fit import fit as fit_in_a_pipeline
 from pool import WorkerPool
+from small_models import Blocks
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F

@@ -16,8 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from pipelined_fit import Blocks, loader, trainer
+from pipelined_fit import loader, trainer
 from pool import WorkerPool
+from small_models import Blocks
 from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_pp import PipelineParallelStrategy

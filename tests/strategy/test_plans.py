@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipelined_fit import Blocks
+from small_models import Blocks
 from torch import Tensor
 
 from lightning_pp.planning.stage_model import split_model

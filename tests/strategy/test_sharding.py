@@ -7,18 +7,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from counted_steps import (
-    ALL_REDUCE,
-    GATHER,
-    NUM_MICROBATCHES,
-    SCATTER,
-    UNIT_BYTES,
-    EvenModule,
-    TiedModule,
-    fit,
-    named,
-)
+from counted_steps import ALL_REDUCE, GATHER, NUM_MICROBATCHES, SCATTER, fit, named
 from pool import WorkerPool
+from small_models import UNIT_BYTES, EvenModule, TiedModule
 
 from lightning_pp import PipelineParallelStrategy
 from lightning_pp.errors import ConfigurationError

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from one_process import Architecture
+from model_parts import VOCAB, WIDTH, Architecture, Block, next_token_loss
 from torch import Tensor, nn
-from zoo_parts import VOCAB, WIDTH, Block, next_token_loss
 
 
 class ResidualMLP(Architecture):

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from one_process import Architecture
+from model_parts import VOCAB, WIDTH, Architecture, Attention, Block, Small, StateSpaceLayer, next_token_loss, tokens_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from zoo_parts import VOCAB, WIDTH, Attention, Block, next_token_loss, tokens_of
 
 
 class EncoderDecoder(Architecture):
@@ -52,10 +51,10 @@ def translation_batch(count: int) -> dict[str, Tensor]:
 class RoutedExperts(nn.Module):
     """Top-2 of three experts, each on the tokens that chose it: what runs inside depends on data."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.router = nn.Linear(WIDTH, 3)
-        self.experts = nn.ModuleList(Block() for _ in range(3))
+        self.router = nn.Linear(width, 3)
+        self.experts = nn.ModuleList(Block(width) for _ in range(3))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         flat = x.flatten(0, 1)
@@ -72,18 +71,14 @@ class RoutedExperts(nn.Module):
         return out.view_as(x), balance
 
 
-class MixtureOfExperts(Architecture):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCAB, WIDTH)
-        self.layers = nn.ModuleList(RoutedExperts() for _ in range(4))
-        self.head = nn.Linear(WIDTH, VOCAB)
+class MixtureOfExperts(Small):
+    block = RoutedExperts
 
     def training_step(self, batch: Any) -> Tensor:
         h = self.embedding(batch)
         balances = []
-        for layer in self.layers:
-            change, balance = layer(h)
+        for block in self.blocks:
+            change, balance = block(h)
             h = h + change
             balances.append(balance)
         balance = torch.stack(balances).mean()
@@ -91,36 +86,10 @@ class MixtureOfExperts(Architecture):
         return next_token_loss(self.head(h), batch) + 0.01 * balance
 
 
-class StateSpace(Architecture):
+class StateSpace(Small):
     """A gated linear recurrence over time, in every layer."""
 
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inputs = nn.Linear(WIDTH, 2 * WIDTH)
-            self.log_decay = nn.Parameter(torch.linspace(-1, 1, WIDTH))
-            self.out = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            value, gate = self.inputs(x).chunk(2, -1)
-            state = x.new_zeros(x.shape[0], x.shape[2])
-            outputs = []
-            for t in range(x.shape[1]):
-                state = torch.sigmoid(self.log_decay) * state + value[:, t]
-                outputs.append(state)
-            return x + self.out(torch.stack(outputs, 1) * gate.sigmoid())
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCAB, WIDTH)
-        self.layers = nn.ModuleList(self.Layer() for _ in range(4))
-        self.head = nn.Linear(WIDTH, VOCAB)
-
-    def training_step(self, batch: Any) -> Tensor:
-        h = self.embedding(batch)
-        for layer in self.layers:
-            h = layer(h)
-        return next_token_loss(self.head(h), batch)
+    block = StateSpaceLayer
 
 
 class Recurrent(Architecture):
@@ -213,31 +182,17 @@ class TiedByHand(Architecture):
         return next_token_loss(F.linear(h, self.embedding.weight, self.bias), batch)
 
 
-class TiedModules(Architecture):
+class TiedModules(Small):
     """Two modules share one parameter."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
         self.head.weight = self.embedding.weight
 
-    def training_step(self, batch: Any) -> Tensor:
-        h = self.embedding(batch)
-        for block in self.blocks:
-            h = block(h)
-        return next_token_loss(self.head(h), batch)
 
-
-class Checkpointed(Architecture):
+class Checkpointed(Small):
     """Blocks that are run again in backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.head = nn.Linear(WIDTH, VOCAB)
 
     def training_step(self, batch: Any) -> Tensor:
         h = self.embedding(batch)
@@ -246,15 +201,14 @@ class Checkpointed(Architecture):
         return next_token_loss(self.head(h), batch)
 
 
-class FrozenTrunk(Architecture):
+class FrozenTrunk(Small):
     """A frozen trunk under trained adapters: gradients flow through frozen units."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCAB, WIDTH).requires_grad_(False)
-        self.blocks = nn.ModuleList(Block() for _ in range(4)).requires_grad_(False)
+        self.embedding.requires_grad_(False)
+        self.blocks.requires_grad_(False)
         self.adapters = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.head = nn.Linear(WIDTH, VOCAB)
 
     def training_step(self, batch: Any) -> Tensor:
         h = self.embedding(batch)

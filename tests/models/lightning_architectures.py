@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import lightning.pytorch as L
 import torch
 import torch.nn.functional as F
+from model_parts import StateSpaceLayer
+from text_models import RoutedExperts
 from torch import Tensor, nn
 
 VOCAB = 32
@@ -173,32 +175,11 @@ class Diffusion(Trained):
         return self(batch["image"], batch["time"])
 
 
-class StateSpaceLayer(nn.Module):
-    """A selective state space, scanned step by step."""
-
-    def __init__(self, width: int = WIDTH, states: int = 4) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.into = nn.Linear(width, 2 * width)
-        self.decay = nn.Parameter(-torch.rand(width, states))
-        self.write = nn.Linear(width, states)
-        self.read = nn.Linear(width, states)
-        self.out = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        u, gate = self.into(self.norm(x)).chunk(2, -1)
-        state, outputs = u.new_zeros(*u[:, 0].shape, self.decay.shape[1]), []
-        for t in range(x.shape[1]):
-            state = state * self.decay.exp() + u[:, t, :, None] * self.write(u[:, t])[:, None]
-            outputs.append((state * self.read(u[:, t])[:, None]).sum(-1))
-        return x + self.out(torch.stack(outputs, 1) * F.silu(gate))
-
-
 class StateSpace(LanguageModel):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, WIDTH)
-        self.layers = nn.ModuleList(StateSpaceLayer() for _ in range(3))
+        self.layers = nn.ModuleList(StateSpaceLayer(WIDTH) for _ in range(3))
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
         self.head.weight = self.embedding.weight
 
@@ -226,25 +207,15 @@ class Recurrent(LanguageModel):
         return self.head(self.third(second + h, hidden)[0])
 
 
-class Experts(nn.Module):
-    """Two of three experts for each token; the balance of their load is left in an attribute."""
+class Experts(RoutedExperts):
+    """The balance of the experts' load is left in an attribute."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, 3)
-        self.experts = nn.ModuleList(mlp(WIDTH, 16, WIDTH) for _ in range(3))
+        super().__init__(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        flat = x.flatten(0, 1)
-        scores = self.router(flat).softmax(-1)
-        weights, chosen = scores.topk(2, -1)
-        out = torch.zeros_like(flat)
-        for number, expert in enumerate(self.experts):
-            token, slot = torch.where(chosen == number)
-            out.index_add_(0, token, expert(flat[token]) * weights[token, slot, None])
-        load = F.one_hot(chosen, 3).to(scores.dtype).sum(1).mean(0)
-        self.balance = 3 * (scores.mean(0) * load).sum()
-        return x + out.view_as(x)
+        change, self.balance = super().forward(x)
+        return x + change
 
 
 class MixtureOfExperts(LanguageModel):

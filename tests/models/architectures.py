@@ -8,18 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import composed_models as composed
+import flow_models as flow
+import text_models as text
 import torch
-import zoo_flow as flow
-import zoo_models as models
-import zoo_text as text
-import zoo_vision as vision
+import vision_models as vision
+from model_parts import doubled, image_batch, pair_batch, regression_batch, tokens_of
 from torch import nn
-from zoo_parts import doubled, image_batch, pair_batch, regression_batch, tokens_of
 
 Entry = tuple[Callable[[], nn.Module], Callable[[int], Any]]
 
 ARCHITECTURES: dict[str, Entry] = {
-    "residual_mlp": (models.ResidualMLP, regression_batch),
+    "residual_mlp": (composed.ResidualMLP, regression_batch),
     "encoder_decoder": (text.EncoderDecoder, text.translation_batch),
     "resnet": (vision.ResNet, image_batch),
     "resnet_batch_statistics": (vision.TrainedResNet, image_batch),
@@ -29,7 +29,7 @@ ARCHITECTURES: dict[str, Entry] = {
     "state_space": (text.StateSpace, tokens_of),
     "recurrent": (text.Recurrent, tokens_of),
     "two_towers": (vision.TwoTowers, pair_batch),
-    "teacher_student": (models.TeacherStudent, tokens_of),
+    "teacher_student": (composed.TeacherStudent, tokens_of),
     "shared_block": (text.SharedBlock, tokens_of),
     "shared_in_list": (text.SharedInList, tokens_of),
     "separate_lists": (text.SeparateLists, tokens_of),
@@ -42,14 +42,14 @@ ARCHITECTURES: dict[str, Entry] = {
     "deep_supervision": (flow.DeepSupervision, tokens_of),
     "checkpointed": (text.Checkpointed, tokens_of),
     "masked_loss": (flow.MaskedLoss, flow.labelled_batch),
-    "methods": (models.Methods, regression_batch),
+    "methods": (composed.Methods, regression_batch),
     "frozen_trunk": (text.FrozenTrunk, tokens_of),
-    "momentum_target": (models.Momentum, regression_batch),
+    "momentum_target": (composed.Momentum, regression_batch),
     "aliased": (flow.Aliased, tokens_of),
     "fusion": (vision.Fusion, pair_batch),
-    "sequential": (models.Mlp, regression_batch),
-    "plain": (models.Plain, regression_batch),
-    "wrapped": (models.Wrapped, regression_batch),
+    "sequential": (composed.Mlp, regression_batch),
+    "plain": (composed.Plain, regression_batch),
+    "wrapped": (composed.Wrapped, regression_batch),
 }
 
 

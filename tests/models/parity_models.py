@@ -16,10 +16,11 @@ import lightning.pytorch as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.demos import Transformer
+from model_parts import Block
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-VOCAB = 48
+VOCAB = 32
 IGNORED = -100
 
 
@@ -95,22 +96,9 @@ class GPT2(SettingsModule):
     """GPT-2 of transformers, embeddings tied, with the loss that it computes itself (in float32)."""
 
     def build(self) -> None:
-        from transformers import GPT2Config, GPT2LMHeadModel
+        from transformers_by_hand import gpt2  # transformers take seconds to import
 
-        self.model = GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=VOCAB,
-                n_positions=16,
-                n_embd=16,
-                n_layer=4,
-                n_head=2,
-                resid_pdrop=0.0,
-                embd_pdrop=0.0,
-                attn_pdrop=0.0,
-                bos_token_id=0,
-                eos_token_id=0,
-            )
-        )
+        self.model = gpt2().model
 
     def loss(self, batch: Any) -> Tensor:
         return self.model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
@@ -128,19 +116,9 @@ class Llama(SettingsModule):
     """Llama of transformers on padded rows: a mask, and labels that the loss ignores on the padding."""
 
     def build(self) -> None:
-        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers_by_hand import llama  # transformers take seconds to import
 
-        self.model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=VOCAB,
-                hidden_size=16,
-                intermediate_size=24,
-                num_hidden_layers=4,
-                num_attention_heads=2,
-                num_key_value_heads=1,
-                max_position_embeddings=32,
-            )
-        )
+        self.model = llama().model
 
     def loss(self, batch: Any) -> Tensor:
         return self.model(**batch).loss
@@ -158,23 +136,9 @@ class T5(SettingsModule):
     """T5 of transformers: the decoder reads the encoder's output and mask; its loss is in the dtype of the logits."""
 
     def build(self) -> None:
-        from transformers import T5Config, T5ForConditionalGeneration
+        from transformers_by_hand import t5  # transformers take seconds to import
 
-        self.model = T5ForConditionalGeneration(
-            T5Config(
-                vocab_size=VOCAB,
-                d_model=16,
-                d_kv=8,
-                d_ff=24,
-                num_layers=3,
-                num_decoder_layers=3,
-                num_heads=2,
-                dropout_rate=0.0,
-                relative_attention_num_buckets=8,
-                decoder_start_token_id=0,
-                pad_token_id=0,
-            )
-        )
+        self.model = t5().model
 
     def loss(self, batch: Any) -> Tensor:
         return self.model(**batch).loss
@@ -192,22 +156,11 @@ class DemoTransformer(SettingsModule):
         return F.nll_loss(output, target.view(-1))
 
 
-class ResidualBlock(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
 class ResidualMLP(SettingsModule):
     """Blocks in a Sequential, a regression."""
 
     def build(self) -> None:
-        self.blocks = nn.Sequential(nn.Linear(6, 12), *(ResidualBlock(12) for _ in range(4)), nn.Linear(12, 3))
+        self.blocks = nn.Sequential(nn.Linear(6, 12), *(Block(12) for _ in range(4)), nn.Linear(12, 3))
 
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
@@ -285,7 +238,7 @@ class RootParameters(SettingsModule):
         width = 12
         self.embedding = nn.Embedding(VOCAB, width)
         self.positions = nn.Parameter(torch.randn(10, width) * 0.1)
-        self.blocks = nn.ModuleList(ResidualBlock(width) for _ in range(4))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(4))
         self.scales = nn.ParameterList(nn.Parameter(torch.full((width,), 1.0 + 0.1 * i)) for i in range(4))
         self.output_bias = nn.Parameter(torch.zeros(VOCAB))
 

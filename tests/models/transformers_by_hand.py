@@ -8,9 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers as hf
-from one_process import Architecture
+from model_parts import Architecture, doubled
 from torch import Tensor, nn
-from zoo_parts import doubled
 
 VOCAB = 32
 SMALL: dict[str, Any] = {

@@ -10,21 +10,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from one_process import Architecture
+from model_parts import VOCAB, WIDTH, Architecture, Block, Small, next_token_loss, tokens_of
 from torch import Tensor, nn
-from zoo_parts import VOCAB, WIDTH, Block, next_token_loss, tokens_of
 
 
-class InPlaceEdits(Architecture):
+class InPlaceEdits(Small):
     """Values are edited in place between units, and written into fresh memory."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCAB, WIDTH)
         self.positions = nn.Parameter(torch.randn(1, 6, WIDTH))
         self.class_token = nn.Parameter(torch.randn(WIDTH))
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.head = nn.Linear(WIDTH, VOCAB)
 
     def training_step(self, batch: Any) -> Tensor:
         h = self.embedding(batch)
@@ -62,14 +58,10 @@ class StructuredBlock(nn.Module):
         return Hidden(states, None, {"history": history, "norm": states.norm()}, hidden.depth + 1)
 
 
-class Structured(Architecture):
+class Structured(Small):
     """Dataclasses, dicts, tuples, None and numbers between units, given by keyword."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList(StructuredBlock() for _ in range(4))
-        self.head = nn.Linear(WIDTH, VOCAB)
+    block = StructuredBlock
 
     def training_step(self, batch: Any) -> Tensor:
         tokens = batch["tokens"]
@@ -143,14 +135,8 @@ class DeepSupervision(Architecture):
         self.log("first_mean", values[0].mean().detach())
 
 
-class MaskedLoss(Architecture):
+class MaskedLoss(Small):
     """Values of another stage are picked by a boolean mask of the batch, in every form."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.head = nn.Linear(WIDTH, VOCAB)
 
     def training_step(self, batch: Any) -> Tensor:
         tokens, labels = batch["tokens"], batch["labels"]
@@ -175,14 +161,11 @@ def labelled_batch(count: int) -> dict[str, Tensor]:
     return {"tokens": tokens, "labels": labels}
 
 
-class Aliased(Architecture):
+class Aliased(Small):
     """Parameters that are held in a plain list as well, and used from there."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.head = nn.Linear(WIDTH, VOCAB)
         self.gains = nn.ParameterDict(
             {"early": nn.Parameter(torch.ones(WIDTH)), "late": nn.Parameter(torch.ones(WIDTH))}
         )
