@@ -54,6 +54,7 @@ class StepInputs:
     sharded: ShardedStages | None = None
     queued_bytes: dict[tuple[int, int], int] | None = None
     whole_batch: WholeBatch | None = None
+    on_outputs: Callable[[list[Any]], None] | None = None
 
 
 class PipelineExecutor:
@@ -125,6 +126,7 @@ class PipelineExecutor:
         loss_of = inputs.loss_of
         trains = loss_of is not None
         tail = self._tail(inputs)
+        num_outputs = 0
         transport.begin(program.route)
         try:
             with ExitStack() as stack:
@@ -191,6 +193,10 @@ class PipelineExecutor:
                     timer.stop(entry.stop.action)
                     if sharded is not None:
                         sharded.after(entry.stop.action)
+                    if kind is ActionKind.F and entry.is_last_stage:
+                        num_outputs += 1
+                        if num_outputs == len(outputs) and inputs.on_outputs is not None:
+                            inputs.on_outputs(outputs)
                     if kind is ActionKind.I and inputs.queued_bytes is not None:
                         inputs.queued_bytes[stage, microbatch] = in_flight[stage, microbatch].queue.held_bytes
                 if sharded is not None:

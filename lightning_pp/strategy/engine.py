@@ -7,18 +7,17 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.distributed.fingerprints import Fingerprint, check_same_batch, fingerprint
+from lightning_pp.distributed.messages import RankStoppedError
 from lightning_pp.distributed.sizes import Auto, ParallelSizes
 from lightning_pp.planning.cuts import CutOptions
 from lightning_pp.planning.memory_limit import DeviceMemory
@@ -46,26 +45,14 @@ from lightning_pp.strategy.connection import Connection
 from lightning_pp.strategy.lightning.gradient_norms import GradientNorms
 from lightning_pp.strategy.parameters.gradients import StageGradients
 from lightning_pp.strategy.parameters.precision import loss_scale, step_dtypes
-from lightning_pp.strategy.results.batches import BatchResults
-from lightning_pp.strategy.results.logs import replay
 from lightning_pp.strategy.results.metrics import PipelineMetrics
-from lightning_pp.strategy.results.outputs import loss_of, share_result_of
-from lightning_pp.strategy.results.reports import report_batch
+from lightning_pp.strategy.results.outputs import loss_of
+from lightning_pp.strategy.results.reports import BatchReport
 from lightning_pp.strategy.step.dry_steps import first_arguments, recorded_step
 from lightning_pp.strategy.step.refusals import refuse_carried_state
 from lightning_pp.strategy.step.update_hooks import UpdateHooks
 
 _BATCHES_CHECKED_BEFOREHAND = 2
-
-
-class _Sealed:
-    """Something that travels with the outputs and is none of them."""
-
-    def __init__(self, content: Any) -> None:
-        self.content = content
-
-
-_Results = tuple[Any, list[Any], _Sealed]
 
 
 class PipelineEngine:
@@ -77,16 +64,16 @@ class PipelineEngine:
         in a run's first batches: compare the ranks' batches, and a part in one piece with the same in two
         prepare it: look up the plan of each microbatch, by a dry run when its shapes are new; count what the loss
             divides by
-        run this rank's program (:class:`PipelineExecutor`), the user's step once per microbatch and stage; on the last
-            batch of an accumulation it also reduces gradients over replicas, unit by unit
-        then: sum gradients over stages that share parameters
-        have the last stage tell what was logged and returned: those of all replicas average, each tells its pipeline
-        in evaluation: wait for it; in training: go on, and let :class:`BatchResults` take it up when it is looked at
+        execute it: run this rank's program (:class:`PipelineExecutor`), the user's step once per microbatch and stage;
+            on the last batch of an accumulation it also reduces gradients over replicas, unit by unit; then sum
+            gradients over stages that share parameters
+        report it: after its last forward the last stage tells what was logged and returned, aside (those of all
+            replicas average, each tells its pipeline); every rank takes it up when its program has ended
 
     The collectives of a training step are listed at
-    :class:`~lightning_pp.strategy.lightning.loop.PipelineOptimization`. A batch
-    of evaluation has one small gather among last stages, with replicas, and one small broadcast along each pipeline.
-    Once in a training whose batches are measured: a few small gathers between two of them (:class:`TunedPrograms`).
+    :class:`~lightning_pp.strategy.lightning.loop.PipelineOptimization`. A batch of evaluation has one small gather
+    among last stages, with replicas. Once in a training whose batches are measured: a few small gathers between two of
+    them (:class:`TunedPrograms`).
 
     An error on one rank ends what the other ranks of its pipeline wait for, so all of them leave the run with an error.
     The next run makes new groups, and starts clean; the stages' parameters may then be one optimizer step apart.
@@ -146,7 +133,6 @@ class PipelineEngine:
         self._compiled_backward: CompiledBackward | None = None
         self._device_memory: DeviceMemory | None = None
         self._connection = Connection(mesh, sizes, device, timeout)
-        self.results = BatchResults(module)
         self._seed = 0
         self._num_batches_run = {True: 0, False: 0}  # training, evaluation
         self.num_batches_trained = 0  # in this process
@@ -304,14 +290,11 @@ class PipelineEngine:
         self.metrics.attach()
         if self._compiled_units is not None:
             self._compiled_units.attach()
-        if trainer.state.fn == TrainerFn.FITTING:
-            self.results.attach(trainer)
 
     def detach(self) -> None:
         """Gives metrics, hooks and units back; waits until others have what was sent, unless the run failed."""
         self._attached.close()
         self.metrics.detach()
-        self.results.detach()
         if self._compiled_units is not None:
             self._compiled_units.detach()
         if not self._failed and hasattr(self, "_executor"):
@@ -350,35 +333,22 @@ class PipelineEngine:
 
     def train(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, accumulate: int, reduce: bool) -> Any:
         """Forward and backward of one batch; returns what the user's step would have returned for it."""
-        with self._abandoning(), self.split.fake_parameters.standing_apart():
-            return self._train(args, kwargs, accumulate, reduce)
-
-    def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any], accumulate: int, reduce: bool) -> Any:
-        self.results.make_room()
-        batch, *rest = args
-        call = StepCall("training_step", rest, kwargs, training=True)
-        microbatches = self._cut(batch, for_training=True)
-        if self._failed:
-            self.gradients.abandon()
-            self._failed = False
-        if self._compiled_backward is not None:
-            self._compiled_backward.tell()
-        self._check_same_batch(call.batch_idx)
-        is_checked = self._checks.check(call, batch, microbatches, self._seed)
-        most = self.gradients.most_microbatches(len(microbatches), reduce=reduce)
-        schedule = self.gradients.begin(self._programs.training(most), len(microbatches), reduce=reduce)
         factor = loss_scale(self._precision, self.device) / accumulate
-        seed = self._next_seed(training=True)
-        run = self._preparation.prepare(call, batch, microbatches, seed, factor, follows_estimates=is_checked)
-        outputs = self._execute(run, schedule, loss_of)
-        output = self._report_training(run, outputs)
-        self.gradients.end(reduce=reduce)
-        return output
+        return self._run("training_step", args, kwargs, factor, trains=True, reduce=reduce)
 
     def evaluate(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forward of one batch; returns what the user's step would have returned for it."""
+        return self._run(step, args, kwargs, 1.0, trains=False, reduce=False)
+
+    def _run(
+        self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any], factor: float, *, trains: bool, reduce: bool
+    ) -> Any:
         with self._abandoning(), self.split.fake_parameters.standing_apart():
-            return self._evaluate(step, args, kwargs)
+            batch, *rest = args
+            run = self._prepare(StepCall(step, rest, kwargs, training=trains), batch, factor)
+            report = self._begin_report(run)
+            self._execute(run, range(len(run.microbatches)), trains=trains, reduce=reduce, on_outputs=report.tell)
+            return self._take_up(report, run)
 
     @contextmanager
     def _abandoning(self) -> Iterator[None]:
@@ -392,22 +362,24 @@ class PipelineEngine:
                 ) from error
             raise
 
-    def _evaluate(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        batch, *rest = args
-        call = StepCall(step, rest, kwargs, training=False)
-        microbatches = self._cut(batch, for_training=False)
+    def _prepare(self, call: StepCall, batch: Any, factor: float) -> BatchRun:
+        """Cuts the batch, and checks it if it is one of the first; losses are multiplied by ``factor``."""
+        microbatches = self._cut(batch, for_training=call.training)
+        if call.training and self._failed:
+            self.gradients.abandon()
+            self._failed = False
+        if call.training and self._compiled_backward is not None:
+            self._compiled_backward.tell()
         self._check_same_batch(call.batch_idx)
-        self._checks.check(call, batch, microbatches, self._seed)
-        run = self._preparation.prepare(call, batch, microbatches, self._next_seed(training=False), 1.0)
-        return self._report_evaluation(run, self._forward(run, range(len(microbatches))))
-
-    def _forward(self, run: BatchRun, indices: Sequence[int]) -> list[Any]:
-        """Runs microbatches of a batch, forward only; what the last stage's step returned for each."""
-        most = self.gradients.most_microbatches(len(indices), reduce=False)
-        schedule = self.gradients.begin(self._programs.evaluation(most), len(indices), reduce=False)
-        outputs = self._execute(run, schedule, None, indices)
-        self.gradients.end_of_evaluation()
-        return outputs
+        is_checked = self._checks.check(call, batch, microbatches, self._seed)
+        return self._preparation.prepare(
+            call,
+            batch,
+            microbatches,
+            self._next_seed(training=call.training),
+            factor,
+            follows_estimates=is_checked and call.training,
+        )
 
     def _next_seed(self, *, training: bool) -> int:
         self._num_batches_run[training] += 1
@@ -421,22 +393,31 @@ class PipelineEngine:
             is_read_whole = number - self._num_batches_before < _BATCHES_CHECKED_BEFOREHAND
             self._fingerprint = fingerprint(batch, self.mesh.get_rank(), None if is_read_whole else number)
 
+    def _forward(self, run: BatchRun, indices: Sequence[int]) -> list[Any]:
+        """Runs microbatches of a batch for its check; what the last stage's step returned for each."""
+        return self._execute(run, indices, trains=False)
+
     def _execute(
         self,
         run: BatchRun,
-        schedule: Schedule,
-        find_loss: Callable[[Any], Tensor] | None,
-        indices: Sequence[int] | None = None,
+        indices: Sequence[int],
+        *,
+        trains: bool,
+        reduce: bool = False,
+        on_outputs: Callable[[list[Any]], None] | None = None,
     ) -> list[Any]:
         """Runs this rank's program; returns what the last stage's step returned for each microbatch.
 
         Args:
             run: The batch.
-            schedule: The programs.
-            find_loss: Finds the loss in what the step returned; None for forwards only.
-            indices: The microbatches that are run; None for all.
+            indices: The microbatches that are run.
+            trains: Whether backwards are run as well.
+            reduce: Whether gradients are reduced.
+            on_outputs: Gets on the last stage what is returned, after its last forward.
         """
-        indices = range(len(run.microbatches)) if indices is None else indices
+        most = self.gradients.most_microbatches(len(indices), reduce=reduce)
+        schedule = self._programs.training(most) if trains else self._programs.evaluation(most)
+        schedule = self.gradients.begin(schedule, len(indices), reduce=reduce)
 
         def run_step(microbatch: int, stage: int) -> Any:
             index = indices[microbatch]
@@ -448,53 +429,51 @@ class PipelineEngine:
                 StepInputs(
                     [run.plans[index] for index in indices],
                     run_step,
-                    find_loss,
+                    loss_of if trains else None,
                     run.scaled.loss_weights,
                     run.seed,
                     self.gradients.stages,
-                    None if find_loss is None else self._programs.queued_bytes,
+                    self._programs.queued_bytes if trains else None,
                     run.whole,
+                    on_outputs,
                 ),
             )
-        if find_loss is not None:
-            self.last_training_step = (schedule, timer)
-            self._programs.note(timer, run.microbatches, run.plans)
-            if self._compiled_backward is not None:
-                self._compiled_backward.note(schedule, timer)
-            self.last_num_samples = run.num_samples
+        if not trains:
+            self.gradients.end_of_evaluation()
+            return outputs
+        self.gradients.end(reduce=reduce)
+        self._note_training(run, schedule, timer)
         return outputs
 
-    # ---------------------------------------------------------------- what a batch came to
-
-    def _report_training(self, run: BatchRun, outputs: list[Any]) -> Any:
-        mine, self._fingerprint = self._fingerprint, None
+    def _note_training(self, run: BatchRun, schedule: Schedule, timer: StepTimer) -> None:
+        self.last_training_step = (schedule, timer)
+        self._programs.note(timer, run.microbatches, run.plans)
+        if self._compiled_backward is not None:
+            self._compiled_backward.note(schedule, timer)
+        self.last_num_samples = run.num_samples
         self.num_batches_trained += 1
-        report = report_batch(
+
+    def _begin_report(self, run: BatchRun) -> BatchReport:
+        mine, self._fingerprint = self._fingerprint, None
+        return BatchReport(
             self._connection.messages,
             run.logs,
-            lambda: run.merged(outputs),
+            run.merged,
             weights=run.weights,
             num_samples=run.num_samples,
             fingerprint=mine,
             device=self.device,
         )
-        self.results.add(report.message, run.call.batch_idx, mine)
-        if run.attributes.are_kept:
-            run.attributes.apply(report.changes())
-        return report.outputs()
 
-    def _report_evaluation(self, run: BatchRun, outputs: list[Any]) -> Any:
-        mine, self._fingerprint = self._fingerprint, None
-
-        def results() -> _Results:
-            calls, total = run.logs.merge_over_replicas(run.weights, run.num_samples, self.groups)
-            return *run.merged(outputs), _Sealed((calls, total, mine))
-
-        output, changes, sealed = cast(_Results, share_result_of(results, self.groups, self.device))
-        calls, total, fingerprint_of_last_stage = sealed.content
-        if mine is not None and fingerprint_of_last_stage is not None:
-            check_same_batch([mine, fingerprint_of_last_stage], run.call.batch_idx)
-        replay(self.module, calls, total)
+    def _take_up(self, report: BatchReport, run: BatchRun) -> Any:
+        """What the step returned for the batch; what it logged and changed on the module is there from now on."""
+        try:
+            output, changes = report.take_up(self.module, run.call.batch_idx)
+        except RankStoppedError:
+            raise
+        except Exception:
+            self._executor.drain()  # who still waits for a gradient of this rank's is to hear of this error, too
+            raise
         run.attributes.apply(changes)
         return output
 
@@ -502,7 +481,7 @@ class PipelineEngine:
         return self._cutter.cut(batch, for_training=for_training)
 
     def _check_same_batch(self, batch_idx: int) -> None:
-        """In a run's first batches; later ones are checked by the message that ends a batch anyway."""
+        """In a run's first batches; later ones are checked by the report that ends a batch anyway."""
         mine = self._fingerprint
         if mine is not None and batch_idx < _BATCHES_CHECKED_BEFOREHAND:
             others = [each for each in self.groups.gather_in_pipeline(mine) if each.rank != mine.rank]

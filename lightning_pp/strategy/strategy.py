@@ -273,7 +273,6 @@ class PipelineParallelStrategy(MeshStrategy):
             trainer,
             self._num_runs,
             num_batches=lambda: self.engine.num_batches_trained,
-            before_the_end=lambda: self.engine.results.catch_up(),
         )
         for loop in (
             trainer.validate_loop,
@@ -398,8 +397,7 @@ class PipelineParallelStrategy(MeshStrategy):
         """Runs the forward and backward of the whole batch through the pipeline.
 
         Returns:
-            What the user's step would have returned for the whole batch, detached; on ranks without the last stage
-            (:class:`~lightning_pp.strategy.results.pending.PendingOutputs`) it is waited for when somebody looks at it.
+            What the user's step would have returned for the whole batch, detached.
         """
         trainer = self.lightning_module.trainer  # type: ignore[union-attr]
         is_last = not trainer.fit_loop._should_accumulate()
@@ -460,7 +458,6 @@ class PipelineParallelStrategy(MeshStrategy):
                 "stages may not be there to write theirs. Resume from the last checkpoint that was saved between steps."
             )
             return
-        self.engine.results.catch_up()  # an error that is on its way comes before the checkpoint
         self.checkpoints.save(checkpoint, Path(self.broadcast(filepath)), storage_options)
 
     def wait_for_checkpoint(self) -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from feature_parts import Data, assert_equal_trees, make, make_trainer, plain
 from lightning.pytorch.utilities import grad_norm
+from lightning.pytorch.utilities import grad_norm as norms_of
 from parity_run import Layout, whole_weights
 from pool import WorkerPool
 from small_models import Classifier
@@ -169,7 +170,7 @@ class LogsNorms(Classifier):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.log_dict(grad_norm(self, norm_type=2))
         self.log("part", L.utilities.grad_norm(self.layers[2:5], "inf")["grad_inf_norm_total"])
-        self.log("block", L.utilities.grad_norm(self.layers, 1)["grad_1.0_norm_total"])
+        self.log("block", norms_of(self.layers, 1)["grad_1.0_norm_total"])
 
 
 class WatchesNorms(L.Callback):
@@ -198,7 +199,9 @@ def test_grad_norm_is_that_of_one_device_on_every_rank(pool: WorkerPool, shardin
         mine = [{key: value for key, value in logged.items() if "loss" not in key} for logged in found]
         theirs = [{key: value for key, value in logged.items() if "loss" not in key} for logged in expected]
         assert_equal_trees(mine, theirs, tolerance=1e-6)  # the total is float32 in Lightning
-    assert grad_norm.__module__ == "lightning.pytorch.utilities.grads" and grad_norm is L.utilities.grad_norm
+    assert (
+        grad_norm.__module__ == "lightning.pytorch.utilities.grads" and grad_norm is norms_of is L.utilities.grad_norm
+    )
 
 
 class LogsSizes(Classifier):
