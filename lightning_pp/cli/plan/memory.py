@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from lightning_pp.planning.memory_model import MemoryModel
+from lightning_pp.planning.memory.model import MemoryModel
 from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.schedule import Schedule
 from lightning_pp.split.memory.estimate import MemoryEstimate

@@ -59,7 +59,7 @@ def compared_schedules(
     for name in available_schedules():
         family = schedule_family(name)
         is_repeat = family.default_stages_per_rank > stages_per_rank  # interleaved_1f1b of one stage is 1f1b
-        if name == "auto" or is_repeat or not family.allows(stages_per_rank):
+        if family.is_search or is_repeat or not family.allows(stages_per_rank):
             continue
         sizes: dict[str, Any] = {
             "num_ranks": placement.num_ranks,

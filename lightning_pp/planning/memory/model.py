@@ -57,8 +57,9 @@ class MemoryModel:
         *,
         trains: bool = True,
         whole_batch_loss: bool = False,
+        optimizer: Optimizer | None = None,
     ) -> MemoryModel:
-        """For the sharding and the precision of a run, with AdamW's state; :meth:`with_optimizer` knows better.
+        """For the sharding and the precision of a run.
 
         Args:
             settings: The strategy's arguments about sharding.
@@ -66,9 +67,10 @@ class MemoryModel:
             dtypes: Of computation and of gradients.
             trains: Whether the step is a training step.
             whole_batch_loss: The strategy's argument.
+            optimizer: Asked for its state; without one AdamW's is assumed.
         """
         is_whole = settings.mode == "replicate" or (num_shards == 1 and not settings.cpu_offload)
-        return cls(
+        model = cls(
             _ASSUMED_OPTIMIZER_BYTES if trains else 0.0,
             dtypes,
             "replicate" if is_whole else settings.mode,
@@ -79,6 +81,7 @@ class MemoryModel:
             "no optimizer: AdamW is assumed" if trains else "",
             whole_batch_loss,
         )
+        return model if optimizer is None else model.with_optimizer(optimizer)
 
     def with_optimizer(self, optimizer: Optimizer) -> MemoryModel:
         """With the state that ``optimizer`` keeps; AdamW's is assumed of one that cannot be asked."""
