@@ -153,10 +153,7 @@ def build_schedule(
         ScheduleError: The name is unknown, a size cannot work, the file does not fit the sizes, or the schedule needs
             more memory than the limit.
     """
-    if num_ranks < 1:
-        raise ScheduleError(f"num_ranks is {num_ranks}: a pipeline has at least 1 rank")
-    if num_microbatches < 1:
-        raise ScheduleError(f"num_microbatches is {num_microbatches}: a step has at least 1 microbatch")
+    _check_sizes(num_ranks, num_microbatches)
     costs = costs or UNIT_COSTS
     limits = limit_of_each_rank(memory_limit, num_ranks)
     if is_schedule_file(name):
@@ -174,11 +171,17 @@ def build_schedule(
                 num_ranks, num_microbatches, stages, costs, limits, exact, placement, quick, sharding, whole_batch_loss
             ),
         )
-    if placement is not None:
-        _check_placement(schedule, placement, name)
+    _check_placement(schedule, placement, name)
     if limits is not None:
         _check_limit(schedule, costs, limits)
     return schedule
+
+
+def _check_sizes(num_ranks: int, num_microbatches: int) -> None:
+    if num_ranks < 1:
+        raise ScheduleError(f"num_ranks is {num_ranks}: a pipeline has at least 1 rank")
+    if num_microbatches < 1:
+        raise ScheduleError(f"num_microbatches is {num_microbatches}: a step has at least 1 microbatch")
 
 
 def _build_family(family: Family, request: ScheduleRequest) -> Schedule:
@@ -189,8 +192,8 @@ def _build_family(family: Family, request: ScheduleRequest) -> Schedule:
     return merge_first_stage(schedule.with_whole_batch_loss() if request.whole_batch_loss else schedule)
 
 
-def _check_placement(schedule: Schedule, placement: Placement, name: str) -> None:
-    if schedule.placement != placement:
+def _check_placement(schedule: Schedule, placement: Placement | None, name: str) -> None:
+    if placement not in (None, schedule.placement):
         raise ScheduleError(
             f"{name} puts the stages on ranks {list(schedule.placement.rank_of_stage)}, but they have to be on "
             f"{list(placement.rank_of_stage)}: choose a schedule with that placement ({placement.kind})"

@@ -173,30 +173,19 @@ class PipelineParallelStrategy(MeshStrategy):
             data_parallel_replicate_size,
             has_shards_on_host=cpu_offload,
         )
-        check_size(
-            "pipeline_parallel_size", pipeline_parallel_size
-        )  # the others are, once the number of devices is known
-        source = schedule_source(
-            schedule,
-            stages_per_rank=stages_per_rank,
-            whole_batch_loss=whole_batch_loss,
-            exact_search=exact_search,
-        )
+        # whether sizes fit the number of devices is checked once that is known
+        check_size("pipeline_parallel_size", pipeline_parallel_size)
+        source = schedule_source(schedule, stages_per_rank, whole_batch_loss, exact_search)
         source.check_sizes(pipeline_parallel_size)
         self.options = PipelineOptions(
-            ScheduleOptions(
-                source,
-                memory_limit_gib,
-                given_costs(costs),
-                num_profiled_batches,
-                None if save_costs is None else Path(save_costs),
-            ),
+            ScheduleOptions(source, memory_limit_gib, given_costs(costs), num_profiled_batches, save_costs),
             BatchOptions(num_microbatches, split_batch, check_first_batches),
             CutOptions(names_of(split_points), unit_weights, rank_speeds, names_of(units)),
             ShardingSettings(sharding, unshard_budget, cpu_offload, data_parallel_replicate_size),
             activation_checkpointing,
             device_memory_gib,
         )
+        """What is asked of the pipeline, checked."""
         self._compile_options = check_compile_options(compile)
         self._save_distributed_checkpoint = save_distributed_checkpoint
         self._async_checkpoint = async_checkpoint

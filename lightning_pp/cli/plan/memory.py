@@ -91,10 +91,7 @@ class PlanMemory:
 
     def room(self, split: SplitModel, limit_bytes: float) -> list[float]:
         """What is left for activations on each rank of a limit; negative where nothing is."""
-        return [
-            limit_bytes - rank.state.total_bytes - rank.recomputed_bytes - rank.edge_buffers_bytes
-            for rank in self._estimate(split).ranks
-        ]
+        return [limit_bytes - rank.bytes_beside_activations for rank in self._estimate(split).ranks]
 
     def _estimate(self, split: SplitModel, schedule: Schedule | None = None) -> MemoryEstimate:
         return self._model.estimate(split.record, split.partition, split.placement, split.parameter_sizes(), schedule)

@@ -117,8 +117,7 @@ class DeviceMemory:
         """What is left for activations on each rank; ``memory_limit`` of a search for a schedule."""
         limit = self.limit_gib * BYTES_PER_GIB
         ranks = self.estimate(partition, placement).ranks
-        taken = [rank.state.total_bytes + rank.recomputed_bytes + rank.edge_buffers_bytes for rank in ranks]
-        return tuple((limit - num_bytes) / BYTES_PER_GIB for num_bytes in taken)
+        return tuple((limit - rank.bytes_beside_activations) / BYTES_PER_GIB for rank in ranks)
 
     # ---------------------------------------------------------------- cuts
 
@@ -194,7 +193,7 @@ class DeviceMemory:
         except SplitError:
             return None
         fixed, held = dict.fromkeys(called, 0.0), dict.fromkeys(called, 0.0)
-        is_window = self.model.sharding == "full_shard"  # of a few units, however many there are
+        is_window = self.model.state.sharding == "full_shard"  # of a few units, however many there are
         for stage, group in zip(stages, groups, strict=True):
             gathered = stage.state.gathered_parameters_bytes
             fixed[group[0]] = float(stage.state.total_bytes - (gathered if is_window else 0))
@@ -263,11 +262,11 @@ class DeviceMemory:
 
     def _ways_out(self, need: Need, schedule: Schedule | None, *, more_ranks: bool) -> list[str]:
         ways = ["more pipeline ranks"] if more_ranks else ["smaller units (units=)"]
-        if self.model.num_shards == 1 or self.model.sharding == "replicate":
+        if self.model.state.num_shards == 1 or self.model.state.sharding == "replicate":
             ways.append("sharding over data-parallel ranks (data_parallel_size, sharding)")
         else:
             ways.append("sharding over more data-parallel ranks")
-        if not self.model.cpu_offload:
+        if not self.model.state.cpu_offload:
             ways.append("cpu_offload=True")
         if need.activations_bytes and need.running_bytes >= need.reducing_bytes:
             record = self._recording.record

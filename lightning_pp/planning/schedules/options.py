@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
+from os import PathLike
 
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.schedules.given_costs import GivenCosts
@@ -33,7 +33,7 @@ class ScheduleOptions:
     memory_limit_gib: float | None = None
     costs: GivenCosts | None = None
     num_profiled_batches: int = DEFAULT_NUM_PROFILED_BATCHES
-    save_costs: Path | None = None
+    save_costs: str | PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         limit, number = self.memory_limit_gib, self.num_profiled_batches

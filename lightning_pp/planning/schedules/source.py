@@ -365,7 +365,6 @@ class Searched(ScheduleSource):
 
 def schedule_source(
     schedule: str | PathLike[str],
-    *,
     stages_per_rank: int | None = None,
     whole_batch_loss: bool = False,
     exact_search: bool = False,

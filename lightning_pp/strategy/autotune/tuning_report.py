@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
+from os import PathLike
 from typing import Any
 
 import torch
@@ -18,7 +18,12 @@ from lightning_pp.strategy.autotune.measured_costs import Measured
 
 
 def save_costs(
-    path: Path, measured: Measured, split: SplitModel, device: torch.device, num_replicas: int, num_batches: int
+    path: str | PathLike[str],
+    measured: Measured,
+    split: SplitModel,
+    device: torch.device,
+    num_replicas: int,
+    num_batches: int,
 ) -> None:
     """Writes the costs to ``path``, with what they were measured on; a failure is told and does no harm."""
     placement, partition = split.placement, split.partition
