@@ -176,7 +176,6 @@ class Ours:
             with_gradients=True,
             patterns=["blocks.*"],
             split_points=[f"blocks.{index}" for index in range(1, schedule.placement.num_stages)],
-            agree=lambda item: item,
         )
         split.fake_parameters.release(split.owned_by(rank))
         plan = split.plans.plan(

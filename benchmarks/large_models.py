@@ -126,7 +126,6 @@ def plan() -> dict[str, float]:
             with_gradients=True,
             patterns=None,
             split_points=None,
-            agree=lambda value: value,
         )
         split.fake_parameters.release(split.owned_by(rank))
         assert all(parameter.is_meta for parameter in module.parameters())

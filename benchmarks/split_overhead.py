@@ -103,7 +103,6 @@ def cut(module: L.LightningModule, batch: Tensor, num_stages: int) -> SplitModel
         with_gradients=True,
         patterns=None,
         split_points=None,
-        agree=lambda item: item,
     )
 
 

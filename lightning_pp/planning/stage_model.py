@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pp.planning.recomputed_units import ActivationCheckpointing, policy_of, recomputation_of
+from lightning_pp.planning.activation_checkpointing import ActivationCheckpointing, policy_of, recomputation_of
 from lightning_pp.planning.step_plans import StepPlanCache
 from lightning_pp.runtime.recomputation import Recomputation
 from lightning_pp.schedule import Placement
@@ -84,7 +84,6 @@ def split_model(
     with_gradients: bool,
     patterns: Sequence[str] | None,
     split_points: Sequence[str] | None,
-    agree: Callable[[Any], Any],
     compute_dtype: torch.dtype | None = None,
     activation_checkpointing: ActivationCheckpointing = False,
 ) -> SplitModel:
@@ -100,8 +99,6 @@ def split_model(
         with_gradients: Whether it is a training step.
         patterns: What the user calls units, or None to discover them.
         split_points: Units that start a stage, or None to balance.
-        agree: Returns rank 0's argument on every rank: replicas see batches of different lengths, and must still cut
-            at the same places.
         compute_dtype: The dtype of parameters while their unit runs; None: their own.
         activation_checkpointing: The strategy's.
 
@@ -118,7 +115,7 @@ def split_model(
         compute_dtype=compute_dtype,
         activation_checkpointing=activation_checkpointing,
     )
-    return assign_stages(recording, placement=placement, split_points=split_points, agree=agree)
+    return assign_stages(recording, placement=placement, split_points=split_points)
 
 
 @dataclass(frozen=True)
@@ -161,7 +158,7 @@ def record_model(
     The arguments are those of :func:`split_model`, and the strategy's ``activation_checkpointing``.
 
     Raises:
-        ConfigurationError: As :func:`~lightning_pp.planning.recomputed_units.recomputation_of` says.
+        ConfigurationError: As :func:`~lightning_pp.planning.activation_checkpointing.recomputation_of` says.
     """
     materialize_buffers(module, device)
     fake_parameters = FakeParameters(module, device)
@@ -185,7 +182,6 @@ def assign_stages(
     *,
     placement: Placement,
     split_points: Sequence[str] | None = None,
-    agree: Callable[[Any], Any] = lambda decided: decided,
     partition: Partition | None = None,
     updates: Updates = MappingProxyType({}),
 ) -> SplitModel:
@@ -195,8 +191,7 @@ def assign_stages(
         recording: The model.
         placement: Which rank holds which stages.
         split_points: Units that start a stage, or None to balance.
-        agree: Returns rank 0's argument on every rank.
-        partition: Which stage each unit is on, where that is decided; then the two before it mean nothing.
+        partition: Which stage each unit is on, where that is decided; ``split_points`` means nothing then.
         updates: Parameters that hooks write into, and those that they compute their new values from.
 
     Raises:
@@ -209,14 +204,11 @@ def assign_stages(
         recording.record,
     )
     if partition is None:
-        partition = agree(
-            partition_units(
-                record, placement=placement, num_parameters=recording.num_parameters, split_points=split_points
-            )
+        partition = partition_units(
+            record, placement=placement, num_parameters=recording.num_parameters, split_points=split_points
         )
-    build_plan(
-        record, partition.stage_of_unit, placement.num_stages
-    )  # raises what cannot be cut before anything changes
+    # what cannot be cut is raised before anything changes
+    build_plan(record, partition.stage_of_unit, placement.num_stages)
     places = places_of(recording, partition, updates)
     plans = StepPlanCache(module, units, fake_parameters, recording.recomputation)
     plans.set_partition(places.partition.stage_of_unit, placement.num_stages, places.owners)

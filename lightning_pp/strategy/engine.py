@@ -18,22 +18,20 @@ from torch.optim import Optimizer
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.distributed.fingerprints import Fingerprint, check_same_batch, fingerprint
 from lightning_pp.distributed.messages import RankStoppedError
-from lightning_pp.distributed.sizes import Auto, ParallelSizes
-from lightning_pp.planning.cuts import CutOptions
-from lightning_pp.planning.memory_limit import DeviceMemory
-from lightning_pp.planning.memory_model import MemoryModel
-from lightning_pp.planning.recomputed_units import ActivationCheckpointing
-from lightning_pp.planning.schedule_options import ScheduleOptions
-from lightning_pp.planning.sharded_stages import ShardingSettings
-from lightning_pp.planning.stage_model import SplitModel, assign_stages, record_model
-from lightning_pp.planning.tuning import LayoutRequest, choose_layout, decided_by_one
+from lightning_pp.distributed.sizes import ParallelSizes
+from lightning_pp.planning.memory.limit import DeviceMemory
+from lightning_pp.planning.memory.model import MemoryModel
+from lightning_pp.planning.pipeline_options import PipelineOptions
+from lightning_pp.planning.stage_model import RecordedModel, SplitModel, assign_stages, record_model
+from lightning_pp.planning.tuning import choose_layout, decided_by_one
 from lightning_pp.runtime.compilation import CompiledUnits
 from lightning_pp.runtime.executor import PipelineExecutor, StepInputs
 from lightning_pp.runtime.timing import StepTimer
 from lightning_pp.schedule import Schedule, StageCosts
-from lightning_pp.split.data.microbatch import Microbatch, SplitBatch
+from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.data.row_references import lengths_noted
 from lightning_pp.split.dry_run.run import DryRun
+from lightning_pp.split.dry_run.weight_updates import Updates
 from lightning_pp.strategy.autotune.compiled_backward import CompiledBackward
 from lightning_pp.strategy.autotune.profiling import tuned_programs
 from lightning_pp.strategy.batch.checks import BatchChecks
@@ -83,17 +81,12 @@ class PipelineEngine:
         module: The user's module.
         mesh: The whole mesh.
         data_parallel: Of it, the replicas at this rank's place, as one axis.
-        sharding: What to shard inside stages, and when to gather it.
         sizes: Their sizes.
         device: Where this rank computes.
         precision: The precision plugin; its contexts are entered around the step of each microbatch.
-        options: What the user asks of the schedule.
-        num_microbatches: Slices of a batch.
+        options: What the user says of the pipeline.
         timeout: How long a collective may wait.
         compile_options: Keyword arguments for ``torch.compile`` of each unit; None to leave units as they are.
-        activation_checkpointing: The strategy's argument.
-        check_first_batches: The strategy's argument.
-        split: The strategy's ``split_batch``.
     """
 
     def __init__(
@@ -103,17 +96,12 @@ class PipelineEngine:
         module: pl.LightningModule,
         mesh: DeviceMesh,
         data_parallel: DeviceMesh,
-        sharding: ShardingSettings,
         sizes: ParallelSizes,
         device: torch.device,
         precision: Precision,
-        options: ScheduleOptions,
-        num_microbatches: int | Auto,
+        options: PipelineOptions,
         timeout: timedelta | None,
         compile_options: Mapping[str, Any] | None = None,
-        activation_checkpointing: ActivationCheckpointing = False,
-        check_first_batches: bool = True,
-        split: SplitBatch | None = None,
     ) -> None:
         self.module = module
         self.mesh = mesh
@@ -122,13 +110,11 @@ class PipelineEngine:
         self.rank = mesh.get_local_rank("pipeline")
         self.replica = data_parallel.get_local_rank()
         self._data_parallel = data_parallel
-        self._sharding = sharding
         self._trainer = trainer
         self._precision = precision
         self._options = options
-        self._cutter = BatchCutter(options.num_microbatches(num_microbatches), sizes.pipeline, split)
+        self._cutter = BatchCutter(options.num_microbatches, sizes.pipeline, options.batches.split_batch)
         self._compile_options = compile_options
-        self._activation_checkpointing = activation_checkpointing
         self._compiled_units: CompiledUnits | None = None
         self._compiled_backward: CompiledBackward | None = None
         self._device_memory: DeviceMemory | None = None
@@ -139,7 +125,6 @@ class PipelineEngine:
         self._fingerprint: Fingerprint | None = None
         self._num_batches_before = 0  # of all kinds, when this run of the trainer began
         self._failed = False
-        self._check_first_batches = check_first_batches
         self._attached = ExitStack()
         self.last_training_step: tuple[Schedule, StepTimer] | None = None
         self.last_num_samples = 0
@@ -156,10 +141,7 @@ class PipelineEngine:
         batch: Any,
         step: str,
         *,
-        patterns: Sequence[str] | None,
-        cut: CutOptions,
-        agree: Callable[[Any], Any],
-        device_memory_gib: float | None,
+        broadcast: Callable[[Any], Any],
         beforehand: AbstractContextManager[Optimizer | None],
     ) -> None:
         """Cuts the module by a dry run of ``step`` on ``batch`` and drops what this rank does not own.
@@ -167,78 +149,110 @@ class PipelineEngine:
         Args:
             batch: A whole batch on the device.
             step: Name of the module's step.
-            patterns: The user's units.
-            cut: What the user says of the cuts.
-            agree: Returns rank 0's argument on every rank.
-            device_memory_gib: What a rank may hold altogether; None for no limit.
+            broadcast: Returns rank 0's argument on every rank.
             beforehand: Around the dry run; gives the user's optimizer over the whole module, to ask it for what it
                 keeps of a parameter. It must not outlive the context, for it holds all parameters.
         """
-        training = step == "training_step"
-        dtypes = step_dtypes(self._precision)
-        microbatches = self._cut(batch, for_training=training)
-        request = LayoutRequest(self._options, self.sizes.pipeline, len(microbatches), cut, self.device.type)
-        self._seed = agree(int(torch.initial_seed() % (1 << 40)))
-        modes = [(child, child.training) for child in self.module.modules()]
-        if not training:
-            self.module.eval()
-        try:
+        microbatches = self._cut(batch, for_training=step == "training_step")
+        request = self._options.layout_request(self.sizes.pipeline, len(microbatches), self.device.type)
+        self._seed = broadcast(int(torch.initial_seed() % (1 << 40)))
+        with self._in_mode_of(step):
             with beforehand as optimizer:
-                recorded = self._recorded_step(step, microbatches[0], first_arguments(self.module, step))
-                if self._options.whole_batch_loss and step != "predict_step":
-                    recorded = ending_with_batch(recorded)
-                with lengths_noted(batch, len(microbatches)):
-                    recording = record_model(
-                        self.module,
-                        device=self.device,
-                        step=recorded,
-                        with_gradients=training,
-                        patterns=patterns,
-                        num_stages=request.fewest_stages,
-                        compute_dtype=dtypes.compute,
-                        activation_checkpointing=self._activation_checkpointing,
-                    )
-                refuse_carried_state(self.module, step, recording.record, len(microbatches))
-                self._update_hooks = UpdateHooks(self.module, recording.fake_parameters, batch)
-                updates = self._update_hooks.updates if training else {}
-                if device_memory_gib is not None:
-                    model = MemoryModel.of(
-                        self._sharding,
-                        self.sizes.data_parallel_shard,
-                        dtypes,
-                        trains=training,
-                        whole_batch_loss=self._options.whole_batch_loss,
-                    )
-                    model = model if optimizer is None else model.with_optimizer(optimizer)
-                    self._device_memory = DeviceMemory(device_memory_gib, model, recording, updates)
-                    request = replace(request, memory=self._device_memory)
+                recording = self._record(batch, microbatches, step, request.fewest_stages)
+                self._device_memory = self._limit_of_memory(recording, step, optimizer)
                 del optimizer
+            request = replace(request, memory=self._device_memory)
             layout = decided_by_one(
                 lambda: choose_layout(recording.record, recording.num_parameters, request),
                 decides=self.rank == 0 and self.groups.replica == 0,
-                agree=agree,
+                broadcast=broadcast,
             )
             self.split: SplitModel = assign_stages(
                 recording,
                 placement=layout.placement,
                 partition=layout.partition,
-                updates=updates,
+                updates=self._updates(step),
             )
-        finally:
-            for child, mode in modes:
-                child.training = mode
         self.placement = layout.placement
         self._start = layout.start
         self._connection.set_last_stage(self.placement.rank_of_stage[-1])
         self.metrics = PipelineMetrics(self.module, self.groups)
         self._programs = tuned_programs(
-            self._options, layout, self.split, self.mesh, self._data_parallel, self.groups, self.device, agree
+            self._options.schedule,
+            layout,
+            self.split,
+            self.mesh,
+            self._data_parallel,
+            self.groups,
+            self.device,
+            broadcast,
         )
+        self._keep_own_part()
+
+    @contextmanager
+    def _in_mode_of(self, step: str) -> Iterator[None]:
+        """Within, all modules are in the mode that ``step`` runs in."""
+        modes = [(child, child.training) for child in self.module.modules()]
+        if step != "training_step":
+            self.module.eval()
+        try:
+            yield
+        finally:
+            for child, mode in modes:
+                child.training = mode
+
+    def _record(self, batch: Any, microbatches: Sequence[Microbatch], step: str, num_stages: int) -> RecordedModel:
+        """A dry run of ``step`` on the first microbatch, with units for ``num_stages``."""
+        recorded = self._recorded_step(step, microbatches[0], first_arguments(self.module, step))
+        if self._options.schedule.whole_batch_loss and step != "predict_step":
+            recorded = ending_with_batch(recorded)
+        with lengths_noted(batch, len(microbatches)):
+            recording = record_model(
+                self.module,
+                device=self.device,
+                step=recorded,
+                with_gradients=step == "training_step",
+                patterns=self._options.cut.units,
+                num_stages=num_stages,
+                compute_dtype=step_dtypes(self._precision).compute,
+                activation_checkpointing=self._options.activation_checkpointing,
+            )
+        refuse_carried_state(self.module, step, recording.record, len(microbatches))
+        self._update_hooks = UpdateHooks(self.module, recording.fake_parameters, batch)
+        return recording
+
+    def _updates(self, step: str) -> Updates:
+        """What hooks write into parameters, in training."""
+        return self._update_hooks.updates if step == "training_step" else {}
+
+    def _limit_of_memory(self, recording: RecordedModel, step: str, optimizer: Optimizer | None) -> DeviceMemory | None:
+        """What a rank may hold altogether, and how it is counted; None for no limit."""
+        if self._options.device_memory_gib is None:
+            return None
+        model = MemoryModel.of(
+            self._options.sharding,
+            self.sizes.data_parallel_shard,
+            step_dtypes(self._precision),
+            trains=step == "training_step",
+            whole_batch_loss=self._options.schedule.whole_batch_loss,
+            optimizer=optimizer,
+        )
+        return DeviceMemory(self._options.device_memory_gib, model, recording, self._updates(step))
+
+    def _keep_own_part(self) -> None:
+        """Drops what other ranks own, and makes what runs batches; from here on nothing may hold whole parameters."""
+        options = self._options
         self.split.fake_parameters.release(self.split.owned_by(self.rank))
         self.gradients = StageGradients(
-            self.split, self.mesh, self._data_parallel, self.rank, self.device, self._sharding, self.groups, dtypes
+            self.split,
+            self.mesh,
+            self._data_parallel,
+            self.rank,
+            self.device,
+            options.sharding,
+            self.groups,
+            step_dtypes(self._precision),
         )
-        # from here on nothing may hold the parameters that were whole
         self._preparation = BatchPreparation(
             self.module,
             self.split,
@@ -249,7 +263,7 @@ class PipelineEngine:
             self.device,
             self._cutter,
             lambda call, microbatch: self._recorded_step(call.step, microbatch, call.rest, call.kwargs),
-            ends_with_batch=self._options.whole_batch_loss,
+            ends_with_batch=options.schedule.whole_batch_loss,
         )
         self._checks = BatchChecks(
             self._preparation,
@@ -257,7 +271,7 @@ class PipelineEngine:
             self._precision,
             self.device,
             self._forward,
-            is_on=self._check_first_batches,
+            is_on=options.batches.check_first_batches,
         )
         self._programs.sharding = self.gradients.sharding
         if self._compile_options is not None:

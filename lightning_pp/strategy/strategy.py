@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -24,11 +23,14 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
-from lightning_pp.distributed.sizes import Auto, ParallelSizes
+from lightning_pp.distributed.sizes import Auto, check_size
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.planning.cuts import CutOptions
-from lightning_pp.planning.recomputed_units import ActivationCheckpointing, check_activation_checkpointing
-from lightning_pp.planning.schedule_options import DEFAULT_NUM_PROFILED_BATCHES, ScheduleOptions
+from lightning_pp.planning.activation_checkpointing import ActivationCheckpointing
+from lightning_pp.planning.cuts import CutOptions, names_of
+from lightning_pp.planning.pipeline_options import BatchOptions, PipelineOptions
+from lightning_pp.planning.schedules.given_costs import given_costs
+from lightning_pp.planning.schedules.options import DEFAULT_NUM_PROFILED_BATCHES, ScheduleOptions
+from lightning_pp.planning.schedules.source import schedule_source
 from lightning_pp.planning.sharded_stages import ShardingSettings
 from lightning_pp.runtime.compilation import check_compile_options
 from lightning_pp.schedule import StageCosts
@@ -134,6 +136,7 @@ class PipelineParallelStrategy(MeshStrategy):
         pipeline_parallel_size: int | Auto = "auto",
         data_parallel_size: int | Auto = "auto",
         num_microbatches: int | Auto = "auto",
+        *,
         schedule: str | PathLike[str] = "zb_h1",
         stages_per_rank: int | None = None,
         costs: StageCosts | str | PathLike[str] | None = None,
@@ -170,53 +173,24 @@ class PipelineParallelStrategy(MeshStrategy):
             data_parallel_replicate_size,
             has_shards_on_host=cpu_offload,
         )
-        self.sharding = ShardingSettings(sharding, unshard_budget, cpu_offload)
-        self.sharding.check(data_parallel_replicate_size)
-        # only what needs no devices is checked here; sizes are, once the number of devices is known
-        ParallelSizes.resolve(
-            pipeline_parallel_size, "auto", 1 if pipeline_parallel_size == "auto" else pipeline_parallel_size
+        # whether sizes fit the number of devices is checked once that is known
+        check_size("pipeline_parallel_size", pipeline_parallel_size)
+        source = schedule_source(schedule, stages_per_rank, whole_batch_loss, exact_search)
+        source.check_sizes(pipeline_parallel_size)
+        self.options = PipelineOptions(
+            ScheduleOptions(source, memory_limit_gib, given_costs(costs), num_profiled_batches, save_costs),
+            BatchOptions(num_microbatches, split_batch, check_first_batches),
+            CutOptions(names_of(split_points), unit_weights, rank_speeds, names_of(units)),
+            ShardingSettings(sharding, unshard_budget, cpu_offload, data_parallel_replicate_size),
+            activation_checkpointing,
+            device_memory_gib,
         )
-        if num_microbatches != "auto" and (not isinstance(num_microbatches, int) or num_microbatches < 1):
-            raise ConfigurationError(
-                f"num_microbatches={num_microbatches!r} must be an integer of at least 1, or 'auto'."
-            )
-        self._schedule_options = ScheduleOptions.checked(
-            schedule,
-            stages_per_rank=stages_per_rank,
-            num_microbatches=num_microbatches,
-            pipeline_parallel_size=pipeline_parallel_size,
-            costs=costs,
-            memory_limit_gib=memory_limit_gib,
-            exact_search=exact_search,
-            num_profiled_batches=num_profiled_batches,
-            save_costs=save_costs,
-            whole_batch_loss=whole_batch_loss,
-        )
-        if device_memory_gib is not None and not (math.isfinite(device_memory_gib) and device_memory_gib > 0):
-            raise ConfigurationError(
-                f"device_memory_gib={device_memory_gib!r} must be a number above 0, or None for no limit."
-            )
-        self._device_memory_gib = device_memory_gib
+        """What is asked of the pipeline, checked."""
+        self._compile_options = check_compile_options(compile)
         self._save_distributed_checkpoint = save_distributed_checkpoint
         self._async_checkpoint = async_checkpoint
         self._meta_init = meta_init
         self._initial_weights = initial_weights
-        self.num_microbatches: int | Auto = num_microbatches
-        if split_batch is not None and not callable(split_batch):
-            raise ConfigurationError(
-                f"split_batch={split_batch!r} must be a function of a batch and the largest number of microbatches."
-            )
-        self._split_batch = split_batch
-        self.schedule_name = str(schedule)
-        self.stages_per_rank = stages_per_rank
-        self._unit_patterns = [units] if isinstance(units, str) else units
-        self._cut = CutOptions(
-            [split_points] if isinstance(split_points, str) else split_points, unit_weights, rank_speeds
-        )
-        check_activation_checkpointing(activation_checkpointing)
-        self._activation_checkpointing = activation_checkpointing
-        self._check_first_batches = check_first_batches
-        self._compile_options = check_compile_options(compile)
         self._engine: PipelineEngine | None = None
         self._checkpoints: Checkpoints | None = None
         self._num_runs = 0
@@ -231,7 +205,10 @@ class PipelineParallelStrategy(MeshStrategy):
     @property
     def costs(self) -> StageCosts | None:
         """Costs of the stages on every rank: those given; else those measured, once they are; ``held_*`` in GiB."""
-        return self._schedule_options.costs if self._engine is None else self._engine.costs
+        if self._engine is not None:
+            return self._engine.costs
+        given = self.options.schedule.costs
+        return None if given is None else given.stages
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -301,7 +278,7 @@ class PipelineParallelStrategy(MeshStrategy):
         if is_fitting:
             engine.check_memory(self.optimizers)
             keep_parameters(self.optimizers, list(engine.module.parameters()))
-            if not self.sharding.cpu_offload:  # states are made where their parameters are
+            if not self.options.sharding.cpu_offload:  # states are made where their parameters are
                 _optimizers_to_device(self.optimizers, self.root_device)
             PipelineOptimization.install(trainer)
         self.setup_precision_plugin()
@@ -325,24 +302,19 @@ class PipelineParallelStrategy(MeshStrategy):
             average_own_part(trainer, self.engine.module, self._checkpoints, full=full)
 
     def _build(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self._schedule_options.check_num_ranks(self.sizes.pipeline)
+        self.options.schedule.check_num_ranks(self.sizes.pipeline)
         self.model = self.precision_plugin.convert_module(module)
         engine = PipelineEngine(
             trainer=trainer,
             module=module,
             mesh=self.device_mesh,
             data_parallel=self.data_parallel_mesh,
-            sharding=self.sharding,
             sizes=self.sizes,
             device=self.root_device,
             precision=self.precision_plugin,
-            options=self._schedule_options,
-            num_microbatches=self.num_microbatches,
+            options=self.options,
             timeout=self._timeout,
             compile_options=self._compile_options,
-            activation_checkpointing=self._activation_checkpointing,
-            check_first_batches=self._check_first_batches,
-            split=self._split_batch,
         )
         step = {
             TrainerFn.FITTING: "training_step",
@@ -361,10 +333,7 @@ class PipelineParallelStrategy(MeshStrategy):
             engine.build(
                 first_batch(trainer),
                 step,
-                patterns=self._unit_patterns,
-                cut=self._cut,
-                agree=self.broadcast,
-                device_memory_gib=self._device_memory_gib,
+                broadcast=self.broadcast,
                 beforehand=self._optimizers_beforehand(trainer),
             )
         except BaseException:

@@ -141,7 +141,6 @@ def split_chain(num_stages: int) -> tuple[Chain, SplitModel, StepPlan]:
             with_gradients=True,
             patterns=["units.*"],
             split_points=[f"units.{stage}" for stage in range(1, num_stages)],
-            agree=lambda item: item,
         )
         _SPLITS[num_stages] = (chain, split, split.plans.plan(0, step, with_gradients=True))
     return _SPLITS[num_stages]

@@ -155,7 +155,6 @@ class OneProcessPipeline:
             with_gradients=training,
             patterns=units,
             split_points=split_points,
-            agree=lambda item: item,
             activation_checkpointing=activation_checkpointing,
         )
         self.stages = [

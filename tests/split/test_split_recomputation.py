@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.planning.recomputed_units import check_activation_checkpointing, recomputation_of
+from lightning_pp.planning.activation_checkpointing import check_activation_checkpointing, recomputation_of
 from lightning_pp.runtime.recomputation import Recomputation
 from lightning_pp.split.memory.estimate import MemoryEstimate, estimate_memory
 

@@ -35,7 +35,6 @@ class Steps:
             with_gradients=True,
             patterns=None,
             split_points=None,
-            agree=lambda decided: decided,
         )
         self.book: StepPlanCache = split.plans
 

@@ -50,7 +50,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
         "batch_size": plan.cutter.batch_size,
         "num_microbatches": plan.cutter.num_microbatches,
         "num_devices": plan.num_devices,
-        "num_ranks": plan.cutter.options.num_ranks,
+        "num_ranks": plan.cutter.sizes.pipeline,
         "time_unit": plan.costs.unit,
         "costs_from": plan.costs.about,
         "assumptions": list(plan.assumptions),

@@ -16,12 +16,12 @@ from lightning_pp.cli.plan import numbers
 from lightning_pp.cli.plan.costs import Costs
 from lightning_pp.cli.plan.schedules import PlannedSchedule, ScheduleTable
 from lightning_pp.cli.report import summarise_units
+from lightning_pp.planning.model_cutter import ModelCutter
 from lightning_pp.planning.plan_summary import CrossingSummary, CutSummary, StageSummary, UnitSummary, summarize_cut
 from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.split.cut.partition import inseparable_groups, why_inseparable
 from lightning_pp.split.data.tree import tensors_of
 from lightning_pp.strategy import PipelineParallelStrategy
-from lightning_pp.strategy.plan_only import ModelCutter
 from lightning_pp.telemetry import Timeline, text_timeline
 
 _LEAST_FOLDED = 3
@@ -281,7 +281,7 @@ def schedule_table(plan: Plan) -> Table:
             marks.append("configured")
         if not planned.fits:
             marks.append("over the limit")
-        name = planned.schedule.name if planned.name == "auto" else planned.name
+        name = planned.schedule.name if planned.is_searched else planned.name
         table.add_row(
             name,
             f"{placement.num_stages}{' V' if placement.kind == 'V' else ''}",

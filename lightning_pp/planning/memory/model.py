@@ -12,10 +12,14 @@ from torch.optim import Optimizer
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.sharded_stages import ShardingSettings
 from lightning_pp.schedule import Placement, Schedule
-from lightning_pp.schedule.sharding import ShardingMode
 from lightning_pp.split.cut.partition import Partition
 from lightning_pp.split.memory.estimate import MemoryEstimate, estimate_memory
-from lightning_pp.split.memory.state_memory import ParameterSize, StepDtypes, optimizer_bytes_per_parameter
+from lightning_pp.split.memory.state_memory import (
+    ParameterSize,
+    StateSizes,
+    StepDtypes,
+    optimizer_bytes_per_parameter,
+)
 from lightning_pp.split.record.step_record import StepRecord
 
 # AdamW's two states in float32: what is assumed of an optimizer that cannot be asked
@@ -27,23 +31,13 @@ class MemoryModel:
     """How the bytes of a rank are counted.
 
     Attributes:
-        optimizer_bytes: Bytes of optimizer state for each trainable parameter.
-        dtypes: Of computation and of gradients.
-        sharding: What data-parallel ranks share.
-        num_shards: How many share it.
-        unshard_budget: Bytes of gathered parameters with ``full_shard``.
-        cpu_offload: Whether what is sharded lies on the host.
+        state: Counts parameters, gradients and the optimizer's state.
         trains: Whether there are gradients.
         assumed: What had to be assumed, in words; empty if nothing.
         whole_batch_loss: Whether the code after the last unit runs once, on all microbatches joined.
     """
 
-    optimizer_bytes: float = 0.0
-    dtypes: StepDtypes = field(default_factory=StepDtypes)
-    sharding: ShardingMode = "replicate"
-    num_shards: int = 1
-    unshard_budget: int | None = None
-    cpu_offload: bool = False
+    state: StateSizes = field(default_factory=StateSizes)
     trains: bool = True
     assumed: str = ""
     whole_batch_loss: bool = False
@@ -57,8 +51,9 @@ class MemoryModel:
         *,
         trains: bool = True,
         whole_batch_loss: bool = False,
+        optimizer: Optimizer | None = None,
     ) -> MemoryModel:
-        """For the sharding and the precision of a run, with AdamW's state; :meth:`with_optimizer` knows better.
+        """For the sharding and the precision of a run.
 
         Args:
             settings: The strategy's arguments about sharding.
@@ -66,19 +61,19 @@ class MemoryModel:
             dtypes: Of computation and of gradients.
             trains: Whether the step is a training step.
             whole_batch_loss: The strategy's argument.
+            optimizer: Asked for its state; without one AdamW's is assumed.
         """
         is_whole = settings.mode == "replicate" or (num_shards == 1 and not settings.cpu_offload)
-        return cls(
-            _ASSUMED_OPTIMIZER_BYTES if trains else 0.0,
+        state = StateSizes(
             dtypes,
             "replicate" if is_whole else settings.mode,
             1 if is_whole else num_shards,
             settings.unshard_budget,
+            _ASSUMED_OPTIMIZER_BYTES if trains else 0.0,
             settings.cpu_offload,
-            trains,
-            "no optimizer: AdamW is assumed" if trains else "",
-            whole_batch_loss,
         )
+        model = cls(state, trains, "no optimizer: AdamW is assumed" if trains else "", whole_batch_loss)
+        return model if optimizer is None else model.with_optimizer(optimizer)
 
     def with_optimizer(self, optimizer: Optimizer) -> MemoryModel:
         """With the state that ``optimizer`` keeps; AdamW's is assumed of one that cannot be asked."""
@@ -88,9 +83,10 @@ class MemoryModel:
                 sizes[parameter.dtype] += parameter.numel()
         dtype = sizes.most_common(1)[0][0] if sizes else torch.float32
         try:
-            return replace(self, optimizer_bytes=optimizer_bytes_per_parameter(optimizer, dtype), assumed="")
+            num_bytes = optimizer_bytes_per_parameter(optimizer, dtype)
         except ConfigurationError as error:
             return replace(self, assumed=f"{error} AdamW's state is assumed.")
+        return replace(self, state=replace(self.state, optimizer_bytes=num_bytes), assumed="")
 
     def estimate(
         self,
@@ -108,12 +104,7 @@ class MemoryModel:
             partition,
             placement,
             parameters,
-            optimizer_bytes_per_parameter=self.optimizer_bytes,
-            dtypes=self.dtypes,
-            sharding=self.sharding,
-            num_shards=self.num_shards,
-            unshard_budget_bytes=self.unshard_budget,
-            cpu_offload=self.cpu_offload,
+            self.state,
             schedule=schedule,
             whole_batch_loss=self.whole_batch_loss and self.trains,
         )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_pp.errors import ScheduleError
-from lightning_pp.schedule import Placement, Schedule, StageCosts, build_forward_only, build_schedule
+from lightning_pp.planning.schedules.source import ScheduleSource
+from lightning_pp.schedule import Placement, Schedule, StageCosts, build_forward_only
 from lightning_pp.schedule.fewer_microbatches import keep_first_microbatches
 from lightning_pp.schedule.merging import split_backwards
 
@@ -13,42 +13,38 @@ from lightning_pp.schedule.merging import split_backwards
 class ProgramCache:
     """Programs by number of microbatches, made when first needed, on every rank alike.
 
-    A named schedule is built for each number. One that was read from a file or searched for is there for one number:
-    for fewer its first microbatches are kept; for more a file is refused, and a quick search is made.
+    What was searched for is there for one number: for fewer its first microbatches are kept, for more a quick search is
+    made. Of all others the source is asked for each number.
 
     Args:
-        name: Name of the schedule.
+        source: Where programs come from.
         placement: Which rank holds which stages.
         costs: Costs per stage, for the schedules that look at them.
         memory_limit: What a rank may hold, one number or one per rank, in the unit of ``costs.held_*``; None for no
             limit.
-        basis: The schedule to keep microbatches of; None for one that is built by name.
-        whole_batch_loss: Whether forwards come first, as in :meth:`Schedule.with_whole_batch_loss`; in ``basis`` too.
+        found: The schedule that was searched for; None where none was.
     """
 
     def __init__(
         self,
-        name: str,
+        source: ScheduleSource,
         placement: Placement,
         costs: StageCosts,
         memory_limit: float | Sequence[float] | None = None,
-        basis: Schedule | None = None,
-        *,
-        whole_batch_loss: bool = False,
+        found: Schedule | None = None,
     ) -> None:
-        self._whole_batch_loss = whole_batch_loss
-        self._name = name
+        self._source = source
         self._placement = placement
         self._costs = costs
         self._memory_limit = memory_limit
-        self._basis = basis
+        self._found = found
         self._training: dict[int, Schedule] = {}
         self._measured: dict[int, Schedule] = {}
         self._evaluation: dict[int, Schedule] = {}
 
-    def use(self, basis: Schedule, costs: StageCosts, memory_limit: float | Sequence[float] | None) -> None:
-        """From now on programs come from ``basis``, and these costs and limits count."""
-        self._basis, self._costs, self._memory_limit = basis, costs, memory_limit
+    def use(self, found: Schedule, costs: StageCosts, memory_limit: float | Sequence[float] | None) -> None:
+        """From now on programs come from ``found``, and these costs and limits count."""
+        self._found, self._costs, self._memory_limit = found, costs, memory_limit
         self._training.clear()
         self._measured.clear()
 
@@ -75,25 +71,6 @@ class ProgramCache:
         return self._evaluation[num_microbatches]
 
     def _make(self, num_microbatches: int) -> Schedule:
-        basis = self._basis
-        if basis is not None and num_microbatches <= basis.num_microbatches:
-            return keep_first_microbatches(basis, num_microbatches)
-        if self._name.endswith(".csv"):
-            most = 0 if basis is None else basis.num_microbatches
-            raise ScheduleError(
-                f"The batch is cut into {num_microbatches} microbatches, and {self._name} is for {most}: set "
-                f"num_microbatches={most} (or 'auto', which takes the file's), or write a schedule for "
-                f"{num_microbatches}."
-            )
-        schedule = build_schedule(
-            self._name,
-            num_ranks=self._placement.num_ranks,
-            num_microbatches=num_microbatches,
-            stages_per_rank=self._placement.num_stages // self._placement.num_ranks,
-            costs=self._costs,
-            memory_limit=self._memory_limit,
-            placement=self._placement,
-            quick=True,
-            whole_batch_loss=self._whole_batch_loss,
-        )
-        return schedule.validate()
+        if self._found is not None and num_microbatches <= self._found.num_microbatches:
+            return keep_first_microbatches(self._found, num_microbatches)
+        return self._source.program(self._placement, num_microbatches, self._costs, self._memory_limit, quick=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torch.optim import Optimizer
 
 from lightning_pp.errors import ConfigurationError, SplitError
-from lightning_pp.planning.memory_model import MemoryModel
+from lightning_pp.planning.memory.model import MemoryModel
 from lightning_pp.planning.stage_costs import BYTES_PER_GIB
 from lightning_pp.planning.stage_model import RecordedModel, SplitModel, parameter_sizes_of, places_of
 from lightning_pp.schedule import Placement, Schedule, StageCosts
@@ -117,14 +117,11 @@ class DeviceMemory:
         """What is left for activations on each rank; ``memory_limit`` of a search for a schedule."""
         limit = self.limit_gib * BYTES_PER_GIB
         ranks = self.estimate(partition, placement).ranks
-        rest = [rank.state.total_bytes + rank.recomputed_bytes + rank.edge_buffers_bytes for rank in ranks]
-        return tuple((limit - num_bytes) / BYTES_PER_GIB for num_bytes in rest)
+        return tuple((limit - rank.bytes_beside_activations) / BYTES_PER_GIB for rank in ranks)
 
     # ---------------------------------------------------------------- cuts
 
-    def fitting_partition(
-        self, cut: Cut, placement: Placement, program: Schedule, held_by: Schedule | None
-    ) -> Partition:
+    def fitting_partition(self, cut: Cut, placement: Placement, held_by: Schedule | None) -> Partition:
         """A balanced cut within the limit; the one without a limit, if that is.
 
         What units hold is taken to add up, which it nearly does; where the exact count is over the limit, a rank gets
@@ -133,8 +130,7 @@ class DeviceMemory:
         Args:
             cut: Cuts the model.
             placement: Which rank holds which stages.
-            program: A schedule on the placement, which says how many microbatches a stage holds at a time.
-            held_by: The schedule by which the limit is to be kept; None: by some schedule.
+            held_by: The schedule by which the limit is to be kept; None: with one microbatch at a time.
 
         Raises:
             ConfigurationError: No cut is found; the message has the one that needs least.
@@ -143,21 +139,11 @@ class DeviceMemory:
         if self.fits(unlimited, placement, held_by):
             return unlimited
         found = [unlimited]
-        limits = [self.limit_gib * BYTES_PER_GIB] * placement.num_ranks
-        units = self._unit_memory(unlimited, placement, program, one=held_by is None)
+        units = self._unit_memory(unlimited, placement, held_by)
         if units is not None:
-            for _ in range(_MOST_CORRECTIONS):
-                try:
-                    partition = cut(replace(units, limit_bytes=limits))
-                except ConfigurationError:
-                    break
-                excess = self.excess(partition, placement, held_by)
-                if max(excess) <= 0:
-                    return partition
-                found.append(partition)
-                limits = [limit - max(0.0, over) for limit, over in zip(limits, excess, strict=True)]
-                if min(limits) <= 0:
-                    break
+            found += self._within_lower_limits(cut, units, placement, held_by)
+            if self.fits(found[-1], placement, held_by):
+                return found[-1]
             found.append(_roomiest(cut, placement, units))
         least = min(found, key=lambda partition: max(self.excess(partition, placement, held_by)))
         least = self._moved(least, placement, held_by)
@@ -170,16 +156,30 @@ class DeviceMemory:
         needs = self.needs(least, placement, held_by)
         raise self._refusal(begins, needs, least, placement, held_by, units)
 
-    def _unit_memory(
-        self, partition: Partition, placement: Placement, program: Schedule, *, one: bool
-    ) -> UnitMemory | None:
+    def _within_lower_limits(
+        self, cut: Cut, units: UnitMemory, placement: Placement, held_by: Schedule | None
+    ) -> list[Partition]:
+        """Cuts by what units hold, each with less for the ranks that were over the limit, until none is."""
+        found: list[Partition] = []
+        limits = [self.limit_gib * BYTES_PER_GIB] * placement.num_ranks
+        for _ in range(_MOST_CORRECTIONS):
+            try:
+                found.append(cut(replace(units, limit_bytes=limits)))
+            except ConfigurationError:
+                break
+            excess = self.excess(found[-1], placement, held_by)
+            limits = [limit - max(0.0, over) for limit, over in zip(limits, excess, strict=True)]
+            if max(excess) <= 0 or min(limits) <= 0:
+                break
+        return found
+
+    def _unit_memory(self, partition: Partition, placement: Placement, held_by: Schedule | None) -> UnitMemory | None:
         """What the units hold, each taken for a stage of its own; None where they cannot all be.
 
         Args:
             partition: Any partition.
             placement: Which rank holds which stages.
-            program: Says how many microbatches a stage holds at a time.
-            one: Whether one at a time will do.
+            held_by: Says how many microbatches a stage holds at a time; None: one.
         """
         groups = inseparable_groups(self._recording.record)
         stage_of_unit = {unit: index for index, group in enumerate(groups) for unit in group}
@@ -193,14 +193,14 @@ class DeviceMemory:
         except SplitError:
             return None
         fixed, held = dict.fromkeys(called, 0.0), dict.fromkeys(called, 0.0)
-        is_window = self.model.sharding == "full_shard"  # of a few units, however many there are
+        is_window = self.model.state.sharding == "full_shard"  # of a few units, however many there are
         for stage, group in zip(stages, groups, strict=True):
             gathered = stage.state.gathered_parameters_bytes
             fixed[group[0]] = float(stage.state.total_bytes - (gathered if is_window else 0))
             held[group[0]] = float(max(stage.held_after_forward_bytes, stage.held_after_input_bytes))
         total = sum(stage.held_after_forward_bytes for stage in stages)
         after_input = min(1.0, sum(stage.held_after_input_bytes for stage in stages) / total) if total else 1.0
-        num_held = [1.0 if one else _most_held(program, stage, after_input) for stage in range(placement.num_stages)]
+        num_held = [_most_held(held_by, stage, after_input) for stage in range(placement.num_stages)]
         return UnitMemory(fixed, held, num_held, [self.limit_gib * BYTES_PER_GIB] * placement.num_ranks)
 
     def _moved(self, partition: Partition, placement: Placement, held_by: Schedule | None) -> Partition:
@@ -262,11 +262,11 @@ class DeviceMemory:
 
     def _ways_out(self, need: Need, schedule: Schedule | None, *, more_ranks: bool) -> list[str]:
         ways = ["more pipeline ranks"] if more_ranks else ["smaller units (units=)"]
-        if self.model.num_shards == 1 or self.model.sharding == "replicate":
+        if self.model.state.num_shards == 1 or self.model.state.sharding == "replicate":
             ways.append("sharding over data-parallel ranks (data_parallel_size, sharding)")
         else:
             ways.append("sharding over more data-parallel ranks")
-        if not self.model.cpu_offload:
+        if not self.model.state.cpu_offload:
             ways.append("cpu_offload=True")
         if need.activations_bytes and need.running_bytes >= need.reducing_bytes:
             record = self._recording.record
@@ -295,8 +295,10 @@ def _roomiest(cut: Cut, placement: Placement, units: UnitMemory) -> Partition:
     return partition
 
 
-def _most_held(program: Schedule, stage: int, after_input: float) -> float:
+def _most_held(program: Schedule | None, stage: int, after_input: float) -> float:
     """The most microbatches that ``stage`` holds at a time; between I and W one counts as ``after_input``."""
+    if program is None:
+        return 1.0
     number = program.placement.num_stages
     only = [float(other == stage) for other in range(number)]
     costs = StageCosts(0.0, 0.0, 0.0, held_after_forward=only, held_after_input=[after_input * share for share in only])
