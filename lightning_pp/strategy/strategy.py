@@ -16,7 +16,6 @@ import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.callbacks import ModelSummary
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -38,8 +37,8 @@ from lightning_pp.schedule.sharding import ShardingMode
 from lightning_pp.split.data.microbatch import SplitBatch
 from lightning_pp.split.side_effects.module_state import preserved_random_state
 from lightning_pp.strategy.checkpoints.averaging import average_own_part, leave_averages_to_strategy
-from lightning_pp.strategy.checkpoints.saving import Checkpoints, refuse_plugin
-from lightning_pp.strategy.checkpoints.state import PipelineState
+from lightning_pp.strategy.checkpoints.checkpoints import Checkpoints
+from lightning_pp.strategy.checkpoints.rank_part import rank_part
 from lightning_pp.strategy.engine import PipelineEngine
 from lightning_pp.strategy.lightning.loop import PipelineOptimization
 from lightning_pp.strategy.lightning.mesh_strategy import MeshStrategy
@@ -187,12 +186,15 @@ class PipelineParallelStrategy(MeshStrategy):
         )
         """What is asked of the pipeline, checked."""
         self._compile_options = check_compile_options(compile)
-        self._save_distributed_checkpoint = save_distributed_checkpoint
-        self._async_checkpoint = async_checkpoint
+        self._checkpoints = Checkpoints(
+            is_sharded=save_distributed_checkpoint,
+            in_background=async_checkpoint,
+            timeout=timeout,
+            is_interrupted=lambda: self._is_interrupted,
+        )
         self._meta_init = meta_init
         self._initial_weights = initial_weights
         self._engine: PipelineEngine | None = None
-        self._checkpoints: Checkpoints | None = None
         self._num_runs = 0
 
     @property
@@ -244,7 +246,7 @@ class PipelineParallelStrategy(MeshStrategy):
         module = self.lightning_module
         refuse_unsupported(trainer, module, self.precision_plugin, self.root_device)
         agree_on_scale(self.precision_plugin)
-        refuse_plugin(self._checkpoint_io, is_sharded=self._save_distributed_checkpoint)
+        self._checkpoints.refuse_plugin(self._checkpoint_io)
         self._num_runs += 1
         end_together_on_sigterm(
             trainer,
@@ -274,7 +276,7 @@ class PipelineParallelStrategy(MeshStrategy):
                 self._reset_optimizers_and_schedulers()
                 set_up_one_optimizer(self, trainer)
             optimizers = self.optimizers if is_fitting else []
-            state = PipelineState.of(engine.split, self.device_mesh, optimizers)
+            part = rank_part(engine.split, self.device_mesh, optimizers)
         if is_fitting:
             engine.check_memory(self.optimizers)
             keep_parameters(self.optimizers, list(engine.module.parameters()))
@@ -283,23 +285,12 @@ class PipelineParallelStrategy(MeshStrategy):
             PipelineOptimization.install(trainer)
         self.setup_precision_plugin()
         engine.gradients.install_clipping(self.precision_plugin)
-        self._set_up_checkpoints(trainer, state)
+        self._checkpoints.attach(trainer, engine, part, self.checkpoint_io)
+        if is_fitting:
+            average_own_part(trainer, module, self._checkpoints)
         if is_new and self._initial_weights is not None:
-            state.load_initial_weights(Path(self._initial_weights), strict=module.strict_loading)
+            self._checkpoints.load_initial_weights(self._initial_weights)
         self.barrier()
-
-    def _set_up_checkpoints(self, trainer: pl.Trainer, state: PipelineState) -> None:
-        if self._checkpoints is None:
-            self._checkpoints = Checkpoints(
-                self.checkpoint_io,
-                is_sharded=self._save_distributed_checkpoint,
-                in_background=self._async_checkpoint,
-                timeout=self._timeout,
-            )
-        self._checkpoints.attach(trainer, state, self.engine)
-        if trainer.state.fn == TrainerFn.FITTING:
-            full = not self._save_distributed_checkpoint
-            average_own_part(trainer, self.engine.module, self._checkpoints, full=full)
 
     def _build(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.options.schedule.check_num_ranks(self.sizes.pipeline)
@@ -403,31 +394,15 @@ class PipelineParallelStrategy(MeshStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """This rank's part of the model, or with ``save_distributed_checkpoint=False`` all of it, on rank 0."""
-        if self._is_interrupted:
-            return {}
-        return self.checkpoints.state.model_state(full=not self._save_distributed_checkpoint)
+        return self._checkpoints.model_state()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """This rank's part of the optimizer's state, or all of it as one device would have it, on rank 0."""
-        if self._is_interrupted:
-            return {}
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer._optimizer
-        return self.checkpoints.state.optimizer_state(optimizer, full=not self._save_distributed_checkpoint)
+        """With ``save_distributed_checkpoint=False`` the optimizer's state as one device would have it, on rank 0."""
+        return self._checkpoints.optimizer_state(optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        """Writes a checkpoint; every rank takes part.
-
-        After an exception nothing is written, since the rank that failed cannot count on the others to take part: they
-        may wait for it in the middle of a step.
-        """
-        if self._is_interrupted:
-            _log.warning(
-                f"No checkpoint is written to {filepath}: this rank failed in the middle of a step, and the other "
-                "stages may not be there to write theirs. Resume from the last checkpoint that was saved between steps."
-            )
-            return
-        self.checkpoints.save(checkpoint, Path(self.broadcast(filepath)), storage_options)
+        """Writes a checkpoint; every rank takes part. After an exception nothing is written."""
+        self._checkpoints.save(checkpoint, filepath, storage_options)
 
     def wait_for_checkpoint(self) -> None:
         """With ``async_checkpoint``: waits until the last checkpoint is in its place; every rank has to call it.
@@ -437,29 +412,22 @@ class PipelineParallelStrategy(MeshStrategy):
         Raises:
             CheckpointError: On all ranks: it could not be written.
         """
-        self.checkpoints.wait()
+        self._checkpoints.wait()
 
     def remove_checkpoint(self, filepath: _PATH) -> None:
         """Removes a checkpoint, once one that is being written is in its place."""
-        self.checkpoints.remove(Path(filepath))
+        self._checkpoints.remove(filepath)
 
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         """Opens a checkpoint of any layout, sharded or single-file; tensors are read when they are used."""
-        return self.checkpoints.open(Path(self.broadcast(checkpoint_path)), weights_only)
+        return self._checkpoints.open(checkpoint_path, self.weights_only if weights_only is None else weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads weights and optimizer state, as ``on_load_checkpoint`` has left them, into this rank's part."""
-        self.checkpoints.load(checkpoint, strict=strict)
+        self._checkpoints.load(checkpoint, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Nothing: :meth:`load_model_state_dict` has loaded it."""
-
-    @property
-    def checkpoints(self) -> Checkpoints:
-        """What saves and loads; there from ``setup`` on."""
-        if self._checkpoints is None:
-            raise RuntimeError("Checkpoints can be written and read from Strategy.setup on.")
-        return self._checkpoints
 
     # ---------------------------------------------------------------- end
 
@@ -467,16 +435,14 @@ class PipelineParallelStrategy(MeshStrategy):
         """Lets go of the other ranks, so that none waits for this one."""
         if self._engine is not None and not isinstance(exception, SIGTERMException):
             self._engine.abandon()
-        if self._checkpoints is not None:
-            self._checkpoints.give_up()
+        self._checkpoints.give_up()
         super().on_exception(exception)
 
     def teardown(self) -> None:
         """Puts the module's metrics back; its parameters stay where they are, for the next run of the trainer."""
         if self._engine is not None:
             self._engine.detach()
-        if self._checkpoints is not None:
-            self._checkpoints.close()
+        self._checkpoints.close()
         self.checkpoint_io.teardown()
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()

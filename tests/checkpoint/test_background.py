@@ -17,9 +17,9 @@ from pool import WorkerPool
 from small_models import Stack
 from trained_parts import largest_difference, loader, make_trainer, together, weights
 
-from lightning_pp.checkpoint.storage import planner as storage
+from lightning_pp.checkpoint.storage import torch_storage as storage
 from lightning_pp.checkpoint.writing import sharded as sharded_module
-from lightning_pp.strategy.checkpoints.saving import Checkpoints
+from lightning_pp.strategy.checkpoints.checkpoints import Checkpoints
 
 
 class Snapshots(pl.Callback):

@@ -20,7 +20,7 @@ from pool import HEAVY_MODULES, _free_port
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_pp.checkpoint import BackgroundSaver, ParameterCatalog, make_stager, prepare_save
+from lightning_pp.checkpoint import BackgroundSaver, ParameterCatalog, RankPart, make_stager, prepare_save
 from lightning_pp.checkpoint.export import open_alone
 from lightning_pp.checkpoint.storage.folder import staging_path
 from lightning_pp.errors import CheckpointError
@@ -60,6 +60,7 @@ def keep_saving(rank: int, port: int, folder: Path, mode: str, told: Connection)
     catalog = ParameterCatalog(
         tuple(whole), {name: (owner,) for name, owner in whole.items()}, shapes, {}, ((tuple(whole),),)
     )
+    part = RankPart(module, catalog, mesh, [optimizer])
     background = BackgroundSaver(dist.new_group(backend="gloo")) if mode == "background" else None
     stager = make_stager() if background is not None else None
     for version in range(10_000):
@@ -71,15 +72,8 @@ def keep_saving(rank: int, port: int, folder: Path, mode: str, told: Connection)
             background.wait()
         if rank == 0:
             told.send((version, time.monotonic()))
-        save = prepare_save(
-            path_of(folder, version, mode),
-            module=module,
-            optimizers=[optimizer],
-            catalog=catalog,
-            mesh=mesh,
-            rest={"version": version},
-            stager=stager,
-        )
+        checkpoint = {"state_dict": module.state_dict(), "optimizer_states": [], "version": version}
+        save = prepare_save(path_of(folder, version, mode), part, checkpoint, stager)
         if background is not None:
             background.save(save.write)
         else:

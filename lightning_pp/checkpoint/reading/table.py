@@ -11,9 +11,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import empty as empty_dtensor
 
-from lightning_pp.checkpoint.ownership.local import state_placements
+from lightning_pp.checkpoint.ownership.rank_part import state_placements
 from lightning_pp.checkpoint.storage import folder
-from lightning_pp.checkpoint.storage.planner import KeyPath, unflatten
+from lightning_pp.checkpoint.storage.torch_storage import KeyPath, unflatten
 from lightning_pp.errors import CheckpointError
 
 

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from lightning_pp.checkpoint.ownership.catalog import OptimizerGroups, ParameterCatalog, enumerate_names
 from lightning_pp.errors import CheckpointError
 
 
-def check_model(
-    path: Path, shapes: Mapping[str, tuple[int, ...] | None], catalog: ParameterCatalog, strict: bool
-) -> None:
+def check_model(path: Path, saved: Mapping[str, Any], catalog: ParameterCatalog, strict: bool) -> None:
     """Compare the names and shapes in a checkpoint with those of the model.
 
     Args:
         path: The checkpoint, for the message.
-        shapes: The shape of each name in the checkpoint; None for what is not a tensor.
+        saved: What the checkpoint has for each name; of tensors only the shape is looked at.
         catalog: The unsplit module.
         strict: Whether missing and unexpected names are errors; other shapes always are.
 
     Raises:
         CheckpointError: They differ.
     """
+    shapes = {name: value.shape if isinstance(value, torch.Tensor) else None for name, value in saved.items()}
     expected = {name: catalog.shapes.get(catalog.canonical_name(name)) for name in catalog.names}
     problems = []
     if strict:

@@ -18,6 +18,43 @@ from lightning_pp.errors import CheckpointError
 
 
 @dataclass(frozen=True)
+class RankPart:
+    """What one rank holds of a split model and its optimizers: what it saves, and what it loads into.
+
+    Attributes:
+        module: The module without the parameters of other ranks, but with all buffers and extra states; its parameters
+            are tensors, or DTensors over the data-parallel axes.
+        catalog: The unsplit module.
+        mesh: Axes ``pipeline`` and then those of data parallelism, over all ranks.
+        optimizers: With this rank's parameters in the groups that a single device would have; none where only the
+            model is saved or loaded.
+    """
+
+    module: Module
+    catalog: ParameterCatalog
+    mesh: DeviceMesh
+    optimizers: Sequence[Optimizer] = ()
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """What the module holds of the whole state: its own parameters, every buffer and every extra state.
+
+        FSDP2 modules are brought to their sharded form.
+
+        Returns:
+            Canonical names in the catalogue's order, with tensors that share the storage of the module's.
+
+        Raises:
+            CheckpointError: The module has names that the catalogue lacks.
+        """
+        return by_canonical_name(self.module.state_dict(), self.catalog)
+
+    def parameters(self) -> dict[str, Parameter]:
+        """The parameters that this rank owns, by canonical name; FSDP2 modules are brought to their sharded form."""
+        self.module.state_dict()
+        return {self.catalog.canonical_name(name): parameter for name, parameter in self.module.named_parameters()}
+
+
+@dataclass(frozen=True)
 class OptimizerPart:
     """What one rank's optimizer holds, with names in place of indices.
 
@@ -30,22 +67,6 @@ class OptimizerPart:
     state: dict[str, dict[str, Any]]
     groups: list[dict[str, Any]]
     labels: dict[str, str]
-
-
-def local_state_dict(module: Module, catalog: ParameterCatalog) -> dict[str, Any]:
-    """What this rank's module holds of the whole state: its own parameters, every buffer and every extra state.
-
-    Args:
-        module: The module without the parameters of other ranks; FSDP2 modules are brought to their sharded form.
-        catalog: The unsplit module.
-
-    Returns:
-        Canonical names in the catalogue's order, with tensors that share the storage of the module's.
-
-    Raises:
-        CheckpointError: The module has names that the catalogue lacks.
-    """
-    return by_canonical_name(module.state_dict(), catalog)
 
 
 def by_canonical_name(state_dict: Mapping[str, Any], catalog: ParameterCatalog) -> dict[str, Any]:
@@ -76,14 +97,6 @@ def to_save(values: Mapping[str, Any], catalog: ParameterCatalog, pipeline_rank:
             f"{enumerate_names(missing)}; do not remove parameters or buffers after the module is set up"
         )
     return {name: values[name] for name in mine}
-
-
-def local_parameters(module: Module, catalog: ParameterCatalog) -> dict[str, Parameter]:
-    """The parameters that this rank owns, by canonical name.
-
-    FSDP2 modules must be in their sharded form, as after :func:`local_state_dict`.
-    """
-    return {catalog.canonical_name(name): parameter for name, parameter in module.named_parameters()}
 
 
 def read_optimizer(optimizer: Optimizer, parameters: Mapping[str, Parameter]) -> OptimizerPart:
@@ -163,8 +176,8 @@ def state_placements(shape: Sequence[int], parameter: DTensor) -> tuple[Any, ...
 
 
 @torch.no_grad()
-def copy_whole(source: torch.Tensor, destination: torch.Tensor) -> None:
-    """Copy a whole tensor into one of the module, of which this rank may have a shard; casts the dtype."""
+def copy_into_shard(source: torch.Tensor, destination: torch.Tensor) -> None:
+    """Copy an unsharded tensor into one of the module, of which this rank may have a shard; casts the dtype."""
     if isinstance(destination, DTensor):
         destination.to_local().copy_(own_shard(source, destination.device_mesh, destination.placements))
     else:

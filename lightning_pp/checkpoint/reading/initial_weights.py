@@ -8,30 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import Module
 
+from lightning_pp.checkpoint.content import MODEL
 from lightning_pp.checkpoint.ownership.catalog import ParameterCatalog
+from lightning_pp.checkpoint.ownership.rank_part import RankPart
 from lightning_pp.checkpoint.ownership.ranks import Ranks, fail_together, from_root
-from lightning_pp.checkpoint.reading.files import read_file
-from lightning_pp.checkpoint.reading.fit import check_model
+from lightning_pp.checkpoint.reading.checks import check_model
 from lightning_pp.checkpoint.reading.opened import load_state
 from lightning_pp.checkpoint.reading.opened_folder import FolderCheckpoint
+from lightning_pp.checkpoint.reading.torch_file import read_file
 from lightning_pp.checkpoint.storage import folder
-from lightning_pp.checkpoint.storage.planner import NamingReader
 from lightning_pp.checkpoint.storage.safetensors_file import map_folder, map_safetensors
-from lightning_pp.checkpoint.writing.sharded import MODEL, is_sharded_checkpoint
+from lightning_pp.checkpoint.storage.torch_storage import NamingReader
 from lightning_pp.errors import CheckpointError
 
 
 def load_weights(
-    path: str | os.PathLike[str],
-    *,
-    module: Module,
-    catalog: ParameterCatalog,
-    mesh: DeviceMesh,
-    strict: bool = True,
-    weights_only: bool | None = None,
+    path: str | os.PathLike[str], part: RankPart, *, strict: bool = True, weights_only: bool | None = None
 ) -> None:
     """Load named tensors into this rank's part of the module; it reads what it owns. Collective over all ranks.
 
@@ -41,27 +34,24 @@ def load_weights(
     Args:
         path: A ``.safetensors`` file; a folder with ``model.safetensors`` or an index; a sharded checkpoint; a file by
             ``torch.save`` with tensors by name, or with such a ``state_dict``. The root's path counts.
-        module: This rank's part; its parameters and all buffers are overwritten in place.
-        catalog: The unsplit module.
-        mesh: Axes ``pipeline`` and then those of data parallelism, over all ranks.
+        part: What this rank holds; parameters and all buffers are overwritten in place, optimizers are left alone.
         strict: Whether names that are missing in the file or in the model are errors.
         weights_only: As in ``torch.load``; None is True.
 
     Raises:
         CheckpointError: On all ranks: the weights are missing or damaged, or do not fit the model.
     """
-    path = Path(from_root(os.fspath(path), Ranks.from_mesh(mesh)))
+    path = Path(from_root(os.fspath(path), Ranks.from_mesh(part.mesh)))
     with fail_together():
         found, reader = _open(path, weights_only)
-        saved = _by_name_of_model(found, catalog)
-        shapes = {name: tuple(v.shape) if isinstance(v, torch.Tensor) else None for name, v in saved.items()}
-        check_model(path, shapes, catalog, strict)
-    load_state(saved, module, catalog, reader)
+        saved = _by_name_of_model(found, part.catalog)
+        check_model(path, saved, part.catalog, strict)
+    load_state(saved, part, reader)
 
 
 def _open(path: Path, weights_only: bool | None) -> tuple[Mapping[str, Any], NamingReader | None]:
     if path.is_dir():
-        if is_sharded_checkpoint(path):
+        if folder.is_sharded_checkpoint(path):
             opened = FolderCheckpoint.open(path, weights_only, check_files=True)
             return opened.content[MODEL], opened.reader
         if any(path.glob("*.safetensors")):
