@@ -1,8 +1,11 @@
 """The table of torch functions that are replaced while steps with a split backward run.
 
-Why the functions themselves: a ``TorchFunctionMode`` is popped for the whole of ``backward``, so the blocks that
-activation checkpointing re-runs there would not meet it, and on accelerators they re-run in autograd's own threads. A
-name that somebody else has already replaced is left alone, and names bound earlier (``from torch.nn.functional import
+Why the functions themselves, and no ``TorchFunctionMode``: a mode is off for the whole of ``backward``, so the blocks
+that activation checkpointing re-runs there would not meet it, and torch stops with a CheckpointError. It is off as
+well in ``F.multi_head_attention_forward``, so a third of the weights of ``nn.TransformerEncoderLayer`` would get their
+gradients in I. ``benchmarks/split_backward.py`` shows both.
+
+A name that somebody else has already replaced is left alone, and names bound earlier (``from torch.nn.functional import
 linear``) still mean torch's function; what goes past the table gets its whole gradient in I.
 
 Code that compares a function it was handed with ``F.linear`` while a scope is active compares with the replacement; a

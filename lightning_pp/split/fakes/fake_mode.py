@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_pp.errors import SplitError
-from lightning_pp.split.fakes.known_results import KnownResults, as_fake_value
+from lightning_pp.split.fakes.known_results import KnownResults
 from lightning_pp.split.record.source_lines import user_line
 
 NOT_FAKEABLE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
@@ -107,7 +107,7 @@ class FakeValueMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return found
         self._depth += 1
         try:
-            given = as_fake_value(super().__torch_dispatch__(func, types, args, kwargs))
+            given = super().__torch_dispatch__(func, types, args, kwargs)
             if key is not None and not self.known.has(key):
                 self.known.add(self, key, func, args, kwargs, given)
             return given
@@ -116,10 +116,6 @@ class FakeValueMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         finally:
             self._depth -= 1
         return self._tried_out(func, args, kwargs, failure)
-
-    def from_tensor(self, *args: Any, **kwargs: Any) -> FakeTensor:
-        """The fake of a real tensor."""
-        return as_fake_value(super().from_tensor(*args, **kwargs))  # type: ignore[no-any-return]
 
     def _tried_out(self, func: Any, args: Any, kwargs: Any, failure: Exception) -> Any:
         """Runs ``func`` on several contents of the fakes; if the shapes agree they do not depend on them."""
