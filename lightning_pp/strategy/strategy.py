@@ -207,8 +207,8 @@ class PipelineParallelStrategy(MeshStrategy):
         """Costs of the stages on every rank: those given; else those measured, once they are; ``held_*`` in GiB."""
         if self._engine is not None:
             return self._engine.costs
-        given = self.options.schedule.costs
-        return None if given is None else given.stages
+        costs = self.options.schedule.costs
+        return None if costs is None else costs.stages
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -252,16 +252,7 @@ class PipelineParallelStrategy(MeshStrategy):
             num_batches=lambda: self.engine.num_batches_trained,
             before_the_end=lambda: self.engine.results.catch_up(),
         )
-        for loop in (
-            trainer.validate_loop,
-            trainer.test_loop,
-            trainer.predict_loop,
-            trainer.fit_loop.epoch_loop.val_loop,
-        ):
-            loop.inference_mode = False  # FSDP2's tensors and views of received ones must stay usable
-        if self.sizes.data_parallel == 1:
-            # with one replica the user's own sampler gives the order that one device would see
-            trainer._accelerator_connector.use_distributed_sampler = False
+        self._prepare_loops(trainer)
         is_new = self._engine is None or self._engine.module is not module
         if is_new:
             self._build(trainer, module)
@@ -288,6 +279,14 @@ class PipelineParallelStrategy(MeshStrategy):
         if is_new and self._initial_weights is not None:
             state.load_initial_weights(Path(self._initial_weights), strict=module.strict_loading)
         self.barrier()
+
+    def _prepare_loops(self, trainer: pl.Trainer) -> None:
+        evaluations = (trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+        for loop in (*evaluations, trainer.fit_loop.epoch_loop.val_loop):
+            loop.inference_mode = False  # FSDP2's tensors and views of received ones must stay usable
+        if self.sizes.data_parallel == 1:
+            # with one replica the user's own sampler gives the order that one device would see
+            trainer._accelerator_connector.use_distributed_sampler = False
 
     def _set_up_checkpoints(self, trainer: pl.Trainer, state: PipelineState) -> None:
         if self._checkpoints is None:
