@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.planning.memory.limit import DeviceMemory
+from lightning_pp.planning.memory.limit import Cut, DeviceMemory
 from lightning_pp.planning.schedules.given_costs import GivenCosts
 from lightning_pp.schedule import Placement, Schedule, StageCosts
 from lightning_pp.split.cut.partition import Partition, UnitMemory, moved_cuts, partition_units
@@ -47,22 +47,22 @@ def names_of(names: Sequence[str] | str | None) -> Sequence[str] | None:
 
 
 def measured_unit_costs(
-    record: StepRecord, num_parameters: Mapping[str, int], given: GivenCosts | None, cut: CutOptions
+    record: StepRecord, num_parameters: Mapping[str, int], measured: GivenCosts | None, cut: CutOptions
 ) -> dict[str, UnitCost] | None:
     """Milliseconds of units on a rank of speed 1, from given costs of stages, if these say which units the stages had.
 
     Returns:
         None without given costs, or if they are of unknown or other units.
     """
-    if given is None or given.units is None or given.stages.num_stages not in (None, len(given.units)):
+    if measured is None or measured.units is None or measured.stages.num_stages not in (None, len(measured.units)):
         return None
     try:
-        units = calibrated(estimate_unit_costs(record, num_parameters), given.stages, given.units)
+        units = calibrated(estimate_unit_costs(record, num_parameters), measured.stages, measured.units)
     except ConfigurationError:
         return None
-    if cut.rank_speeds is None or given.ranks is None:
+    if cut.rank_speeds is None or measured.ranks is None:
         return units
-    for rank, members in zip(given.ranks, given.units, strict=False):
+    for rank, members in zip(measured.ranks, measured.units, strict=False):
         if rank < len(cut.rank_speeds):
             speed = cut.rank_speeds[rank]
             units.update({unit: units[unit].scaled(speed, speed, speed) for unit in members if unit in units})
@@ -121,16 +121,21 @@ def best_partition(
             memory.check(partition, placement, orders[-1])
         return partition
     if memory is None:
-        return _with_moved_cuts(record, balanced(None), program, cut, lambda candidate: True)
-    for order in orders:
-        try:
-            partition = memory.fitting_partition(balanced, placement, order)
-        except ConfigurationError:
-            if order is orders[-1]:
-                raise
-        else:
-            break
+        return _with_moved_cuts(record, balanced(None), program, cut, lambda moved: True)
+    partition, order = _fitting(memory, balanced, placement, orders)
     return _with_moved_cuts(record, partition, program, cut, lambda moved: memory.fits(moved, placement, order))
+
+
+def _fitting(
+    memory: DeviceMemory, balanced: Cut, placement: Placement, orders: Sequence[Schedule | None]
+) -> tuple[Partition, Schedule | None]:
+    """A cut that keeps the limit, and the first of ``orders`` by which there is one."""
+    for order in orders[:-1]:
+        try:
+            return memory.fitting_partition(balanced, placement, order), order
+        except ConfigurationError:
+            continue
+    return memory.fitting_partition(balanced, placement, orders[-1]), orders[-1]
 
 
 def _with_moved_cuts(

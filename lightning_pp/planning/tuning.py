@@ -182,40 +182,42 @@ def costs_of(
         speeds,
         whole_batch_loss=options.whole_batch_loss,
     )
-    given = options.costs
-    if given is None:
+    measured = options.costs
+    if measured is None:
         return estimated
-    costs, holds_gib = given.stages, given.hold_gib
-    if units is not None and not _measured_on(given, partition):
+    costs, holds_gib = measured.stages, measured.hold_gib
+    if units is not None and not _measured_on(measured, partition):
         costs, holds_gib = costs_of_other_cuts(costs, partition, speeds), False
     costs.per_stage(partition.num_stages)
     if units is None:
-        _warn_of_other_cuts(given, partition)
+        _warn_of_other_cuts(measured, partition)
     if holds_gib:
         return costs
     return replace(costs, held_after_forward=estimated.held_after_forward, held_after_input=estimated.held_after_input)
 
 
-def _measured_on(given: GivenCosts, partition: Partition) -> bool:
+def _measured_on(measured: GivenCosts, partition: Partition) -> bool:
     """Whether the given costs were measured on these stages."""
     called = set(partition.unit_costs)
     stages = [partition.units_of_stage(stage) for stage in range(partition.num_stages)]
     return [[unit for unit in units if unit in called] for units in stages] == [
-        [unit for unit in units if unit in called] for units in given.units or []
+        [unit for unit in units if unit in called] for units in measured.units or []
     ]
 
 
-def _warn_of_other_cuts(given: GivenCosts, partition: Partition) -> None:
+def _warn_of_other_cuts(measured: GivenCosts, partition: Partition) -> None:
     """Costs of other stages are no error, since no result depends on them, but no help either."""
-    measured = given.units
-    if measured is None:
+    units_then = measured.units
+    if units_then is None:
         return
-    stages = [partition.units_of_stage(stage) for stage in range(partition.num_stages)]
-    different = [stage for stage, units in enumerate(stages) if stage >= len(measured) or measured[stage] != units]
+    units_now = [partition.units_of_stage(stage) for stage in range(partition.num_stages)]
+    different = [
+        stage for stage, units in enumerate(units_now) if stage >= len(units_then) or units_then[stage] != units
+    ]
     if different:
         _log.warning(
-            f"{given.origin[0].upper()}{given.origin[1:]} were measured on other cuts: stage {different[0]} had "
-            f"{_shortened(measured[different[0]])} and has {_shortened(stages[different[0]])}. "
+            f"{measured.origin[0].upper()}{measured.origin[1:]} were measured on other cuts: stage {different[0]} had "
+            f"{_shortened(units_then[different[0]])} and has {_shortened(units_now[different[0]])}. "
             "Measure again by leaving costs out."
         )
 

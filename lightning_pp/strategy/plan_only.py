@@ -26,6 +26,22 @@ from lightning_pp.strategy.step.refusals import refuse_unsupported
 
 _T = TypeVar("_T")
 _CPU = torch.device("cpu")
+# of the arguments of a trainer: what needs devices, or writes or prints
+_REPLACED: dict[str, Any] = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "num_nodes": 1,
+    "logger": False,
+    "callbacks": None,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "profiler": None,
+    "plugins": None,
+    "sync_batchnorm": False,
+    "barebones": False,
+    "num_sanity_val_steps": 0,
+}
 
 
 class _LookedAt(_TunerExitException):
@@ -122,24 +138,9 @@ def look_at_cuts(
         What ``look`` returned.
     """
     found: list[_T] = []
-    replaced = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "num_nodes": 1,
-        "logger": False,
-        "callbacks": None,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "profiler": None,
-        "plugins": None,
-        "sync_batchnorm": False,
-        "barebones": False,
-        "num_sanity_val_steps": 0,
-        "strategy": DryStrategy(options, sizes, device_type, lambda cutter: found.append(look(cutter))),
-    }
+    strategy = DryStrategy(options, sizes, device_type, lambda cutter: found.append(look(cutter)))
     with _quiet_lightning():
-        trainer = pl.Trainer(**{**trainer_options, **replaced})
+        trainer = pl.Trainer(**{**trainer_options, **_REPLACED, "strategy": strategy})
         if isinstance(data, pl.LightningDataModule):
             trainer.fit(module, datamodule=data)
         else:

@@ -209,8 +209,8 @@ class PipelineParallelStrategy(MeshStrategy):
         """Costs of the stages on every rank: those given; else those measured, once they are; ``held_*`` in GiB."""
         if self._engine is not None:
             return self._engine.costs
-        given = self.options.schedule.costs
-        return None if given is None else given.stages
+        costs = self.options.schedule.costs
+        return None if costs is None else costs.stages
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -253,16 +253,7 @@ class PipelineParallelStrategy(MeshStrategy):
             self._num_runs,
             num_batches=lambda: self.engine.num_batches_trained,
         )
-        for loop in (
-            trainer.validate_loop,
-            trainer.test_loop,
-            trainer.predict_loop,
-            trainer.fit_loop.epoch_loop.val_loop,
-        ):
-            loop.inference_mode = False  # FSDP2's tensors and views of received ones must stay usable
-        if self.sizes.data_parallel == 1:
-            # with one replica the user's own sampler gives the order that one device would see
-            trainer._accelerator_connector.use_distributed_sampler = False
+        self._prepare_loops(trainer)
         is_new = self._engine is None or self._engine.module is not module
         if is_new:
             self._build(trainer, module)
@@ -291,6 +282,14 @@ class PipelineParallelStrategy(MeshStrategy):
         if is_new and self._initial_weights is not None:
             self._checkpoints.load_initial_weights(self._initial_weights)
         self.barrier()
+
+    def _prepare_loops(self, trainer: pl.Trainer) -> None:
+        evaluations = (trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+        for loop in (*evaluations, trainer.fit_loop.epoch_loop.val_loop):
+            loop.inference_mode = False  # FSDP2's tensors and views of received ones must stay usable
+        if self.sizes.data_parallel == 1:
+            # with one replica the user's own sampler gives the order that one device would see
+            trainer._accelerator_connector.use_distributed_sampler = False
 
     def _build(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.options.schedule.check_num_ranks(self.sizes.pipeline)

@@ -61,9 +61,9 @@ def run_check(arguments: Sequence[str], console: Console | None = None) -> int:
     kind = _named(options.check, "--check")
     if not (isinstance(kind, type) and issubclass(kind, L.LightningModule)):
         raise UserError(f"--check {options.check} names {_described(kind)}, not a LightningModule class")
-    given = _constructor_arguments(kind, options.config, options.arguments)
+    keywords = _constructor_arguments(kind, options.config, options.arguments)
     data = None if options.batch is None else _data(options.batch)
-    module = build_without_memory(lambda: kind(**given))
+    module = build_without_memory(lambda: kind(**keywords))
     pipeline = PipelineOptions(
         ScheduleOptions(schedule_source("1f1b")),
         BatchOptions(options.microbatches or "auto"),
@@ -145,18 +145,18 @@ def _constructor_arguments(kind: type, file: str | None, pairs: Sequence[str]) -
         merged = OmegaConf.to_container(OmegaConf.merge(config, OmegaConf.from_dotlist(list(pairs))), resolve=True)
     except (OSError, OmegaConfBaseException, ValueError) as error:
         raise UserError(f"the constructor arguments cannot be read: {error}") from error
-    given = {str(name): value for name, value in merged.items()} if isinstance(merged, dict) else {}
+    keywords = {str(name): value for name, value in merged.items()} if isinstance(merged, dict) else {}
     parameters = list(inspect.signature(kind).parameters.values())
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    problems = [f"{name} is no argument of it" for name in given if name not in named and not takes_any]
-    problems += [f"{name} is missing" for name, p in named.items() if p.default is p.empty and name not in given]
+    problems = [f"{name} is no argument of it" for name in keywords if name not in named and not takes_any]
+    problems += [f"{name} is missing" for name, p in named.items() if p.default is p.empty and name not in keywords]
     if problems:
         raise UserError(
             f"{kind.__name__} cannot be made: {'; '.join(problems)}. It takes {', '.join(named) or 'none'}; give "
             "them as key=value or with --config FILE"
         )
-    return given
+    return keywords
 
 
 class _OneBatch:

@@ -140,9 +140,9 @@ def stage_tree(stage: StageSummary, crossings: Sequence[CrossingSummary]) -> Tre
     if stage.flops_after:
         rows.append(("after the last unit", "", numbers.flops(stage.flops_after), ""))
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
-    for name, size, work, rest in rows:
+    for name, size, work, remarks in rows:
         line = f"{name:<{widths[0]}}  {size:>{widths[1]}}  {work:>{widths[2]}}"
-        tree.add(Text.assemble(line, (f"  {rest}" if rest else "", "dim")))
+        tree.add(Text.assemble(line, (f"  {remarks}" if remarks else "", "dim")))
     if stage.outside:
         tree.add(Text(f"parameters outside units: {', '.join(stage.outside)}"))
     if stage.shared:
@@ -153,7 +153,7 @@ def stage_tree(stage: StageSummary, crossings: Sequence[CrossingSummary]) -> Tre
 
 
 def _unit_rows(units: Sequence[UnitSummary]) -> Iterator[tuple[str, str, str, str]]:
-    """Name, parameters, FLOPs and class of each unit; equal ones that follow each other in one row."""
+    """Name, parameters, FLOPs, and class with remarks of each unit; equal ones that follow each other in one row."""
 
     def alike(unit: UnitSummary) -> tuple[object, ...]:
         return (unit.class_name, unit.num_parameters, unit.flops, unit.flops_before, unit.num_calls)
@@ -163,16 +163,16 @@ def _unit_rows(units: Sequence[UnitSummary]) -> Iterator[tuple[str, str, str, st
         folded = [members] if len(members) >= _LEAST_FOLDED else [[member] for member in members]
         for fold in folded:
             first, each = fold[0], " each" if len(fold) > 1 else ""
-            rest = [first.class_name]
+            remarks = [first.class_name]
             if first.flops_before:
-                rest.append(f"{numbers.flops(first.flops_before)} in the code before it")
+                remarks.append(f"{numbers.flops(first.flops_before)} in the code before it")
             if first.num_calls != 1:
-                rest.append("not called" if not first.num_calls else f"{first.num_calls} calls")
+                remarks.append("not called" if not first.num_calls else f"{first.num_calls} calls")
             yield (
                 summarise_units([unit.name for unit in fold]) + (f" ({len(fold)} units)" if each else ""),
                 f"{numbers.parameters(first.num_parameters)}{each}",
                 f"{numbers.flops(first.flops)}{each}",
-                ", ".join(rest),
+                ", ".join(remarks),
             )
 
 
