@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -486,7 +486,8 @@ class PipelineEngine:
         except RankStoppedError:
             raise
         except Exception:
-            self._executor.drain()  # who still waits for a gradient of this rank's is to hear of this error, too
+            with suppress(RuntimeError):  # of a rank that has stopped as well
+                self._executor.drain()  # who still waits for a gradient of this rank's is to hear of this error, too
             raise
         run.attributes.apply(changes)
         return output
