@@ -189,7 +189,7 @@ class WorkerPool:
                 module=function.__module__,
                 file=sys.modules[function.__module__].__file__ or "",
                 qualname=function.__qualname__,
-                environ={**_torchrun_environ(rank, world_size, store.port), **(environ or {})},
+                environ={**torchrun_environ(rank, world_size, store.port), **(environ or {})},
                 sys_path=list(sys.path),
                 process_group=backend,
                 timeout_s=timeout,
@@ -273,7 +273,8 @@ def _report(name: str, failures: list[Failure | None]) -> str:
     return "\n".join(lines)
 
 
-def _torchrun_environ(rank: int, world_size: int, port: int) -> dict[str, str]:
+def torchrun_environ(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """The environment variables that torchrun sets; a store has to listen at the port."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
