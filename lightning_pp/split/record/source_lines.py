@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from pathlib import Path
 from types import FrameType
 
 import torch
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__)
-_OWN_FOLDER = os.path.dirname(os.path.dirname(__file__))
+_OWN_FOLDER = str(Path(__file__).parents[2])
 _APPLY_FUNCTION = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 UNKNOWN_LINE = "an unknown line"
 SKIPPED = (_TORCH_FOLDER + os.sep, _OWN_FOLDER + os.sep, "<")
