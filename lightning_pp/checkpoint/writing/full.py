@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
+from lightning_pp.checkpoint._torch_private import keep_module_versions, tree_map_only
 from lightning_pp.checkpoint.ownership.catalog import ParameterCatalog
 from lightning_pp.checkpoint.ownership.local import (
     by_canonical_name,
@@ -52,7 +52,7 @@ def gather_full_state(
     if not ranks.is_root:
         return {}
     full = OrderedDict((name, gathered[catalog.canonical_name(name)]) for name in catalog.names)
-    full._metadata = own._metadata  # type: ignore[attr-defined]  # the versions of the modules, as torch keeps them
+    keep_module_versions(full, own)
     return full
 
 
