@@ -7,10 +7,10 @@ import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from lightning_pp.errors import ConfigurationError
+from lightning_pp.planning._torch_private import OPERATION_TYPES
 from lightning_pp.runtime.recomputation import Recomputation
 from lightning_pp.split.record.step_record import StepRecord
 from lightning_pp.split.unit_calls.selective_policy import Policy
@@ -103,6 +103,4 @@ def _are_patterns(value: Any) -> bool:
 
 
 def _are_operations(value: Any) -> bool:
-    return _is_list(value) and all(
-        isinstance(item, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)) for item in value
-    )
+    return _is_list(value) and all(isinstance(item, OPERATION_TYPES) for item in value)

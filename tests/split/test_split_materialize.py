@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.split.fakes.materialize import materialize_buffers, materialize_parameters
 from lightning_pp.split.fakes.parameters import FakeParameters, is_fake
+from lightning_pp.split.fakes.without_memory import parameters_without_memory
 
 
 def on_meta(make: Any) -> nn.Module:
@@ -178,3 +179,22 @@ def test_nothing_on_meta_is_nothing_to_do() -> None:
     materialize_buffers(module, CPU)
     materialize_parameters(module, {"table"}, CPU)
     assert module.table is table and torch.equal(table, torch.ones(3))
+
+
+class MarkedParameter(nn.Parameter):
+    """A parameter of a class of its own."""
+
+
+def test_parameters_made_without_memory_keep_class_attributes_and_ties() -> None:
+    marked = MarkedParameter(torch.rand(3, 2).t(), requires_grad=False)
+    marked.mark = "mine"  # type: ignore[attr-defined]
+    with parameters_without_memory():
+        first, second = nn.Linear(3, 2), nn.Linear(3, 2)
+        first.weight = second.weight = marked
+        first.register_buffer("seen", torch.ones(2))
+    weight = first.weight
+    assert weight is second.weight and weight.is_meta and first.bias.is_meta and not first.seen.is_meta
+    assert type(weight) is MarkedParameter and weight.mark == "mine"  # type: ignore[attr-defined]
+    assert weight.shape == marked.shape and weight.stride() == marked.stride() and not weight.requires_grad
+    assert type(first.bias) is nn.Parameter and first.bias.requires_grad
+    assert not nn.Linear(3, 2).weight.is_meta

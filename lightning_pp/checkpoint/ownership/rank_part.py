@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
+from lightning_pp.checkpoint._torch_private import tree_map_only
 from lightning_pp.checkpoint.ownership.catalog import ParameterCatalog, enumerate_names
 from lightning_pp.errors import CheckpointError
 

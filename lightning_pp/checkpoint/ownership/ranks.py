@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 
+from lightning_pp.checkpoint._torch_private import tree_map_only
 from lightning_pp.errors import CheckpointError
 
 Key = TypeVar("Key", bound=Hashable)

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch.nn import Parameter
-from torch.utils._pytree import tree_map_only
 
+from lightning_pp.checkpoint._torch_private import tree_map_only
 from lightning_pp.checkpoint.content import CURRENT_MODEL, MODEL, OPTIMIZERS
 from lightning_pp.checkpoint.ownership.catalog import ParameterCatalog
 from lightning_pp.checkpoint.ownership.rank_part import shard_like

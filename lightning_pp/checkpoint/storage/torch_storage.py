@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
-from torch.utils._pytree import tree_leaves
 
+from lightning_pp.checkpoint._torch_private import tree_leaves
 from lightning_pp.checkpoint.storage.folder import TABLE_FILENAME
 from lightning_pp.checkpoint.storage.trusted_pickle import load_table
 from lightning_pp.errors import CheckpointError

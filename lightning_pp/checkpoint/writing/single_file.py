@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
+from lightning_pp.checkpoint._torch_private import keep_module_versions, tree_map_only
 from lightning_pp.checkpoint.ownership.catalog import OptimizerGroups
 from lightning_pp.checkpoint.ownership.rank_part import RankPart, by_canonical_name, read_optimizer, to_save
 from lightning_pp.checkpoint.ownership.ranks import Ranks, fail_together, gather_to_root
@@ -43,7 +43,7 @@ def gather_full_state(part: RankPart, state_dict: Mapping[str, Any] | None = Non
     if not ranks.is_root:
         return {}
     full = OrderedDict((name, gathered[catalog.canonical_name(name)]) for name in catalog.names)
-    full._metadata = own._metadata  # type: ignore[attr-defined]  # the versions of the modules, as torch keeps them
+    keep_module_versions(full, own)
     return full
 
 

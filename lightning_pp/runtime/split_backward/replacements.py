@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function, forward_ad
+from torch.autograd import Function
 from torch.nn import Parameter
 
+from lightning_pp.runtime._torch_private import are_functorch_transforms_active, base_of, is_forward_mode_active
 from lightning_pp.runtime.split_backward.functions import (
     ConvolutionOptions,
     DeferredBatchedMatmul,
@@ -39,7 +40,6 @@ Numbers = int | Sequence[int]
 _is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
 _is_autocast_enabled = torch.is_autocast_enabled
-_are_functorch_transforms_active = torch._C._are_functorch_transforms_active
 _strided = torch.strided
 
 # Function.apply without its look at functorch, which _is_deferrable has already had: a sixth of the cost of a small
@@ -63,8 +63,8 @@ def _is_deferrable(input: Any, weight: Any, bias: Any = None) -> bool:
         and (type(input) is Tensor or type(input) is Parameter)
         and (bias is None or type(bias) is Parameter or type(bias) is Tensor)
         and _is_grad_enabled()
-        and not _are_functorch_transforms_active()
-        and forward_ad._current_level < 0
+        and not are_functorch_transforms_active()
+        and not is_forward_mode_active()
         and weight.is_floating_point()
         and weight.layout is _strided
         and input.layout is _strided
@@ -76,7 +76,7 @@ def _is_view_of_parameter(weight: Any) -> bool:
     """Whether ``weight`` is a view of a Parameter, such as ``.t()`` or one of ``.chunk(3)``, without overlaps."""
     if type(weight) is not Tensor or not weight.requires_grad:
         return False
-    parameter = weight._base
+    parameter = base_of(weight)
     if type(parameter) is not Parameter or weight.dtype is not parameter.dtype or weight.layout is not _strided:
         return False
     span = 1

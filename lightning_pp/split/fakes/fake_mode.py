@@ -12,20 +12,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_pp.errors import SplitError
+from lightning_pp.split._torch_private import (
+    NOT_FAKEABLE,
+    FakeTensor,
+    FakeTensorMode,
+    schema_of,
+    tree_flatten,
+    tree_map,
+    tree_unflatten,
+)
 from lightning_pp.split.fakes.known_results import KnownResults
 from lightning_pp.split.record.source_lines import user_line
-
-NOT_FAKEABLE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
 class NeedsDataError(SplitError):
@@ -96,8 +95,8 @@ class FakeValueMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self._depth:  # a decomposition of what is being tried further up
             return super().__torch_dispatch__(func, types, args, kwargs)
-        if self._refuses_edits and func._schema.is_mutable:
-            for argument, value in zip(func._schema.arguments, args, strict=False):
+        if self._refuses_edits and schema_of(func).is_mutable:
+            for argument, value in zip(schema_of(func).arguments, args, strict=False):
                 is_written = argument.alias_info is not None and argument.alias_info.is_write
                 if is_written and isinstance(value, Tensor) and not isinstance(value, FakeTensor):
                     raise LostEditError(str(func), value, user_line())
@@ -131,7 +130,7 @@ class FakeValueMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         known = len({len(attempt) for attempt, _ in attempts}) == 1 and all(map(_share_a_layout, alternatives))
         if not (known or self._makes_up):
             raise NeedsDataError(str(func), user_line()) from failure
-        if func._schema.is_mutable:
+        if schema_of(func).is_mutable:
             return args[0]
         if known:
             leaves = [

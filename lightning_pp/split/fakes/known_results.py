@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from lightning_pp.split._torch_private import FakeTensor, FakeTensorMode, OpOverload, dispatch_keys_of, schema_of
 from lightning_pp.split.record.sources import storage_of
 
 _MOST_RESULTS = 4096
@@ -146,7 +145,7 @@ def _describe(mode: FakeTensorMode, values: Iterable[Any], key: list[Any]) -> bo
 
 def _describe_tensor(tensor: Tensor, key: list[Any]) -> None:
     # the dispatch keys tell conjugated, quantized, nested and sparse tensors and those of inference mode
-    keys = torch._C._dispatch_keys(tensor).raw_repr()
+    keys = dispatch_keys_of(tensor)
     key += (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.requires_grad, keys)
 
 
@@ -155,7 +154,9 @@ def _result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], given: An
         return None
     if func is not _INDEX and any(tag in func.tags for tag in _NOT_KNOWABLE):
         return None
-    written = [argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments]
+    written = [
+        argument.alias_info is not None and argument.alias_info.is_write for argument in schema_of(func).arguments
+    ]
     if any(written):
         edits_first = written[0] and not any(written[1:]) and args and given is args[0] and type(given) is FakeTensor
         return _Result(None) if edits_first else None

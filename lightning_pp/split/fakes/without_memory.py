@@ -35,8 +35,8 @@ def parameters_without_memory() -> Iterator[None]:
 
 def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
     empty = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
-    found = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    if type(parameter) is not nn.Parameter:  # a class of the user's own, with attributes of its own
-        found.__class__ = type(parameter)
+    # a class of the user's own stays, with its attributes
+    found = empty.as_subclass(type(parameter))
+    found.requires_grad_(parameter.requires_grad)
     vars(found).update(vars(parameter))
     return found

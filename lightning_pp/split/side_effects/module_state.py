@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pp.split._torch_private import BUFFERS, COMPILED_CALL, HELD_BY_MODULES, buffers_of
+
 Changes = Callable[[], list[tuple[str, str, Any]]]
 
 _CONTAINERS = (list, dict, set)
 # these belong to torch and Lightning, and no step keeps its results in them
-_SKIPPED = frozenset(
-    {"_parameters", "_modules", "_non_persistent_buffers_set", "_trainer", "_compiled_call_impl", "forward"}
-)
+_SKIPPED = frozenset({*HELD_BY_MODULES, "_trainer", COMPILED_CALL, "forward"})
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def preserved_state(module: nn.Module) -> Iterator[Changes]:
         tensors = {key: value for key, value in attributes.items() if isinstance(value, Tensor) and key not in _SKIPPED}
         saved.append((name, child, dict(attributes), contents, tensors))
         # in-place updates (batch statistics, counters) go to copies
-        buffers = child._buffers
+        buffers = buffers_of(child)
         with torch.no_grad():
             for key, buffer in buffers.items():
                 if buffer is not None and not buffer.is_meta:
@@ -58,7 +58,7 @@ def preserved_state(module: nn.Module) -> Iterator[Changes]:
             for key, value in child.__dict__.items():
                 if key.startswith("_") and key not in before:
                     continue
-                if key in _SKIPPED or key == "_buffers" or _is_replaced_method(child, key, value):
+                if key in _SKIPPED or key == BUFFERS or _is_replaced_method(child, key, value):
                     continue
                 rebound = key not in before or value is not at_start.get(key)
                 edited = key in contents and not _same_content(value, contents[key][1])
