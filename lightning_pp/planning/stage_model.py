@@ -75,49 +75,6 @@ class SplitModel:
         return {name: unit for name, unit in self.units.items() if self.partition.stage_of_unit[name] in stages}
 
 
-def split_model(
-    module: nn.Module,
-    *,
-    device: torch.device,
-    placement: Placement,
-    step: Callable[[DryRun], Any],
-    with_gradients: bool,
-    patterns: Sequence[str] | None,
-    split_points: Sequence[str] | None,
-    compute_dtype: torch.dtype | None = None,
-    activation_checkpointing: ActivationCheckpointing = False,
-) -> SplitModel:
-    """Finds the units of ``module``, records ``step`` and assigns units to stages and parameters to owners.
-
-    Nothing of the model is moved or dropped yet, except that its buffers go to ``device``.
-
-    Args:
-        module: The whole model.
-        device: Where this rank computes.
-        placement: Which rank holds which stages.
-        step: Runs the user's step for one microbatch.
-        with_gradients: Whether it is a training step.
-        patterns: What the user calls units, or None to discover them.
-        split_points: Units that start a stage, or None to balance.
-        compute_dtype: The dtype of parameters while their unit runs; None: their own.
-        activation_checkpointing: The strategy's.
-
-    Raises:
-        ConfigurationError, SplitError: As :func:`partition_units` and :func:`dry_run` say.
-    """
-    recording = record_model(
-        module,
-        device=device,
-        step=step,
-        with_gradients=with_gradients,
-        patterns=patterns,
-        num_stages=placement.num_stages,
-        compute_dtype=compute_dtype,
-        activation_checkpointing=activation_checkpointing,
-    )
-    return assign_stages(recording, placement=placement, split_points=split_points)
-
-
 @dataclass(frozen=True)
 class RecordedModel:
     """A model with its units, and its step as a dry run saw it.
@@ -155,10 +112,21 @@ def record_model(
 ) -> RecordedModel:
     """Finds the units of ``module``, at least ``num_stages`` of them if there are so many, and records ``step``.
 
-    The arguments are those of :func:`split_model`, and the strategy's ``activation_checkpointing``.
+    Nothing of the model is moved or dropped, except that its buffers go to ``device``.
+
+    Args:
+        module: The whole model.
+        device: Where this rank computes.
+        step: Runs the user's step for one microbatch.
+        with_gradients: Whether it is a training step.
+        patterns: What the user calls units, or None to discover them.
+        num_stages: How many stages there are to be.
+        compute_dtype: The dtype of parameters while their unit runs; None: their own.
+        activation_checkpointing: The strategy's.
 
     Raises:
-        ConfigurationError: As :func:`~lightning_pp.planning.activation_checkpointing.recomputation_of` says.
+        ConfigurationError, SplitError: As :func:`~lightning_pp.planning.activation_checkpointing.recomputation_of` and
+            :func:`~lightning_pp.split.dry_run.run.dry_run` say.
     """
     materialize_buffers(module, device)
     fake_parameters = FakeParameters(module, device)

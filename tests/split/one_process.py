@@ -17,7 +17,7 @@ import torch
 from live_memory import LiveMemory
 from torch import Tensor, nn
 
-from lightning_pp.planning.stage_model import SplitModel, split_model
+from lightning_pp.planning.stage_model import SplitModel, assign_stages, record_model
 from lightning_pp.planning.step_plans import StepPlanCache, signature_of
 from lightning_pp.runtime.randomness import StepRandomness
 from lightning_pp.runtime.recomputation import Recomputation
@@ -147,15 +147,18 @@ class OneProcessPipeline:
     ) -> None:
         self._training = training
         whole = build(architecture).train(training)
-        self.split = split_model(
-            whole,
-            device=CPU,
+        self.split = assign_stages(
+            record_model(
+                whole,
+                device=CPU,
+                step=recorded(whole, batch, self.step_name),
+                with_gradients=training,
+                patterns=units,
+                num_stages=num_stages,
+                activation_checkpointing=activation_checkpointing,
+            ),
             placement=Placement.interleaved(num_stages),
-            step=recorded(whole, batch, self.step_name),
-            with_gradients=training,
-            patterns=units,
             split_points=split_points,
-            activation_checkpointing=activation_checkpointing,
         )
         self.stages = [
             Stage(number, build(architecture).train(training), self.split, splits_backward=splits_backward)

@@ -10,7 +10,7 @@ import torch
 from small_models import Blocks
 from torch import Tensor
 
-from lightning_pp.planning.stage_model import split_model
+from lightning_pp.planning.stage_model import assign_stages, record_model
 from lightning_pp.planning.step_plans import StepPlanCache
 from lightning_pp.schedule import Placement
 from lightning_pp.split.dry_run.run import DryRun
@@ -27,14 +27,16 @@ class Steps:
         self.num_runs = 0
         self.module = Blocks()
         self.module.depth = 2
-        split = split_model(
-            self.module,
-            device=torch.device("cpu"),
+        split = assign_stages(
+            record_model(
+                self.module,
+                device=torch.device("cpu"),
+                step=self.step(0, torch.zeros(2, 8)),
+                with_gradients=True,
+                patterns=None,
+                num_stages=2,
+            ),
             placement=Placement.interleaved(2),
-            step=self.step(0, torch.zeros(2, 8)),
-            with_gradients=True,
-            patterns=None,
-            split_points=None,
         )
         self.book: StepPlanCache = split.plans
 

@@ -108,6 +108,7 @@ def check_finished(path: Path) -> None:
 
 def _swap(first: Path, second: Path) -> bool:
     """Exchange two names in one step; False where the system or the file system cannot."""
+    # Python has no call for it. Between two renames, a reader in another process would find nothing and undo the first.
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None) if os.name == "posix" else None
     if renameat2 is None:
         return False
