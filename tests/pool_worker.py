@@ -74,23 +74,20 @@ def worker_main(connection: Connection, stack_file: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process decides when to stop
     threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
     own_threads = set(threading.enumerate())
-    with open(stack_file, "w") as stacks:
+    # suppressed: the main process has closed its end
+    with open(stack_file, "w") as stacks, contextlib.suppress(EOFError, OSError):
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         _import_heavy()
         gc.freeze()  # what was imported stays; collections need not look through it
         environ = dict(os.environ)
         folder = os.getcwd()
-        connection.send_bytes(b"ready")
-        while True:
+        while _have_ended(own_threads):
+            connection.send_bytes(b"ready")
             # Lightning's signal handling puts Python's default handler in the place of this one
             faulthandler.unregister(signal.SIGUSR1)
             faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-            try:
-                task: Task = pickle.loads(connection.recv_bytes())
-                payload = connection.recv_bytes()
-            except EOFError:
-                break
-            outcome = _call(task, payload)
+            task: Task = pickle.loads(connection.recv_bytes())
+            outcome = _call(task, connection.recv_bytes())
             try:
                 answer = pack(outcome)
             except Exception as error:  # whatever pickling raises
@@ -100,14 +97,8 @@ def worker_main(connection: Connection, stack_file: str) -> None:
             if isinstance(outcome, Failure):
                 break  # at once: peers that wait for this rank see a closed connection
             del outcome
-            try:
-                connection.recv_bytes()
-            except EOFError:
-                break
+            connection.recv_bytes()  # until all ranks have answered nothing may be closed
             _reset(environ, folder)
-            if not _have_ended(own_threads):
-                break
-            connection.send_bytes(b"ready")
     os._exit(0)  # skips exit handlers of libraries, which may wait for peers
 
 

@@ -73,15 +73,22 @@ def run_command(
     return Finished(process.returncode, output)
 
 
-def run_forked(arguments: list[str], folder: Path, num_processes: int = 1, timeout_s: float = 120.0) -> Finished:
+def run_forked(
+    arguments: list[str],
+    folder: Path,
+    num_processes: int = 1,
+    timeout_s: float = 120.0,
+    module: str = "lightning_pp",
+) -> Finished:
     """As :func:`run_command`, without the seconds that importing takes: for commands that launch nothing.
 
     Args:
-        arguments: Of ``python -m lightning_pp``.
+        arguments: Of ``python -m MODULE``.
         folder: Where it runs.
         num_processes: With more than one, each process has the environment that ``torchrun`` gives, and the first that
             fails ends the others.
         timeout_s: For all of them.
+        module: What runs.
     """
     context = get_context("forkserver")
     context.set_forkserver_preload(["pool_worker", *HEAVY_MODULES])
@@ -91,7 +98,7 @@ def run_forked(arguments: list[str], folder: Path, num_processes: int = 1, timeo
     ]
     with tempfile.NamedTemporaryFile("r") as output:
         processes = [
-            context.Process(target=_run_module, args=(arguments, folder, _environment() | of_rank, output.name))
+            context.Process(target=_run_module, args=(module, arguments, folder, _environment() | of_rank, output.name))
             for of_rank in told
         ]
         for process in processes:
@@ -110,7 +117,7 @@ def run_forked(arguments: list[str], folder: Path, num_processes: int = 1, timeo
         return Finished(next((code for code in codes if code), 0), output.read())
 
 
-def _run_module(arguments: list[str], folder: Path, environment: dict[str, str], output: str) -> None:
+def _run_module(module: str, arguments: list[str], folder: Path, environment: dict[str, str], output: str) -> None:
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -118,7 +125,7 @@ def _run_module(arguments: list[str], folder: Path, environment: dict[str, str],
     os.environ.update(environment)
     os.chdir(folder)
     sys.argv[1:] = arguments
-    runpy.run_module("lightning_pp", run_name="__main__", alter_sys=True)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _environment() -> dict[str, str]:
