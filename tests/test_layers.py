@@ -63,12 +63,6 @@ def test_every_form_of_import_is_seen(source: str, found: set[str]) -> None:
     assert imported_modules(source) == found
 
 
-def test_schedules_can_be_used_without_torch() -> None:
-    code = "import sys, lightning_pp.schedule; sys.exit('torch' in sys.modules)"
-    finished = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(PACKAGE.parent)})
-    assert finished.returncode == 0
-
-
 def test_conf_and_recipes_are_part_of_the_package() -> None:
     for name in ("conf", "recipes"):
         module = importlib.import_module(f"lightning_pp.{name}")
