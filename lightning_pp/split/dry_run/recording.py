@@ -337,7 +337,7 @@ class DryRun:
         if kind not in self._units_that_need_data:
             flow.call_reads_data = False
             try:
-                with self._saved_memory_counted(call), side_effects.attempt(self._part_of_units):
+                with self._saved_memory_noted(call), side_effects.attempt(self._part_of_units):
                     result = run_unit()
             except SplitError as error:
                 if not isinstance(error, NeedsDataError):
@@ -352,13 +352,13 @@ class DryRun:
         left: list[tuple[list[Any], dict[Any, list[Any]]]] = []  # by each run
         # the first is only to see whether numbers change with the signs of the data, which not all code accepts
         for data in (MadeUpData(1, signed=True), MadeUpData(1), MadeUpData(0)):
-            call.flops = call.weight_flops = call.flops_saved_by_policy = call.flops_run_again = call.saved_bytes = 0
+            call.flops = call.weight_flops = call.flops_saved_by_policy = call.flops_run_again = 0
             call.memory = HeldMemory()
             try:
                 with (
                     flow.made_up_data(data),
                     flow.watch.call_on_made_up_data(),
-                    self._saved_memory_counted(call),
+                    self._saved_memory_noted(call),
                     side_effects.attempt(self._part_of_units),
                 ):
                     made_up = run_unit()
@@ -479,30 +479,20 @@ class DryRun:
             self._flow.keep(self._graph.saved_behind(tensors, self._marker_nodes.values()), reads.memory.saved)
 
     @contextmanager
-    def _saved_memory_counted(self, call: UnitCall) -> Iterator[None]:
-        """Adds up what autograd keeps of a unit call between forward and backward, each memory once, parameters not."""
+    def _saved_memory_noted(self, call: UnitCall) -> Iterator[None]:
+        """Notes what autograd keeps of a unit call between forward and backward."""
         if not torch.is_grad_enabled():
             yield
             return
-        seen = {storage_of(fake) for fake in self._fake_parameters.fakes()}
-        kept: list[Tensor] = []  # a memory that is freed would be counted as the next at its address
-        flow = self._flow
+        flow = self._flow  # the graph holds ``pack``, which must not hold this recording
 
         def pack(tensor: Tensor) -> Tensor:
-            storage = storage_of(tensor)
-            if storage is not None and storage not in seen:
-                seen.add(storage)
-                kept.append(tensor if is_fake(tensor) else tensor.detach())
-                call.saved_bytes += tensor.untyped_storage().nbytes()
             flow.keep([tensor], call.memory.saved)
             call.flops_run_again = call.flops - call.flops_saved_by_policy
             return tensor
 
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                yield
-        finally:
-            kept.clear()  # the graph holds ``pack``, and these hold the graph
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
 
     def release(self) -> None:
         """Lets go of all tensors, since they hold the graph, which holds this recording where no collector sees it."""

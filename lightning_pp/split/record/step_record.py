@@ -195,8 +195,7 @@ class UnitCall:
         flops_saved_by_policy: Those of operations whose result a selective checkpoint policy saves.
         flops_run_again: The others, until autograd keeps something for the last time: what is checkpointed is run again
             up to there.
-        saved_bytes: What autograd keeps of it between forward and backward.
-        memory: The same by memories, without the batch; and what is kept after the input gradient.
+        memory: What is kept of it between forward and backward.
         given: Number to bytes of the memories of its arguments.
         activations: Places, among the leaves of its arguments, of floating-point tensors that depend on weights.
         region: Number of the checkpointed region (of the user's) that it is called in; None outside of one.
@@ -218,7 +217,6 @@ class UnitCall:
     weight_flops: int = 0
     flops_saved_by_policy: int = 0
     flops_run_again: int = 0
-    saved_bytes: int = 0
     memory: HeldMemory = field(default_factory=HeldMemory)
     given: dict[int, int] = field(default_factory=dict)
     activations: frozenset[int] = frozenset()
