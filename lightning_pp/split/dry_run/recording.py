@@ -37,9 +37,9 @@ from lightning_pp.split.record.step_record import (
 from lightning_pp.split.record.unknown_numbers import UnknownNumber, differing
 from lightning_pp.split.side_effects.module_state import python_generators
 from lightning_pp.split.side_effects.watch import ChangingHookError, SideEffectWatch
+from lightning_pp.split.unit_calls.call_arguments import fingerprint_of, shapes_of
 from lightning_pp.split.unit_calls.checkpointed_regions import never_run_again
 from lightning_pp.split.unit_calls.compute_dtype import cast_activations
-from lightning_pp.split.unit_calls.given import fingerprint_of, shapes_of
 from lightning_pp.split.unit_calls.selective_policy import Policy
 
 
@@ -184,9 +184,9 @@ class DryRun:
         run._is_second = True  # what is left may be the batch itself
         return run
 
-    def ask_of_progress(self, is_as_now: Callable[[Any], bool]) -> None:
-        """Records what the step asks of how far the training is: whether another progress answers it as now."""
-        self.record.asked_of_progress.append(is_as_now)
+    def note_progress_read(self) -> None:
+        """Records that the step may go by how far the training is."""
+        self.record.reads_progress = True
 
     def on_call(self, unit: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one unit on fakes and records it."""
@@ -311,6 +311,7 @@ class DryRun:
         self.record.hangs_on_values = any(call.looks_at is not None for call in calls) or any(
             look.is_in_python or look.num_calls_before < len(calls) for look in self._flow.looks
         )
+        self.record.looks = tuple(self._flow.seen)
         after = frozenset(self._flow.inter_unit_draws | self._draws_in_python)
         self.record.inter_unit_draws = InterUnitDraws(after, in_python=bool(self._draws_in_python))
         self.record.drawn_uses = self._flow.drawn_values.uses

@@ -9,6 +9,8 @@ from typing import Any, cast
 import lightning.pytorch as pl
 
 _NOT_THE_USERS = ("lightning", "lightning_pp", "lightning_utilities", "torch", "contextlib")
+# in a dry run what the user asks of the trainer passes through here
+_STANDS_FOR_TRAINERS = "lightning_pp.strategy.step.progress"
 _TRAINERS_WORLD_SIZE = cast(Any, pl.Trainer.world_size).fget.__code__
 
 
@@ -29,6 +31,8 @@ def user_reading_world_size() -> str | None:
     """
     trainers = sys._getframe(2)
     reader = trainers.f_back
+    while reader is not None and reader.f_globals.get("__name__") == _STANDS_FOR_TRAINERS:
+        reader = reader.f_back
     if trainers.f_code is not _TRAINERS_WORLD_SIZE or reader is None or not _is_users(reader):
         return None
     return _line(reader)
