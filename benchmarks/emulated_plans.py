@@ -31,7 +31,8 @@ from emulated_runs import CPU, SLEEPS, Block, DelayedBlock, Ours, has_whole_back
 from torch import Tensor, nn
 
 from lightning_pp.planning.cuts import CutOptions
-from lightning_pp.planning.schedule_options import ScheduleOptions
+from lightning_pp.planning.schedules.options import ScheduleOptions
+from lightning_pp.planning.schedules.source import schedule_source
 from lightning_pp.planning.stage_model import record_model
 from lightning_pp.planning.tuning import LayoutRequest, choose_layout
 from lightning_pp.runtime.transport.channels import Transport
@@ -97,7 +98,9 @@ def make_plan(model: str, schedule: str, ms: float) -> Plan:
     with torch.device("meta"):
         module = Language(MODELS[model]())
     batch = torch.zeros(2, 256, dtype=torch.int64)
-    request = LayoutRequest(ScheduleOptions(schedule), NUM_RANKS, NUM_MICROBATCHES, CutOptions(), "cuda")
+    request = LayoutRequest(
+        ScheduleOptions(schedule_source(schedule)), NUM_RANKS, NUM_MICROBATCHES, CutOptions(), "cuda"
+    )
     recording = record_model(
         module,
         device=CPU,

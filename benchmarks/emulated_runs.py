@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
-from lightning_pp.planning.stage_model import split_model
+from lightning_pp.planning.stage_model import assign_stages, record_model
 from lightning_pp.planning.step_plans import signature_of
 from lightning_pp.runtime.executor import PipelineExecutor, StepInputs
 from lightning_pp.runtime.transport.channels import Transport
@@ -168,15 +168,17 @@ class Ours:
         torch.manual_seed(0)
         batches = torch.randn(m, 2, WIDTH).unbind()
         module = Model(schedule.placement.num_stages, block)
-        split = split_model(
-            module,
-            device=CPU,
+        split = assign_stages(
+            record_model(
+                module,
+                device=CPU,
+                step=lambda _: module.training_step(batches[0]),
+                with_gradients=True,
+                patterns=["blocks.*"],
+                num_stages=schedule.placement.num_stages,
+            ),
             placement=schedule.placement,
-            step=lambda _: module.training_step(batches[0]),
-            with_gradients=True,
-            patterns=["blocks.*"],
             split_points=[f"blocks.{index}" for index in range(1, schedule.placement.num_stages)],
-            agree=lambda item: item,
         )
         split.fake_parameters.release(split.owned_by(rank))
         plan = split.plans.plan(

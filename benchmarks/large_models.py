@@ -103,7 +103,7 @@ def plan() -> dict[str, float]:
     import torch.distributed as dist
     from lightning.pytorch.plugins.precision import Precision
 
-    from lightning_pp.planning.stage_model import split_model
+    from lightning_pp.planning.stage_model import assign_stages, record_model
     from lightning_pp.schedule import Placement
     from lightning_pp.strategy.step.dry_steps import recorded_step
 
@@ -118,15 +118,16 @@ def plan() -> dict[str, float]:
         step = recorded_step(
             module, "training_step", batch_of(vocabulary, 1), [0], precision=Precision(), device=device
         )
-        split = split_model(
-            module,
-            device=device,
+        split = assign_stages(
+            record_model(
+                module,
+                device=device,
+                step=step,
+                with_gradients=True,
+                patterns=None,
+                num_stages=NUM_PROCESSES,
+            ),
             placement=Placement.interleaved(NUM_PROCESSES),
-            step=step,
-            with_gradients=True,
-            patterns=None,
-            split_points=None,
-            agree=lambda value: value,
         )
         split.fake_parameters.release(split.owned_by(rank))
         assert all(parameter.is_meta for parameter in module.parameters())

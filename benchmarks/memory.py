@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_pp import PipelineParallelStrategy
 from lightning_pp.runtime.timing import StepTimer
 from lightning_pp.split.memory.estimate import estimate_memory
-from lightning_pp.split.memory.state_memory import optimizer_bytes_per_parameter
+from lightning_pp.split.memory.state_memory import StateSizes, optimizer_bytes_per_parameter
 
 VOCABULARY, WIDTH, HEADS, LENGTH, SAMPLES = 256, 128, 4, 128, 2
 PARTS = ("parameters", "gradients", "optimizer state", "activations")
@@ -214,7 +214,7 @@ def ours(rank: int, schedule: str, setting: Setting) -> dict[str, Any]:
         split.partition,
         split.placement,
         split.parameter_sizes(),
-        optimizer_bytes_per_parameter=optimizer_bytes_per_parameter(torch.optim.AdamW),
+        StateSizes(optimizer_bytes=optimizer_bytes_per_parameter(torch.optim.AdamW)),
         schedule=last_step[0],
     )
     own = estimate.ranks[rank]

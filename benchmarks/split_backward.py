@@ -19,10 +19,10 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -31,14 +31,16 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from lightning_pp.runtime.split_backward.deferral import (
     WeightGradientQueue,
     collect_weight_gradients,
     weight_gradients_deferrable,
 )
+from lightning_pp.runtime.split_backward.replacements import TABLE
 
 MAX_RATIO_COMPUTE_BOUND = 1.05
 MAX_RATIO_TINY = 1.5
@@ -337,6 +339,41 @@ def measure_reruns() -> Reruns:
     return Reruns(*counts)
 
 
+class _ReplacingMode(TorchFunctionMode):
+    """What the table of replaced functions does, by a function mode."""
+
+    _functions: ClassVar[dict[Any, Any]] = {entry.original: entry.function for entry in TABLE}
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._functions.get(function, function)(*args, **(kwargs or {}))
+
+
+def share_left_for_w(make_scope: Callable[[], AbstractContextManager[Any]], is_checkpointed: bool) -> float | None:
+    """The share of the weights of torch's encoder layer whose gradient waits for W; None if backward fails."""
+    layer = nn.TransformerEncoderLayer(32, 2, 128, dropout=0.0, batch_first=True)
+    x = torch.randn(2, 8, 32, requires_grad=True)
+    with make_scope():
+        output = checkpoint(layer, x, use_reentrant=False) if is_checkpointed else layer(x)
+        try:
+            with collect_weight_gradients(WeightGradientQueue()):
+                torch.autograd.backward(output, torch.ones_like(output))
+        except CheckpointError:
+            return None
+    weights = [parameter for parameter in layer.parameters() if parameter.dim() == 2]
+    return sum(w.numel() for w in weights if w.grad is None) / sum(w.numel() for w in weights)
+
+
+def show_modes(console: Console) -> None:
+    """Prints what the table of replaced functions reaches beside a function mode."""
+    table = Table(title="Weights of nn.TransformerEncoderLayer whose gradients wait for W")
+    for column in ("", "replaced functions", "a function mode"):
+        table.add_column(column)
+    for name, is_checkpointed in (("as it is", False), ("checkpointed", True)):
+        shares = [share_left_for_w(scope, is_checkpointed) for scope in (weight_gradients_deferrable, _ReplacingMode)]
+        table.add_row(name, *["CheckpointError" if share is None else f"{share:.2f}" for share in shares])
+    console.print(table)
+
+
 def show(console: Console, timings: list[Timing], held: list[Held], reruns: Reruns) -> None:
     """Prints the three tables; "B in scope" is a full backward inside the scope that makes gradients deferrable."""
     table = Table(title="I + W over one full backward by plain autograd (medians, ms)")
@@ -404,7 +441,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         measure_time(workload, options.device, max(3, round(workload.num_repeats * options.repeats)))
         for workload in chosen
     ]
-    show(Console(width=160), timings, held, reruns)
+    console = Console(width=160)
+    show(console, timings, held, reruns)
+    show_modes(console)
     if options.json:
         figures = {
             "torch": torch.__version__,

@@ -24,7 +24,7 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
-from lightning_pp.planning.stage_model import SplitModel, split_model
+from lightning_pp.planning.stage_model import SplitModel, assign_stages, record_model
 from lightning_pp.planning.step_plans import signature_of
 from lightning_pp.runtime.randomness import StepRandomness
 from lightning_pp.runtime.stage import StageRunner
@@ -95,15 +95,16 @@ def llama(num_blocks: int, dim: int) -> L.LightningModule:
 
 def cut(module: L.LightningModule, batch: Tensor, num_stages: int) -> SplitModel:
     """Splits by a dry run, as the strategy does."""
-    return split_model(
-        module,
-        device=CPU,
+    return assign_stages(
+        record_model(
+            module,
+            device=CPU,
+            step=lambda dry: module.training_step(batch),
+            with_gradients=True,
+            patterns=None,
+            num_stages=num_stages,
+        ),
         placement=Placement.interleaved(num_stages),
-        step=lambda dry: module.training_step(batch),
-        with_gradients=True,
-        patterns=None,
-        split_points=None,
-        agree=lambda item: item,
     )
 
 

@@ -2,16 +2,18 @@
 
 Importing torch and Lightning takes seconds, so one process does it, from which the workers are forked, and these are
 reused: :meth:`WorkerPool.run` calls one module-level function in each of ``world_size`` workers, under the environment
-that ``torchrun`` would set. After a run each worker undoes what the function left behind; a worker that fails to come
-back is killed and replaced.
+that ``torchrun`` would set. After a run in which every rank returned, each worker undoes what the function left behind.
+Nothing of any other run is used again: a rank that fails tells so and exits, the others are killed, and all of them are
+replaced. To clean up after a failure would mean to destroy process groups that threads may still wait in.
 
 Life of one run, seen from the main process::
 
-    start the missing workers, wait until they have imported torch
+    wait for the workers; replace those that did not come back from their last run
+    open a store where the ranks find each other, as torchrun's agent does
     send the function to each rank
     collect the results; after the first failure the other ranks get ``grace`` seconds
-    kill the ranks that did not answer (their stacks become their failure)
-    tell the others to clean up; kill those that do not manage
+    a failure: note the stacks of ranks that did not answer, and replace all workers of the run
+    none: tell them to clean up, which they do while the main process goes on
 """
 
 from __future__ import annotations
@@ -19,9 +21,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import random
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -33,9 +33,11 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from pool_worker import HEAVY_MODULES, Failure, Task, pack, unpack, worker_main
+from torch.distributed import TCPStore
 
 START_TIMEOUT_S = 180.0
 CLEAN_UP_TIMEOUT_S = 20.0
+RUNS_OF_A_WORKER = 100  # then it is replaced, so that what runs leave in a process does not add up for ever
 
 
 @dataclass(frozen=True)
@@ -64,12 +66,25 @@ class _Worker:
         self.process.start()
         child.close()
         self.is_ready = False
+        self.num_runs = 0
 
-    def wait_until_ready(self, timeout_s: float) -> bool:
+    def wait_until_ready(self) -> bool:
         if not self.is_ready:
+            timeout_s = CLEAN_UP_TIMEOUT_S if self.num_runs else START_TIMEOUT_S
             with contextlib.suppress(EOFError, OSError):
                 self.is_ready = self.connection.poll(timeout_s) and self.connection.recv_bytes() == b"ready"
         return self.is_ready
+
+    def begin(self, task: Task, payload: bytes) -> None:
+        self.is_ready = False
+        self.num_runs += 1
+        self.connection.send_bytes(pickle.dumps(task))
+        self.connection.send_bytes(payload)
+
+    def clean_up(self) -> None:
+        """Lets the worker undo what the run left; :meth:`wait_until_ready` tells whether it managed."""
+        with contextlib.suppress(OSError):
+            self.connection.send_bytes(b"clean up")
 
     def stack(self) -> str:
         """The Python stacks of all its threads, for a worker that hangs."""
@@ -164,9 +179,8 @@ class WorkerPool:
             raise ValueError(f"world_size={world_size} is outside 1..{self.max_workers}, the size of this pool")
         if "<locals>" in function.__qualname__:
             raise ValueError(f"{function.__qualname__} is not at the top of its module, so workers cannot import it")
-        self._start(world_size)
-        workers = self._workers[:world_size]
-        port = _free_port()
+        workers = self._ready_workers(world_size)
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         backend = process_group if isinstance(process_group, str) else "gloo" if process_group else None
         payload = pack((args, kwargs))
         start = time.monotonic()
@@ -175,16 +189,15 @@ class WorkerPool:
                 module=function.__module__,
                 file=sys.modules[function.__module__].__file__ or "",
                 qualname=function.__qualname__,
-                environ={**_torchrun_environ(rank, world_size, port), **(environ or {})},
+                environ={**torchrun_environ(rank, world_size, store.port), **(environ or {})},
                 sys_path=list(sys.path),
                 process_group=backend,
                 timeout_s=timeout,
             )
-            worker.connection.send_bytes(pickle.dumps(task))
-            worker.connection.send_bytes(payload)
+            worker.begin(task, payload)
         outcomes = self._collect(workers, start, timeout, grace)
         seconds = time.monotonic() - start
-        self._clean_up(workers, outcomes)
+        self._finish(outcomes)
         failures = [outcome if isinstance(outcome, Failure) else None for outcome in outcomes]
         if expect_failure:
             if not any(failures):
@@ -200,17 +213,29 @@ class WorkerPool:
             worker.close()
         self._workers.clear()
 
-    def _start(self, count: int) -> None:
+    def _ready_workers(self, count: int) -> list[_Worker]:
         self._workers += [_Worker() for _ in range(count - len(self._workers))]
+        for rank in range(count):
+            if not self._workers[rank].wait_until_ready():
+                self._replace(rank)
         for worker in self._workers[:count]:
-            if not worker.wait_until_ready(START_TIMEOUT_S):
-                stack = worker.stack()
-                self._discard(worker)
-                raise WorkerError(f"a worker did not start within {START_TIMEOUT_S:.0f} s\n{stack}")
+            if not worker.wait_until_ready():
+                raise WorkerError(f"a worker did not start within {START_TIMEOUT_S:.0f} s\n{worker.stack()}")
+        return self._workers[:count]
 
-    def _discard(self, worker: _Worker) -> None:
-        self._workers.remove(worker)
-        worker.kill()
+    def _replace(self, rank: int) -> None:
+        """The new worker starts while the main process goes on."""
+        self._workers[rank].kill()
+        self._workers[rank] = _Worker()
+
+    def _finish(self, outcomes: list[Failure | tuple[Any] | None]) -> None:
+        """Makes the workers of a run ready for the next one."""
+        has_failed = any(isinstance(outcome, Failure) for outcome in outcomes)
+        for rank in range(len(outcomes)):
+            if has_failed or self._workers[rank].num_runs == RUNS_OF_A_WORKER:
+                self._replace(rank)
+            else:
+                self._workers[rank].clean_up()
 
     @staticmethod
     def _collect(
@@ -237,18 +262,6 @@ class WorkerPool:
             outcomes[rank] = Failure("WorkerHung", reason, workers[rank].stack())
         return outcomes
 
-    def _clean_up(self, workers: list[_Worker], outcomes: list[Failure | tuple[Any] | None]) -> None:
-        for worker, outcome in zip(workers, outcomes, strict=True):
-            if isinstance(outcome, Failure) and outcome.type in ("WorkerHung", "WorkerDied"):
-                self._discard(worker)
-            else:
-                worker.is_ready = False
-                with contextlib.suppress(OSError):
-                    worker.connection.send_bytes(b"clean up")
-        for worker in workers:
-            if worker in self._workers and not worker.wait_until_ready(CLEAN_UP_TIMEOUT_S):
-                self._discard(worker)
-
 
 def _report(name: str, failures: list[Failure | None]) -> str:
     lines = [f"{name} failed on {sum(f is not None for f in failures)} of {len(failures)} ranks"]
@@ -260,7 +273,8 @@ def _report(name: str, failures: list[Failure | None]) -> str:
     return "\n".join(lines)
 
 
-def _torchrun_environ(rank: int, world_size: int, port: int) -> dict[str, str]:
+def torchrun_environ(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """The environment variables that torchrun sets; a store has to listen at the port."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -275,17 +289,7 @@ def _torchrun_environ(rank: int, world_size: int, port: int) -> dict[str, str]:
         "TORCHELASTIC_RUN_ID": f"pool-{port}",
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RESTART_COUNT": "0",
+        # All ranks are clients of a store that is there. Else rank 0 hosts it, and a rank that asks before that asks
+        # again after most of a second.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-
-
-def _free_port() -> int:
-    """A free port below the range from which the kernel hands out ephemeral ones, so that nobody takes it meanwhile."""
-    generator = random.SystemRandom()
-    while True:
-        port = generator.randrange(15000, 32000)
-        with socket.socket() as listener:
-            try:
-                listener.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port

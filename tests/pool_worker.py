@@ -1,4 +1,4 @@
-"""What runs inside a worker of :mod:`pool`: a loop of calls, with a clean-up after each."""
+"""What runs inside a worker of :mod:`pool`: a loop of calls, with a clean-up after each that returned."""
 
 from __future__ import annotations
 
@@ -18,7 +18,16 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-HEAVY_MODULES = ("lightning.pytorch", "torch.distributed.checkpoint", "torch.distributed.fsdp")
+#: What a first training imports, some of it from within torch when it is first needed.
+HEAVY_MODULES = (
+    "lightning.pytorch",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torchmetrics",
+    "functorch.compile",
+    "lightning_pp.strategy.strategy",
+)
+THREADS_END_WITHIN_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -64,39 +73,43 @@ def worker_main(connection: Connection, stack_file: str) -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process decides when to stop
     threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
-    with open(stack_file, "w") as stacks:
+    own_threads = set(threading.enumerate())
+    # suppressed: the main process has closed its end
+    with open(stack_file, "w") as stacks, contextlib.suppress(EOFError, OSError):
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         _import_heavy()
         gc.freeze()  # what was imported stays; collections need not look through it
         environ = dict(os.environ)
         folder = os.getcwd()
-        connection.send_bytes(b"ready")
-        while True:
+        while _have_ended(own_threads):
+            connection.send_bytes(b"ready")
             # Lightning's signal handling puts Python's default handler in the place of this one
             faulthandler.unregister(signal.SIGUSR1)
             faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+            task: Task = pickle.loads(connection.recv_bytes())
+            outcome = _call(task, connection.recv_bytes())
             try:
-                task: Task = pickle.loads(connection.recv_bytes())
-                payload = connection.recv_bytes()
-            except EOFError:
-                break
-            outcome = _call(task, payload)
-            failed = isinstance(outcome, Failure)
-            if failed:
-                # At once, not after everybody has answered: peers that wait for this rank see a closed connection.
-                _destroy_process_group()
-            try:
-                connection.send_bytes(pack(outcome))
+                answer = pack(outcome)
             except Exception as error:  # whatever pickling raises
-                connection.send_bytes(pack(_failure(error)))
+                outcome = _failure(error)
+                answer = pack(outcome)
+            connection.send_bytes(answer)
+            if isinstance(outcome, Failure):
+                break  # at once: peers that wait for this rank see a closed connection
             del outcome
-            try:
-                connection.recv_bytes()
-            except EOFError:
-                break
+            connection.recv_bytes()  # until all ranks have answered nothing may be closed
             _reset(environ, folder)
-            connection.send_bytes(b"ready")
     os._exit(0)  # skips exit handlers of libraries, which may wait for peers
+
+
+def _have_ended(own_threads: set[threading.Thread]) -> bool:
+    """Whether no thread is left that a run started; those that are told to end get a moment."""
+    deadline = time.monotonic() + THREADS_END_WITHIN_S
+    while not set(threading.enumerate()) <= own_threads:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def _exit_with_parent(parent: int) -> None:
@@ -176,14 +189,6 @@ def _set_lightning_rank(rank: int) -> None:
     importlib.import_module("lightning.fabric.utilities.rank_zero").rank_zero_only.rank = rank
 
 
-def _destroy_process_group() -> None:
-    import torch
-
-    with contextlib.suppress(Exception):
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-
-
 def _reset(environ: dict[str, str], folder: str) -> None:
     """Undo what a test function left: every later test meets the worker as if it were new."""
     import gc
@@ -191,7 +196,8 @@ def _reset(environ: dict[str, str], folder: str) -> None:
     import numpy
     import torch
 
-    _destroy_process_group()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
     os.environ.clear()
     os.environ.update(environ)
     os.chdir(folder)

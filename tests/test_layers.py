@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -73,3 +74,19 @@ def test_conf_and_recipes_are_part_of_the_package() -> None:
     for name in ("conf", "recipes"):
         module = importlib.import_module(f"lightning_pp.{name}")
         assert Path(module.__file__ or "").parent.parent == PACKAGE
+
+
+def test_the_picture_and_the_table_of_rooms_are_those_of_today() -> None:
+    spec = importlib.util.spec_from_file_location("draw_rooms", ROOT / "docs" / "draw_rooms.py")
+    assert spec is not None and spec.loader is not None
+    draw_rooms = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(draw_rooms)
+    remedy = "run python docs/draw_rooms.py"
+    assert draw_rooms.PICTURE.read_text() == draw_rooms.picture(), remedy
+    assert draw_rooms.DOCUMENT.read_text() == draw_rooms.document(), remedy
+
+
+def test_no_room_is_overfull() -> None:
+    for folder in sorted(path for path in PACKAGE.rglob("*") if path.is_dir() and "__pycache__" not in path.parts):
+        files = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
+        assert len(files) <= 13, f"{folder.relative_to(PACKAGE)} has {len(files)} files: {files}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from dataclasses import dataclass
 
@@ -68,6 +69,33 @@ def fail_while_peers_wait(hang: bool) -> None:
     dist.barrier()
 
 
+def fail_while_a_thread_receives() -> None:
+    """As a fit does that fails while messages between the ranks are under way."""
+    group = dist.new_group()
+    threading.Thread(target=receive_for_ever, args=(group,), daemon=True).start()
+    time.sleep(0.05)
+    raise ValueError("a problem on every rank")
+
+
+def receive_for_ever(group: dist.ProcessGroup) -> None:
+    while True:
+        dist.irecv(torch.empty(4), group=group, group_src=1 - dist.get_rank()).wait()
+
+
+def leave_a_thread_on_rank_zero() -> None:
+    if os.environ["RANK"] == "0":
+        threading.Thread(target=sleep_forever, daemon=True).start()
+
+
+def seconds_of_meeting(late_rank: int, delay_s: float) -> float:
+    start = time.monotonic()
+    if os.environ["RANK"] == str(late_rank):
+        time.sleep(delay_s)
+    dist.init_process_group("gloo")
+    dist.barrier()
+    return time.monotonic() - start
+
+
 def die_on_rank_one() -> None:
     if os.environ["RANK"] == "1":
         os._exit(17)
@@ -118,7 +146,46 @@ def test_failure_ends_the_wait_of_peers(pool: WorkerPool) -> None:
     assert report.seconds < 10 and report.failures[0] is not None
     assert isinstance(report.failures[1], Failure)
     assert (report.failures[1].type, report.failures[1].message) == ("ValueError", "rank 1 has a problem")
-    assert [environ["pid"] for environ in pool.run(environment)] == pids
+    assert not set(pids) & {environ["pid"] for environ in pool.run(environment)}, "no process of a failed run is kept"
+
+
+def test_ranks_that_returned_are_replaced_if_another_one_failed(pool: WorkerPool) -> None:
+    pids = [environ["pid"] for environ in pool.run(environment, world_size=3)]
+    report = pool.run(fail_on_rank, 1, process_group=True, expect_failure=True)
+    assert report.failures[0] is None
+    later = [environ["pid"] for environ in pool.run(environment, world_size=3)]
+    assert later[2] == pids[2], "a worker that was not in the run goes on"
+    assert not set(pids[:2]) & set(later)
+
+
+def test_failed_runs_with_receives_under_way_do_not_disturb_the_next(pool: WorkerPool) -> None:
+    for _ in range(5):
+        report = pool.run(fail_while_a_thread_receives, process_group=True, expect_failure=True)
+        assert [failure and failure.type for failure in report.failures] == ["ValueError", "ValueError"]
+        assert report.seconds < 10
+        assert [result.item() for result in pool.run(summed_ranks, Point(torch.ones(1)), process_group=True)] == [3, 3]
+
+
+def test_a_worker_with_a_thread_left_is_replaced(pool: WorkerPool) -> None:
+    pids = [environ["pid"] for environ in pool.run(environment)]
+    pool.run(leave_a_thread_on_rank_zero)
+    later = [environ["pid"] for environ in pool.run(environment)]
+    assert later[0] != pids[0] and later[1] == pids[1]
+
+
+def test_a_worker_is_replaced_after_so_many_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pool.RUNS_OF_A_WORKER", 2)
+    workers = WorkerPool()
+    pids = [workers.run(environment, world_size=1)[0]["pid"] for _ in range(4)]
+    workers.close()
+    assert pids[0] == pids[1] != pids[2] == pids[3]
+
+
+def test_ranks_find_each_other_at_once_in_any_order(pool: WorkerPool) -> None:
+    """Rank 1 asks for the store first, and is not sent away to ask again later."""
+    pool.run(environment)
+    waited = max(pool.run(seconds_of_meeting, late_rank=0, delay_s=0.3))
+    assert waited < 0.9
 
 
 def test_hanging_peer_is_killed_after_the_grace_period(pool: WorkerPool) -> None:

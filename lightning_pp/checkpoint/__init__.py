@@ -7,34 +7,30 @@ A single file is what a Trainer on one device writes and reads.
 from __future__ import annotations
 
 from lightning_pp.checkpoint.ownership.catalog import ParameterCatalog
-from lightning_pp.checkpoint.ownership.local import local_state_dict
-from lightning_pp.checkpoint.reading.load import load_checkpoint, open_checkpoint
+from lightning_pp.checkpoint.ownership.rank_part import RankPart
+from lightning_pp.checkpoint.reading.initial_weights import load_weights
+from lightning_pp.checkpoint.reading.open import open_checkpoint
 from lightning_pp.checkpoint.reading.opened import OpenedCheckpoint, load_state
-from lightning_pp.checkpoint.reading.weights import load_weights
 from lightning_pp.checkpoint.writing.background import BackgroundSaver
-from lightning_pp.checkpoint.writing.full import gather_full_optimizer_state, gather_full_state
-from lightning_pp.checkpoint.writing.sharded import (
-    ShardedSave,
-    is_sharded_checkpoint,
-    make_stager,
-    prepare_save,
-    save_sharded,
+from lightning_pp.checkpoint.writing.sharded import ShardedSave, make_stager, prepare_save
+from lightning_pp.checkpoint.writing.single_file import (
+    gather_full_optimizer_state,
+    gather_full_state,
+    make_room_for_file,
 )
 
 __all__ = [
     "BackgroundSaver",
     "OpenedCheckpoint",
     "ParameterCatalog",
+    "RankPart",
     "ShardedSave",
     "gather_full_optimizer_state",
     "gather_full_state",
-    "is_sharded_checkpoint",
-    "load_checkpoint",
     "load_state",
     "load_weights",
-    "local_state_dict",
+    "make_room_for_file",
     "make_stager",
     "open_checkpoint",
     "prepare_save",
-    "save_sharded",
 ]

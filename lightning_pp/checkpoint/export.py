@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map_only
 
+from lightning_pp.checkpoint._torch_private import tree_flatten, tree_map_only
 from lightning_pp.checkpoint.ownership.catalog import enumerate_names
 from lightning_pp.checkpoint.reading.opened import OpenedCheckpoint
 from lightning_pp.checkpoint.reading.opened_file import FileCheckpoint

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -23,9 +22,7 @@ from omegaconf import DictConfig
 import lightning_pp.conf  # noqa: F401  (importing it registers the schema)
 from lightning_pp.cli import launch
 from lightning_pp.cli.problems import UserError, explain_override, print_problem, rank_zero_first, user_errors
-
-if TYPE_CHECKING:
-    from lightning_pp.cli.run import Run
+from lightning_pp.cli.run import Run
 
 
 def main() -> None:
@@ -51,9 +48,6 @@ def _run(config: DictConfig) -> None:
     run: Run | None = None
     try:
         _refuse_self_launched_sweep(config)
-        # Imported here so that --help, and a mistyped override, do not wait for torch.
-        from lightning_pp.cli.run import Run
-
         with user_errors():
             run = Run.build(config)
         run.execute()

@@ -6,11 +6,18 @@ import argparse
 import inspect
 import re
 import sys
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch.nn import Module
+import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from torch.nn import Module
+
+from lightning_pp.checkpoint import export as files
+from lightning_pp.checkpoint.ownership.catalog import enumerate_names
+from lightning_pp.errors import CheckpointError, ConfigurationError
 
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -31,8 +38,6 @@ examples:
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of the command."""
     options = _parser().parse_args(arguments)
-    from lightning_pp.errors import CheckpointError, ConfigurationError
-
     try:
         written = export(options)
     except (CheckpointError, ConfigurationError, OSError, ImportError) as error:
@@ -49,11 +54,6 @@ def export(options: argparse.Namespace) -> str:
         CheckpointError: The source is no whole checkpoint, does not fit the module, or the target exists.
         ConfigurationError: The options contradict each other, or the module cannot be made.
     """
-    import torch
-
-    from lightning_pp.checkpoint import export as files
-    from lightning_pp.errors import CheckpointError, ConfigurationError
-
     if not options.source.exists():
         raise CheckpointError(f"{options.source} does not exist (looked from {Path.cwd()})")
     kind = options.format or {".safetensors": "safetensors", ".ckpt": "ckpt"}.get(options.target.suffix, "folder")
@@ -139,17 +139,11 @@ def _told(weights: Any, target: Path) -> str:
 
 def _module(spec: str | None, source: Path, content: dict[str, Any]) -> Module | None:
     """The module on the meta device: named, or from the config that a run of ``lightning-pp`` left above ``source``."""
-    import torch
-
-    from lightning_pp.errors import ConfigurationError
-
     with torch.device("meta"):
         if spec is not None:
             found = _class(spec)
             module = found(**_hyper_parameters(found, content))
         elif (config := _config_of_run(source)) is not None:
-            from hydra.utils import instantiate
-
             module = instantiate(config.model, _convert_="all")
         else:
             return None
@@ -161,10 +155,6 @@ def _module(spec: str | None, source: Path, content: dict[str, Any]) -> Module |
 
 
 def _class(spec: str) -> Any:
-    from importlib import import_module
-
-    from lightning_pp.errors import ConfigurationError
-
     package, colon, name = spec.partition(":")
     sys.path.insert(0, str(Path.cwd()))
     try:
@@ -193,8 +183,6 @@ def _config_of_run(source: Path) -> Any:
     for folder in source.absolute().parents:
         file = folder / ".hydra" / "config.yaml"
         if file.is_file():
-            from omegaconf import OmegaConf
-
             config = OmegaConf.load(file)
             return config if "model" in config else None
     return None
@@ -210,9 +198,6 @@ def _wrapped_model(module: Module) -> tuple[str, Any] | None:
 
 
 def _check_names(weights: Any, model: Any, source: Path) -> None:
-    from lightning_pp.checkpoint.ownership.catalog import enumerate_names
-    from lightning_pp.errors import CheckpointError
-
     expected = model.state_dict()
     there = {*weights.names, *weights.tied}
     missing = [name for name in expected if name not in there]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from hydra.errors import ConfigCompositionException, InstantiationException
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
@@ -40,9 +41,8 @@ def user_errors(*also: type[Exception]) -> Iterator[None]:
         cause = error.__cause__
         if full_errors_wanted() or cause is None:
             raise
-        if isinstance(cause, (*OWN_ERRORS, ValueError, TypeError, OSError, ImportError)) or _is_lightning_refusal(
-            cause
-        ):
+        known = (*OWN_ERRORS, MisconfigurationException, ValueError, TypeError, OSError, ImportError)
+        if isinstance(cause, known):
             raise UserError(f"{cause}") from error
         raise
     except OWN_ERRORS as error:
@@ -54,15 +54,9 @@ def user_errors(*also: type[Exception]) -> Iterator[None]:
             raise
         raise UserError(str(error)) from error
     except Exception as error:
-        if full_errors_wanted() or not (isinstance(error, also) or _is_lightning_refusal(error)):
+        if full_errors_wanted() or not isinstance(error, (*also, MisconfigurationException)):
             raise
         raise UserError(str(error)) from error
-
-
-def _is_lightning_refusal(error: BaseException) -> bool:
-    from lightning.fabric.utilities.exceptions import MisconfigurationException
-
-    return isinstance(error, MisconfigurationException)
 
 
 def full_errors_wanted() -> bool:

@@ -1,10 +1,24 @@
-"""The private names of torch that this layer uses; tried with torch 2.11 to 2.13."""
+"""The private names of torch that this layer uses; nothing else in it uses any.
+
+Tried with torch 2.11 to 2.13. Importing fails, and says which name is missing, where a version has one no longer.
+"""
 
 from __future__ import annotations
 
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_pp._private_names import private
+
+for _owner, _name in ((DeviceMesh, "_flatten"), (Tensor, "_indices"), (Tensor, "_values")):
+    private(_owner, _name)
 
 
 def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """``mesh`` as one dimension ``name``, which the mesh that it is part of knows by that name from then on."""
     return mesh._flatten(name)
+
+
+def parts_of_sparse(tensor: Tensor) -> list[Tensor]:
+    """Indices and values of a sparse tensor, also of one that is not coalesced, as they lie in it."""
+    return [tensor._indices(), tensor._values()]

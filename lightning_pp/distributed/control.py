@@ -116,13 +116,6 @@ class ControlGroups:
             return [item]
         return [pickle.loads(payload) for payload in _start_all_gather(pickle.dumps(item), self.pipeline)()]
 
-    def broadcast_tensor(self, tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
-        """Overwrites ``tensor`` with the last stage's; any dtype, contiguous, on a device that ``group`` supports."""
-        group = group or self.pipeline
-        if group is not None and self.pipeline_size > 1 and tensor.numel() > 0:
-            # As bytes, because backends differ in the dtypes they know.
-            dist.broadcast(tensor.view(-1).view(torch.uint8), group=group, group_src=self.last_stage_rank)
-
 
 def make_control_groups(
     num_pipeline_ranks: int, num_replicas: int, last_stage_rank: int, timeout: timedelta | None

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_pp.distributed._torch_private import parts_of_sparse
 from lightning_pp.errors import BatchError
 from lightning_pp.split.data.tree import entries_of
 
@@ -157,7 +158,7 @@ def _dense_parts(tensor: Tensor) -> list[Tensor]:
         jagged: Any = tensor
         return [jagged.values(), jagged.offsets()]
     if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
+        return parts_of_sparse(tensor)
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):

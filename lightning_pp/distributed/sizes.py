@@ -71,8 +71,7 @@ class ParallelSizes:
     @classmethod
     def _of_two_axes(cls, pipeline: int | Auto, data_parallel: int | Auto, world_size: int) -> ParallelSizes:
         for name, size in (("pipeline_parallel_size", pipeline), ("data_parallel_size", data_parallel)):
-            if size != "auto" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-                raise ConfigurationError(f"{name}={size!r} must be an integer of at least 1, or 'auto'.")
+            check_size(name, size)
         if pipeline == "auto":
             given = 1 if data_parallel == "auto" else data_parallel
             if world_size % given:
@@ -97,6 +96,12 @@ class ParallelSizes:
         return cls(pipeline, data_parallel)
 
 
+def check_size(name: str, size: int | Auto) -> None:
+    """Raises :class:`ConfigurationError` unless ``size``, the strategy's argument ``name``, can be one."""
+    if size != "auto" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+        raise ConfigurationError(f"{name}={size!r} must be an integer of at least 1, or 'auto'.")
+
+
 def resolve_num_microbatches(num_microbatches: int | Auto, pipeline_size: int, batch_size: int | None) -> int:
     """The number of microbatches to cut a batch of ``batch_size`` samples into.
 
@@ -107,11 +112,8 @@ def resolve_num_microbatches(num_microbatches: int | Auto, pipeline_size: int, b
     Raises:
         ConfigurationError: The number is less than 1.
     """
+    check_size("num_microbatches", num_microbatches)
     if num_microbatches != "auto":
-        if not isinstance(num_microbatches, int) or isinstance(num_microbatches, bool) or num_microbatches < 1:
-            raise ConfigurationError(
-                f"num_microbatches={num_microbatches!r} must be an integer of at least 1, or 'auto'."
-            )
         return num_microbatches
     if pipeline_size == 1:
         return 1

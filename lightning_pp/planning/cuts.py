@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.planning.memory_limit import DeviceMemory
-from lightning_pp.planning.schedule_options import ScheduleOptions
+from lightning_pp.planning.memory.limit import Cut, DeviceMemory
+from lightning_pp.planning.schedules.given_costs import GivenCosts
 from lightning_pp.schedule import Placement, Schedule, StageCosts
 from lightning_pp.split.cut.partition import Partition, UnitMemory, moved_cuts, partition_units
 from lightning_pp.split.cut.unit_costs import UnitCost, calibrated, estimate_unit_costs, stage_costs
@@ -26,11 +26,13 @@ class CutOptions:
         split_points: Names of the units that start stages 1, 2, ..., or None to balance.
         unit_weights: Name or shell pattern of units to a factor for their cost.
         rank_speeds: For each rank of the pipeline how fast it is, compared with the others; None: all alike.
+        units: Names or shell patterns of what the user calls units, or None to discover them.
     """
 
     split_points: Sequence[str] | None = None
     unit_weights: Mapping[str, float] | None = None
     rank_speeds: Sequence[float] | None = None
+    units: Sequence[str] | None = None
 
     def speeds_of_stages(self, placement: Placement) -> list[float]:
         """The speed of each stage's rank."""
@@ -39,27 +41,28 @@ class CutOptions:
         return [self.rank_speeds[rank] for rank in placement.rank_of_stage]
 
 
+def names_of(names: Sequence[str] | str | None) -> Sequence[str] | None:
+    """Several names, where one may be given by itself."""
+    return [names] if isinstance(names, str) else names
+
+
 def measured_unit_costs(
-    record: StepRecord, num_parameters: Mapping[str, int], options: ScheduleOptions, cut: CutOptions
+    record: StepRecord, num_parameters: Mapping[str, int], measured: GivenCosts | None, cut: CutOptions
 ) -> dict[str, UnitCost] | None:
     """Milliseconds of units on a rank of speed 1, from given costs of stages, if these say which units the stages had.
 
     Returns:
         None without given costs, or if they are of unknown or other units.
     """
-    stages = options.costs_measured_on.get("stages")
-    if options.costs is None or not isinstance(stages, list) or not all(isinstance(units, list) for units in stages):
-        return None
-    if options.costs.num_stages not in (None, len(stages)):
+    if measured is None or measured.units is None or measured.stages.num_stages not in (None, len(measured.units)):
         return None
     try:
-        units = calibrated(estimate_unit_costs(record, num_parameters), options.costs, stages)
+        units = calibrated(estimate_unit_costs(record, num_parameters), measured.stages, measured.units)
     except ConfigurationError:
         return None
-    ranks = options.costs_measured_on.get("rank_of_stage")
-    if cut.rank_speeds is None or not isinstance(ranks, list):
+    if cut.rank_speeds is None or measured.ranks is None:
         return units
-    for rank, members in zip(ranks, stages, strict=False):
+    for rank, members in zip(measured.ranks, measured.units, strict=False):
         if rank < len(cut.rank_speeds):
             speed = cut.rank_speeds[rank]
             units.update({unit: units[unit].scaled(speed, speed, speed) for unit in members if unit in units})
@@ -75,8 +78,7 @@ def best_partition(
     costs: Mapping[str, UnitCost] | None,
     program: Schedule,
     memory: DeviceMemory | None = None,
-    keeps_order: bool = True,
-    held_by: Schedule | None = None,
+    held_by: Sequence[Schedule | None] | None = None,
 ) -> Partition:
     """The cut with the shortest step that is found: the balanced one, then one cut after the other moved.
 
@@ -92,8 +94,8 @@ def best_partition(
         costs: Measured costs of units; None for FLOPs.
         program: A schedule on this placement.
         memory: What ranks may hold; None for no limit.
-        keeps_order: Whether the limit is to be kept by ``program``; False: by a schedule that is searched for.
-        held_by: What the limit is to be kept by instead of ``program``, where a search finds what holds less.
+        held_by: Schedules to keep that limit by, tried in order; None among them: one microbatch at a time. By default
+            ``program``.
 
     Raises:
         ConfigurationError, SplitError: As :func:`~lightning_pp.split.cut.partition.partition_units` says; nothing fits
@@ -112,24 +114,35 @@ def best_partition(
             memory=units,
         )
 
+    orders = held_by or (program,)
     if cut.split_points is not None or placement.num_ranks == 1:
         partition = balanced(None)
         if memory is not None:
-            memory.check(partition, placement, (held_by or program) if keeps_order else None)
+            memory.check(partition, placement, orders[-1])
         return partition
-    holding = held_by or program
-    kept_by: Schedule | None = holding
     if memory is None:
-        partition = balanced(None)
-    else:
+        return _with_moved_cuts(record, balanced(None), program, cut, lambda moved: True)
+    partition, order = _fitting(memory, balanced, placement, orders)
+    return _with_moved_cuts(record, partition, program, cut, lambda moved: memory.fits(moved, placement, order))
+
+
+def _fitting(
+    memory: DeviceMemory, balanced: Cut, placement: Placement, orders: Sequence[Schedule | None]
+) -> tuple[Partition, Schedule | None]:
+    """A cut that keeps the limit, and the first of ``orders`` by which there is one."""
+    for order in orders[:-1]:
         try:
-            partition = memory.fitting_partition(balanced, placement, holding, kept_by)
+            return memory.fitting_partition(balanced, placement, order), order
         except ConfigurationError:
-            if keeps_order:
-                raise
-            kept_by = None
-            partition = memory.fitting_partition(balanced, placement, holding, kept_by)
-    speeds = cut.speeds_of_stages(placement)
+            continue
+    return memory.fitting_partition(balanced, placement, orders[-1]), orders[-1]
+
+
+def _with_moved_cuts(
+    record: StepRecord, partition: Partition, program: Schedule, cut: CutOptions, fits: Callable[[Partition], bool]
+) -> Partition:
+    """Moves cuts by one unit at a time as long as that makes the step of ``program`` shorter."""
+    speeds = cut.speeds_of_stages(program.placement)
 
     def step_time(candidate: Partition) -> float:
         return max(program.simulate(stage_costs(candidate.unit_costs, candidate.stage_of_unit, speeds)).span_ms)
@@ -140,16 +153,16 @@ def best_partition(
         for candidate in moved_cuts(record, partition):
             tried += 1
             time = step_time(candidate)
-            if time < best * _WORTH_A_MOVE and (memory is None or memory.fits(candidate, placement, kept_by)):
+            if time < best * _WORTH_A_MOVE and fits(candidate):
                 partition, best, improved = candidate, time, True
                 break
     return partition
 
 
-def costs_of_other_cuts(given: StageCosts, partition: Partition, speeds: Sequence[float]) -> StageCosts:
+def costs_of_other_cuts(measured: StageCosts, partition: Partition, speeds: Sequence[float]) -> StageCosts:
     """Costs of the stages of ``partition``, cut by measured costs of units; messages as they were on average."""
-    number = given.num_stages or 1
-    resolved = given.per_stage(number)
+    number = measured.num_stages or 1
+    resolved = measured.per_stage(number)
     costs = stage_costs(partition.unit_costs, partition.stage_of_unit, speeds)
     return replace(
         costs,

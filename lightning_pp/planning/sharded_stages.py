@@ -30,23 +30,23 @@ class ShardingSettings:
         mode: See :mod:`lightning_pp.schedule.sharding`.
         unshard_budget: With ``full_shard``, the most bytes of gathered parameters on a rank at any time; None chooses.
         cpu_offload: Keep what is sharded on the host between steps.
+        replicate_size: How many of the data-parallel ranks hold the same shards.
+
+    Raises:
+        ConfigurationError: The mode is unknown, or has no use for another argument.
     """
 
     mode: ShardingMode = "shard_grad_op"
     unshard_budget: int | None = None
     cpu_offload: bool = False
+    replicate_size: int = 1
 
-    def replaces_parameters(self, dtypes: StepDtypes) -> bool:
-        """Whether units compute with other tensors than those that are kept between steps."""
-        return self.mode != "replicate" or dtypes.compute is not None
-
-    def check(self, data_parallel_replicate_size: int = 1) -> None:
-        """Raises :class:`ConfigurationError` for an unknown mode, and for arguments that the mode has no use for."""
+    def __post_init__(self) -> None:
         if self.mode not in SHARDING_MODES:
             raise ConfigurationError(f"sharding={self.mode!r} is unknown: choose one of {', '.join(SHARDING_MODES)}.")
-        if self.mode == "replicate" and data_parallel_replicate_size != 1:
+        if self.mode == "replicate" and self.replicate_size != 1:
             raise ConfigurationError(
-                f"data_parallel_replicate_size={data_parallel_replicate_size} shards within groups of replicas, but "
+                f"data_parallel_replicate_size={self.replicate_size} shards within groups of replicas, but "
                 "sharding='replicate' shards nothing: leave it at 1, or choose shard_grad_op or full_shard."
             )
         if not isinstance(self.cpu_offload, bool):
@@ -67,6 +67,10 @@ class ShardingSettings:
             )
         if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
             raise ConfigurationError(f"unshard_budget={budget!r} must be a number of bytes, at least 1, or None.")
+
+    def replaces_parameters(self, dtypes: StepDtypes) -> bool:
+        """Whether units compute with other tensors than those that are kept between steps."""
+        return self.mode != "replicate" or dtypes.compute is not None
 
 
 def make_units(

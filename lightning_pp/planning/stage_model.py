@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pp.planning.recomputed_units import ActivationCheckpointing, policy_of, recomputation_of
+from lightning_pp.planning.activation_checkpointing import ActivationCheckpointing, policy_of, recomputation_of
 from lightning_pp.planning.step_plans import StepPlanCache
 from lightning_pp.runtime.recomputation import Recomputation
 from lightning_pp.schedule import Placement
@@ -75,52 +75,6 @@ class SplitModel:
         return {name: unit for name, unit in self.units.items() if self.partition.stage_of_unit[name] in stages}
 
 
-def split_model(
-    module: nn.Module,
-    *,
-    device: torch.device,
-    placement: Placement,
-    step: Callable[[DryRun], Any],
-    with_gradients: bool,
-    patterns: Sequence[str] | None,
-    split_points: Sequence[str] | None,
-    agree: Callable[[Any], Any],
-    compute_dtype: torch.dtype | None = None,
-    activation_checkpointing: ActivationCheckpointing = False,
-) -> SplitModel:
-    """Finds the units of ``module``, records ``step`` and assigns units to stages and parameters to owners.
-
-    Nothing of the model is moved or dropped yet, except that its buffers go to ``device``.
-
-    Args:
-        module: The whole model.
-        device: Where this rank computes.
-        placement: Which rank holds which stages.
-        step: Runs the user's step for one microbatch.
-        with_gradients: Whether it is a training step.
-        patterns: What the user calls units, or None to discover them.
-        split_points: Units that start a stage, or None to balance.
-        agree: Returns rank 0's argument on every rank: replicas see batches of different lengths, and must still cut
-            at the same places.
-        compute_dtype: The dtype of parameters while their unit runs; None: their own.
-        activation_checkpointing: The strategy's.
-
-    Raises:
-        ConfigurationError, SplitError: As :func:`partition_units` and :func:`dry_run` say.
-    """
-    recording = record_model(
-        module,
-        device=device,
-        step=step,
-        with_gradients=with_gradients,
-        patterns=patterns,
-        num_stages=placement.num_stages,
-        compute_dtype=compute_dtype,
-        activation_checkpointing=activation_checkpointing,
-    )
-    return assign_stages(recording, placement=placement, split_points=split_points, agree=agree)
-
-
 @dataclass(frozen=True)
 class RecordedModel:
     """A model with its units, and its step as a dry run saw it.
@@ -158,10 +112,21 @@ def record_model(
 ) -> RecordedModel:
     """Finds the units of ``module``, at least ``num_stages`` of them if there are so many, and records ``step``.
 
-    The arguments are those of :func:`split_model`, and the strategy's ``activation_checkpointing``.
+    Nothing of the model is moved or dropped, except that its buffers go to ``device``.
+
+    Args:
+        module: The whole model.
+        device: Where this rank computes.
+        step: Runs the user's step for one microbatch.
+        with_gradients: Whether it is a training step.
+        patterns: What the user calls units, or None to discover them.
+        num_stages: How many stages there are to be.
+        compute_dtype: The dtype of parameters while their unit runs; None: their own.
+        activation_checkpointing: The strategy's.
 
     Raises:
-        ConfigurationError: As :func:`~lightning_pp.planning.recomputed_units.recomputation_of` says.
+        ConfigurationError, SplitError: As :func:`~lightning_pp.planning.activation_checkpointing.recomputation_of` and
+            :func:`~lightning_pp.split.dry_run.run.dry_run` say.
     """
     materialize_buffers(module, device)
     fake_parameters = FakeParameters(module, device)
@@ -185,7 +150,6 @@ def assign_stages(
     *,
     placement: Placement,
     split_points: Sequence[str] | None = None,
-    agree: Callable[[Any], Any] = lambda decided: decided,
     partition: Partition | None = None,
     updates: Updates = MappingProxyType({}),
 ) -> SplitModel:
@@ -195,8 +159,7 @@ def assign_stages(
         recording: The model.
         placement: Which rank holds which stages.
         split_points: Units that start a stage, or None to balance.
-        agree: Returns rank 0's argument on every rank.
-        partition: Which stage each unit is on, where that is decided; then the two before it mean nothing.
+        partition: Which stage each unit is on, where that is decided; ``split_points`` means nothing then.
         updates: Parameters that hooks write into, and those that they compute their new values from.
 
     Raises:
@@ -209,14 +172,11 @@ def assign_stages(
         recording.record,
     )
     if partition is None:
-        partition = agree(
-            partition_units(
-                record, placement=placement, num_parameters=recording.num_parameters, split_points=split_points
-            )
+        partition = partition_units(
+            record, placement=placement, num_parameters=recording.num_parameters, split_points=split_points
         )
-    build_plan(
-        record, partition.stage_of_unit, placement.num_stages
-    )  # raises what cannot be cut before anything changes
+    # what cannot be cut is raised before anything changes
+    build_plan(record, partition.stage_of_unit, placement.num_stages)
     places = places_of(recording, partition, updates)
     plans = StepPlanCache(module, units, fake_parameters, recording.recomputation)
     plans.set_partition(places.partition.stage_of_unit, placement.num_stages, places.owners)

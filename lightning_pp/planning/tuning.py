@@ -5,24 +5,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 from lightning_pp.errors import ConfigurationError, ScheduleError, SplitError
 from lightning_pp.planning.cuts import CutOptions, best_partition, costs_of_other_cuts, measured_unit_costs
-from lightning_pp.planning.memory_limit import DeviceMemory
-from lightning_pp.planning.schedule_options import ScheduleOptions
+from lightning_pp.planning.memory.limit import DeviceMemory
+from lightning_pp.planning.schedules.given_costs import GivenCosts
+from lightning_pp.planning.schedules.options import ScheduleOptions
 from lightning_pp.planning.stage_costs import assumed_speed, estimated_costs
-from lightning_pp.schedule import Placement, Schedule, StageCosts, build_schedule
-from lightning_pp.schedule.program.whole_batch import whole_backwards
-from lightning_pp.schedule.registry import schedule_family
-from lightning_pp.schedule.search.auto import check_exact_is_practical
+from lightning_pp.schedule import Placement, Schedule, StageCosts
 from lightning_pp.split.cut.partition import Partition
 from lightning_pp.split.cut.unit_costs import UnitCost
 from lightning_pp.split.record.step_record import StepRecord
 
 _log = logging.getLogger(__name__)
 
-_STAGES_PER_RANK_TRIED = (1, 2)
 # More stages on a rank mean more messages and more actions than the estimate knows of.
 _WORTH_MORE_STAGES = 0.98
 
@@ -73,41 +71,22 @@ class LayoutRequest:
     @property
     def fewest_stages(self) -> int:
         """Stages that there have to be units for."""
-        options = self.options
-        if options.from_file is not None:
-            return options.from_file.placement.num_stages
-        return self.num_ranks * min(self.stages_per_rank_to_try)
+        return min(placement.num_stages for placement in self.placements)
+
+    @cached_property
+    def placements(self) -> list[Placement]:
+        """Where the stages may be; several where there is a choice."""
+        return self.options.source.placements(self.num_ranks, self._known_stages_per_rank)
 
     @property
-    def placements_to_try(self) -> list[Placement]:
-        """One for a schedule with a name or in a file, several where there is a choice."""
-        options = self.options
-        if options.from_file is not None:
-            return [options.from_file.placement]
-        if not options.searches:
-            sizes: dict[str, Any] = {"num_ranks": self.num_ranks, "num_microbatches": 1}
-            return [build_schedule(options.name, stages_per_rank=self.stages_per_rank_to_try[0], **sizes).placement]
-        placements = []
-        for stages_per_rank in self.stages_per_rank_to_try:
-            if stages_per_rank == 2 and self.num_ranks > 1:
-                placements.append(Placement.v_shaped(self.num_ranks))
-            placements.append(Placement.interleaved(self.num_ranks, stages_per_rank))
-        return placements
-
-    @property
-    def stages_per_rank_to_try(self) -> tuple[int, ...]:
-        """Stages on each rank: one number for a schedule with a name, several where there is a choice."""
-        options = self.options
-        if options.stages_per_rank is not None:
-            return (options.stages_per_rank,)
-        if not options.searches:
-            return (schedule_family(options.name).default_stages_per_rank,)
-        if options.costs is not None and not isinstance(options.costs_measured_on.get("stages"), list):
-            num_stages = options.costs.num_stages
-            return (1 if num_stages is None else num_stages // self.num_ranks,)
+    def _known_stages_per_rank(self) -> int | None:
+        """What given costs are for, if they are not known by unit, or what the user's cuts leave."""
+        costs = self.options.costs
+        if costs is not None and costs.units is None:
+            return 1 if costs.stages.num_stages is None else costs.stages.num_stages // self.num_ranks
         if self.cut.split_points is not None:
-            return (max(1, (len(self.cut.split_points) + 1) // self.num_ranks),)
-        return _STAGES_PER_RANK_TRIED if self.num_ranks > 1 else (1,)
+            return max(1, (len(self.cut.split_points) + 1) // self.num_ranks)
+        return None
 
 
 def choose_layout(record: StepRecord, num_parameters: Mapping[str, int], request: LayoutRequest) -> Layout:
@@ -129,7 +108,7 @@ def choose_layout(record: StepRecord, num_parameters: Mapping[str, int], request
     """
     found: list[Layout] = []
     failures: list[Exception] = []
-    for placement in request.placements_to_try:
+    for placement in request.placements:
         try:
             found.append(_layout(record, num_parameters, request, placement))
         except (ConfigurationError, SplitError, ScheduleError) as error:
@@ -144,7 +123,7 @@ def choose_layout(record: StepRecord, num_parameters: Mapping[str, int], request
         worth = _WORTH_MORE_STAGES if layout.placement.num_stages > best.placement.num_stages else 1.0
         if _step_ms(layout) < worth * _step_ms(best):
             best = layout
-    return replace(best, reason=_reason(best, found, failures)) if request.options.searches else best
+    return replace(best, reason=_reason(best, found, failures)) if request.options.source.is_searched else best
 
 
 def _step_ms(layout: Layout) -> float:
@@ -156,96 +135,33 @@ def _layout(
     record: StepRecord, num_parameters: Mapping[str, int], request: LayoutRequest, placement: Placement
 ) -> Layout:
     """The cuts, the costs and the schedule for one placement."""
-    options, num_stages = request.options, placement.num_stages
+    options = request.options
     partition, units = choose_cuts(record, num_parameters, request, placement)
     costs = costs_of(record, partition, placement, request, units)
     room = None if request.memory is None else request.memory.room_gib(partition, placement)
-    if options.from_file is not None:
-        options.from_file.validate(costs=costs, memory_limit=options.memory_limit_gib)
-        return Layout(placement, partition, costs, options.from_file, room_gib=room)
-    if options.exact_search:
-        check_exact_is_practical(num_stages, request.num_microbatches)
-    schedule = build_schedule(
-        options.name,
-        num_ranks=request.num_ranks,
-        num_microbatches=request.num_microbatches,
-        stages_per_rank=num_stages // request.num_ranks,
-        costs=costs,
-        memory_limit=memory_limit_of(options, costs, placement, room),
-        exact=options.exact_search and options.costs is not None,
-        placement=placement,
-        quick=options.costs is None,
-        whole_batch_loss=options.whole_batch_loss,
-    )
-    return Layout(placement, partition, costs, schedule.validate(), room_gib=room)
-
-
-def memory_limit_of(
-    options: ScheduleOptions, costs: StageCosts, placement: Placement, room_gib: Sequence[float] | None = None
-) -> float | tuple[float, ...] | None:
-    """What microbatches may hold on each rank, GiB.
-
-    ``auto`` without a limit gets the memory of ``zb_h2``, twice that of ``1f1b``: on every rank two microbatches of all
-    its stages for each rank of the pipeline. More would hardly shorten a step, and hold whole batches; with
-    ``whole_batch_loss`` whole batches are held in any case, and it gets no limit. It keeps to ``room_gib`` as well; for
-    a schedule with a name the cuts have seen to that.
-    """
-    limit, num_ranks = options.memory_limit_gib, placement.num_ranks
-    if not options.searches:
-        return limit
-    if limit is None and options.whole_batch_loss:
-        return None if room_gib is None else tuple(room_gib)
-    if limit is None:
-        held = costs.per_stage(placement.num_stages).held_after_forward
-        limits = [2 * num_ranks * sum(held[stage] for stage in placement.stages_of_rank(r)) for r in range(num_ranks)]
-    elif room_gib is None:
-        return limit
-    else:
-        limits = [limit] * num_ranks
-    return tuple(limits) if room_gib is None else tuple(map(min, limits, room_gib))
+    options.source.check_search(placement.num_stages, request.num_microbatches)
+    limit = options.memory_limit(costs, placement, room)
+    start = options.source.program(placement, request.num_microbatches, costs, limit, quick=options.costs is None)
+    return Layout(placement, partition, costs, start, room_gib=room)
 
 
 def choose_cuts(
     record: StepRecord, num_parameters: Mapping[str, int], request: LayoutRequest, placement: Placement
 ) -> tuple[Partition, Mapping[str, UnitCost] | None]:
     """The cuts for one placement, and the measured costs of units that they were made by, in milliseconds, if any."""
-    units = measured_unit_costs(record, num_parameters, request.options, request.cut)
-    program = request.options.from_file or _usual_program(placement, request)
+    units = measured_unit_costs(record, num_parameters, request.options.costs, request.cut)
+    source, number = request.options.source, request.num_microbatches
     partition = best_partition(
         record,
         num_parameters,
         placement,
         request.cut,
         costs=units,
-        program=program,
+        program=source.program_to_cut_by(placement, number),
         memory=request.memory,
-        keeps_order=not request.options.searches or request.options.whole_batch_loss,
-        held_by=_leanest_program(program, request.options),
+        held_by=source.orders_to_hold_by(placement, number),
     )
     return partition, units
-
-
-def _usual_program(placement: Placement, request: LayoutRequest) -> Schedule:
-    """The schedule with the name, or one made by hand on this placement where a search is to follow."""
-    name = request.options.name
-    if request.options.searches:
-        usual = {"one chunk": "zb_h1", "V": "zb_v"}
-        name = usual.get(placement.kind, "interleaved_zb")
-    return build_schedule(
-        name,
-        num_ranks=placement.num_ranks,
-        num_microbatches=request.num_microbatches,
-        stages_per_rank=placement.num_stages // placement.num_ranks,
-        whole_batch_loss=request.options.whole_batch_loss,
-    )
-
-
-def _leanest_program(usual: Schedule, options: ScheduleOptions) -> Schedule | None:
-    """With ``whole_batch_loss``, the order that holds the least of what a search may find: every backward whole."""
-    if not (options.searches and options.whole_batch_loss):
-        return None
-    programs = tuple(map(whole_backwards, usual.programs))
-    return replace(usual, name=options.name, programs=programs)
 
 
 def costs_of(
@@ -266,41 +182,42 @@ def costs_of(
         speeds,
         whole_batch_loss=options.whole_batch_loss,
     )
-    given = options.costs
-    if given is None:
+    measured = options.costs
+    if measured is None:
         return estimated
-    holds_gib = options.costs_hold_gib
-    if units is not None and not _measured_on(options, partition):
-        given, holds_gib = costs_of_other_cuts(given, partition, speeds), False
-    given.per_stage(partition.num_stages)
+    costs, holds_gib = measured.stages, measured.hold_gib
+    if units is not None and not _measured_on(measured, partition):
+        costs, holds_gib = costs_of_other_cuts(costs, partition, speeds), False
+    costs.per_stage(partition.num_stages)
     if units is None:
-        _warn_of_other_cuts(options, partition)
+        _warn_of_other_cuts(measured, partition)
     if holds_gib:
-        return given
-    return replace(given, held_after_forward=estimated.held_after_forward, held_after_input=estimated.held_after_input)
+        return costs
+    return replace(costs, held_after_forward=estimated.held_after_forward, held_after_input=estimated.held_after_input)
 
 
-def _measured_on(options: ScheduleOptions, partition: Partition) -> bool:
+def _measured_on(measured: GivenCosts, partition: Partition) -> bool:
     """Whether the given costs were measured on these stages."""
     called = set(partition.unit_costs)
-    found = [partition.units_of_stage(stage) for stage in range(partition.num_stages)]
-    measured = options.costs_measured_on.get("stages", [])
-    return [[unit for unit in units if unit in called] for units in found] == [
-        [unit for unit in units if unit in called] for units in measured
+    stages = [partition.units_of_stage(stage) for stage in range(partition.num_stages)]
+    return [[unit for unit in units if unit in called] for units in stages] == [
+        [unit for unit in units if unit in called] for units in measured.units or []
     ]
 
 
-def _warn_of_other_cuts(options: ScheduleOptions, partition: Partition) -> None:
+def _warn_of_other_cuts(measured: GivenCosts, partition: Partition) -> None:
     """Costs of other stages are no error, since no result depends on them, but no help either."""
-    measured = options.costs_measured_on.get("stages")
-    if not isinstance(measured, list):
+    units_then = measured.units
+    if units_then is None:
         return
-    found = [partition.units_of_stage(stage) for stage in range(partition.num_stages)]
-    different = [stage for stage, units in enumerate(found) if stage >= len(measured) or measured[stage] != units]
+    units_now = [partition.units_of_stage(stage) for stage in range(partition.num_stages)]
+    different = [
+        stage for stage, units in enumerate(units_now) if stage >= len(units_then) or units_then[stage] != units
+    ]
     if different:
         _log.warning(
-            f"{options.costs_origin[0].upper()}{options.costs_origin[1:]} were measured on other cuts: stage "
-            f"{different[0]} had {_shortened(measured[different[0]])} and has {_shortened(found[different[0]])}. "
+            f"{measured.origin[0].upper()}{measured.origin[1:]} were measured on other cuts: stage {different[0]} had "
+            f"{_shortened(units_then[different[0]])} and has {_shortened(units_now[different[0]])}. "
             "Measure again by leaving costs out."
         )
 
@@ -319,13 +236,13 @@ def _reason(best: Layout, found: Sequence[Layout], failures: Sequence[Exception]
     return "\n".join(lines + [f"  not possible: {error}" for error in failures])
 
 
-def decided_by_one(compute: Callable[[], T], *, decides: bool, agree: Callable[[Any], Any]) -> T:
+def decided_by_one(compute: Callable[[], T], *, decides: bool, broadcast: Callable[[Any], Any]) -> T:
     """What ``compute`` returns or raises on the rank that decides, on every rank.
 
     Args:
         compute: Called on that rank only.
         decides: Whether this is the rank, global rank 0.
-        agree: Returns rank 0's argument on every rank.
+        broadcast: Returns rank 0's argument on every rank.
     """
     outcome: tuple[Any, Exception | None] = (None, None)
     if decides:
@@ -333,7 +250,7 @@ def decided_by_one(compute: Callable[[], T], *, decides: bool, agree: Callable[[
             outcome = (compute(), None)
         except Exception as error:
             outcome = (None, error)
-    result, failure = agree(outcome)
+    result, failure = broadcast(outcome)
     if failure is not None:
         raise failure
     decided: T = result

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lightning_pp.errors import ConfigurationError
+from lightning_pp.runtime._torch_private import is_compiled
 
 
 def check_compile_options(compile: bool | Mapping[str, Any]) -> dict[str, Any] | None:
@@ -72,7 +73,4 @@ class CompiledUnits:
 
 
 def _is_compiled(unit: nn.Module) -> bool:
-    return any(
-        isinstance(module, torch._dynamo.OptimizedModule) or module.__dict__.get("_compiled_call_impl") is not None
-        for module in unit.modules()
-    )
+    return any(map(is_compiled, unit.modules()))

@@ -21,7 +21,7 @@ from lightning_pp.runtime.timing import StepTimer
 from lightning_pp.runtime.transport.channels import Transport
 from lightning_pp.runtime.transport.route import Route, Stop, plan_route
 from lightning_pp.runtime.whole_batch import TailRun, WholeBatch
-from lightning_pp.schedule import ActionKind, Schedule
+from lightning_pp.schedule import Action, ActionKind, Schedule
 from lightning_pp.split.data.tree import map_leaves
 from lightning_pp.split.record.plan import StepPlan
 from lightning_pp.split.record.step_record import Value
@@ -54,6 +54,7 @@ class StepInputs:
     sharded: ShardedStages | None = None
     queued_bytes: dict[tuple[int, int], int] | None = None
     whole_batch: WholeBatch | None = None
+    on_outputs: Callable[[list[Any]], None] | None = None
 
 
 class PipelineExecutor:
@@ -101,7 +102,6 @@ class PipelineExecutor:
         self._transport = transport
         self._device = device
         self._recomputation = recomputation
-        self._no_randomness = StepRandomness(0, device)  # for steps whose inter-unit code draws nothing
         self._runners: dict[int, StageRunner] = {}
         self._programs: dict[tuple[int, ...], _Program] = {}
 
@@ -117,15 +117,9 @@ class PipelineExecutor:
             with ``whole_batch`` the first entry is what it returned for the batch, and the others are None), and the
             timer of this rank's actions; reading it may wait for the device.
         """
-        outputs: list[Any] = [None] * len(inputs.plans)
-        in_flight: dict[tuple[int, int], InFlight] = {}
-        timer = StepTimer(self._device)
-        transport, sharded = self._transport, inputs.sharded
+        step = _Step(inputs, self._transport, self._device)
         program = self._program(schedule, inputs.plans)
-        loss_of = inputs.loss_of
-        trains = loss_of is not None
-        tail = self._tail(inputs)
-        transport.begin(program.route)
+        self._transport.begin(program.route)
         try:
             with ExitStack() as stack:
                 stack.enter_context(host_generators_untouched(inputs.seed * 4096 + self._rank, self._device))
@@ -133,106 +127,26 @@ class PipelineExecutor:
                 if program.splits_backward:
                     stack.enter_context(weight_gradients_deferrable())
                 for entry in program.entries:
-                    kind, stage, microbatch = entry.kind, entry.stage, entry.microbatch
-                    if microbatch is None:
-                        if sharded is not None:
-                            timer.start()
-                            run_sharding_action(sharded, entry.stop.action)
-                            timer.stop(entry.stop.action)
+                    if isinstance(entry, Action):
+                        step.shard(entry)
                         continue
-                    if sharded is not None:
-                        sharded.before(entry.stop.action)
-                    timer.start()
-                    if kind is ActionKind.F:
-                        plan = inputs.plans[microbatch]
-                        kept, output = entry.runner.forward(
-                            plan,
-                            partial(inputs.run_step, microbatch, stage),
-                            partial(_receive, entry.stop, transport, timer) if entry.stop.arrivals else _nothing,
-                            StepRandomness.of_microbatch(inputs.seed, microbatch, self._device)
-                            if plan.record.inter_unit_draws.after
-                            else self._no_randomness,
-                            with_gradients=trains,
-                            splits_backward=entry.splits_backward,
-                            watch=tail.watch(microbatch) if tail is not None and entry.is_last_stage else None,
-                        )
-                        if entry.is_last_stage and tail is not None:
-                            if tail.add(microbatch, kept):
-                                outputs[0] = map_leaves(_detached, tail.run(entry.runner))
-                        elif entry.is_last_stage:
-                            if loss_of is not None:
-                                kept.loss = loss_of(output)
-                            # a graph kept alive by what the step returned would keep its activations
-                            outputs[microbatch] = map_leaves(_detached, output)
-                        if entry.stop.departures:
-                            transport.send(entry.stop, kept.outputs)
-                            kept.outputs.clear()  # the transport keeps them as long as it needs to
-                        if trains:
-                            in_flight[stage, microbatch] = kept
-                        del kept, output
-                    elif kind is ActionKind.W:
-                        kept = in_flight.pop((stage, microbatch))
-                        queued = kept.queue.parameters
-                        kept.run_weight_gradients(
-                            None if sharded is None else sharded.reducer(entry.stop.action, queued)
-                        )
-                        del kept
+                    step.begin(entry)
+                    if entry.kind is ActionKind.F:
+                        step.forward(entry)
+                    elif entry.kind is ActionKind.W:
+                        step.weight_gradients(entry)
                     else:
-                        kept = in_flight[stage, microbatch]
-                        gradients = self._backward(entry, inputs, kept, timer, tail)
-                        if entry.stop.departures:
-                            transport.send(entry.stop, gradients)
-                        kept.end_backward()
-                        if kind is ActionKind.B:
-                            del in_flight[stage, microbatch]
-                            if kept.queue:  # of modules that keep their weight gradients back
-                                kept.run_weight_gradients()
-                        del kept, gradients
-                    timer.stop(entry.stop.action)
-                    if sharded is not None:
-                        sharded.after(entry.stop.action)
-                    if kind is ActionKind.I and inputs.queued_bytes is not None:
-                        inputs.queued_bytes[stage, microbatch] = in_flight[stage, microbatch].queue.held_bytes
-                if sharded is not None:
-                    sharded.finish()
-                transport.finish()
+                        step.backward(entry)
+                    step.end(entry)
+                step.finish()
         except BaseException:
-            for kept in in_flight.values():
-                kept.queue.clear()
-            transport.abandon()
+            step.abandon()
             raise
-        return outputs, timer
+        return step.outputs, step.timer
 
     def drain(self) -> None:
         """Returns when the other ranks have received what was sent; to be called before this process ends."""
         self._transport.drain()
-
-    def _tail(self, inputs: StepInputs) -> TailRun | None:
-        whole = inputs.whole_batch
-        if whole is None:
-            return None
-        # a batch in one piece draws what its microbatch drew
-        number = len(inputs.plans) if len(inputs.plans) > 1 else 0
-        draws = whole.plan.tail.record.inter_unit_draws.after
-        randomness = StepRandomness.of_microbatch(inputs.seed, number, self._device) if draws else self._no_randomness
-        return TailRun(whole, inputs.loss_of, randomness)
-
-    def _backward(
-        self, entry: _Entry, inputs: StepInputs, kept: InFlight, timer: StepTimer, tail: TailRun | None
-    ) -> dict[Value, Tensor]:
-        assert entry.microbatch is not None
-        gradients: Iterable[tuple[Value, Tensor]] = ()
-        if entry.is_last_stage and tail is not None:
-            gradients = tail.gradients_of(entry.microbatch)
-        elif entry.stop.arrivals:
-            gradients = _receive(entry.stop, self._transport, timer)
-        return entry.runner.backward(
-            inputs.plans[entry.microbatch],
-            kept,
-            gradients,
-            inputs.loss_weights[entry.microbatch],
-            split=entry.kind is ActionKind.I,
-        )
 
     def _program(self, schedule: Schedule, plans: Sequence[StepPlan]) -> _Program:
         key = (id(schedule), *map(id, plans))
@@ -250,18 +164,23 @@ class PipelineExecutor:
             (stop.action.stage, stop.action.microbatch) for stop in route.stops if stop.action.kind is ActionKind.I
         }
         last_stage = schedule.placement.num_stages - 1
-        entries = [
-            _Entry(
-                stop,
-                stop.action.kind,
-                stop.action.stage,
-                stop.action.microbatch,
-                self._runner(stop.action.stage),
-                (stop.action.stage, stop.action.microbatch) in split,
-                stop.action.stage == last_stage,
+        entries: list[_Entry | Action] = []
+        for stop in route.stops:
+            stage, microbatch = stop.action.stage, stop.action.microbatch
+            if microbatch is None:
+                entries.append(stop.action)
+                continue
+            entries.append(
+                _Entry(
+                    stop,
+                    stop.action.kind,
+                    stage,
+                    microbatch,
+                    self._runner(stage),
+                    (stage, microbatch) in split,
+                    stage == last_stage,
+                )
             )
-            for stop in route.stops
-        ]
         # the objects are kept with what came of them, so that their ids stay theirs
         return _Program((schedule, *plans), route, entries, bool(split))
 
@@ -273,23 +192,158 @@ class PipelineExecutor:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """An action of this rank's program with all that is known of it before the step."""
+    """An F, I, W or B of this rank's program with all that is known of it before the step."""
 
     stop: Stop
     kind: ActionKind
     stage: int
-    microbatch: int | None
+    microbatch: int
     runner: StageRunner
     splits_backward: bool
     is_last_stage: bool
 
 
-def _receive(stop: Stop, transport: Transport, timer: StepTimer) -> list[tuple[Value, Tensor]]:
-    """What the action receives, waited for now."""
-    timer.start_waiting()
-    received = transport.receive(stop)
-    timer.stop_waiting()
-    return received
+class _Step:
+    """One step on one rank: what each kind of action does, and what is kept from one action to another.
+
+    Args:
+        inputs: The step's work.
+        transport: Moves tensors between stages.
+        device: Where this rank computes.
+
+    Attributes:
+        outputs: What the user's step returned, as :meth:`PipelineExecutor.run` gives it.
+        timer: Takes the times of the actions.
+    """
+
+    def __init__(self, inputs: StepInputs, transport: Transport, device: torch.device) -> None:
+        self.outputs: list[Any] = [None] * len(inputs.plans)
+        self._num_outputs = 0
+        self.timer = StepTimer(device)
+        self._inputs = inputs
+        self._sharded = inputs.sharded
+        self._transport = transport
+        self._device = device
+        self._no_randomness = StepRandomness(0, device)  # for steps whose inter-unit code draws nothing
+        self._in_flight: dict[tuple[int, int], InFlight] = {}
+        self._tail: TailRun | None = None
+        if inputs.whole_batch is not None:
+            # a batch in one piece draws what its microbatch drew
+            number = len(inputs.plans) if len(inputs.plans) > 1 else 0
+            randomness = self._randomness(inputs.whole_batch.plan.tail, number)
+            self._tail = TailRun(inputs.whole_batch, inputs.loss_of, randomness)
+
+    def shard(self, action: Action) -> None:
+        """UNSHARD, RESHARD or REDUCE."""
+        if self._sharded is not None:
+            self.timer.start()
+            run_sharding_action(self._sharded, action)
+            self.timer.stop(action)
+
+    def begin(self, entry: _Entry) -> None:
+        """An F, I, W or B is due."""
+        if self._sharded is not None:
+            self._sharded.before(entry.stop.action)
+        self.timer.start()
+
+    def end(self, entry: _Entry) -> None:
+        """It is done."""
+        self.timer.stop(entry.stop.action)
+        if self._sharded is not None:
+            self._sharded.after(entry.stop.action)
+        if entry.kind is ActionKind.F and entry.is_last_stage:
+            self._num_outputs += 1
+            if self._num_outputs == len(self.outputs) and self._inputs.on_outputs is not None:
+                self._inputs.on_outputs(self.outputs)
+        if entry.kind is ActionKind.I and self._inputs.queued_bytes is not None:
+            place = entry.stage, entry.microbatch
+            self._inputs.queued_bytes[place] = self._in_flight[place].queue.held_bytes
+
+    def forward(self, entry: _Entry) -> None:
+        """F: runs the user's step up to the stage's last call, and sends what later stages read."""
+        inputs, microbatch = self._inputs, entry.microbatch
+        plan = inputs.plans[microbatch]
+        tail = self._tail if entry.is_last_stage else None
+        kept, output = entry.runner.forward(
+            plan,
+            partial(inputs.run_step, microbatch, entry.stage),
+            partial(self._receive, entry.stop) if entry.stop.arrivals else _nothing,
+            self._randomness(plan, microbatch),
+            with_gradients=inputs.loss_of is not None,
+            splits_backward=entry.splits_backward,
+            watch=None if tail is None else tail.watch(microbatch),
+        )
+        if tail is not None:
+            if tail.add(microbatch, kept):
+                self.outputs[0] = map_leaves(_detached, tail.run(entry.runner))
+        elif entry.is_last_stage:
+            if inputs.loss_of is not None:
+                kept.loss = inputs.loss_of(output)
+            # a graph kept alive by what the step returned would keep its activations
+            self.outputs[microbatch] = map_leaves(_detached, output)
+        if entry.stop.departures:
+            self._transport.send(entry.stop, kept.outputs)
+            kept.outputs.clear()  # the transport keeps them as long as it needs to
+        if inputs.loss_of is not None:
+            self._in_flight[entry.stage, microbatch] = kept
+
+    def backward(self, entry: _Entry) -> None:
+        """I or B: runs the backward from what was sent, and sends the gradients of what was received."""
+        inputs, microbatch = self._inputs, entry.microbatch
+        is_full = entry.kind is ActionKind.B
+        kept = self._in_flight[entry.stage, microbatch]
+        gradients = entry.runner.backward(
+            inputs.plans[microbatch],
+            kept,
+            self._arriving_gradients(entry),  # unnamed here, so that it is let go with the backward
+            inputs.loss_weights[microbatch],
+            split=not is_full,
+        )
+        if entry.stop.departures:
+            self._transport.send(entry.stop, gradients)
+        kept.end_backward()
+        if is_full:
+            del self._in_flight[entry.stage, microbatch]
+            if kept.queue:  # of modules that keep their weight gradients back
+                kept.run_weight_gradients()
+
+    def weight_gradients(self, entry: _Entry) -> None:
+        """W: empties the queue into the parameters' gradients."""
+        kept = self._in_flight.pop((entry.stage, entry.microbatch))
+        tell = None
+        if self._sharded is not None:
+            tell = self._sharded.reducer(entry.stop.action, kept.queue.parameters)
+        kept.run_weight_gradients(tell)
+
+    def finish(self) -> None:
+        """Waits until the values that were sent have left."""
+        if self._sharded is not None:
+            self._sharded.finish()
+        self._transport.finish()
+
+    def abandon(self) -> None:
+        """Drops what a step that raised leaves behind."""
+        for kept in self._in_flight.values():
+            kept.queue.clear()
+        self._transport.abandon()
+
+    def _arriving_gradients(self, entry: _Entry) -> Iterable[tuple[Value, Tensor]]:
+        if entry.is_last_stage and self._tail is not None:
+            return self._tail.gradients_of(entry.microbatch)
+        return self._receive(entry.stop) if entry.stop.arrivals else ()
+
+    def _receive(self, stop: Stop) -> list[tuple[Value, Tensor]]:
+        """What the action receives, waited for now."""
+        self.timer.start_waiting()
+        received = self._transport.receive(stop)
+        self.timer.stop_waiting()
+        return received
+
+    def _randomness(self, plan: StepPlan, number: int) -> StepRandomness:
+        """What the plan's inter-unit code draws from, in the microbatch of that number."""
+        if not plan.record.inter_unit_draws.after:
+            return self._no_randomness
+        return StepRandomness.of_microbatch(self._inputs.seed, number, self._device)
 
 
 def _nothing() -> Iterable[tuple[Value, Tensor]]:
@@ -302,7 +356,7 @@ class _Program:
 
     made_from: tuple[Any, ...]
     route: Route
-    entries: list[_Entry]
+    entries: list[_Entry | Action]
     splits_backward: bool
 
 

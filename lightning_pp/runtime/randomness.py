@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
-from lightning_pp.runtime.python_generators import keep_python_generators, seed_python_generators
 from lightning_pp.split.record.step_record import InterUnitDraws
 
 
@@ -45,7 +47,7 @@ class StepRandomness:
             draws: Where its inter-unit code draws; :meth:`seed_inter_unit` is called after these unit calls.
         """
         self._seeds_python = draws.in_python
-        restore = keep_python_generators() if draws.in_python else None
+        restore = _keep_python_generators() if draws.in_python else None
         try:
             if -1 in draws.after:
                 self.seed_inter_unit(-1)
@@ -62,7 +64,7 @@ class StepRandomness:
             self._unit_state = self._states()
         _seed_torch_generators(seed, self._device)
         if self._seeds_python:
-            seed_python_generators(seed)
+            _seed_python_generators(seed)
 
     def enter_unit(self) -> None:
         """Before an owned unit's call: gives the generators back to the units."""
@@ -89,10 +91,10 @@ def host_generators_untouched(seed: int, device: torch.device) -> Iterator[None]
     Samplers and datasets draw from the host's generators (torch's, Python's and NumPy's), and every rank of a pipeline
     must see the same batches; so what units draw, which differs from stage to stage, must not move them.
     """
-    host_state, restore_python = torch.get_rng_state(), keep_python_generators()
+    host_state, restore_python = torch.get_rng_state(), _keep_python_generators()
     try:
         _seed_torch_generators(seed % (1 << 63), device)
-        seed_python_generators(seed)
+        _seed_python_generators(seed)
         yield
     finally:
         torch.set_rng_state(host_state)
@@ -111,3 +113,36 @@ def _seed_torch_generators(seed: int, device: torch.device) -> None:
         torch.cuda.default_generators[index].manual_seed(seed)
     elif device.type != "cpu":
         torch.manual_seed(seed)
+
+
+def _seed_python_generators(seed: int) -> None:
+    """Seeds the global generators of Python and NumPy, of NumPy's if it is there."""
+    random.seed(seed)
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % (1 << 32))
+
+
+def _keep_python_generators() -> Callable[[], None]:
+    """What puts the present states of the global generators of Python and NumPy back.
+
+    Each generator has 624 words that are taken apart and put together one by one, which takes about 0.1 ms: once in a
+    step, and for a microbatch only where its inter-unit code draws from them.
+    """
+    python_state = random.getstate()
+    numpy: Any = sys.modules.get("numpy")
+    numpy_state = None if numpy is None else numpy.random.get_state(legacy=False)
+
+    def restore() -> None:
+        random.setstate(python_state)
+        if numpy_state is None:
+            return
+        try:
+            numpy.random.set_state(numpy_state)
+        except ValueError as error:  # it is of another kind than the state
+            raise RuntimeError(
+                "NumPy's bit generator was exchanged during a step of the pipeline (numpy.random.set_bit_generator): "
+                "do it before training, so that its state can be put back after each step"
+            ) from error
+
+    return restore

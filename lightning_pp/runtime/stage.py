@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import _engine_run_backward
 
 from lightning_pp.runtime.randomness import StepRandomness
 from lightning_pp.runtime.recomputation import Recomputation
@@ -134,10 +133,10 @@ class StageRunner:
             in_flight.ran_backward = True
             scope = _deferral(split)
             if scope is None:
-                _run_backward(roots, root_gradients)
+                torch.autograd.backward(roots, root_gradients)
             else:
                 with scope, collect_weight_gradients(in_flight.queue) if split else nullcontext():
-                    _run_backward(roots, root_gradients)
+                    torch.autograd.backward(roots, root_gradients)
             for module in delayed:
                 in_flight.queue.defer_module(module)
         returned = {}
@@ -163,14 +162,6 @@ class StageRunner:
             # the plan is kept with what came of it, so that its id stays its own
             prepared = self._prepared[id(plan)] = (plan, StageCalls(plan, self.stage), delayed)
         return prepared
-
-
-def _run_backward(roots: Sequence[Any], gradients: Sequence[Tensor]) -> None:
-    """:func:`torch.autograd.backward` without its first look at the shapes, which the engine checks again."""
-    keep_graph, create_graph, inputs = False, False, ()
-    _engine_run_backward(
-        tuple(roots), tuple(gradients), keep_graph, create_graph, inputs, allow_unreachable=True, accumulate_grad=True
-    )
 
 
 def _deferral(splits_backward: bool) -> AbstractContextManager[None] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from os import PathLike
 
 from lightning_pp.errors import ScheduleError
 from lightning_pp.schedule.merging import merge_first_stage
@@ -58,6 +59,7 @@ class Family:
         max_stages_per_rank: The most the family allows, None for any number.
         min_stages_per_rank: The fewest it allows.
         summary: One line for people who choose.
+        is_search: Whether it searches, and so takes long and goes by the costs.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Family:
     default_stages_per_rank: int = 1
     min_stages_per_rank: int = 1
     max_stages_per_rank: int | None = None
+    is_search: bool = False
 
     def allows(self, stages_per_rank: int) -> bool:
         """True when the family can place so many stages on a rank."""
@@ -104,6 +107,11 @@ def schedule_family(name: str) -> Family:
     if name not in _FAMILIES:
         raise ScheduleError(f"unknown schedule {name!r}: choose one of {', '.join(_FAMILIES)}, or a .csv file")
     return _FAMILIES[name]
+
+
+def is_schedule_file(name: str | PathLike[str]) -> bool:
+    """Whether ``name`` is the path of a CSV file, not the name of a family."""
+    return str(name).endswith(".csv")
 
 
 def build_schedule(
@@ -145,13 +153,10 @@ def build_schedule(
         ScheduleError: The name is unknown, a size cannot work, the file does not fit the sizes, or the schedule needs
             more memory than the limit.
     """
-    if num_ranks < 1:
-        raise ScheduleError(f"num_ranks is {num_ranks}: a pipeline has at least 1 rank")
-    if num_microbatches < 1:
-        raise ScheduleError(f"num_microbatches is {num_microbatches}: a step has at least 1 microbatch")
+    _check_sizes(num_ranks, num_microbatches)
     costs = costs or UNIT_COSTS
     limits = limit_of_each_rank(memory_limit, num_ranks)
-    if str(name).endswith(".csv"):
+    if is_schedule_file(name):
         num_stages = None if stages_per_rank is None else num_ranks * stages_per_rank
         schedule = Schedule.from_csv(
             name, num_ranks=num_ranks, num_stages=num_stages, num_microbatches=num_microbatches
@@ -159,31 +164,40 @@ def build_schedule(
         schedule = schedule.with_whole_batch_loss() if whole_batch_loss else schedule
     else:
         family = schedule_family(name)
-        stages_per_rank = stages_per_rank if stages_per_rank is not None else _default_stages(family, num_ranks, costs)
-        family.check_stages_per_rank(stages_per_rank)
-        costs.per_stage(num_ranks * stages_per_rank)
-        request = ScheduleRequest(
-            num_ranks,
-            num_microbatches,
-            stages_per_rank,
-            costs,
-            limits,
-            exact,
-            placement,
-            quick,
-            sharding,
-            whole_batch_loss,
+        stages = stages_per_rank if stages_per_rank is not None else _default_stages(family, num_ranks, costs)
+        schedule = _build_family(
+            family,
+            ScheduleRequest(
+                num_ranks, num_microbatches, stages, costs, limits, exact, placement, quick, sharding, whole_batch_loss
+            ),
         )
-        schedule = family.build(request)
-        schedule = merge_first_stage(schedule.with_whole_batch_loss() if whole_batch_loss else schedule)
-    if placement is not None and schedule.placement != placement:
+    _check_placement(schedule, placement, name)
+    if limits is not None:
+        _check_limit(schedule, costs, limits)
+    return schedule
+
+
+def _check_sizes(num_ranks: int, num_microbatches: int) -> None:
+    if num_ranks < 1:
+        raise ScheduleError(f"num_ranks is {num_ranks}: a pipeline has at least 1 rank")
+    if num_microbatches < 1:
+        raise ScheduleError(f"num_microbatches is {num_microbatches}: a step has at least 1 microbatch")
+
+
+def _build_family(family: Family, request: ScheduleRequest) -> Schedule:
+    """The schedule of a family, in the order that ``whole_batch_loss`` needs."""
+    family.check_stages_per_rank(request.stages_per_rank)
+    request.costs.per_stage(request.num_ranks * request.stages_per_rank)
+    schedule = family.build(request)
+    return merge_first_stage(schedule.with_whole_batch_loss() if request.whole_batch_loss else schedule)
+
+
+def _check_placement(schedule: Schedule, placement: Placement | None, name: str) -> None:
+    if placement not in (None, schedule.placement):
         raise ScheduleError(
             f"{name} puts the stages on ranks {list(schedule.placement.rank_of_stage)}, but they have to be on "
             f"{list(placement.rank_of_stage)}: choose a schedule with that placement ({placement.kind})"
         )
-    if limits is not None:
-        _check_limit(schedule, costs, limits)
-    return schedule
 
 
 def _default_stages(family: Family, num_ranks: int, costs: StageCosts) -> int:

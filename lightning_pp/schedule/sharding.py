@@ -191,15 +191,6 @@ def unit_uses(program: Sequence[Action], sharding: Sharding) -> Iterator[tuple[A
             yield action, units if action.kind is ActionKind.F else units[::-1]
 
 
-def fewest_unit_gathers(program: Sequence[Action], sharding: Sharding, budget: int) -> int:
-    """How many gathers of units a rank's program needs at least within ``budget`` bytes.
-
-    See :func:`~lightning_pp.schedule.gathering.fewest_gathers`.
-    """
-    uses = [unit for _, units in unit_uses(program, sharding) for unit in units]
-    return fewest_gathers(uses, sharding.num_bytes, budget)
-
-
 def _windows(
     compute: Sequence[Action], sharding: Sharding, stages: Sequence[int], *, keeps: bool
 ) -> tuple[list[Action], GatherPlan[str] | None]:

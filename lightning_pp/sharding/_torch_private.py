@@ -1,4 +1,6 @@
-"""Every private name of torch that sharding uses, and names that differ between its versions; nothing else.
+"""The private names of torch that sharding uses, and names that differ between its versions; nothing else uses any.
+
+Tried with torch 2.11 to 2.13. Importing fails, and says which name is missing, where a version has one no longer.
 
 FSDP2 is used for two things: sharded parameters and gathering them, both by its public calls. Its module hooks decide
 when to gather, free and reduce, from the order in which autograd visits modules; a pipeline has an order of its own, so
@@ -12,9 +14,35 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from lightning_pp._private_names import private
+
+for _owner, _name in (
+    (torch.autograd.Variable, "_execution_engine"),
+    (Tensor, "_base"),
+    (Tensor, "_values"),
+    (Node, "_sequence_nr"),
+    (FSDPModule, "_get_fsdp_state"),
+    (GradScaler, "_unscale_grads_"),  # AgreeingGradScaler defines its own
+    (GradScaler(enabled=False), "_device"),
+):
+    private(_owner, _name)
+_graph_task_id: Callable[[], int] = private(torch._C, "_current_graph_task_id")
+_sequence_number: Callable[[], int] = private(torch.autograd, "_get_sequence_nr")
+
+# In place on a list of tensors in one kernel: list *= tensor; clamping from below and above; copying list to list.
+multiply_all_: Callable[[list[Tensor], Tensor], None] = private(torch, "_foreach_mul_")
+clamp_all_min_: Callable[[list[Tensor], float], None] = private(torch, "_foreach_clamp_min_")
+clamp_all_max_: Callable[[list[Tensor], float], None] = private(torch, "_foreach_clamp_max_")
+copy_all_: Callable[[list[Tensor], list[Tensor]], None] = private(torch, "_foreach_copy_")
+# (gradients, found, inverse scale): multiplies by the inverse scale, and sets found to 1 where one is not finite
+unscale_all_: Callable[[list[Tensor], Tensor, Tensor], None] = private(
+    torch, "_amp_foreach_non_finite_check_and_unscale_"
+)
 
 # torch 2.13 renamed these
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -70,7 +98,7 @@ def shard_together(
 
 def backward_pass() -> int | None:
     """A number for the backward pass that runs in this thread now, or None outside of one."""
-    number = int(torch._C._current_graph_task_id())
+    number = int(_graph_task_id())
     return None if number == -1 else number
 
 
@@ -84,7 +112,7 @@ def next_node_number() -> int:
 
     A backward pass visits nodes from high to low numbers as far as dependencies allow.
     """
-    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+    return _sequence_number()
 
 
 def nodes_made_since(number: int, outputs: Iterable[Tensor]) -> list[Node]:
@@ -100,3 +128,13 @@ def nodes_made_since(number: int, outputs: Iterable[Tensor]) -> list[Node]:
             if node is not None and node._sequence_nr() >= number:
                 nodes[id(node)] = node
     return list(nodes.values())
+
+
+def values_of_sparse(gradient: Tensor) -> Tensor:
+    """The values that a sparse gradient holds, also of one that is not coalesced, as they lie in it."""
+    return gradient._values()
+
+
+def device_type_of(scaler: GradScaler) -> str:
+    """The type of device that ``scaler`` was made for."""
+    return scaler._device

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_pp.sharding._torch_private import clamp_all_max_, clamp_all_min_, multiply_all_
 from lightning_pp.sharding.units.flat import local_tensor
 
 _EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
@@ -87,7 +88,7 @@ def clip_by_norm_(
     for device_gradients in _by_kind(gradients):
         # a tensor as the factor: no device waits for the host to read the norm
         factor = coefficient.to(device_gradients[0].device, device_gradients[0].dtype)
-        torch._foreach_mul_(device_gradients, factor)
+        multiply_all_(device_gradients, factor)
     return total
 
 
@@ -95,8 +96,8 @@ def clip_by_norm_(
 def clip_by_value_(parameters: Iterable[nn.Parameter], clip_value: float) -> None:
     """Clamps every element of every gradient to [-``clip_value``, ``clip_value``] in place; no communication."""
     for gradients in _by_kind(_local_gradients(parameters)):
-        torch._foreach_clamp_min_(gradients, -clip_value)
-        torch._foreach_clamp_max_(gradients, clip_value)
+        clamp_all_min_(gradients, -clip_value)
+        clamp_all_max_(gradients, clip_value)
 
 
 def _extreme(norms: Tensor, sign: float, group: dist.ProcessGroup | None) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from lightning_pp.sharding._torch_private import device_type_of, unscale_all_, values_of_sparse
 from lightning_pp.sharding.units.flat import local_tensor
 
 
@@ -39,7 +40,7 @@ class AgreeingGradScaler(GradScaler):
     @classmethod
     def taking_over(cls, scaler: GradScaler, group: dist.ProcessGroup | None = None) -> AgreeingGradScaler:
         """A scaler in the state that ``scaler`` is in."""
-        agreeing = cls(scaler._device, group=group)
+        agreeing = cls(device_type_of(scaler), group=group)
         agreeing.__dict__.update(scaler.__dict__)
         return agreeing
 
@@ -57,12 +58,12 @@ class AgreeingGradScaler(GradScaler):
                     if gradient.dtype == torch.float16 and not allow_fp16:
                         raise ValueError("Attempting to unscale FP16 gradients.")
                     if gradient.is_sparse:
-                        gradient = gradient._values()
+                        gradient = values_of_sparse(gradient)
                     by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
             found = found_inf.detach().clone()
             for (device, _), gradients in by_kind.items():
                 here = found.to(device)
-                torch._amp_foreach_non_finite_check_and_unscale_(gradients, here, inv_scale.to(device))
+                unscale_all_(gradients, here, inv_scale.to(device))
                 found = torch.maximum(found, here.to(found.device))
             if dist.is_initialized() and dist.get_world_size(self._group) > 1:
                 dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)

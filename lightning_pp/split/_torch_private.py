@@ -1,22 +1,207 @@
-"""The private names of torch that tell which function mode is on top, and take it off for a while.
+"""The private names of torch that splitting uses; nothing else in this layer uses any.
 
-Checked with torch 2.11 and 2.13.
+Tried with torch 2.11 to 2.13. Importing fails, and says which name is missing, where a version has one no longer.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import torch.overrides
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
 
-current_function_mode: Any = torch.overrides._get_current_function_mode
-"""The function mode on top; None where there is none."""
+from lightning_pp._private_names import private
 
-_pop: Any = torch.overrides._pop_mode_temporarily
+try:
+    from torch._ops import OpOverload
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensor,
+        FakeTensorMode,
+        UnsupportedOperatorException,
+    )
+    from torch.utils import _pytree as pytree
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
+    from torch.utils._pytree import arg_tree_leaves, tree_any, tree_flatten, tree_leaves, tree_map, tree_unflatten
+except ImportError as error:
+    raise ImportError(
+        f"lightning_pp uses private names of torch, and torch {torch.__version__} has another set of them ({error}). "
+        "It was tried with torch 2.11 to 2.13."
+    ) from error
+
+__all__ = [
+    "BUFFERS",
+    "CHECKPOINT_GENERATORS",
+    "COMPILED_CALL",
+    "HELD_BY_MODULES",
+    "HELD_BY_RECURRENT_LAYERS",
+    "NOT_FAKEABLE",
+    "PARAMETERS",
+    "FakeTensor",
+    "FakeTensorMode",
+    "OpOverload",
+    "TorchDispatchMode",
+    "arg_tree_leaves",
+    "buffers_of",
+    "call_of",
+    "convert",
+    "current_function_mode",
+    "dispatch_keys_of",
+    "forward_hooks_of",
+    "forward_pre_hooks_of",
+    "is_functorch_wrapped",
+    "number_of_memory",
+    "packet_of",
+    "parameters_of",
+    "pytree",
+    "replaced_is_all_true",
+    "replaced_module_apply",
+    "schema_of",
+    "set_parameters",
+    "tree_any",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_unflatten",
+    "version_of",
+    "wants_keywords",
+    "without_current_function_mode",
+    "without_dispatch_modes",
+]
+
+for _owner, _name in (
+    *((nn.Module(), name) for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")),
+    *((nn.Module(), name) for name in ("_forward_pre_hooks", "_forward_hooks")),
+    *((nn.RNN(1, 1), name) for name in ("_flat_weights", "_flat_weight_refs")),
+    *((nn.Module(), name) for name in ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_call_impl")),
+    (Tensor, "_version"),
+    (torch.UntypedStorage, "_cdata"),
+    (torch.ops.aten.mm.default, "_schema"),
+    (torch.ops.aten.mm.default, "_overloadpacket"),
+):
+    private(_owner, _name)
+
+# what operations on fakes raise that hang on data, or that know no fakes
+NOT_FAKEABLE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+# what is called in place of a module's whole ``__call__`` where it is among the module's own attributes
+COMPILED_CALL = "_compiled_call_impl"
+private(nn.Module, COMPILED_CALL)
+
+# where modules keep what they hold
+PARAMETERS, BUFFERS = "_parameters", "_buffers"
+# where modules keep what they hold besides buffers, and recurrent layers their parameters once more
+HELD_BY_MODULES = frozenset({"_parameters", "_modules", "_non_persistent_buffers_set"})
+HELD_BY_RECURRENT_LAYERS = frozenset({"_flat_weights", "_flat_weight_refs"})
+
+# of :mod:`torch.utils.checkpoint`; torch 2.15 has the second; both take the function first
+_GENERATORS = ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl")
+CHECKPOINT_GENERATORS = [name for name in _GENERATORS if hasattr(torch.utils.checkpoint, name)]
+if not CHECKPOINT_GENERATORS:
+    private(torch.utils.checkpoint, _GENERATORS[0])
+
+is_functorch_wrapped: Callable[[Tensor], bool] = private(torch._C._functorch, "is_functorch_wrapped_tensor")
+# the function mode on top; None where there is none
+current_function_mode: Callable[[], Any] = private(torch.overrides, "_get_current_function_mode")
+_pop_function_mode: Any = private(torch.overrides, "_pop_mode_temporarily")
+_dispatch_keys: Any = private(torch._C, "_dispatch_keys")
+_is_all_true: Callable[[Tensor], Tensor] = private(torch, "_is_all_true")
 
 
 def without_current_function_mode() -> AbstractContextManager[Any]:
     """Within, the function mode on top is off."""
-    popped: AbstractContextManager[Any] = _pop()
+    popped: AbstractContextManager[Any] = _pop_function_mode()
     return popped
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The parameters that ``module`` itself holds, as the dict that it keeps them in."""
+    return module._parameters
+
+
+def set_parameters(module: nn.Module, parameters: dict[str, nn.Parameter | None]) -> None:
+    """Has ``module`` keep its own parameters in the dict ``parameters``."""
+    module._parameters = parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """The buffers that ``module`` itself holds, as the dict that it keeps them in."""
+    return module._buffers
+
+
+def forward_pre_hooks_of(module: nn.Module) -> dict[int, Any]:
+    """The hooks before the forward of ``module``, as the dict that it keeps them in."""
+    return module._forward_pre_hooks
+
+
+def forward_hooks_of(module: nn.Module) -> dict[int, Any]:
+    """The hooks after the forward of ``module``, as the dict that it keeps them in."""
+    return module._forward_hooks
+
+
+def wants_keywords(module: nn.Module, key: int, *, before: bool) -> bool:
+    """Whether the hook ``key`` before or after the forward of ``module`` is shown keyword arguments."""
+    return key in (module._forward_pre_hooks_with_kwargs if before else module._forward_hooks_with_kwargs)
+
+
+def call_of(module: nn.Module) -> Callable[..., Any]:
+    """What ``module(...)`` runs where it is not compiled: the hooks and ``forward``."""
+    call: Callable[..., Any] = module._call_impl
+    return call
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often ``tensor``, or what shares its memory, has been written into."""
+    return tensor._version
+
+
+def number_of_memory(tensor: Tensor) -> int:
+    """A number that tensors over the same memory share, as long as one of them lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def dispatch_keys_of(tensor: Tensor) -> int:
+    """The kinds of dispatch that ``tensor`` takes part in, as bits."""
+    return int(_dispatch_keys(tensor).raw_repr())
+
+
+def schema_of(operation: Any) -> Any:
+    """Name and arguments of an operation, with what it writes into."""
+    return operation._schema
+
+
+def packet_of(operation: Any) -> Any:
+    """The operation of all overloads that ``operation`` is one of."""
+    return operation._overloadpacket
+
+
+@contextmanager
+def replaced_is_all_true(make: Callable[[Callable[[Tensor], Tensor]], Any]) -> Iterator[None]:
+    """Within, :mod:`torch.distributions` ask ``make(original)`` whether all of their arguments are valid."""
+    original = torch._is_all_true
+    torch._is_all_true = make(_is_all_true)
+    try:
+        yield
+    finally:
+        torch._is_all_true = original
+
+
+def convert(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+    """Puts ``function(tensor)`` in the place of each parameter and buffer of ``module``, as ``Module.to`` does."""
+    module._apply(function)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def replaced_module_apply(make: Callable[[Callable[..., nn.Module]], Callable[..., nn.Module]]) -> Iterator[None]:
+    """Within, ``Module.to`` and the like convert modules by ``make(original)(module, function, recurse)``."""
+    original: Any = nn.Module._apply
+    nn.Module._apply = make(original)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = original  # type: ignore[method-assign]

@@ -32,7 +32,7 @@ class Connection:
 
     Attributes:
         groups: For small messages between ranks that wait for them.
-        messages: For those that nobody waits for; from :meth:`set_last_stage` on.
+        messages: For those that are sent aside from the step; from :meth:`set_last_stage` on.
     """
 
     messages: MessageLine

@@ -3,38 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.distributed.fingerprints import Fingerprint, check_same_batch, fingerprint
-from lightning_pp.distributed.sizes import Auto, ParallelSizes
-from lightning_pp.planning.cuts import CutOptions
-from lightning_pp.planning.memory_limit import DeviceMemory
-from lightning_pp.planning.memory_model import MemoryModel
-from lightning_pp.planning.recomputed_units import ActivationCheckpointing
-from lightning_pp.planning.schedule_options import ScheduleOptions
-from lightning_pp.planning.sharded_stages import ShardingSettings
-from lightning_pp.planning.stage_model import SplitModel, assign_stages, record_model
-from lightning_pp.planning.tuning import LayoutRequest, choose_layout, decided_by_one
+from lightning_pp.distributed.messages import RankStoppedError
+from lightning_pp.distributed.sizes import ParallelSizes
+from lightning_pp.planning.memory.limit import DeviceMemory
+from lightning_pp.planning.memory.model import MemoryModel
+from lightning_pp.planning.pipeline_options import PipelineOptions
+from lightning_pp.planning.stage_model import RecordedModel, SplitModel, assign_stages, record_model
+from lightning_pp.planning.tuning import choose_layout, decided_by_one
 from lightning_pp.runtime.compilation import CompiledUnits
 from lightning_pp.runtime.executor import PipelineExecutor, StepInputs
 from lightning_pp.runtime.timing import StepTimer
 from lightning_pp.schedule import Schedule, StageCosts
-from lightning_pp.split.data.microbatch import Microbatch, SplitBatch
+from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.data.row_references import lengths_noted
 from lightning_pp.split.dry_run.run import DryRun
+from lightning_pp.split.dry_run.weight_updates import Updates
 from lightning_pp.strategy.autotune.compiled_backward import CompiledBackward
 from lightning_pp.strategy.autotune.profiling import tuned_programs
 from lightning_pp.strategy.batch.checks import BatchChecks
@@ -46,26 +43,14 @@ from lightning_pp.strategy.connection import Connection
 from lightning_pp.strategy.lightning.gradient_norms import GradientNorms
 from lightning_pp.strategy.parameters.gradients import StageGradients
 from lightning_pp.strategy.parameters.precision import loss_scale, step_dtypes
-from lightning_pp.strategy.results.batches import BatchResults
-from lightning_pp.strategy.results.logs import replay
 from lightning_pp.strategy.results.metrics import PipelineMetrics
-from lightning_pp.strategy.results.outputs import loss_of, share_result_of
-from lightning_pp.strategy.results.reports import report_batch
+from lightning_pp.strategy.results.outputs import loss_of
+from lightning_pp.strategy.results.reports import BatchReport
 from lightning_pp.strategy.step.dry_steps import first_arguments, recorded_step
 from lightning_pp.strategy.step.refusals import refuse_carried_state
 from lightning_pp.strategy.step.update_hooks import UpdateHooks
 
 _BATCHES_CHECKED_BEFOREHAND = 2
-
-
-class _Sealed:
-    """Something that travels with the outputs and is none of them."""
-
-    def __init__(self, content: Any) -> None:
-        self.content = content
-
-
-_Results = tuple[Any, list[Any], _Sealed]
 
 
 class PipelineEngine:
@@ -77,16 +62,16 @@ class PipelineEngine:
         in a run's first batches: compare the ranks' batches, and a part in one piece with the same in two
         prepare it: look up the plan of each microbatch, by a dry run when its shapes are new; count what the loss
             divides by
-        run this rank's program (:class:`PipelineExecutor`), the user's step once per microbatch and stage; on the last
-            batch of an accumulation it also reduces gradients over replicas, unit by unit
-        then: sum gradients over stages that share parameters
-        have the last stage tell what was logged and returned: those of all replicas average, each tells its pipeline
-        in evaluation: wait for it; in training: go on, and let :class:`BatchResults` take it up when it is looked at
+        execute it: run this rank's program (:class:`PipelineExecutor`), the user's step once per microbatch and stage;
+            on the last batch of an accumulation it also reduces gradients over replicas, unit by unit; then sum
+            gradients over stages that share parameters
+        report it: after its last forward the last stage tells what was logged and returned, aside (those of all
+            replicas average, each tells its pipeline); every rank takes it up when its program has ended
 
     The collectives of a training step are listed at
-    :class:`~lightning_pp.strategy.lightning.loop.PipelineOptimization`. A batch
-    of evaluation has one small gather among last stages, with replicas, and one small broadcast along each pipeline.
-    Once in a training whose batches are measured: a few small gathers between two of them (:class:`TunedPrograms`).
+    :class:`~lightning_pp.strategy.lightning.loop.PipelineOptimization`. A batch of evaluation has one small gather
+    among last stages, with replicas. Once in a training whose batches are measured: a few small gathers between two of
+    them (:class:`TunedPrograms`).
 
     An error on one rank ends what the other ranks of its pipeline wait for, so all of them leave the run with an error.
     The next run makes new groups, and starts clean; the stages' parameters may then be one optimizer step apart.
@@ -96,17 +81,12 @@ class PipelineEngine:
         module: The user's module.
         mesh: The whole mesh.
         data_parallel: Of it, the replicas at this rank's place, as one axis.
-        sharding: What to shard inside stages, and when to gather it.
         sizes: Their sizes.
         device: Where this rank computes.
         precision: The precision plugin; its contexts are entered around the step of each microbatch.
-        options: What the user asks of the schedule.
-        num_microbatches: Slices of a batch.
+        options: What the user says of the pipeline.
         timeout: How long a collective may wait.
         compile_options: Keyword arguments for ``torch.compile`` of each unit; None to leave units as they are.
-        activation_checkpointing: The strategy's argument.
-        check_first_batches: The strategy's argument.
-        split: The strategy's ``split_batch``.
     """
 
     def __init__(
@@ -116,17 +96,12 @@ class PipelineEngine:
         module: pl.LightningModule,
         mesh: DeviceMesh,
         data_parallel: DeviceMesh,
-        sharding: ShardingSettings,
         sizes: ParallelSizes,
         device: torch.device,
         precision: Precision,
-        options: ScheduleOptions,
-        num_microbatches: int | Auto,
+        options: PipelineOptions,
         timeout: timedelta | None,
         compile_options: Mapping[str, Any] | None = None,
-        activation_checkpointing: ActivationCheckpointing = False,
-        check_first_batches: bool = True,
-        split: SplitBatch | None = None,
     ) -> None:
         self.module = module
         self.mesh = mesh
@@ -135,25 +110,21 @@ class PipelineEngine:
         self.rank = mesh.get_local_rank("pipeline")
         self.replica = data_parallel.get_local_rank()
         self._data_parallel = data_parallel
-        self._sharding = sharding
         self._trainer = trainer
         self._precision = precision
         self._options = options
-        self._cutter = BatchCutter(options.num_microbatches(num_microbatches), sizes.pipeline, split)
+        self._cutter = BatchCutter(options.num_microbatches, sizes.pipeline, options.batches.split_batch)
         self._compile_options = compile_options
-        self._activation_checkpointing = activation_checkpointing
         self._compiled_units: CompiledUnits | None = None
         self._compiled_backward: CompiledBackward | None = None
         self._device_memory: DeviceMemory | None = None
         self._connection = Connection(mesh, sizes, device, timeout)
-        self.results = BatchResults(module)
         self._seed = 0
         self._num_batches_run = {True: 0, False: 0}  # training, evaluation
         self.num_batches_trained = 0  # in this process
         self._fingerprint: Fingerprint | None = None
         self._num_batches_before = 0  # of all kinds, when this run of the trainer began
         self._failed = False
-        self._check_first_batches = check_first_batches
         self._attached = ExitStack()
         self.last_training_step: tuple[Schedule, StepTimer] | None = None
         self.last_num_samples = 0
@@ -170,10 +141,7 @@ class PipelineEngine:
         batch: Any,
         step: str,
         *,
-        patterns: Sequence[str] | None,
-        cut: CutOptions,
-        agree: Callable[[Any], Any],
-        device_memory_gib: float | None,
+        broadcast: Callable[[Any], Any],
         beforehand: AbstractContextManager[Optimizer | None],
     ) -> None:
         """Cuts the module by a dry run of ``step`` on ``batch`` and drops what this rank does not own.
@@ -181,78 +149,110 @@ class PipelineEngine:
         Args:
             batch: A whole batch on the device.
             step: Name of the module's step.
-            patterns: The user's units.
-            cut: What the user says of the cuts.
-            agree: Returns rank 0's argument on every rank.
-            device_memory_gib: What a rank may hold altogether; None for no limit.
+            broadcast: Returns rank 0's argument on every rank.
             beforehand: Around the dry run; gives the user's optimizer over the whole module, to ask it for what it
                 keeps of a parameter. It must not outlive the context, for it holds all parameters.
         """
-        training = step == "training_step"
-        dtypes = step_dtypes(self._precision)
-        microbatches = self._cut(batch, for_training=training)
-        request = LayoutRequest(self._options, self.sizes.pipeline, len(microbatches), cut, self.device.type)
-        self._seed = agree(int(torch.initial_seed() % (1 << 40)))
-        modes = [(child, child.training) for child in self.module.modules()]
-        if not training:
-            self.module.eval()
-        try:
+        microbatches = self._cut(batch, for_training=step == "training_step")
+        request = self._options.layout_request(self.sizes.pipeline, len(microbatches), self.device.type)
+        self._seed = broadcast(int(torch.initial_seed() % (1 << 40)))
+        with self._in_mode_of(step):
             with beforehand as optimizer:
-                recorded = self._recorded_step(step, microbatches[0], first_arguments(self.module, step))
-                if self._options.whole_batch_loss and step != "predict_step":
-                    recorded = ending_with_batch(recorded)
-                with lengths_noted(batch, len(microbatches)):
-                    recording = record_model(
-                        self.module,
-                        device=self.device,
-                        step=recorded,
-                        with_gradients=training,
-                        patterns=patterns,
-                        num_stages=request.fewest_stages,
-                        compute_dtype=dtypes.compute,
-                        activation_checkpointing=self._activation_checkpointing,
-                    )
-                refuse_carried_state(self.module, step, recording.record, len(microbatches))
-                self._update_hooks = UpdateHooks(self.module, recording.fake_parameters, batch)
-                updates = self._update_hooks.updates if training else {}
-                if device_memory_gib is not None:
-                    model = MemoryModel.of(
-                        self._sharding,
-                        self.sizes.data_parallel_shard,
-                        dtypes,
-                        trains=training,
-                        whole_batch_loss=self._options.whole_batch_loss,
-                    )
-                    model = model if optimizer is None else model.with_optimizer(optimizer)
-                    self._device_memory = DeviceMemory(device_memory_gib, model, recording, updates)
-                    request = replace(request, memory=self._device_memory)
+                recording = self._record(batch, microbatches, step, request.fewest_stages)
+                self._device_memory = self._limit_of_memory(recording, step, optimizer)
                 del optimizer
+            request = replace(request, memory=self._device_memory)
             layout = decided_by_one(
                 lambda: choose_layout(recording.record, recording.num_parameters, request),
                 decides=self.rank == 0 and self.groups.replica == 0,
-                agree=agree,
+                broadcast=broadcast,
             )
             self.split: SplitModel = assign_stages(
                 recording,
                 placement=layout.placement,
                 partition=layout.partition,
-                updates=updates,
+                updates=self._updates(step),
             )
-        finally:
-            for child, mode in modes:
-                child.training = mode
         self.placement = layout.placement
         self._start = layout.start
         self._connection.set_last_stage(self.placement.rank_of_stage[-1])
         self.metrics = PipelineMetrics(self.module, self.groups)
         self._programs = tuned_programs(
-            self._options, layout, self.split, self.mesh, self._data_parallel, self.groups, self.device, agree
+            self._options.schedule,
+            layout,
+            self.split,
+            self.mesh,
+            self._data_parallel,
+            self.groups,
+            self.device,
+            broadcast,
         )
+        self._keep_own_part()
+
+    @contextmanager
+    def _in_mode_of(self, step: str) -> Iterator[None]:
+        """Within, all modules are in the mode that ``step`` runs in."""
+        modes = [(child, child.training) for child in self.module.modules()]
+        if step != "training_step":
+            self.module.eval()
+        try:
+            yield
+        finally:
+            for child, mode in modes:
+                child.training = mode
+
+    def _record(self, batch: Any, microbatches: Sequence[Microbatch], step: str, num_stages: int) -> RecordedModel:
+        """A dry run of ``step`` on the first microbatch, with units for ``num_stages``."""
+        recorded = self._recorded_step(step, microbatches[0], first_arguments(self.module, step))
+        if self._options.schedule.whole_batch_loss and step != "predict_step":
+            recorded = ending_with_batch(recorded)
+        with lengths_noted(batch, len(microbatches)):
+            recording = record_model(
+                self.module,
+                device=self.device,
+                step=recorded,
+                with_gradients=step == "training_step",
+                patterns=self._options.cut.units,
+                num_stages=num_stages,
+                compute_dtype=step_dtypes(self._precision).compute,
+                activation_checkpointing=self._options.activation_checkpointing,
+            )
+        refuse_carried_state(self.module, step, recording.record, len(microbatches))
+        self._update_hooks = UpdateHooks(self.module, recording.fake_parameters, batch)
+        return recording
+
+    def _updates(self, step: str) -> Updates:
+        """What hooks write into parameters, in training."""
+        return self._update_hooks.updates if step == "training_step" else {}
+
+    def _limit_of_memory(self, recording: RecordedModel, step: str, optimizer: Optimizer | None) -> DeviceMemory | None:
+        """What a rank may hold altogether, and how it is counted; None for no limit."""
+        if self._options.device_memory_gib is None:
+            return None
+        model = MemoryModel.of(
+            self._options.sharding,
+            self.sizes.data_parallel_shard,
+            step_dtypes(self._precision),
+            trains=step == "training_step",
+            whole_batch_loss=self._options.schedule.whole_batch_loss,
+            optimizer=optimizer,
+        )
+        return DeviceMemory(self._options.device_memory_gib, model, recording, self._updates(step))
+
+    def _keep_own_part(self) -> None:
+        """Drops what other ranks own, and makes what runs batches; from here on nothing may hold whole parameters."""
+        options = self._options
         self.split.fake_parameters.release(self.split.owned_by(self.rank))
         self.gradients = StageGradients(
-            self.split, self.mesh, self._data_parallel, self.rank, self.device, self._sharding, self.groups, dtypes
+            self.split,
+            self.mesh,
+            self._data_parallel,
+            self.rank,
+            self.device,
+            options.sharding,
+            self.groups,
+            step_dtypes(self._precision),
         )
-        # from here on nothing may hold the parameters that were whole
         self._preparation = BatchPreparation(
             self.module,
             self.split,
@@ -263,7 +263,7 @@ class PipelineEngine:
             self.device,
             self._cutter,
             lambda call, microbatch: self._recorded_step(call.step, microbatch, call.rest, call.kwargs),
-            ends_with_batch=self._options.whole_batch_loss,
+            ends_with_batch=options.schedule.whole_batch_loss,
         )
         self._checks = BatchChecks(
             self._preparation,
@@ -271,7 +271,7 @@ class PipelineEngine:
             self._precision,
             self.device,
             self._forward,
-            is_on=self._check_first_batches,
+            is_on=options.batches.check_first_batches,
         )
         self._programs.sharding = self.gradients.sharding
         if self._compile_options is not None:
@@ -304,14 +304,11 @@ class PipelineEngine:
         self.metrics.attach()
         if self._compiled_units is not None:
             self._compiled_units.attach()
-        if trainer.state.fn == TrainerFn.FITTING:
-            self.results.attach(trainer)
 
     def detach(self) -> None:
         """Gives metrics, hooks and units back; waits until others have what was sent, unless the run failed."""
         self._attached.close()
         self.metrics.detach()
-        self.results.detach()
         if self._compiled_units is not None:
             self._compiled_units.detach()
         if not self._failed and hasattr(self, "_executor"):
@@ -350,35 +347,22 @@ class PipelineEngine:
 
     def train(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, accumulate: int, reduce: bool) -> Any:
         """Forward and backward of one batch; returns what the user's step would have returned for it."""
-        with self._abandoning(), self.split.fake_parameters.standing_apart():
-            return self._train(args, kwargs, accumulate, reduce)
-
-    def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any], accumulate: int, reduce: bool) -> Any:
-        self.results.make_room()
-        batch, *rest = args
-        call = StepCall("training_step", rest, kwargs, training=True)
-        microbatches = self._cut(batch, for_training=True)
-        if self._failed:
-            self.gradients.abandon()
-            self._failed = False
-        if self._compiled_backward is not None:
-            self._compiled_backward.tell()
-        self._check_same_batch(call.batch_idx)
-        is_checked = self._checks.check(call, batch, microbatches, self._seed)
-        most = self.gradients.most_microbatches(len(microbatches), reduce=reduce)
-        schedule = self.gradients.begin(self._programs.training(most), len(microbatches), reduce=reduce)
         factor = loss_scale(self._precision, self.device) / accumulate
-        seed = self._next_seed(training=True)
-        run = self._preparation.prepare(call, batch, microbatches, seed, factor, follows_estimates=is_checked)
-        outputs = self._execute(run, schedule, loss_of)
-        output = self._report_training(run, outputs)
-        self.gradients.end(reduce=reduce)
-        return output
+        return self._run("training_step", args, kwargs, factor, trains=True, reduce=reduce)
 
     def evaluate(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forward of one batch; returns what the user's step would have returned for it."""
+        return self._run(step, args, kwargs, 1.0, trains=False, reduce=False)
+
+    def _run(
+        self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any], factor: float, *, trains: bool, reduce: bool
+    ) -> Any:
         with self._abandoning(), self.split.fake_parameters.standing_apart():
-            return self._evaluate(step, args, kwargs)
+            batch, *rest = args
+            run = self._prepare(StepCall(step, rest, kwargs, training=trains), batch, factor)
+            report = self._begin_report(run)
+            self._execute(run, range(len(run.microbatches)), trains=trains, reduce=reduce, on_outputs=report.tell)
+            return self._take_up(report, run)
 
     @contextmanager
     def _abandoning(self) -> Iterator[None]:
@@ -392,22 +376,24 @@ class PipelineEngine:
                 ) from error
             raise
 
-    def _evaluate(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        batch, *rest = args
-        call = StepCall(step, rest, kwargs, training=False)
-        microbatches = self._cut(batch, for_training=False)
+    def _prepare(self, call: StepCall, batch: Any, factor: float) -> BatchRun:
+        """Cuts the batch, and checks it if it is one of the first; losses are multiplied by ``factor``."""
+        microbatches = self._cut(batch, for_training=call.training)
+        if call.training and self._failed:
+            self.gradients.abandon()
+            self._failed = False
+        if call.training and self._compiled_backward is not None:
+            self._compiled_backward.tell()
         self._check_same_batch(call.batch_idx)
-        self._checks.check(call, batch, microbatches, self._seed)
-        run = self._preparation.prepare(call, batch, microbatches, self._next_seed(training=False), 1.0)
-        return self._report_evaluation(run, self._forward(run, range(len(microbatches))))
-
-    def _forward(self, run: BatchRun, indices: Sequence[int]) -> list[Any]:
-        """Runs microbatches of a batch, forward only; what the last stage's step returned for each."""
-        most = self.gradients.most_microbatches(len(indices), reduce=False)
-        schedule = self.gradients.begin(self._programs.evaluation(most), len(indices), reduce=False)
-        outputs = self._execute(run, schedule, None, indices)
-        self.gradients.end_of_evaluation()
-        return outputs
+        is_checked = self._checks.check(call, batch, microbatches, self._seed)
+        return self._preparation.prepare(
+            call,
+            batch,
+            microbatches,
+            self._next_seed(training=call.training),
+            factor,
+            follows_estimates=is_checked and call.training,
+        )
 
     def _next_seed(self, *, training: bool) -> int:
         self._num_batches_run[training] += 1
@@ -421,22 +407,31 @@ class PipelineEngine:
             is_read_whole = number - self._num_batches_before < _BATCHES_CHECKED_BEFOREHAND
             self._fingerprint = fingerprint(batch, self.mesh.get_rank(), None if is_read_whole else number)
 
+    def _forward(self, run: BatchRun, indices: Sequence[int]) -> list[Any]:
+        """Runs microbatches of a batch for its check; what the last stage's step returned for each."""
+        return self._execute(run, indices, trains=False)
+
     def _execute(
         self,
         run: BatchRun,
-        schedule: Schedule,
-        find_loss: Callable[[Any], Tensor] | None,
-        indices: Sequence[int] | None = None,
+        indices: Sequence[int],
+        *,
+        trains: bool,
+        reduce: bool = False,
+        on_outputs: Callable[[list[Any]], None] | None = None,
     ) -> list[Any]:
         """Runs this rank's program; returns what the last stage's step returned for each microbatch.
 
         Args:
             run: The batch.
-            schedule: The programs.
-            find_loss: Finds the loss in what the step returned; None for forwards only.
-            indices: The microbatches that are run; None for all.
+            indices: The microbatches that are run.
+            trains: Whether backwards are run as well.
+            reduce: Whether gradients are reduced.
+            on_outputs: Gets on the last stage what is returned, after its last forward.
         """
-        indices = range(len(run.microbatches)) if indices is None else indices
+        most = self.gradients.most_microbatches(len(indices), reduce=reduce)
+        schedule = self._programs.training(most) if trains else self._programs.evaluation(most)
+        schedule = self.gradients.begin(schedule, len(indices), reduce=reduce)
 
         def run_step(microbatch: int, stage: int) -> Any:
             index = indices[microbatch]
@@ -448,53 +443,52 @@ class PipelineEngine:
                 StepInputs(
                     [run.plans[index] for index in indices],
                     run_step,
-                    find_loss,
+                    loss_of if trains else None,
                     run.scaled.loss_weights,
                     run.seed,
                     self.gradients.stages,
-                    None if find_loss is None else self._programs.queued_bytes,
+                    self._programs.queued_bytes if trains else None,
                     run.whole,
+                    on_outputs,
                 ),
             )
-        if find_loss is not None:
-            self.last_training_step = (schedule, timer)
-            self._programs.note(timer, run.microbatches, run.plans)
-            if self._compiled_backward is not None:
-                self._compiled_backward.note(schedule, timer)
-            self.last_num_samples = run.num_samples
+        if not trains:
+            self.gradients.end_of_evaluation()
+            return outputs
+        self.gradients.end(reduce=reduce)
+        self._note_training(run, schedule, timer)
         return outputs
 
-    # ---------------------------------------------------------------- what a batch came to
-
-    def _report_training(self, run: BatchRun, outputs: list[Any]) -> Any:
-        mine, self._fingerprint = self._fingerprint, None
+    def _note_training(self, run: BatchRun, schedule: Schedule, timer: StepTimer) -> None:
+        self.last_training_step = (schedule, timer)
+        self._programs.note(timer, run.microbatches, run.plans)
+        if self._compiled_backward is not None:
+            self._compiled_backward.note(schedule, timer)
+        self.last_num_samples = run.num_samples
         self.num_batches_trained += 1
-        report = report_batch(
+
+    def _begin_report(self, run: BatchRun) -> BatchReport:
+        mine, self._fingerprint = self._fingerprint, None
+        return BatchReport(
             self._connection.messages,
             run.logs,
-            lambda: run.merged(outputs),
+            run.merged,
             weights=run.weights,
             num_samples=run.num_samples,
             fingerprint=mine,
             device=self.device,
         )
-        self.results.add(report.message, run.call.batch_idx, mine)
-        if run.attributes.are_kept:
-            run.attributes.apply(report.changes())
-        return report.outputs()
 
-    def _report_evaluation(self, run: BatchRun, outputs: list[Any]) -> Any:
-        mine, self._fingerprint = self._fingerprint, None
-
-        def results() -> _Results:
-            calls, total = run.logs.merge_over_replicas(run.weights, run.num_samples, self.groups)
-            return *run.merged(outputs), _Sealed((calls, total, mine))
-
-        output, changes, sealed = cast(_Results, share_result_of(results, self.groups, self.device))
-        calls, total, fingerprint_of_last_stage = sealed.content
-        if mine is not None and fingerprint_of_last_stage is not None:
-            check_same_batch([mine, fingerprint_of_last_stage], run.call.batch_idx)
-        replay(self.module, calls, total)
+    def _take_up(self, report: BatchReport, run: BatchRun) -> Any:
+        """What the step returned for the batch; what it logged and changed on the module is there from now on."""
+        try:
+            output, changes = report.take_up(self.module, run.call.batch_idx)
+        except RankStoppedError:
+            raise
+        except Exception:
+            with suppress(RuntimeError):  # of a rank that has stopped as well
+                self._executor.drain()  # who still waits for a gradient of this rank's is to hear of this error, too
+            raise
         run.attributes.apply(changes)
         return output
 
@@ -502,7 +496,7 @@ class PipelineEngine:
         return self._cutter.cut(batch, for_training=for_training)
 
     def _check_same_batch(self, batch_idx: int) -> None:
-        """In a run's first batches; later ones are checked by the message that ends a batch anyway."""
+        """In a run's first batches; later ones are checked by the report that ends a batch anyway."""
         mine = self._fingerprint
         if mine is not None and batch_idx < _BATCHES_CHECKED_BEFOREHAND:
             others = [each for each in self.groups.gather_in_pipeline(mine) if each.rank != mine.rank]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,18 +16,20 @@ import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.callbacks import ModelSummary
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
-from lightning_pp.distributed.sizes import Auto, ParallelSizes
+from lightning_pp.distributed.sizes import Auto, check_size
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.planning.cuts import CutOptions
-from lightning_pp.planning.recomputed_units import ActivationCheckpointing, check_activation_checkpointing
-from lightning_pp.planning.schedule_options import DEFAULT_NUM_PROFILED_BATCHES, ScheduleOptions
+from lightning_pp.planning.activation_checkpointing import ActivationCheckpointing
+from lightning_pp.planning.cuts import CutOptions, names_of
+from lightning_pp.planning.pipeline_options import BatchOptions, PipelineOptions
+from lightning_pp.planning.schedules.given_costs import given_costs
+from lightning_pp.planning.schedules.options import DEFAULT_NUM_PROFILED_BATCHES, ScheduleOptions
+from lightning_pp.planning.schedules.source import schedule_source
 from lightning_pp.planning.sharded_stages import ShardingSettings
 from lightning_pp.runtime.compilation import check_compile_options
 from lightning_pp.schedule import StageCosts
@@ -36,8 +37,8 @@ from lightning_pp.schedule.sharding import ShardingMode
 from lightning_pp.split.data.microbatch import SplitBatch
 from lightning_pp.split.side_effects.module_state import preserved_random_state
 from lightning_pp.strategy.checkpoints.averaging import average_own_part, leave_averages_to_strategy
-from lightning_pp.strategy.checkpoints.saving import Checkpoints, refuse_plugin
-from lightning_pp.strategy.checkpoints.state import PipelineState
+from lightning_pp.strategy.checkpoints.checkpoints import Checkpoints
+from lightning_pp.strategy.checkpoints.rank_part import rank_part
 from lightning_pp.strategy.engine import PipelineEngine
 from lightning_pp.strategy.lightning.loop import PipelineOptimization
 from lightning_pp.strategy.lightning.mesh_strategy import MeshStrategy
@@ -134,6 +135,7 @@ class PipelineParallelStrategy(MeshStrategy):
         pipeline_parallel_size: int | Auto = "auto",
         data_parallel_size: int | Auto = "auto",
         num_microbatches: int | Auto = "auto",
+        *,
         schedule: str | PathLike[str] = "zb_h1",
         stages_per_rank: int | None = None,
         costs: StageCosts | str | PathLike[str] | None = None,
@@ -170,55 +172,29 @@ class PipelineParallelStrategy(MeshStrategy):
             data_parallel_replicate_size,
             has_shards_on_host=cpu_offload,
         )
-        self.sharding = ShardingSettings(sharding, unshard_budget, cpu_offload)
-        self.sharding.check(data_parallel_replicate_size)
-        # only what needs no devices is checked here; sizes are, once the number of devices is known
-        ParallelSizes.resolve(
-            pipeline_parallel_size, "auto", 1 if pipeline_parallel_size == "auto" else pipeline_parallel_size
+        # whether sizes fit the number of devices is checked once that is known
+        check_size("pipeline_parallel_size", pipeline_parallel_size)
+        source = schedule_source(schedule, stages_per_rank, whole_batch_loss, exact_search)
+        source.check_sizes(pipeline_parallel_size)
+        self.options = PipelineOptions(
+            ScheduleOptions(source, memory_limit_gib, given_costs(costs), num_profiled_batches, save_costs),
+            BatchOptions(num_microbatches, split_batch, check_first_batches),
+            CutOptions(names_of(split_points), unit_weights, rank_speeds, names_of(units)),
+            ShardingSettings(sharding, unshard_budget, cpu_offload, data_parallel_replicate_size),
+            activation_checkpointing,
+            device_memory_gib,
         )
-        if num_microbatches != "auto" and (not isinstance(num_microbatches, int) or num_microbatches < 1):
-            raise ConfigurationError(
-                f"num_microbatches={num_microbatches!r} must be an integer of at least 1, or 'auto'."
-            )
-        self._schedule_options = ScheduleOptions.checked(
-            schedule,
-            stages_per_rank=stages_per_rank,
-            num_microbatches=num_microbatches,
-            pipeline_parallel_size=pipeline_parallel_size,
-            costs=costs,
-            memory_limit_gib=memory_limit_gib,
-            exact_search=exact_search,
-            num_profiled_batches=num_profiled_batches,
-            save_costs=save_costs,
-            whole_batch_loss=whole_batch_loss,
+        """What is asked of the pipeline, checked."""
+        self._compile_options = check_compile_options(compile)
+        self._checkpoints = Checkpoints(
+            is_sharded=save_distributed_checkpoint,
+            in_background=async_checkpoint,
+            timeout=timeout,
+            is_interrupted=lambda: self._is_interrupted,
         )
-        if device_memory_gib is not None and not (math.isfinite(device_memory_gib) and device_memory_gib > 0):
-            raise ConfigurationError(
-                f"device_memory_gib={device_memory_gib!r} must be a number above 0, or None for no limit."
-            )
-        self._device_memory_gib = device_memory_gib
-        self._save_distributed_checkpoint = save_distributed_checkpoint
-        self._async_checkpoint = async_checkpoint
         self._meta_init = meta_init
         self._initial_weights = initial_weights
-        self.num_microbatches: int | Auto = num_microbatches
-        if split_batch is not None and not callable(split_batch):
-            raise ConfigurationError(
-                f"split_batch={split_batch!r} must be a function of a batch and the largest number of microbatches."
-            )
-        self._split_batch = split_batch
-        self.schedule_name = str(schedule)
-        self.stages_per_rank = stages_per_rank
-        self._unit_patterns = [units] if isinstance(units, str) else units
-        self._cut = CutOptions(
-            [split_points] if isinstance(split_points, str) else split_points, unit_weights, rank_speeds
-        )
-        check_activation_checkpointing(activation_checkpointing)
-        self._activation_checkpointing = activation_checkpointing
-        self._check_first_batches = check_first_batches
-        self._compile_options = check_compile_options(compile)
         self._engine: PipelineEngine | None = None
-        self._checkpoints: Checkpoints | None = None
         self._num_runs = 0
 
     @property
@@ -231,7 +207,10 @@ class PipelineParallelStrategy(MeshStrategy):
     @property
     def costs(self) -> StageCosts | None:
         """Costs of the stages on every rank: those given; else those measured, once they are; ``held_*`` in GiB."""
-        return self._schedule_options.costs if self._engine is None else self._engine.costs
+        if self._engine is not None:
+            return self._engine.costs
+        costs = self.options.schedule.costs
+        return None if costs is None else costs.stages
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -267,24 +246,14 @@ class PipelineParallelStrategy(MeshStrategy):
         module = self.lightning_module
         refuse_unsupported(trainer, module, self.precision_plugin, self.root_device)
         agree_on_scale(self.precision_plugin)
-        refuse_plugin(self._checkpoint_io, is_sharded=self._save_distributed_checkpoint)
+        self._checkpoints.refuse_plugin(self._checkpoint_io)
         self._num_runs += 1
         end_together_on_sigterm(
             trainer,
             self._num_runs,
             num_batches=lambda: self.engine.num_batches_trained,
-            before_the_end=lambda: self.engine.results.catch_up(),
         )
-        for loop in (
-            trainer.validate_loop,
-            trainer.test_loop,
-            trainer.predict_loop,
-            trainer.fit_loop.epoch_loop.val_loop,
-        ):
-            loop.inference_mode = False  # FSDP2's tensors and views of received ones must stay usable
-        if self.sizes.data_parallel == 1:
-            # with one replica the user's own sampler gives the order that one device would see
-            trainer._accelerator_connector.use_distributed_sampler = False
+        self._prepare_loops(trainer)
         is_new = self._engine is None or self._engine.module is not module
         if is_new:
             self._build(trainer, module)
@@ -298,52 +267,44 @@ class PipelineParallelStrategy(MeshStrategy):
                 self._reset_optimizers_and_schedulers()
                 set_up_one_optimizer(self, trainer)
             optimizers = self.optimizers if is_fitting else []
-            state = PipelineState.of(engine.split, self.device_mesh, optimizers)
+            part = rank_part(engine.split, self.device_mesh, optimizers)
         if is_fitting:
             engine.check_memory(self.optimizers)
             keep_parameters(self.optimizers, list(engine.module.parameters()))
-            if not self.sharding.cpu_offload:  # states are made where their parameters are
+            if not self.options.sharding.cpu_offload:  # states are made where their parameters are
                 _optimizers_to_device(self.optimizers, self.root_device)
             PipelineOptimization.install(trainer)
         self.setup_precision_plugin()
         engine.gradients.install_clipping(self.precision_plugin)
-        self._set_up_checkpoints(trainer, state)
+        self._checkpoints.attach(trainer, engine, part, self.checkpoint_io)
+        if is_fitting:
+            average_own_part(trainer, module, self._checkpoints)
         if is_new and self._initial_weights is not None:
-            state.load_initial_weights(Path(self._initial_weights), strict=module.strict_loading)
+            self._checkpoints.load_initial_weights(self._initial_weights)
         self.barrier()
 
-    def _set_up_checkpoints(self, trainer: pl.Trainer, state: PipelineState) -> None:
-        if self._checkpoints is None:
-            self._checkpoints = Checkpoints(
-                self.checkpoint_io,
-                is_sharded=self._save_distributed_checkpoint,
-                in_background=self._async_checkpoint,
-                timeout=self._timeout,
-            )
-        self._checkpoints.attach(trainer, state, self.engine)
-        if trainer.state.fn == TrainerFn.FITTING:
-            full = not self._save_distributed_checkpoint
-            average_own_part(trainer, self.engine.module, self._checkpoints, full=full)
+    def _prepare_loops(self, trainer: pl.Trainer) -> None:
+        evaluations = (trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+        for loop in (*evaluations, trainer.fit_loop.epoch_loop.val_loop):
+            loop.inference_mode = False  # FSDP2's tensors and views of received ones must stay usable
+        if self.sizes.data_parallel == 1:
+            # with one replica the user's own sampler gives the order that one device would see
+            trainer._accelerator_connector.use_distributed_sampler = False
 
     def _build(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self._schedule_options.check_num_ranks(self.sizes.pipeline)
+        self.options.schedule.check_num_ranks(self.sizes.pipeline)
         self.model = self.precision_plugin.convert_module(module)
         engine = PipelineEngine(
             trainer=trainer,
             module=module,
             mesh=self.device_mesh,
             data_parallel=self.data_parallel_mesh,
-            sharding=self.sharding,
             sizes=self.sizes,
             device=self.root_device,
             precision=self.precision_plugin,
-            options=self._schedule_options,
-            num_microbatches=self.num_microbatches,
+            options=self.options,
             timeout=self._timeout,
             compile_options=self._compile_options,
-            activation_checkpointing=self._activation_checkpointing,
-            check_first_batches=self._check_first_batches,
-            split=self._split_batch,
         )
         step = {
             TrainerFn.FITTING: "training_step",
@@ -362,10 +323,7 @@ class PipelineParallelStrategy(MeshStrategy):
             engine.build(
                 first_batch(trainer),
                 step,
-                patterns=self._unit_patterns,
-                cut=self._cut,
-                agree=self.broadcast,
-                device_memory_gib=self._device_memory_gib,
+                broadcast=self.broadcast,
                 beforehand=self._optimizers_beforehand(trainer),
             )
         except BaseException:
@@ -398,8 +356,7 @@ class PipelineParallelStrategy(MeshStrategy):
         """Runs the forward and backward of the whole batch through the pipeline.
 
         Returns:
-            What the user's step would have returned for the whole batch, detached; on ranks without the last stage
-            (:class:`~lightning_pp.strategy.results.pending.PendingOutputs`) it is waited for when somebody looks at it.
+            What the user's step would have returned for the whole batch, detached.
         """
         trainer = self.lightning_module.trainer  # type: ignore[union-attr]
         is_last = not trainer.fit_loop._should_accumulate()
@@ -436,32 +393,15 @@ class PipelineParallelStrategy(MeshStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """This rank's part of the model, or with ``save_distributed_checkpoint=False`` all of it, on rank 0."""
-        if self._is_interrupted:
-            return {}
-        return self.checkpoints.state.model_state(full=not self._save_distributed_checkpoint)
+        return self._checkpoints.model_state()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """This rank's part of the optimizer's state, or all of it as one device would have it, on rank 0."""
-        if self._is_interrupted:
-            return {}
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer._optimizer
-        return self.checkpoints.state.optimizer_state(optimizer, full=not self._save_distributed_checkpoint)
+        """With ``save_distributed_checkpoint=False`` the optimizer's state as one device would have it, on rank 0."""
+        return self._checkpoints.optimizer_state(optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        """Writes a checkpoint; every rank takes part.
-
-        After an exception nothing is written, since the rank that failed cannot count on the others to take part: they
-        may wait for it in the middle of a step.
-        """
-        if self._is_interrupted:
-            _log.warning(
-                f"No checkpoint is written to {filepath}: this rank failed in the middle of a step, and the other "
-                "stages may not be there to write theirs. Resume from the last checkpoint that was saved between steps."
-            )
-            return
-        self.engine.results.catch_up()  # an error that is on its way comes before the checkpoint
-        self.checkpoints.save(checkpoint, Path(self.broadcast(filepath)), storage_options)
+        """Writes a checkpoint; every rank takes part. After an exception nothing is written."""
+        self._checkpoints.save(checkpoint, filepath, storage_options)
 
     def wait_for_checkpoint(self) -> None:
         """With ``async_checkpoint``: waits until the last checkpoint is in its place; every rank has to call it.
@@ -471,29 +411,22 @@ class PipelineParallelStrategy(MeshStrategy):
         Raises:
             CheckpointError: On all ranks: it could not be written.
         """
-        self.checkpoints.wait()
+        self._checkpoints.wait()
 
     def remove_checkpoint(self, filepath: _PATH) -> None:
         """Removes a checkpoint, once one that is being written is in its place."""
-        self.checkpoints.remove(Path(filepath))
+        self._checkpoints.remove(filepath)
 
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         """Opens a checkpoint of any layout, sharded or single-file; tensors are read when they are used."""
-        return self.checkpoints.open(Path(self.broadcast(checkpoint_path)), weights_only)
+        return self._checkpoints.open(checkpoint_path, self.weights_only if weights_only is None else weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads weights and optimizer state, as ``on_load_checkpoint`` has left them, into this rank's part."""
-        self.checkpoints.load(checkpoint, strict=strict)
+        self._checkpoints.load(checkpoint, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Nothing: :meth:`load_model_state_dict` has loaded it."""
-
-    @property
-    def checkpoints(self) -> Checkpoints:
-        """What saves and loads; there from ``setup`` on."""
-        if self._checkpoints is None:
-            raise RuntimeError("Checkpoints can be written and read from Strategy.setup on.")
-        return self._checkpoints
 
     # ---------------------------------------------------------------- end
 
@@ -501,16 +434,14 @@ class PipelineParallelStrategy(MeshStrategy):
         """Lets go of the other ranks, so that none waits for this one."""
         if self._engine is not None and not isinstance(exception, SIGTERMException):
             self._engine.abandon()
-        if self._checkpoints is not None:
-            self._checkpoints.give_up()
+        self._checkpoints.give_up()
         super().on_exception(exception)
 
     def teardown(self) -> None:
         """Puts the module's metrics back; its parameters stay where they are, for the next run of the trainer."""
         if self._engine is not None:
             self._engine.detach()
-        if self._checkpoints is not None:
-            self._checkpoints.close()
+        self._checkpoints.close()
         self.checkpoint_io.teardown()
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()

@@ -8,7 +8,6 @@ from lightning_pp.telemetry.report import Measurements, PipelineReport, StageInf
 from lightning_pp.telemetry.sums import RankSums, StageSums, longest_span_bubble
 from lightning_pp.telemetry.throughput import BatchClock, Throughput, count_tokens
 from lightning_pp.telemetry.timeline.html import html_timeline
-from lightning_pp.telemetry.timeline.png import png_timeline
 from lightning_pp.telemetry.timeline.step import Timeline
 from lightning_pp.telemetry.timeline.svg import svg_timeline
 from lightning_pp.telemetry.timeline.text import text_timeline
@@ -31,7 +30,6 @@ __all__ = [
     "count_tokens",
     "html_timeline",
     "longest_span_bubble",
-    "png_timeline",
     "read_peak_memory_gib",
     "svg_timeline",
     "text_timeline",

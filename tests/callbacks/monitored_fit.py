@@ -11,51 +11,19 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.loggers.logger import DummyLogger
-from torch import Tensor, nn
+from small_models import VOCAB, WIDTH, TokenModel
 from torch.utils.data import DataLoader
 
 from lightning_pp import PipelineMonitor, PipelineParallelStrategy
 from lightning_pp.runtime.timing import StepTimer
 
-VOCABULARY, WIDTH, LENGTH = 13, 16, 12
+LENGTH = 12
 BATCH_SIZE, NUM_BATCHES = 8, 7
-
-
-class TokenModel(L.LightningModule):
-    """Predicts each token from itself; ``continuous`` takes vectors, and so no token ids, instead."""
-
-    def __init__(self, continuous: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.embedding: nn.Module = nn.Linear(WIDTH, WIDTH) if continuous else nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-        self.losses: list[float] = []
-
-    def loss_of(self, batch: dict[str, Tensor]) -> Tensor:
-        hidden = self.embedding(batch["x"])
-        for block in self.blocks:
-            hidden = hidden + block(hidden)
-        return nn.functional.cross_entropy(self.head(hidden).flatten(0, -2), batch["y"].flatten())
-
-    def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
-        loss = self.loss_of(batch)
-        self.log("train_loss", loss)
-        return loss
-
-    def validation_step(self, batch: dict[str, Tensor], index: int) -> None:
-        self.log("val_loss", self.loss_of(batch))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
-        self.losses.append(outputs["loss"].item())
 
 
 def loader(num_samples: int = BATCH_SIZE * NUM_BATCHES, continuous: bool = False) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(VOCABULARY, (num_samples, LENGTH), generator=generator)
+    tokens = torch.randint(VOCAB, (num_samples, LENGTH), generator=generator)
     vectors = torch.randn(num_samples, WIDTH, generator=generator)
     samples = [
         {"x": vector, "y": ids[0]} if continuous else {"x": ids, "y": ids}

@@ -19,13 +19,13 @@ from monitored_fit import (
     LENGTH,
     NUM_BATCHES,
     MemoryLogger,
-    TokenModel,
     fit_one_batch_then_a_short_one,
     fit_replicas,
     fit_with_loggers,
     loader,
 )
 from pool import WorkerPool
+from small_models import TokenModel
 
 from lightning_pp import PipelineMonitor
 from lightning_pp.errors import ConfigurationError

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import zlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -17,7 +18,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_pp.checkpoint import ParameterCatalog, gather_full_optimizer_state, gather_full_state
+from lightning_pp.checkpoint import (
+    ParameterCatalog,
+    RankPart,
+    gather_full_optimizer_state,
+    gather_full_state,
+    open_checkpoint,
+    prepare_save,
+)
 
 WIDTH = 5  # odd, so that shards over two ranks are uneven
 VOCABULARY = 11
@@ -136,13 +144,8 @@ class Part:
     mesh: DeviceMesh
 
     @property
-    def arguments(self) -> dict[str, Any]:
-        return {
-            "module": self.module,
-            "optimizers": self.optimizers,
-            "catalog": self.catalog,
-            "mesh": self.mesh,
-        }
+    def held(self) -> RankPart:
+        return RankPart(self.module, self.catalog, self.mesh, self.optimizers)
 
     def train(self, steps: Sequence[int]) -> None:
         for step in steps:
@@ -152,13 +155,23 @@ class Part:
 
     def whole(self) -> dict[str, Any]:
         """The state that a single device would save, on rank 0."""
-        own = {"module": self.module, "catalog": self.catalog, "mesh": self.mesh}
         return {
-            "state_dict": gather_full_state(**own),
-            "optimizer_states": [
-                gather_full_optimizer_state(optimizer, index, **own) for index, optimizer in enumerate(self.optimizers)
-            ],
+            "state_dict": gather_full_state(self.held),
+            "optimizer_states": [gather_full_optimizer_state(self.held, optimizer) for optimizer in self.optimizers],
         }
+
+
+def save_sharded(path: Path, part: RankPart, trainer_state: Mapping[str, Any]) -> None:
+    """Saves a folder, with the optimizers if there are any."""
+    checkpoint = {**trainer_state, "state_dict": part.module.state_dict()}
+    prepare_save(path, part, {**checkpoint, "optimizer_states": []} if part.optimizers else checkpoint).write()
+
+
+def load_checkpoint(path: Path, part: RankPart, *, strict: bool = True, weights_only: bool = False) -> dict[str, Any]:
+    """Loads a folder or a file; returns what it has beside model and optimizers."""
+    opened = open_checkpoint(path, part.mesh, weights_only=weights_only)
+    opened.load(part, strict=strict)
+    return {key: value for key, value in opened.content.items() if key not in ("state_dict", "optimizer_states")}
 
 
 def make_part(layout: Sequence[int], sharded: bool = True, **arguments: Any) -> Part:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 from pool import WorkerPool
-from trained_parts import WIDTH, Stack, largest_difference, loader, make_trainer, together, weights
+from small_models import WIDTH, Stack
+from trained_parts import largest_difference, loader, make_trainer, together, weights
 
 from lightning_pp.cli.export import main
 

@@ -14,11 +14,12 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from pool import WorkerPool
-from trained_parts import Stack, largest_difference, loader, make_trainer, together, weights
+from small_models import Stack
+from trained_parts import largest_difference, loader, make_trainer, together, weights
 
-from lightning_pp.checkpoint.storage import planner as storage
+from lightning_pp.checkpoint.storage import torch_storage as storage
 from lightning_pp.checkpoint.writing import sharded as sharded_module
-from lightning_pp.strategy.checkpoints.saving import Checkpoints
+from lightning_pp.strategy.checkpoints.checkpoints import Checkpoints
 
 
 class Snapshots(pl.Callback):

@@ -8,19 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from pipeline_parts import save_sharded
 from pool import WorkerPool
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lightning_pp.checkpoint import ParameterCatalog, load_weights, open_checkpoint, save_sharded
+from lightning_pp.checkpoint import ParameterCatalog, RankPart, load_weights, open_checkpoint
 
 LAYERS, ROWS, COLUMNS = 6, 8192, 512  # 16 MiB each: Linux maps up to 2 MiB around what is touched
 WHOLE = LAYERS * ROWS * COLUMNS * 4
 
 
-def make_rank(layout: tuple[int, int]) -> tuple[nn.Module, dict[str, Any]]:
+def make_rank(layout: tuple[int, int]) -> RankPart:
     """This rank's layers, sharded over its replicas."""
     mesh = init_device_mesh("cpu", layout, mesh_dim_names=("pipeline", "data_parallel"))
     rank_of = {f"layers.{layer}.weight": layer * layout[0] // LAYERS for layer in range(LAYERS)}
@@ -32,7 +33,7 @@ def make_rank(layout: tuple[int, int]) -> tuple[nn.Module, dict[str, Any]]:
             fully_shard(layer, mesh=mesh["data_parallel"])
     shapes = dict.fromkeys(rank_of, torch.Size([ROWS, COLUMNS]))
     catalog = ParameterCatalog(tuple(rank_of), {name: (rank,) for name, rank in rank_of.items()}, shapes)
-    return module, {"catalog": catalog, "mesh": mesh}
+    return RankPart(module, catalog, mesh)
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -40,12 +41,12 @@ def state() -> dict[str, torch.Tensor]:
 
 
 def save_folder(path: Path, layout: tuple[int, int]) -> None:
-    module, where = make_rank(layout)
-    values = {name: value for name, value in state().items() if name.split(".")[1] in module.layers}
-    for name, parameter in module.named_parameters():
+    part = make_rank(layout)
+    values = {name: value for name, value in state().items() if name in part.parameters()}
+    for name, parameter in part.module.named_parameters():
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         local.data.fill_(float(values[name][0, 0]))
-    save_sharded(path, module=module, optimizers=[], rest={}, **where)
+    save_sharded(path, part, {})
 
 
 def bytes_mapped(folder: Path) -> int:
@@ -66,31 +67,31 @@ def bytes_read() -> int:
 
 def load(path: Path, layout: tuple[int, int]) -> tuple[int, int]:
     """Returns the bytes of the checkpoint that were touched or read, and those of the parameters here."""
-    module, where = make_rank(layout)
+    part = make_rank(layout)
     before = bytes_read()
     if path.suffix == ".ckpt":
-        opened = open_checkpoint(path, mesh=where["mesh"])
-        opened.load(module=module, optimizers=[], catalog=where["catalog"])
+        opened = open_checkpoint(path, part.mesh)
+        opened.load(part)
         touched = bytes_mapped(path.parent)
         del opened
     else:
-        from lightning_pp.checkpoint.reading import weights
+        from lightning_pp.checkpoint.reading import initial_weights
 
         kept: list[Any] = []
-        original = weights._by_name_of_model
+        original = initial_weights._by_name_of_model
 
         def keep(*arguments: Any) -> Any:
             kept.append(original(*arguments))
             return kept[0]
 
-        weights._by_name_of_model = keep  # the mappings live as long as their tensors
+        initial_weights._by_name_of_model = keep  # the mappings live as long as their tensors
         try:
-            load_weights(path, module=module, **where)
+            load_weights(path, part)
         finally:
-            weights._by_name_of_model = original
+            initial_weights._by_name_of_model = original
         touched = bytes_mapped(path.parent)
     own = 0
-    for name, parameter in module.named_parameters():
+    for name, parameter in part.module.named_parameters():
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         assert bool((local == float(name.split(".")[1])).all())
         own += local.numel() * local.element_size()

@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from pipeline_parts import differences, make_part, one_device
+from pipeline_parts import differences, make_part, one_device, save_sharded
 from pool import WorkerPool
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 from lightning_pp import PipelineParallelStrategy
-from lightning_pp.checkpoint import ParameterCatalog, save_sharded
-from lightning_pp.checkpoint.storage.safetensors_file import map_folder, map_safetensors
+from lightning_pp.checkpoint import ParameterCatalog, RankPart
+from lightning_pp.checkpoint.storage.safetensors_file import map_folder, map_safetensors, write_safetensors
 from lightning_pp.cli.export import main
 from lightning_pp.errors import CheckpointError
 from lightning_pp.recipes.causal_lm import CausalLM
@@ -41,7 +41,7 @@ def save(path: Path, steps: list[int], layout: tuple[int, int] = (2, 1), **argum
     part = make_part(layout, **arguments)
     part.train(steps)
     rest = {"epoch": 0, "global_step": 2, "pytorch-lightning_version": pl.__version__, "loops": {}, "callbacks": {}}
-    save_sharded(path, rest={**rest, "lr_schedulers": [], "kept": torch.arange(3.0)}, **part.arguments)
+    save_sharded(path, part.held, {**rest, "lr_schedulers": [], "kept": torch.arange(3.0)})
 
 
 def exported(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
@@ -117,6 +117,13 @@ def test_reading_files_of_the_library(tmp_path: Path) -> None:
         file.write_bytes(damaged)
         with pytest.raises(CheckpointError, match="is damaged or not a safetensors file"):
             map_safetensors(file)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.float4_e2m1fn_x2])
+def test_a_dtype_that_the_format_has_not_is_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    with pytest.raises(CheckpointError, match="weight is torch.*give --dtype"):
+        write_safetensors(tmp_path / "a.safetensors", {"weight": ((2,), dtype)}, lambda _: torch.empty(2), {})
+    assert not list(tmp_path.iterdir())
 
 
 class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -218,7 +225,7 @@ def save_many_matrices(path: Path) -> None:
     module.layers = torch.nn.ModuleList(torch.nn.Linear(1000, 1000, bias=False) for _ in range(LARGE))
     module.load_state_dict(state)
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("pipeline", "data_parallel"))
-    save_sharded(path, module=module, optimizers=[], catalog=catalog, mesh=mesh, rest={"epoch": 1})
+    save_sharded(path, RankPart(module, catalog, mesh), {"epoch": 1})
 
 
 def memory_of_export(source: Path, target: Path) -> int:

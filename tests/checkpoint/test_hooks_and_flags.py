@@ -10,8 +10,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from pool import WorkerPool
+from small_models import WIDTH, Stack
 from torch.utils.data import DataLoader
-from trained_parts import WIDTH, Stack, largest_difference, loader, make_trainer, together, weights
+from trained_parts import largest_difference, loader, make_trainer, together, weights
 
 
 class Renamed(Stack):
@@ -81,7 +82,7 @@ class Trusting(Stack):
 
 
 def flags(path: Path, sharded: bool) -> list[str]:
-    """Messages of resuming with each value of weights_only; the trainer is what passes it on."""
+    """Messages of resuming, and of validating, with each value of weights_only; the trainer is what passes it on."""
     trainer = make_trainer((2, 1), path.parent, {"save_distributed_checkpoint": sharded})
     module = Trusting().double()
     trainer.fit(module, loader())
@@ -95,16 +96,24 @@ def flags(path: Path, sharded: bool) -> list[str]:
             messages.append(f"loaded {module.where}")
         except Exception as error:
             messages.append(f"{type(error).__name__}: {error}")
+    for weights_only in (False, None):  # the same trainer: what one run was told is not told to the next
+        try:
+            trainer.validate(module, loader(), ckpt_path=path, weights_only=weights_only, verbose=False)
+            messages.append(f"validated {module.where}")
+        except Exception as error:
+            messages.append(f"{type(error).__name__}: {error}")
     return messages
 
 
 @pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "single_file"])
 def test_weights_only_by_default_and_the_flag_reaches_the_file(pool: WorkerPool, tmp_path: Path, sharded: bool) -> None:
-    for by_default, safe, trusting in pool.run(flags, tmp_path / "model.ckpt", sharded):
-        for refused in (by_default, safe):
+    for messages in pool.run(flags, tmp_path / "model.ckpt", sharded):
+        by_default, safe, trusting, validated, not_told = messages
+        for refused in (by_default, safe, not_told):
             assert refused.startswith("CheckpointError") and "pass weights_only=False" in refused
             assert str(tmp_path / "model.ckpt") in refused
         assert trusting == "loaded here"
+        assert validated == "validated here"
 
 
 class Placed(DataLoader[Any]):

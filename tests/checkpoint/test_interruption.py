@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from pipeline_parts import differences, make_part, one_device
+from pipeline_parts import differences, load_checkpoint, make_part, one_device, save_sharded
 from pool import WorkerPool
 
-from lightning_pp.checkpoint import load_checkpoint, save_sharded
 from lightning_pp.checkpoint.storage import folder
-from lightning_pp.checkpoint.storage import planner as storage
-from lightning_pp.checkpoint.storage.planner import TyingWriter
+from lightning_pp.checkpoint.storage import torch_storage as storage
+from lightning_pp.checkpoint.storage.torch_storage import TyingWriter
 
 
-def save(path: Path, steps: list[int], fail_in: str = "", rest: Any = None) -> None:
+def save(path: Path, steps: list[int], fail_in: str = "", trainer_state: Any = None) -> None:
     part = make_part((2, 1))
     part.train(steps)
     write_data, commit = TyingWriter.write_data, folder.commit
@@ -39,7 +38,7 @@ def save(path: Path, steps: list[int], fail_in: str = "", rest: Any = None) -> N
             storage.TyingWriter.write_data = failing_write  # type: ignore[method-assign]
         if fail_in == "rename":
             folder.commit = dying_commit
-        save_sharded(path, rest=rest if rest is not None else {"steps": steps}, **part.arguments)
+        save_sharded(path, part.held, {"steps": steps} if trainer_state is None else trainer_state)
     finally:
         storage.TyingWriter.write_data = write_data  # type: ignore[method-assign]
         folder.commit = commit
@@ -47,13 +46,13 @@ def save(path: Path, steps: list[int], fail_in: str = "", rest: Any = None) -> N
 
 def load(path: Path) -> tuple[Any, dict[str, Any]]:
     part = make_part((2, 1))
-    rest = load_checkpoint(path, weights_only=False, **part.arguments)
-    return rest, part.whole()
+    trainer_state = load_checkpoint(path, part.held)
+    return trainer_state, part.whole()
 
 
 def check_loads(pool: WorkerPool, path: Path, steps: list[int]) -> None:
-    (rest, whole), (other_rest, _) = pool.run(load, path, process_group=True)
-    assert rest == other_rest == {"steps": steps}
+    (state, whole), (other_state, _) = pool.run(load, path, process_group=True)
+    assert state == other_state == {"steps": steps}
     assert not differences(whole, one_device(steps))
 
 
@@ -82,7 +81,7 @@ def test_failed_write(pool: WorkerPool, tmp_path: Path) -> None:
     check_loads(pool, path, [0])
 
 
-def test_rest_that_cannot_be_pickled(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_trainer_state_that_cannot_be_pickled(pool: WorkerPool, tmp_path: Path) -> None:
     path = tmp_path / "model.ckpt"
     report = pool.run(save_unpicklable, path, process_group=True, expect_failure=True)
     for failure in report.failures:
@@ -93,7 +92,7 @@ def test_rest_that_cannot_be_pickled(pool: WorkerPool, tmp_path: Path) -> None:
 
 
 def save_unpicklable(path: Path) -> None:
-    save(path, [0], rest={"hook": lambda: None})
+    save(path, [0], trainer_state={"hook": lambda: None})
 
 
 @pytest.mark.parametrize("fail_in", ["death", "rename"])

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from pool import HEAVY_MODULES, _free_port
+from pool import HEAVY_MODULES
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_pp.checkpoint import BackgroundSaver, ParameterCatalog, make_stager, prepare_save
+from lightning_pp.checkpoint import BackgroundSaver, ParameterCatalog, RankPart, make_stager, prepare_save
 from lightning_pp.checkpoint.export import open_alone
 from lightning_pp.checkpoint.storage.folder import staging_path
 from lightning_pp.errors import CheckpointError
@@ -43,7 +43,7 @@ def path_of(folder: Path, version: int, mode: str) -> Path:
 def keep_saving(rank: int, port: int, folder: Path, mode: str, told: Connection) -> None:
     """Saves versions 0, 1, ... without end; every value in a version is its number. Rank 0 tells when one begins."""
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, NUM_RANKS, is_master=rank == 0)
+    store = dist.TCPStore("127.0.0.1", port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=60))
     mesh = init_device_mesh("cpu", (NUM_RANKS, 1), mesh_dim_names=("pipeline", "data_parallel"))
     module = nn.Module()
@@ -60,6 +60,7 @@ def keep_saving(rank: int, port: int, folder: Path, mode: str, told: Connection)
     catalog = ParameterCatalog(
         tuple(whole), {name: (owner,) for name, owner in whole.items()}, shapes, {}, ((tuple(whole),),)
     )
+    part = RankPart(module, catalog, mesh, [optimizer])
     background = BackgroundSaver(dist.new_group(backend="gloo")) if mode == "background" else None
     stager = make_stager() if background is not None else None
     for version in range(10_000):
@@ -71,15 +72,8 @@ def keep_saving(rank: int, port: int, folder: Path, mode: str, told: Connection)
             background.wait()
         if rank == 0:
             told.send((version, time.monotonic()))
-        save = prepare_save(
-            path_of(folder, version, mode),
-            module=module,
-            optimizers=[optimizer],
-            catalog=catalog,
-            mesh=mesh,
-            rest={"version": version},
-            stager=stager,
-        )
+        checkpoint = {"state_dict": module.state_dict(), "optimizer_states": [], "version": version}
+        save = prepare_save(path_of(folder, version, mode), part, checkpoint, stager)
         if background is not None:
             background.save(save.write)
         else:
@@ -100,9 +94,9 @@ def run_until_killed(folder: Path, mode: str, moment: float, victims: list[int])
         The version whose save was interrupted, and the exit codes.
     """
     receiver, sender = context.Pipe(duplex=False)
-    port = _free_port()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks: list[BaseProcess] = [
-        context.Process(target=keep_saving, args=(rank, port, folder, mode, sender)) for rank in range(NUM_RANKS)
+        context.Process(target=keep_saving, args=(rank, store.port, folder, mode, sender)) for rank in range(NUM_RANKS)
     ]
     for process in ranks:
         process.start()

@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_parts import differences, make_part, one_device, world_size
+from pipeline_parts import differences, load_checkpoint, make_part, one_device, save_sharded, world_size
 from pool import WorkerPool
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_pp.checkpoint import load_checkpoint, save_sharded
 from lightning_pp.checkpoint.ownership.ranks import Ranks, gather_to_root
 
-REST = {"epoch": 3, "loops": {"fit_loop": [1, 2]}, "hyper_parameters": {"name": Path("a")}}
+TRAINER_STATE = {"epoch": 3, "loops": {"fit_loop": [1, 2]}, "hyper_parameters": {"name": Path("a")}}
 
 
 def train_and_save(
@@ -33,8 +32,7 @@ def train_and_save(
         torch.manual_seed(99)  # nothing may depend on what was there before
         for tensor in [*part.module.parameters(), *part.module.buffers()]:
             tensor.data.fill_(-55)
-        rest = load_checkpoint(path, weights_only=False, **part.arguments)
-        assert rest == REST
+        assert load_checkpoint(path, part.held) == TRAINER_STATE
         for name, buffer in part.module.named_buffers():
             assert (buffer != -55).all(), name
             assert (buffer != -77).all(), name
@@ -43,10 +41,10 @@ def train_and_save(
     whole = part.whole()
     if single_file:
         if torch.distributed.get_rank() == 0:
-            torch.save({**whole, **REST}, path)
+            torch.save({**whole, **TRAINER_STATE}, path)
         torch.distributed.barrier()
     else:
-        save_sharded(path, rest=REST, **part.arguments)
+        save_sharded(path, part.held, TRAINER_STATE)
     return whole
 
 

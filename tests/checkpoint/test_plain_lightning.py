@@ -9,11 +9,10 @@ import lightning.pytorch as L
 import pytest
 import torch
 from lightning.fabric.utilities.load import _METADATA_FILENAME, _load_distributed_checkpoint
-from pipeline_parts import Model, batches, build, differences, make_part, world_size
+from pipeline_parts import Model, batches, build, differences, load_checkpoint, make_part, save_sharded, world_size
 from pool import WorkerPool
 
-from lightning_pp.checkpoint import load_checkpoint, save_sharded
-from lightning_pp.checkpoint.storage.folder import REST_FILENAME
+from lightning_pp.checkpoint.storage.folder import TRAINER_STATE_FILENAME
 
 
 def train(folder: Path, max_epochs: int, resume_from: Path | None = None, **arguments: Any) -> tuple[Path, Model]:
@@ -37,17 +36,17 @@ def train(folder: Path, max_epochs: int, resume_from: Path | None = None, **argu
 def through_the_pipeline(source: Path, target: Path, layout: tuple[int, int], **arguments: Any) -> None:
     """Load a checkpoint of any kind into a pipeline and save it as a single file."""
     part = make_part(layout, **arguments)
-    rest = load_checkpoint(source, weights_only=False, **part.arguments)
+    trainer_state = load_checkpoint(source, part.held)
     whole = part.whole()
     if torch.distributed.get_rank() == 0:
-        torch.save({**rest, **whole}, target)
+        torch.save({**trainer_state, **whole}, target)
 
 
 def to_folder(source: Path, target: Path, layout: tuple[int, int], **arguments: Any) -> None:
     """Load a checkpoint of any kind into a pipeline and save it as a sharded folder."""
     part = make_part(layout, **arguments)
-    rest = load_checkpoint(source, weights_only=False, **part.arguments)
-    save_sharded(target, rest=rest, **part.arguments)
+    trainer_state = load_checkpoint(source, part.held)
+    save_sharded(target, part.held, trainer_state)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adagrad", "adamw_named"])
@@ -79,7 +78,7 @@ def test_plain_trainer_resumes_with_the_same_weights(pool: WorkerPool, tmp_path:
 
 def test_lightning_reads_the_folder(pool: WorkerPool, tmp_path: Path) -> None:
     """The keys inside are Lightning's own, so that its tools for sharded checkpoints read them."""
-    assert REST_FILENAME == _METADATA_FILENAME
+    assert TRAINER_STATE_FILENAME == _METADATA_FILENAME
     plain, _ = train(tmp_path, 1)
     pool.run(to_folder, plain, tmp_path / "sharded.ckpt", (2, 2), world_size=4, process_group=True)
     original = torch.load(plain, weights_only=False)

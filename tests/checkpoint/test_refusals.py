@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pipeline_parts import Part, build, differences, make_part, one_device, optimizer_of
+from pipeline_parts import (
+    Part,
+    build,
+    differences,
+    load_checkpoint,
+    make_part,
+    one_device,
+    optimizer_of,
+    save_sharded,
+)
 from pool import WorkerPool
 
-from lightning_pp.checkpoint import ParameterCatalog, is_sharded_checkpoint, load_checkpoint, save_sharded
+from lightning_pp.checkpoint import ParameterCatalog
+from lightning_pp.checkpoint.storage.folder import is_sharded_checkpoint
 from lightning_pp.errors import CheckpointError
 
 
@@ -27,7 +38,7 @@ def save(path: Path, single_file: bool, weights_only: bool = False, **arguments:
         if torch.distributed.get_rank() == 0:
             torch.save({**whole, "epoch": 1}, path)
     else:
-        save_sharded(path, rest={"epoch": 1}, **part.arguments)
+        save_sharded(path, part.held, {"epoch": 1})
 
 
 def load(path: Path, evaluate: bool = False, change: str = "", **arguments: Any) -> tuple[str, bool, dict[str, Any]]:
@@ -43,9 +54,9 @@ def load(path: Path, evaluate: bool = False, change: str = "", **arguments: Any)
             catalog.names, catalog.owners, catalog.shapes, catalog.canonical, ((groups[0] + groups[1],),)
         )
     before = state_of(part)
-    part_arguments = {**part.arguments, "optimizers": [] if evaluate else part.optimizers}
+    held = replace(part.held, optimizers=[]) if evaluate else part.held
     try:
-        load_checkpoint(path, strict=strict, weights_only=weights_only, **part_arguments)
+        load_checkpoint(path, held, strict=strict, weights_only=weights_only)
     except CheckpointError as error:
         return str(error), bool(differences(state_of(part), before)), {}
     return "", bool(differences(state_of(part), before)), part.whole()
@@ -188,7 +199,7 @@ def test_folder_that_is_no_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:
 def save_unknown_names(path: Path) -> None:
     part = make_part((2, 1))
     part.module.register_buffer("late", torch.zeros(1))
-    save_sharded(path, rest={}, **part.arguments)
+    save_sharded(path, part.held, {})
 
 
 def test_names_that_appear_after_the_split(pool: WorkerPool, tmp_path: Path) -> None:

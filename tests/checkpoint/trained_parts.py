@@ -8,44 +8,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from small_models import WIDTH
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_pp import PipelineParallelStrategy
-
-WIDTH = 6
-
-
-class Stack(pl.LightningModule):
-    """A residual stack on vectors, with dropout if wanted."""
-
-    def __init__(self, dropout: float = 0.0, num_blocks: int = 4) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(num_blocks))
-        self.dropout = nn.Dropout(dropout)
-        self.head = nn.Linear(WIDTH, 1)
-        self.register_buffer("scale", torch.tensor(0.5))
-        self.losses: list[float] = []
-
-    def loss(self, batch: Any) -> Tensor:
-        x, y = batch
-        for block in self.blocks:
-            x = x + self.scale * self.dropout(torch.tanh(block(x)))
-        return nn.functional.mse_loss(self.head(x).squeeze(-1), y)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.loss(batch)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch))
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(float(outputs["loss"]))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.05)
 
 
 def loader(replicas: int = 1, batch_size: int = 4) -> DataLoader[Any]:

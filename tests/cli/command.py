@@ -8,11 +8,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from multiprocessing import get_context
+from multiprocessing.connection import wait
 from pathlib import Path
 
-from pool import HEAVY_MODULES
+from pool import HEAVY_MODULES, torchrun_environ
+from torch.distributed import TCPStore
 
 import lightning_pp
 
@@ -70,23 +73,51 @@ def run_command(
     return Finished(process.returncode, output)
 
 
-def run_forked(arguments: list[str], folder: Path, timeout_s: float = 120.0) -> Finished:
-    """As :func:`run_command`, without the seconds that importing takes: for commands that launch nothing."""
+def run_forked(
+    arguments: list[str],
+    folder: Path,
+    num_processes: int = 1,
+    timeout_s: float = 120.0,
+    module: str = "lightning_pp",
+) -> Finished:
+    """As :func:`run_command`, without the seconds that importing takes: for commands that launch nothing.
+
+    Args:
+        arguments: Of ``python -m MODULE``.
+        folder: Where it runs.
+        num_processes: With more than one, each process has the environment that ``torchrun`` gives, and the first that
+            fails ends the others.
+        timeout_s: For all of them.
+        module: What runs.
+    """
     context = get_context("forkserver")
     context.set_forkserver_preload(["pool_worker", *HEAVY_MODULES])
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    told = [
+        torchrun_environ(rank, num_processes, store.port) if num_processes > 1 else {} for rank in range(num_processes)
+    ]
     with tempfile.NamedTemporaryFile("r") as output:
-        process = context.Process(target=_run_module, args=(arguments, folder, _environment(), output.name))
-        process.start()
-        process.join(timeout_s)
-        if process.is_alive():
+        processes = [
+            context.Process(target=_run_module, args=(module, arguments, folder, _environment() | of_rank, output.name))
+            for of_rank in told
+        ]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + timeout_s
+        running = list(processes)
+        while running and not any(process.exitcode for process in processes) and time.monotonic() < deadline:
+            wait([process.sentinel for process in running], deadline - time.monotonic())
+            running = [process for process in processes if process.exitcode is None]
+        codes = [process.exitcode for process in processes]
+        for process in running:
             process.kill()
             process.join()
+        if not any(codes) and None in codes:
             raise AssertionError(f"the command did not end within {timeout_s:.0f} s; its output:\n{output.read()}")
-        assert process.exitcode is not None
-        return Finished(process.exitcode, output.read())
+        return Finished(next((code for code in codes if code), 0), output.read())
 
 
-def _run_module(arguments: list[str], folder: Path, environment: dict[str, str], output: str) -> None:
+def _run_module(module: str, arguments: list[str], folder: Path, environment: dict[str, str], output: str) -> None:
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -94,7 +125,7 @@ def _run_module(arguments: list[str], folder: Path, environment: dict[str, str],
     os.environ.update(environment)
     os.chdir(folder)
     sys.argv[1:] = arguments
-    runpy.run_module("lightning_pp", run_name="__main__", alter_sys=True)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _environment() -> dict[str, str]:

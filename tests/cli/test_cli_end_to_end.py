@@ -64,19 +64,22 @@ def test_default_run_reports_stages_loss_and_paths_and_its_checkpoint_can_be_tes
     assert [path.name for path in folders[0].glob("*.log")] == ["lightning_pp.log"]
     assert len(list(own_text.rglob("config.yaml"))) == 1 + len(list(wandb_run.rglob("config.yaml")))
 
-    tested = run_command(
-        [*TINY_RUN, "data.files=[my.txt]", "mode=test", f"ckpt_path='{checkpoint}'", "logger=none"], own_text
-    )
+    arguments = [*TINY_RUN, "data.files=[my.txt]", "mode=test", f"ckpt_path='{checkpoint}'", "logger=none"]
+    tested = run_forked(arguments, own_text, num_processes=2)
     assert tested.code == 0, tested.output
     assert re.search(r"^test_loss\s+[345]\.\d+$", tested.output, flags=re.MULTILINE)
 
 
-def test_torchrun_gives_one_output_folder_and_one_report(own_text: Path) -> None:
-    folder = own_text / "torchrun"
+@pytest.mark.parametrize("by_torchrun", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_torchrun_gives_one_output_folder_and_one_report(own_text: Path, by_torchrun: bool) -> None:
+    """With torchrun's environment in every run, and with torchrun itself at night: it takes long to start."""
+    folder = own_text / f"torchrun_{by_torchrun}"
     folder.mkdir()
-    finished = run_command(
-        [*TINY_RUN, "data.files=[../my.txt]", "logger=csv", "strategy.schedule=1f1b"], folder, launcher=torchrun(2)
-    )
+    arguments = [*TINY_RUN, "data.files=[../my.txt]", "logger=csv", "strategy.schedule=1f1b"]
+    if by_torchrun:
+        finished = run_command(arguments, folder, launcher=torchrun(2))
+    else:
+        finished = run_forked(arguments, folder, num_processes=2)
     assert finished.code == 0, finished.output
     assert finished.output.count("Pipeline stages") == 1
     assert reported_path(finished, "checkpoint").exists()
@@ -87,10 +90,10 @@ def test_torchrun_gives_one_output_folder_and_one_report(own_text: Path) -> None
 def test_multirun_under_torchrun_runs_every_job(own_text: Path) -> None:
     folder = own_text / "sweep"
     folder.mkdir()
-    finished = run_command(
+    finished = run_forked(
         [*TINY_RUN, "--multirun", "data.files=[../my.txt]", "logger=none", "data.seed=1,2", "trainer.max_steps=2"],
         folder,
-        launcher=torchrun(2),
+        num_processes=2,
     )
     assert finished.code == 0, finished.output
     assert finished.output.count("Pipeline stages") == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from command import TINY_RUN, run_command, run_forked, torchrun
+from command import TINY_RUN, run_command, run_forked
 
 
 @pytest.mark.parametrize(
@@ -63,14 +63,14 @@ def test_mistake_found_after_the_launch_ends_every_process_with_one_message(tmp_
 
 
 def test_under_torchrun_a_mistake_is_told_once(tmp_path: Path) -> None:
-    finished = run_command(["trainer.devicez=3"], tmp_path, launcher=torchrun(2))
+    finished = run_forked(["trainer.devicez=3"], tmp_path, num_processes=2)
     assert finished.code == 1
     assert finished.output.count("Closest names: trainer.devices") == 1
     assert list(tmp_path.iterdir()) == []
 
 
 def test_more_processes_than_devices_are_told_once_with_both_numbers(tmp_path: Path) -> None:
-    finished = run_command([*TINY_RUN, "trainer.devices=1", "logger=none"], tmp_path, launcher=torchrun(2))
+    finished = run_forked([*TINY_RUN, "trainer.devices=1", "logger=none"], tmp_path, num_processes=2)
     assert finished.code == 1
     assert finished.output.count("2 processes were started on this node") == 1
     assert "gives devices to 1: set devices=2, or start 1" in finished.output

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import run_command
+from command import run_forked
 from rich.console import Console
 from torch import nn
 
@@ -176,7 +176,7 @@ def test_check_of_a_config_stops_after_the_cut(
 
 
 def test_command_in_the_users_folder_finds_the_module_there(folder: Path) -> None:
-    finished = run_command(["--check", "user_net:Branching", "width=8"], folder, module="lightning_pp.cli.plan.command")
+    finished = run_forked(["--check", "user_net:Branching", "width=8"], folder, module="lightning_pp.cli.plan.command")
     assert finished.code == 1
     assert "user_net:Branching cannot be cut: " in finished.output and "user_net.py:54 in forward" in finished.output
     assert "Traceback" not in finished.output

@@ -1,4 +1,4 @@
-"""A small classifier, its data and its trainers for the tests of Trainer features."""
+"""The data of a small classifier and its trainers for the tests of Trainer features."""
 
 from __future__ import annotations
 
@@ -7,50 +7,14 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
-import torch.nn.functional as F
 from parity_run import QUIET, Layout
 from pool import WorkerPool
-from torch import Tensor, nn
+from small_models import NUM_CLASSES, Classifier
+from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-
-NUM_CLASSES = 3
 
 # A test's function: takes a layout, None for one device, and returns what is compared.
 Scenario = Callable[..., Any]
-
-
-class Classifier(L.LightningModule):
-    """Four linear layers, a cross entropy; subclasses override steps."""
-
-    def __init__(self, lr: float = 0.3) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 3)
-        )
-        self.lr = lr
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = F.cross_entropy(self(batch[0]), batch[1])
-        self.log("train_loss", loss)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("val_loss", F.cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
-
-    def test_step(self, batch: Any, batch_idx: int) -> Any:
-        logits = self(batch[0])
-        self.log("test_loss", F.cross_entropy(logits, batch[1]), sync_dist=True)
-        self.log("test_accuracy", (logits.argmax(-1) == batch[1]).double().mean(), sync_dist=True)
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        logits = self(batch[0])
-        return {"logits": logits, "label": logits.argmax(-1)}
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
 
 
 class Data(L.LightningDataModule):

@@ -8,7 +8,8 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from parity_run import QUIET, tensor_difference
-from torch import Tensor, nn
+from small_models import VOCAB, Tower
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -16,46 +17,7 @@ from lightning_pp import PipelineParallelStrategy
 
 Gradients = dict[str, Tensor]
 
-WIDTH, VOCAB, LENGTH = 6, 11, 5
-
-
-class Block(nn.Module):
-    """What a backward can be split on and what it cannot: linears, a convolution, a norm, biases."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.mix = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=2)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[B, T, D]`` to the same shape."""
-        h = self.norm(x)
-        h = h + self.mix(h.transpose(1, 2)).transpose(1, 2)
-        return x + self.down(torch.tanh(self.up(h)))
-
-
-class Tower(L.LightningModule):
-    """Blocks between an embedding and a head that share their weight."""
-
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
-        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        (tokens,) = batch
-        h = self.embedding(tokens)
-        for block in self.blocks:
-            h = block(h)
-        logits = self.head(h[:, :-1])
-        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+LENGTH = 5
 
 
 class Data(L.LightningDataModule):

@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
-from architecture_models import ARCHITECTURES
+from lightning_architectures import ARCHITECTURES
 from parity_run import QUIET, tensor_difference, whole_weights
 from pool import WorkerPool
 from torch import Tensor

@@ -112,5 +112,7 @@ def test_training_is_that_of_one_device(pool: WorkerPool, model: str, layout: La
 
 def test_channels_that_nobody_opens_hang(pool: WorkerPool) -> None:
     settings, layout = Settings("residual_mlp"), Layout("1f1b", 2, 1, 3)
-    report = pool.run(train_over_channels, False, settings, layout, world_size=layout.world_size, expect_failure=True)
+    report = pool.run(
+        train_over_channels, False, settings, layout, world_size=layout.world_size, grace=2, expect_failure=True
+    )
     assert any(failure and "nobody came to the first message" in str(failure) for failure in report.failures)

@@ -9,9 +9,10 @@ import lightning.pytorch as L
 import pytest
 import torch
 import torch.nn.functional as F
-from feature_parts import Classifier, Data, assert_equal_trees, make, make_trainer
+from feature_parts import Data, assert_equal_trees, make, make_trainer
 from parity_run import Layout, whole_weights
 from pool import WorkerPool
+from small_models import Classifier
 from torch import Tensor, nn
 
 LAYOUTS = [Layout("zb_h1", 3, 1, 3), pytest.param(Layout("zb_v", 2, 1, 2), marks=pytest.mark.nightly)]

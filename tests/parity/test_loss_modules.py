@@ -8,9 +8,10 @@ import lightning.pytorch as L
 import pytest
 import torch
 import torch.nn.functional as F
-from feature_parts import NUM_CLASSES, Data, check_on_every_rank, make_trainer, plain
+from feature_parts import Data, check_on_every_rank, make_trainer, plain
 from parity_run import Layout, whole_weights
 from pool import WorkerPool
+from small_models import NUM_CLASSES
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 

@@ -69,8 +69,21 @@ _SOME_MODELS = [
     ("root_parameters", "accumulated", Layout("zb_v", 2, 2, 3)),
     ("vit", "accumulated", Layout("interleaved_1f1b", 2, 2, 2)),
 ]
-# one of them for each model, in turn; the rest at night
-COVERING = [(model, *_EACH_MODEL[(index + 1) % len(_EACH_MODEL)]) for index, model in enumerate(MODELS)] + _SOME_MODELS
+# their models, variants and shapes are in other cases too
+_AT_NIGHT = [
+    ("residual_mlp", "accumulated", Layout("1f1b", 3, 1, 4)),
+    ("unet", "accumulated", Layout("zb_h1", 2, 1, 3)),
+    ("vit", "accumulated", Layout("zb_h1", 2, 2, 3)),
+    ("t5", "plain", Layout("gpipe", 2, 1, 3)),
+    ("demo_transformer", "clipped_by_value", Layout("zb_h1", 2, 1, 3)),
+    ("root_parameters", "clipped_by_value", Layout("1f1b", 2, 1, 3)),
+    ("gpt2_float64_loss", "groups_and_frozen", Layout("zb_h1", 3, 1, 3)),
+    ("root_parameters", "groups_and_frozen", Layout("zb_h1", 3, 1, 3)),
+    ("residual_mlp", "fewer_samples", Layout("1f1b", 3, 1, 6)),
+]
+# each model with one of the first, in turn, and the others in such a way that every two dimensions vary
+_IN_TURN = [(model, *_EACH_MODEL[(index + 1) % len(_EACH_MODEL)]) for index, model in enumerate(MODELS)]
+COVERING = [case for case in _IN_TURN + _SOME_MODELS if case not in _AT_NIGHT]
 
 _LAYOUTS = [Layout("", 2, 1, 3), Layout("", 3, 1, 4), Layout("", 2, 2, 3), Layout("", 1, 2, 2), Layout("", 4, 1, 8)]
 CROSS_PRODUCT = [
@@ -86,7 +99,8 @@ CROSS_PRODUCT = [
         (Layout("interleaved_1f1b", 2, 1, 4), Layout("interleaved_1f1b", 2, 2, 3), Layout("zb_v", 2, 1, 4)),
     )
 ]
-CROSS_PRODUCT += [(model, *case) for model, case in product(MODELS, _EACH_MODEL) if (model, *case) not in CROSS_PRODUCT]
+_FURTHER = [*((model, *case) for model, case in product(MODELS, _EACH_MODEL)), *_SOME_MODELS]
+CROSS_PRODUCT += [case for case in _FURTHER if case not in CROSS_PRODUCT]
 
 
 def _id(case: tuple[str, str, Layout]) -> str:
@@ -112,10 +126,23 @@ def test_pipeline_equals_one_device(
     check(pool, Settings(model, **VARIANTS[variant]), layout, record_property)
 
 
-@pytest.mark.parametrize("schedule", available_schedules())
-def test_every_schedule(pool: WorkerPool, schedule: str, record_property: Callable[[str, object], None]) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "model"),
+    [
+        *product(available_schedules(), ["residual_mlp"]),
+        ("auto", "gpt2_float64_loss"),
+        *(
+            pytest.param(schedule, "gpt2_float64_loss", marks=pytest.mark.nightly)
+            for schedule in available_schedules()
+            if schedule != "auto"
+        ),
+    ],
+)
+def test_every_schedule(
+    pool: WorkerPool, schedule: str, model: str, record_property: Callable[[str, object], None]
+) -> None:
     """``auto`` changes its schedule before the last of four batches."""
-    settings = Settings("gpt2_float64_loss", num_samples=18, batch_size=12, **ACCUMULATED)
+    settings = Settings(model, num_samples=18, batch_size=12, **ACCUMULATED)
     check(pool, settings, Layout(schedule, 2, 1, 6), record_property)
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
-from feature_parts import Classifier
 from parity_run import QUIET, tensor_difference, whole_weights
 from pool import WorkerPool
+from small_models import Classifier
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader

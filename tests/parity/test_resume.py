@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -273,13 +274,13 @@ def evaluated_from(layout: Layout | None, settings: Settings, path: Path) -> lis
 
 @pytest.mark.parametrize("single_file", [False, True], ids=["sharded", "single_file"])
 def test_validate_from_a_checkpoint(pool: WorkerPool, tmp_path: Path, single_file: bool) -> None:
-    path = tmp_path / "trained.ckpt"
-    trained = train_part(pool, TWO_BY_TWO, SETTINGS, save_to=path, single_file=single_file)
+    path, settings = tmp_path / "trained.ckpt", replace(SETTINGS, max_epochs=1)
+    trained = train_part(pool, TWO_BY_TWO, settings, save_to=path, single_file=single_file)
     readers: list[Layout | None] = [THREE_STAGES, TWO_REPLICAS, *([ONE_DEVICE] if single_file else [])]
     for layout in readers:
         if layout is None:
-            results = [evaluated_from(None, SETTINGS, path)]
+            results = [evaluated_from(None, settings, path)]
         else:
-            results = pool.run(evaluated_from, layout, SETTINGS, path, world_size=layout.world_size)
+            results = pool.run(evaluated_from, layout, settings, path, world_size=layout.world_size)
         for found in results:
             assert list_difference(found, trained.val_losses[-1:]) < TOLERANCE

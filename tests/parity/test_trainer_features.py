@@ -10,19 +10,11 @@ import lightning.pytorch as L
 import pytest
 import torch
 import torch.nn.functional as F
-from feature_parts import (
-    NUM_CLASSES,
-    Classifier,
-    Data,
-    assert_equal_trees,
-    check_on_every_rank,
-    make,
-    make_trainer,
-    plain,
-)
+from feature_parts import Data, assert_equal_trees, check_on_every_rank, make, make_trainer, plain
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from parity_run import Layout, whole_weights
 from pool import WorkerPool
+from small_models import NUM_CLASSES, Classifier
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MetricCollection

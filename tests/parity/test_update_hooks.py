@@ -11,10 +11,12 @@ import lightning.pytorch as L
 import pytest
 import torch
 import torch.nn.functional as F
-from feature_parts import Classifier, Data, assert_equal_trees, make, make_trainer, plain
+from feature_parts import Data, assert_equal_trees, make, make_trainer, plain
 from lightning.pytorch.utilities import grad_norm
+from lightning.pytorch.utilities import grad_norm as norms_of
 from parity_run import Layout, whole_weights
 from pool import WorkerPool
+from small_models import Classifier
 from torch import Tensor, nn
 
 LAYOUT = Layout("1f1b", 2, 2, 2)
@@ -168,7 +170,7 @@ class LogsNorms(Classifier):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.log_dict(grad_norm(self, norm_type=2))
         self.log("part", L.utilities.grad_norm(self.layers[2:5], "inf")["grad_inf_norm_total"])
-        self.log("block", L.utilities.grad_norm(self.layers, 1)["grad_1.0_norm_total"])
+        self.log("block", norms_of(self.layers, 1)["grad_1.0_norm_total"])
 
 
 class WatchesNorms(L.Callback):
@@ -197,7 +199,9 @@ def test_grad_norm_is_that_of_one_device_on_every_rank(pool: WorkerPool, shardin
         mine = [{key: value for key, value in logged.items() if "loss" not in key} for logged in found]
         theirs = [{key: value for key, value in logged.items() if "loss" not in key} for logged in expected]
         assert_equal_trees(mine, theirs, tolerance=1e-6)  # the total is float32 in Lightning
-    assert grad_norm.__module__ == "lightning.pytorch.utilities.grads" and grad_norm is L.utilities.grad_norm
+    assert (
+        grad_norm.__module__ == "lightning.pytorch.utilities.grads" and grad_norm is norms_of is L.utilities.grad_norm
+    )
 
 
 class LogsSizes(Classifier):
@@ -245,10 +249,20 @@ def train(kind: type[Classifier], layout: Layout | None = None, sharding: Any = 
     }
 
 
-@pytest.mark.parametrize(
-    "sharding", ["replicate", pytest.param("shard_grad_op", marks=pytest.mark.nightly), "full_shard"]
-)
-@pytest.mark.parametrize("hooks", HOOKS)
+# each kind of hook in one of the modes, the rest at night
+BY_MODE = {
+    "replicate": ("WarmsUp", "ScalesGradients", "FollowsAnotherUnit"),
+    "shard_grad_op": (),
+    "full_shard": ("SkipsUpdates", "ClampsWeights", "NormalizesWeights", "FollowsItself", "FollowsInStep"),
+}
+CASES = [
+    pytest.param(hooks, mode, marks=[] if hooks in of_mode else pytest.mark.nightly)
+    for mode, of_mode in BY_MODE.items()
+    for hooks in HOOKS
+]
+
+
+@pytest.mark.parametrize(("hooks", "sharding"), CASES)
 def test_weights_are_those_of_one_device(pool: WorkerPool, hooks: str, sharding: str) -> None:
     expected = train(HOOKS[hooks])
     found: dict[str, Tensor] = {}

@@ -204,8 +204,17 @@ def train_by_ddp(loss: str) -> dict[str, Any]:
     return run_whole(None, loss, strategy=DDPStrategy(process_group_backend="gloo"))
 
 
-@pytest.mark.parametrize("sharding", ["replicate", "full_shard"])
-@pytest.mark.parametrize("loss", ["contrastive", "loss_module", "tied"])
+@pytest.mark.parametrize(
+    ("loss", "sharding"),
+    [
+        ("contrastive", "replicate"),
+        ("loss_module", "full_shard"),
+        ("tied", "replicate"),
+        ("tied", "full_shard"),
+        pytest.param("contrastive", "full_shard", marks=pytest.mark.nightly),
+        pytest.param("loss_module", "replicate", marks=pytest.mark.nightly),
+    ],
+)
 def test_replicas_are_those_of_ddp(pool: WorkerPool, loss: str, sharding: str) -> None:
     """The loss is that of each replica's batch, its gradients their mean."""
     by_ddp = pool.run(train_by_ddp, loss, world_size=2, timeout=120)

@@ -9,7 +9,6 @@ import numpy
 import pytest
 import torch
 
-from lightning_pp.runtime import python_generators
 from lightning_pp.runtime.randomness import StepRandomness, host_generators_untouched
 from lightning_pp.split.record.step_record import InterUnitDraws
 
@@ -99,23 +98,30 @@ def test_the_hosts_numpy_and_python_go_on_as_without_steps(draws_before: int, nu
     assert Normals(draws_before).drawn(step) == expected
 
 
-@pytest.mark.parametrize("words_are_copied", [True, False])
 @pytest.mark.parametrize("num_drawn", [0, 1, 2, 700])
-def test_pythons_generator_goes_on_wherever_its_words_lie(
-    words_are_copied: bool, num_drawn: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if words_are_copied:
-        assert python_generators._address_of_python() is not None  # as long as CPython has them where it has them
-    else:
-        monkeypatch.setattr(python_generators, "_address_of_python", lambda: None)
+def test_pythons_generator_is_as_before_and_seeded_inside(num_drawn: int) -> None:
     random.seed(3)
     random.gauss(0, 1)  # the second of the pair is held back
     before = random.getstate()
     with host_generators_untouched(3, CPU):
         inside = [random.gauss(0, 1) for _ in range(num_drawn)]
     assert random.getstate() == before
-    random.seed(3 if num_drawn else None)
+    random.seed(3)
     assert inside == [random.gauss(0, 1) for _ in range(num_drawn)]
+
+
+def test_generators_of_python_are_seeded_only_where_inter_unit_code_draws_from_them() -> None:
+    def drawn(*, in_python: bool) -> tuple[float, float]:
+        random.seed(5)
+        numpy.random.seed(5)
+        with StepRandomness(7, CPU).between_units(InterUnitDraws(frozenset({-1}), in_python=in_python)):
+            return random.random(), float(numpy.random.random_sample())
+
+    random.seed(5)
+    numpy.random.seed(5)
+    as_without_pipeline = (random.random(), float(numpy.random.random_sample()))
+    assert drawn(in_python=False) == as_without_pipeline
+    assert drawn(in_python=True) == drawn(in_python=True) != as_without_pipeline
 
 
 def test_units_draw_from_numpy_and_python_by_the_steps_seed() -> None:
@@ -144,13 +150,26 @@ def test_another_bit_generator_of_the_host_goes_on_as_without_steps() -> None:
     assert numpy.random.get_bit_generator().state == expected
 
 
-def test_exchanging_numpys_bit_generator_in_a_step_is_refused() -> None:
+def test_exchanging_numpys_bit_generator_in_a_step_for_another_kind_is_refused() -> None:
     before = numpy.random.get_bit_generator()
     try:
         with (
             pytest.raises(RuntimeError, match="bit generator was exchanged during a step"),
             host_generators_untouched(3, CPU),
         ):
+            numpy.random.set_bit_generator(numpy.random.PCG64(1))
+    finally:
+        numpy.random.set_bit_generator(before)
+
+
+def test_another_generator_of_the_same_kind_goes_on_with_the_hosts_numbers() -> None:
+    before = numpy.random.get_bit_generator()
+    numpy.random.seed(11)
+    expected = float(numpy.random.random_sample())
+    numpy.random.seed(11)
+    try:
+        with host_generators_untouched(3, CPU):
             numpy.random.set_bit_generator(numpy.random.MT19937(1))
+        assert float(numpy.random.random_sample()) == expected
     finally:
         numpy.random.set_bit_generator(before)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_pp.planning.stage_model import SplitModel, split_model
+from lightning_pp.planning.stage_model import SplitModel, assign_stages, record_model
 from lightning_pp.runtime.executor import PipelineExecutor, StepInputs
 from lightning_pp.runtime.transport.channels import Transport
 from lightning_pp.schedule import Placement, Schedule, StageCosts
@@ -133,15 +133,17 @@ def split_chain(num_stages: int) -> tuple[Chain, SplitModel, StepPlan]:
         def step(_: DryRun) -> Tensor:
             return chain.training_step(batch)
 
-        split = split_model(
-            chain,
-            device=CPU,
+        split = assign_stages(
+            record_model(
+                chain,
+                device=CPU,
+                step=step,
+                with_gradients=True,
+                patterns=["units.*"],
+                num_stages=num_stages,
+            ),
             placement=Placement.interleaved(num_stages),
-            step=step,
-            with_gradients=True,
-            patterns=["units.*"],
             split_points=[f"units.{stage}" for stage in range(1, num_stages)],
-            agree=lambda item: item,
         )
         _SPLITS[num_stages] = (chain, split, split.plans.plan(0, step, with_gradients=True))
     return _SPLITS[num_stages]

@@ -27,8 +27,8 @@ from lightning_pp.schedule import (
     build_schedule,
     insert_sharding,
 )
-from lightning_pp.schedule.gathering import MOST_EXTRA_GATHERS
-from lightning_pp.schedule.sharding import SHARDING_MODES, ShardingMode, fewest_unit_gathers
+from lightning_pp.schedule.gathering import MOST_EXTRA_GATHERS, fewest_gathers
+from lightning_pp.schedule.sharding import SHARDING_MODES, ShardingMode, unit_uses
 
 FAMILIES = [name for name in available_schedules() if name != "auto"]
 SHARDING_KINDS = (ActionKind.UNSHARD, ActionKind.RESHARD, ActionKind.REDUCE)
@@ -102,7 +102,9 @@ def test_any_program(name: str, num_ranks: int, m: int, units: int, mode: Shardi
         else:
             assert max(plan.gathers.held_bytes(sharding.num_bytes)) <= limit
         assert all(action.stage in gathered for action, gathered in held if action.kind in USES)
-        fewest = fewest_unit_gathers(actions, sharding, limit)
+        fewest = fewest_gathers(
+            [unit for _, used in unit_uses(actions, sharding) for unit in used], sharding.num_bytes, limit
+        )
         assert fewest <= program.num_gathers(rank) <= MOST_EXTRA_GATHERS**2 * fewest
         if mode == "shard_grad_op":
             assert program.num_gathers(rank) == units * len(stages)

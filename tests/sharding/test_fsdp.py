@@ -8,21 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from deferred_model import WIDTH, DeferredLinear, Model, make_microbatches, make_model
 from pool import WorkerPool
-from sharding_models import (
+from sharding_run import (
     ALL_FORWARD_FIRST,
     ONE_BY_ONE,
     V_PLACEMENT,
-    WIDTH,
     ZERO_BUBBLE,
     CollectiveCounter,
-    DeferredLinear,
-    Model,
     Runner,
     full_gradients,
     largest_error,
-    make_microbatches,
-    make_model,
     mean_gradients,
 )
 from torch import nn

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import WorkerPool
-from sharding_models import CollectiveCounter
+from sharding_run import CollectiveCounter
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 

@@ -17,7 +17,7 @@ import torch
 from live_memory import LiveMemory
 from torch import Tensor, nn
 
-from lightning_pp.planning.stage_model import SplitModel, split_model
+from lightning_pp.planning.stage_model import SplitModel, assign_stages, record_model
 from lightning_pp.planning.step_plans import StepPlanCache, signature_of
 from lightning_pp.runtime.randomness import StepRandomness
 from lightning_pp.runtime.recomputation import Recomputation
@@ -34,19 +34,6 @@ CPU = torch.device("cpu")
 
 # What gradients are divided by where they are smaller: their errors are relative to 1 at least.
 TOLERANCE = 1e-9
-
-
-class Architecture(nn.Module):
-    """A model with a training step, as a LightningModule is; ``log`` is replaced by whoever runs the step."""
-
-    def log(self, name: str, value: Any) -> None:
-        raise AssertionError("nobody listens")
-
-    def training_step(self, batch: Any) -> Any:
-        raise NotImplementedError
-
-    def validation_step(self, batch: Any) -> Any:
-        return self.training_step(batch)
 
 
 @dataclass
@@ -160,16 +147,18 @@ class OneProcessPipeline:
     ) -> None:
         self._training = training
         whole = build(architecture).train(training)
-        self.split = split_model(
-            whole,
-            device=CPU,
+        self.split = assign_stages(
+            record_model(
+                whole,
+                device=CPU,
+                step=recorded(whole, batch, self.step_name),
+                with_gradients=training,
+                patterns=units,
+                num_stages=num_stages,
+                activation_checkpointing=activation_checkpointing,
+            ),
             placement=Placement.interleaved(num_stages),
-            step=recorded(whole, batch, self.step_name),
-            with_gradients=training,
-            patterns=units,
             split_points=split_points,
-            agree=lambda item: item,
-            activation_checkpointing=activation_checkpointing,
         )
         self.stages = [
             Stage(number, build(architecture).train(training), self.split, splits_backward=splits_backward)

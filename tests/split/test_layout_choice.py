@@ -10,13 +10,15 @@ import transformers as hf
 from one_process import CPU, build, recorded
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers_zoo import WithLoss
+from transformers_by_hand import WithLoss
 
 from lightning_pp.errors import ConfigurationError, ScheduleError
 from lightning_pp.planning.cuts import CutOptions
-from lightning_pp.planning.schedule_options import ScheduleOptions
+from lightning_pp.planning.schedules.given_costs import given_costs
+from lightning_pp.planning.schedules.options import ScheduleOptions
+from lightning_pp.planning.schedules.source import schedule_source
 from lightning_pp.planning.stage_costs import assumed_speed
-from lightning_pp.planning.tuning import Layout, LayoutRequest, choose_layout, memory_limit_of
+from lightning_pp.planning.tuning import Layout, LayoutRequest, choose_layout
 from lightning_pp.schedule import Placement, Schedule, StageCosts, build_schedule
 from lightning_pp.split import StepRecord, discover_units, dry_run
 from lightning_pp.split.fakes.parameters import FakeParameters
@@ -48,18 +50,9 @@ def recording() -> tuple[nn.Module, StepRecord, dict[str, int], dict[str, torch.
 
 
 def layout_of(recording: Any, p: int, m: int, split_points: list[str] | None = None, **options: Any) -> Layout:
-    given = {
-        "stages_per_rank": None,
-        "num_microbatches": m,
-        "pipeline_parallel_size": p,
-        "costs": None,
-        "memory_limit_gib": None,
-        "exact_search": False,
-        "num_profiled_batches": 8,
-        "save_costs": None,
-    }
-    checked = ScheduleOptions.checked(options.pop("schedule", "auto"), **{**given, **options})
-    return choose_layout(recording[1], recording[2], LayoutRequest(checked, p, m, CutOptions(split_points), "cpu"))
+    limit, costs = options.pop("memory_limit_gib", None), given_costs(options.pop("costs", None))
+    asked = ScheduleOptions(schedule_source(options.pop("schedule", "auto"), **options), limit, costs)
+    return choose_layout(recording[1], recording[2], LayoutRequest(asked, p, m, CutOptions(split_points), "cpu"))
 
 
 def span_ms(schedule: Schedule, costs: StageCosts) -> float:
@@ -118,7 +111,7 @@ def test_what_limits_the_choice(recording: Any) -> None:
 def test_memory_limits(recording: Any) -> None:
     free = layout_of(recording, 2, 16, stages_per_rank=1)
     held = free.costs.per_stage(2).held_after_forward
-    limits = memory_limit_of(ScheduleOptions("auto"), free.costs, free.placement)
+    limits = schedule_source("auto").memory_limit(None, free.costs, free.placement)
     assert limits == (4 * held[0], 4 * held[1])
     free.start.validate(costs=free.costs, memory_limit=limits)
     least = max(held)

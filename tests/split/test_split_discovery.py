@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import architectures
 import pytest
 import torch
-import transformers_zoo
-import zoo
+import transformers_by_hand
+from model_parts import Block
 from torch import nn
-from zoo_parts import Block
 
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.split.unit_calls.units import discover_units, is_block_list, owns_parameters, refine_unit
@@ -18,12 +18,12 @@ def linear() -> nn.Linear:
 
 
 def test_blocks_of_a_list_and_the_modules_around_it() -> None:
-    units = discover_units(zoo.ARCHITECTURES["tied_by_hand"][0]())
+    units = discover_units(architectures.ARCHITECTURES["tied_by_hand"][0]())
     assert list(units) == ["embedding", "blocks.0", "blocks.1", "blocks.2", "blocks.3"]
 
 
 def test_an_encoder_and_a_decoder_give_two_lists() -> None:
-    units = discover_units(transformers_zoo.t5())
+    units = discover_units(transformers_by_hand.t5())
     assert [name for name in units if ".block." in name] == [
         f"model.{side}.block.{index}" for side in ("encoder", "decoder") for index in range(3)
     ]
@@ -33,7 +33,7 @@ def test_an_encoder_and_a_decoder_give_two_lists() -> None:
 
 
 def test_every_stage_of_a_conv_net_gives_its_blocks() -> None:
-    units = discover_units(zoo.ARCHITECTURES["resnet"][0]())
+    units = discover_units(architectures.ARCHITECTURES["resnet"][0]())
     assert [name for name in units if name.startswith("layer")] == [
         f"layer{stage}.{block}" for stage in (1, 2, 3) for block in (0, 1)
     ]
@@ -42,34 +42,34 @@ def test_every_stage_of_a_conv_net_gives_its_blocks() -> None:
 
 def test_blocks_that_are_dicts_are_taken_apart() -> None:
     """A ModuleDict is not called, its entries are."""
-    units = discover_units(zoo.ARCHITECTURES["unet"][0]())
+    units = discover_units(architectures.ARCHITECTURES["unet"][0]())
     assert "down.0" in units
     assert "middle" in units
     assert not any(name.endswith((".relu", ".pool")) for name in units)
 
 
 def test_a_module_that_is_a_sequential() -> None:
-    units = discover_units(zoo.ARCHITECTURES["sequential"][0]())
+    units = discover_units(architectures.ARCHITECTURES["sequential"][0]())
     assert list(units) == ["0", "2", "3", "5"]
 
 
 def test_two_towers_and_a_dict_of_heads() -> None:
-    units = discover_units(zoo.ARCHITECTURES["two_towers"][0]())
+    units = discover_units(architectures.ARCHITECTURES["two_towers"][0]())
     assert {"vision.0", "text.2", "project.image", "project.text", "patches", "words"} <= units.keys()
 
 
 def test_vision_transformer_of_transformers() -> None:
-    units = discover_units(transformers_zoo.vit())
+    units = discover_units(transformers_by_hand.vit())
     assert "model.vit.embeddings" in units
     assert len([name for name in units if ".layer" in name and name.rsplit(".", 1)[-1].isdigit()]) == 4
 
 
 def test_nothing_that_repeats_gives_the_outermost_modules() -> None:
-    assert list(discover_units(zoo.ARCHITECTURES["plain"][0]())) == ["first", "second", "third"]
+    assert list(discover_units(architectures.ARCHITECTURES["plain"][0]())) == ["first", "second", "third"]
 
 
 def test_a_block_under_two_names_is_one_unit() -> None:
-    module = zoo.ARCHITECTURES["shared_in_list"][0]()
+    module = architectures.ARCHITECTURES["shared_in_list"][0]()
     units = discover_units(module)
     assert list(units) == ["embedding", "layers.0", "layers.1", "layers.3", "head"]
     assert units["layers.1"] is module.alias
@@ -78,7 +78,7 @@ def test_a_block_under_two_names_is_one_unit() -> None:
 
 
 def test_parameters_of_no_unit_belong_to_none() -> None:
-    module = zoo.ARCHITECTURES["root_parameters"][0]()
+    module = architectures.ARCHITECTURES["root_parameters"][0]()
     units = discover_units(module)
     in_units = {parameter for unit in units.values() for parameter in unit.parameters()}
     assert module.class_token not in in_units
@@ -92,7 +92,7 @@ def test_modules_without_parameters_are_no_units() -> None:
 
 
 def test_units_are_never_nested() -> None:
-    for name, (architecture, _) in {**zoo.ARCHITECTURES, **transformers_zoo.ARCHITECTURES}.items():
+    for name, (architecture, _) in {**architectures.ARCHITECTURES, **transformers_by_hand.ARCHITECTURES}.items():
         units = discover_units(architecture())
         for unit in units:
             assert not any(other != unit and other.startswith(unit + ".") for other in units), name
@@ -115,7 +115,7 @@ def test_patterns_choose_levels() -> None:
 
 
 def test_a_pattern_that_matches_nothing_names_what_is_near() -> None:
-    module = zoo.ARCHITECTURES["tied_by_hand"][0]()
+    module = architectures.ARCHITECTURES["tied_by_hand"][0]()
     with pytest.raises(ConfigurationError) as error:
         discover_units(module, ["blocs.*"])
     message = str(error.value)
@@ -125,7 +125,7 @@ def test_a_pattern_that_matches_nothing_names_what_is_near() -> None:
 
 
 def test_nested_patterns_are_refused() -> None:
-    module = zoo.ARCHITECTURES["tied_by_hand"][0]()
+    module = architectures.ARCHITECTURES["tied_by_hand"][0]()
     with pytest.raises(ConfigurationError, match=r"'blocks.0' and 'blocks.0.up', which lies inside it"):
         discover_units(module, ["blocks.0", "blocks.0.up"])
 
@@ -150,7 +150,7 @@ def test_refining_a_unit() -> None:
 
 def test_discovery_works_on_meta_and_lets_the_module_be() -> None:
     with torch.device("meta"):
-        module = zoo.ARCHITECTURES["mixer"][0]()
+        module = architectures.ARCHITECTURES["mixer"][0]()
     before = dict(module.named_parameters())
     assert "mixers.0" in discover_units(module)
     assert all(before[name] is parameter for name, parameter in module.named_parameters())

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from model_parts import WIDTH, Small, batches, next_token_loss
 from one_process import compare
-from side_effect_models import Small, batches
 from torch import Tensor, nn
-from zoo_parts import WIDTH, next_token_loss
 
 
 class TurnsInPlace(Small):

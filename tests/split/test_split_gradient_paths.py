@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from model_parts import WIDTH, Block, Small, batches, next_token_loss
 from one_process import OneProcessPipeline, compare
-from side_effect_models import Small, batches
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
-from zoo_parts import WIDTH, Block, next_token_loss
 
 from lightning_pp.errors import SplitError
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from many_transformers import MODEL_TYPES, Case, generic
+from model_parts import doubled
 from one_process import compare
-from special_transformers import CASES
-from zoo_parts import doubled
+from transformers_by_config import CASES, MODEL_TYPES, Case, generic
 
 
 def check(case: Case, runs_again: bool = False) -> None:

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-import transformers_zoo as zoo
+import transformers_by_hand
 from one_process import CPU
 from torch import Tensor, nn
 
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.split.fakes.materialize import materialize_buffers, materialize_parameters
 from lightning_pp.split.fakes.parameters import FakeParameters, is_fake
+from lightning_pp.split.fakes.without_memory import parameters_without_memory
 
 
 def on_meta(make: Any) -> nn.Module:
@@ -64,8 +65,8 @@ def test_attention_and_recurrent_layers() -> None:
 def test_models_of_transformers_are_filled_as_they_fill_themselves(name: str) -> None:
     """Also where a module around says how (T5's attention, the last projections of GPT-2)."""
     torch.manual_seed(0)
-    real = zoo.ARCHITECTURES[name][0]()
-    module = materialized(zoo.ARCHITECTURES[name][0])
+    real = transformers_by_hand.ARCHITECTURES[name][0]()
+    module = materialized(transformers_by_hand.ARCHITECTURES[name][0])
     found = spread(module)
     for key, (mean, std) in spread(real).items():
         assert found[key][1] == pytest.approx(std, rel=0.5, abs=2e-3), key
@@ -76,12 +77,12 @@ def test_models_of_transformers_are_filled_as_they_fill_themselves(name: str) ->
 
 
 def test_tied_parameters_stay_tied() -> None:
-    module = materialized(zoo.gpt2)
+    module = materialized(transformers_by_hand.gpt2)
     assert module.model.lm_head.weight is module.model.transformer.wte.weight
 
 
 def test_only_what_is_owned_gets_memory() -> None:
-    module = on_meta(zoo.gpt2)
+    module = on_meta(transformers_by_hand.gpt2)
     materialize_buffers(module, CPU)
     fake_parameters = FakeParameters(module, CPU)
     owned = {name for name in fake_parameters.names if ".h.2." in name or "wte" in name}
@@ -95,7 +96,7 @@ def test_only_what_is_owned_gets_memory() -> None:
 def test_values_depend_on_the_seed_and_the_name_not_on_the_stage() -> None:
     def values(owned: set[str], seed: int) -> dict[str, Tensor]:
         torch.manual_seed(seed)
-        module = on_meta(zoo.gpt2)
+        module = on_meta(transformers_by_hand.gpt2)
         fake_parameters = FakeParameters(module, CPU)
         materialize_buffers(module, CPU)
         fake_parameters.release(owned)
@@ -104,7 +105,7 @@ def test_values_depend_on_the_seed_and_the_name_not_on_the_stage() -> None:
         materialize_parameters(module, owned, CPU)
         return {name: p.detach() for name, p in module.named_parameters()}
 
-    names = [name for name, _ in on_meta(zoo.gpt2).named_parameters()]
+    names = [name for name, _ in on_meta(transformers_by_hand.gpt2).named_parameters()]
     layer = {name for name in names if ".h.1." in name}
     whole, part = values(set(names), 3), values(layer, 3)
     assert all(torch.equal(whole[name], part[name]) for name in layer)
@@ -161,7 +162,7 @@ def test_a_buffer_that_nothing_fills_is_named(dtype: torch.dtype) -> None:
 
 def test_an_initialiser_that_forgets_a_parameter_is_found_out() -> None:
     with pytest.raises(ConfigurationError, match=r"'original0' of .*parametrizations.weight"):
-        materialized(zoo.wav2vec2)
+        materialized(transformers_by_hand.wav2vec2)
 
 
 def test_an_initialiser_without_arguments() -> None:
@@ -178,3 +179,22 @@ def test_nothing_on_meta_is_nothing_to_do() -> None:
     materialize_buffers(module, CPU)
     materialize_parameters(module, {"table"}, CPU)
     assert module.table is table and torch.equal(table, torch.ones(3))
+
+
+class MarkedParameter(nn.Parameter):
+    """A parameter of a class of its own."""
+
+
+def test_parameters_made_without_memory_keep_class_attributes_and_ties() -> None:
+    marked = MarkedParameter(torch.rand(3, 2).t(), requires_grad=False)
+    marked.mark = "mine"  # type: ignore[attr-defined]
+    with parameters_without_memory():
+        first, second = nn.Linear(3, 2), nn.Linear(3, 2)
+        first.weight = second.weight = marked
+        first.register_buffer("seen", torch.ones(2))
+    weight = first.weight
+    assert weight is second.weight and weight.is_meta and first.bias.is_meta and not first.seen.is_meta
+    assert type(weight) is MarkedParameter and weight.mark == "mine"  # type: ignore[attr-defined]
+    assert weight.shape == marked.shape and weight.stride() == marked.stride() and not weight.requires_grad
+    assert type(first.bias) is nn.Parameter and first.bias.requires_grad
+    assert not nn.Linear(3, 2).weight.is_meta

@@ -7,11 +7,11 @@ from itertools import combinations
 import pytest
 import torch
 import transformers as hf
+from model_parts import Block, next_token_loss
 from one_process import CPU, build, recorded
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers_zoo import WithLoss
-from zoo_parts import Block, next_token_loss
+from transformers_by_hand import WithLoss
 
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.schedule import Placement, StageCosts

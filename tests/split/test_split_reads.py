@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from model_parts import VOCAB, Block, Small, batches, next_token_loss
 from one_process import compare, compare_evaluation
-from side_effect_models import Small, batches
 from torch import Tensor
-from zoo_parts import VOCAB, Block, next_token_loss
 
 from lightning_pp.errors import SplitError
 

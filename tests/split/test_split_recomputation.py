@@ -6,12 +6,12 @@ import re
 from collections import Counter
 from typing import Any
 
+import architectures
 import pytest
 import torch
-import zoo
+from model_parts import WIDTH, Architecture, Block, doubled, next_token_loss, tokens_of
 from one_process import (
     TOLERANCE,
-    Architecture,
     OneProcessPipeline,
     build,
     compare,
@@ -21,10 +21,9 @@ from one_process import (
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import FlopCounterMode
-from zoo_parts import WIDTH, Block, doubled, next_token_loss, tokens_of
 
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.planning.recomputed_units import check_activation_checkpointing, recomputation_of
+from lightning_pp.planning.activation_checkpointing import check_activation_checkpointing, recomputation_of
 from lightning_pp.runtime.recomputation import Recomputation
 from lightning_pp.split.memory.estimate import MemoryEstimate, estimate_memory
 
@@ -33,8 +32,8 @@ WEIGHTS = [0.25, 0.5]
 
 
 def checkpointed(name: str, policy: Any = None, *, splits_backward: bool = True) -> tuple[OneProcessPipeline, Any]:
-    batches = zoo.batches_of(name)
-    pipeline = OneProcessPipeline(zoo.ARCHITECTURES[name][0], batches[0], 3, splits_backward=splits_backward)
+    batches = architectures.batches_of(name)
+    pipeline = OneProcessPipeline(architectures.ARCHITECTURES[name][0], batches[0], 3, splits_backward=splits_backward)
     for stage in pipeline.stages:
         stage.runner.recomputation = Recomputation(stage.units, policy)
     return pipeline, batches
@@ -54,7 +53,7 @@ def checkpointed(name: str, policy: Any = None, *, splits_backward: bool = True)
 )
 def test_gradients_are_the_same(name: str, splits_backward: bool, policy: Any) -> None:
     pipeline, batches = checkpointed(name, policy, splits_backward=splits_backward)
-    expected = run_whole(build(zoo.ARCHITECTURES[name][0]), batches, WEIGHTS)
+    expected = run_whole(build(architectures.ARCHITECTURES[name][0]), batches, WEIGHTS)
     assert gradient_error(pipeline.run(batches, WEIGHTS), expected) < TOLERANCE
 
 
@@ -166,7 +165,7 @@ def wide_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Ch
 def test_held_memory_is_the_estimate(name: str, policy: Any) -> None:
     """What the policy saves is held from F on, beside the inputs; less than without recomputation."""
     torch.manual_seed(7)
-    architecture, make_batch = (Noisy, tokens_of) if name == "noisy" else zoo.ARCHITECTURES[name]
+    architecture, make_batch = (Noisy, tokens_of) if name == "noisy" else architectures.ARCHITECTURES[name]
     batch = doubled(make_batch(40))
 
     def pipeline_of(value: Any) -> tuple[OneProcessPipeline, MemoryEstimate]:
@@ -189,11 +188,11 @@ def test_held_memory_is_the_estimate(name: str, policy: Any) -> None:
 @pytest.mark.parametrize("name", ["residual_mlp", "separate_lists", "structured", "mixture_of_experts"])
 @pytest.mark.parametrize("policy", [True, PRODUCTS, wide_products], ids=["inputs only", "products", "function"])
 def test_what_runs_again_is_in_the_cost_of_the_input_gradient(name: str, policy: Any) -> None:
-    batch = zoo.batches_of(name)[0]
+    batch = architectures.batches_of(name)[0]
 
     def flops(value: Any) -> tuple[float, float]:
         """Estimated and counted."""
-        pipeline = OneProcessPipeline(zoo.ARCHITECTURES[name][0], batch, 2, activation_checkpointing=value)
+        pipeline = OneProcessPipeline(architectures.ARCHITECTURES[name][0], batch, 2, activation_checkpointing=value)
         for stage in pipeline.stages:
             stage.runner.recomputation = pipeline.split.recomputation or Recomputation(())
         with FlopCounterMode(display=False) as counter:
@@ -207,8 +206,8 @@ def test_what_runs_again_is_in_the_cost_of_the_input_gradient(name: str, policy:
 
 
 def resolved(name: str, value: Any) -> Recomputation | None:
-    batch = zoo.batches_of(name)[0]
-    pipeline = OneProcessPipeline(zoo.ARCHITECTURES[name][0], batch, 2)
+    batch = architectures.batches_of(name)[0]
+    pipeline = OneProcessPipeline(architectures.ARCHITECTURES[name][0], batch, 2)
     record = pipeline.plans(batch)[0].record
     return recomputation_of(value, pipeline.split.module, pipeline.split.units, record)
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import architectures
 import numpy as np
 import pytest
 import torch
-import transformers_zoo
-import zoo
+import transformers_by_hand
+from model_parts import WIDTH, Block, Small, batches, next_token_loss
 from one_process import CPU, build, recorded
 from reference_flow import reference_flow
-from side_effect_models import Small, batches
 from torch import Tensor, nn
-from zoo_parts import WIDTH, Block, next_token_loss
 
 from lightning_pp.split import StepRecord, discover_units, dry_run
 from lightning_pp.split.fakes.parameters import FakeParameters, has_data
@@ -35,9 +34,9 @@ def record_of(module: nn.Module, batch: Any, *, units: Any = None, with_gradient
     )
 
 
-@pytest.mark.parametrize("name", [name for name in zoo.ARCHITECTURES if name not in HANDS_ON])
+@pytest.mark.parametrize("name", [name for name in architectures.ARCHITECTURES if name not in HANDS_ON])
 def test_needs_and_gradient_flow_are_those_found_by_trying(name: str) -> None:
-    module, batch = build(zoo.ARCHITECTURES[name][0]), zoo.batches_of(name)[0]
+    module, batch = build(architectures.ARCHITECTURES[name][0]), architectures.batches_of(name)[0]
     record = record_of(module, batch)
     reference = reference_flow(module, discover_units(module), batch)
     assert len(record.calls) == len(reference.values) - 1
@@ -52,7 +51,7 @@ def test_needs_and_gradient_flow_are_those_found_by_trying(name: str) -> None:
 
 
 def test_outputs_of_calls_are_described() -> None:
-    record = record_of(build(zoo.ARCHITECTURES["structured"][0]), zoo.batches_of("structured")[0])
+    record = record_of(build(architectures.ARCHITECTURES["structured"][0]), architectures.batches_of("structured")[0])
     assert [call.unit for call in record.calls] == ["embedding", *(f"blocks.{index}" for index in range(4)), "head"]
     assert record.calls[0].output is None
     assert record.spec(Value(0, 0)) == TensorSpec((3, 6, WIDTH), torch.float64)
@@ -107,7 +106,9 @@ def test_random_inter_unit_code_and_edits_are_noted() -> None:
     assert record_of(build(Noisy), batches()[0]).inter_unit_draws == InterUnitDraws(frozenset({0}))
     assert record_of(build(InUnit), batches()[0]).inter_unit_draws == InterUnitDraws(frozenset({-1}))
     assert record_of(build(Dropping), batches()[0]).inter_unit_draws == InterUnitDraws()
-    record = record_of(build(zoo.ARCHITECTURES["in_place_edits"][0]), zoo.batches_of("in_place_edits")[0])
+    record = record_of(
+        build(architectures.ARCHITECTURES["in_place_edits"][0]), architectures.batches_of("in_place_edits")[0]
+    )
     assert [record.leaf(Value(index, 0)).edited_in_place for index in range(6)] == [True] * 5 + [False]
 
 
@@ -191,16 +192,16 @@ def test_a_dry_run_leaves_no_trace() -> None:
 
 def test_a_batch_that_is_only_read_is_not_said_to_be_edited() -> None:
     for name in ("in_place_edits", "masked_loss", "resnet_batch_statistics"):
-        module = build(zoo.ARCHITECTURES[name][0])
-        assert not record_of(module, zoo.batches_of(name)[0]).edits_batch, name
+        module = build(architectures.ARCHITECTURES[name][0])
+        assert not record_of(module, architectures.batches_of(name)[0]).edits_batch, name
 
 
 @pytest.mark.parametrize("name", ["shared_in_list", "aliased", "recurrent", "tied_modules"])
 def test_parameters_of_several_names_come_back(name: str) -> None:
-    module = build(zoo.ARCHITECTURES[name][0])
+    module = build(architectures.ARCHITECTURES[name][0])
     before = {key: id(value) for key, value in module.named_parameters(remove_duplicate=False)}
     held = held_in_lists(module)
-    record = record_of(module, zoo.batches_of(name)[0])
+    record = record_of(module, architectures.batches_of(name)[0])
     assert {key: id(value) for key, value in module.named_parameters(remove_duplicate=False)} == before
     assert held_in_lists(module) == held
     assert record.mutated_attributes == ()
@@ -224,14 +225,16 @@ def test_without_gradients() -> None:
 
 
 def test_values_of_frozen_units_without_trained_inputs_need_no_gradient() -> None:
-    record = record_of(build(zoo.ARCHITECTURES["teacher_student"][0]), zoo.batches_of("teacher_student")[0])
+    record = record_of(
+        build(architectures.ARCHITECTURES["teacher_student"][0]), architectures.batches_of("teacher_student")[0]
+    )
     for call in record.calls:
         assert call.leaves[0].requires_grad == call.unit.startswith("student")
 
 
 def test_a_dry_run_of_a_model_on_the_meta_device() -> None:
     with torch.device("meta"):
-        module = transformers_zoo.llama()
+        module = transformers_by_hand.llama()
     module.model.model.rotary_emb = type(module.model.model.rotary_emb)(module.model.config)
-    record = record_of(module, transformers_zoo.batches_of("llama")[0])
+    record = record_of(module, transformers_by_hand.batches_of("llama")[0])
     assert record.spec(Value(1, 0)) == TensorSpec((3, 7, 16), torch.float32)

@@ -6,9 +6,9 @@ import gc
 import weakref
 
 import torch
+from model_parts import Block, next_token_loss
 from one_process import CPU, build, recorded
 from torch import Tensor, nn
-from zoo_parts import Block, next_token_loss
 
 from lightning_pp.split import discover_units, dry_run
 from lightning_pp.split.fakes.parameters import FakeParameters

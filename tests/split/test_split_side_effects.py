@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from model_parts import WIDTH, Block, Small, batches, next_token_loss
 from one_process import OneProcessPipeline, compare
-from side_effect_models import Small, batches
 from torch import Tensor, nn
-from zoo_parts import WIDTH, Block, next_token_loss
 
 from lightning_pp.errors import SplitError
 from lightning_pp.split.fakes.parameters import is_fake

@@ -6,50 +6,64 @@ from typing import Any
 
 import pytest
 import torch
-import transformers_zoo as zoo
+import transformers_by_hand
 from one_process import OneProcessPipeline, compare, compare_evaluation
 from torch import Tensor, nn
 
-CASES: list[Any] = [(name, 3) for name in zoo.ARCHITECTURES] + [("gpt2", 2), ("llama", 4)]
+CASES: list[Any] = [(name, 3) for name in transformers_by_hand.ARCHITECTURES] + [("gpt2", 2), ("llama", 4)]
 CASES += [pytest.param(*case, marks=pytest.mark.nightly) for case in (("gpt2", 4), ("llama", 2), ("t5", 2), ("t5", 4))]
 
 
 @pytest.mark.parametrize(("name", "num_stages"), CASES)
 def test_training_equals_the_whole_model(name: str, num_stages: int) -> None:
-    compare(zoo.ARCHITECTURES[name][0], zoo.batches_of(name), num_stages, splits_backward=num_stages == 3)
+    compare(
+        transformers_by_hand.ARCHITECTURES[name][0],
+        transformers_by_hand.batches_of(name),
+        num_stages,
+        splits_backward=num_stages == 3,
+    )
 
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in ("llama", "t5") else pytest.param(name, marks=pytest.mark.nightly) for name in zoo.ARCHITECTURES],
+    [
+        name if name in ("llama", "t5") else pytest.param(name, marks=pytest.mark.nightly)
+        for name in transformers_by_hand.ARCHITECTURES
+    ],
 )
 def test_training_with_every_layer_run_again_equals_the_whole_model(name: str) -> None:
     """Llama and T5 put the keys of each layer into a cache that they are given, and would find them there."""
-    compare(zoo.ARCHITECTURES[name][0], zoo.batches_of(name), 3, splits_backward=True, runs_again=True)
+    compare(
+        transformers_by_hand.ARCHITECTURES[name][0],
+        transformers_by_hand.batches_of(name),
+        3,
+        splits_backward=True,
+        runs_again=True,
+    )
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", "clip", "mixtral"])
 def test_evaluation_equals_the_whole_model(name: str) -> None:
-    compare_evaluation(zoo.ARCHITECTURES[name][0], zoo.batches_of(name)[0], 3)
+    compare_evaluation(transformers_by_hand.ARCHITECTURES[name][0], transformers_by_hand.batches_of(name)[0], 3)
 
 
 def test_masks_are_made_on_every_stage_and_not_sent() -> None:
-    pipeline, _ = compare(zoo.llama, zoo.batches_of("llama"), 3)
-    plan = pipeline.plans(zoo.batches_of("llama")[0])[0]
+    pipeline, _ = compare(transformers_by_hand.llama, transformers_by_hand.batches_of("llama"), 3)
+    plan = pipeline.plans(transformers_by_hand.batches_of("llama")[0])[0]
     assert [edge.spec.shape for edge in plan.edges] == [(3, 7, 16), (3, 7, 16)]
 
 
 def test_position_bias_goes_straight_to_the_stages_that_use_it() -> None:
     """T5's layers hand the bias of their first on; it is sent from there, and only once to each stage."""
-    pipeline, _ = compare(zoo.t5, zoo.batches_of("t5"), 4)
-    plan = pipeline.plans(zoo.batches_of("t5")[0])[0]
+    pipeline, _ = compare(transformers_by_hand.t5, transformers_by_hand.batches_of("t5"), 4)
+    plan = pipeline.plans(transformers_by_hand.batches_of("t5")[0])[0]
     calls = plan.record.calls
     biases = [edge for edge in plan.edges if edge.spec.shape[1:] == (2, 7, 7)]
     assert {calls[edge.value.call].unit for edge in biases} == {"model.encoder.block.0"}
     assert len({(edge.value, edge.target) for edge in biases}) == len(biases)
 
 
-class HiddenStates(zoo.WithLoss):
+class HiddenStates(transformers_by_hand.WithLoss):
     """A loss on every hidden state; transformers collects them by hooks on the layers."""
 
     def training_step(self, batch: Any) -> Tensor:
@@ -59,54 +73,54 @@ class HiddenStates(zoo.WithLoss):
 
 
 def test_hidden_states_collected_by_hooks_on_units_arrive() -> None:
-    compare(lambda: HiddenStates(zoo.llama().model), zoo.batches_of("llama"), 3)
+    compare(lambda: HiddenStates(transformers_by_hand.llama().model), transformers_by_hand.batches_of("llama"), 3)
 
 
-class Attentions(zoo.WithLoss):
+class Attentions(transformers_by_hand.WithLoss):
     def training_step(self, batch: Any) -> Tensor:
         output = self.model(**batch, output_attentions=True)
         return output.loss + sum(weights.pow(2).mean() for weights in output.attentions)
 
 
 def eager_attentions() -> nn.Module:
-    model = zoo.llama().model
+    model = transformers_by_hand.llama().model
     model.set_attn_implementation("eager")
     return Attentions(model)
 
 
 def test_router_logits_collected_inside_units_are_carried() -> None:
     """The auxiliary loss of a mixture of experts reads what hooks on the routers have collected."""
-    architecture = lambda: zoo.mixtral(output_router_logits=True)  # noqa: E731
-    pipeline, _ = compare(architecture, zoo.batches_of("mixtral"), 3)
-    edges = pipeline.plans(zoo.batches_of("mixtral")[0])[0].edges
+    architecture = lambda: transformers_by_hand.mixtral(output_router_logits=True)  # noqa: E731
+    pipeline, _ = compare(architecture, transformers_by_hand.batches_of("mixtral"), 3)
+    edges = pipeline.plans(transformers_by_hand.batches_of("mixtral")[0])[0].edges
     logits = [edge for edge in edges if edge.spec.shape == (21, 3)]  # of 3 x 7 tokens for 3 experts
     assert logits and all(edge.target == 2 and edge.has_gradient for edge in logits)
     assert len(edges) == 2 + len(logits)
 
 
 def test_attention_weights_collected_inside_units_are_carried() -> None:
-    compare(eager_attentions, zoo.batches_of("llama"), 3)
+    compare(eager_attentions, transformers_by_hand.batches_of("llama"), 3)
 
 
 def test_what_is_collected_inside_units_may_be_used_on_their_stage() -> None:
     """Only the embedding is on another stage, so nothing is missing."""
-    batches = zoo.batches_of("llama")
+    batches = transformers_by_hand.batches_of("llama")
     compare(eager_attentions, batches, 2, split_points=["model.model.layers.0"])
 
 
 def test_mixture_with_a_fused_product_of_experts() -> None:
     """The default implementation groups tokens by expert; its product has no float64, so only shapes are compared."""
 
-    class Single(zoo.WithLoss):
+    class Single(transformers_by_hand.WithLoss):
         def double(self) -> Single:
             return self
 
     def architecture() -> nn.Module:
-        model = zoo.mixtral().model
+        model = transformers_by_hand.mixtral().model
         model.set_experts_implementation("grouped_mm")
         return Single(model)
 
-    batch = zoo.text_batch(2)
+    batch = transformers_by_hand.text_batch(2)
     pipeline = OneProcessPipeline(architecture, batch, 2)
     plan = pipeline.plans(batch)[0]
     assert [edge.spec.shape for edge in plan.edges] == [(2, 7, 16)]

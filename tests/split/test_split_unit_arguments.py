@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import text_models as text
 import torch
-import zoo_text as text
-from one_process import Architecture, OneProcessPipeline, compare
+from model_parts import VOCAB, WIDTH, Architecture, Block, next_token_loss, tokens_of
+from one_process import OneProcessPipeline, compare
 from torch import Tensor, nn
-from zoo_parts import VOCAB, WIDTH, Block, next_token_loss, tokens_of
 
 from lightning_pp.errors import ConfigurationError, SplitError
 

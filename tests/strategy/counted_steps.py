@@ -10,15 +10,13 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from small_models import WIDTH, TiedModule
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
 from lightning_pp import PipelineParallelStrategy
 
-WIDTH, NUM_MICROBATCHES, NUM_UNITS = 8, 8, 8
-UNIT_BYTES = 4 * (2 * WIDTH * WIDTH + 2 * WIDTH)
+NUM_MICROBATCHES = 8
 GATHER, SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 # methods of process groups, some of which torch 2.13 renamed
 _OPERATIONS = {
@@ -31,54 +29,6 @@ _OPERATIONS = {
     "allreduce": ALL_REDUCE,
     "broadcast": "broadcast",
 }
-
-
-class Unit(nn.Module):
-    """Of ``UNIT_BYTES``; its shapes divide by the number of shards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class EvenModule(L.LightningModule):
-    """Eight equal units."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.units = nn.ModuleList(Unit() for _ in range(NUM_UNITS))
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        for unit in self.units:
-            batch = unit(batch)
-        return batch.square().mean()
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("val_loss", self.training_step(batch, batch_idx))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class TiedModule(EvenModule):
-    """An embedding and a head that may share their weight, around uneven units."""
-
-    def __init__(self, tied: bool = True) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(24, WIDTH)
-        self.head = nn.Linear(WIDTH, 24, bias=False)
-        if tied:
-            self.head.weight = self.embedding.weight
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        tokens = (batch[..., 0].abs() * 10).long() % 24  # (B, T)
-        h = self.embedding(tokens)
-        for unit in self.units:
-            h = unit(h)
-        return F.cross_entropy(self.head(h).transpose(1, 2), tokens)
 
 
 @contextmanager

@@ -20,10 +20,25 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pp.distributed.control import ControlGroups
+from lightning_pp.distributed.messages import MessageLine
 from lightning_pp.split.data.microbatch import split_batch
-from lightning_pp.strategy.results.logs import StepLogs, replay
+from lightning_pp.strategy.results.logs import StepLogs
 from lightning_pp.strategy.results.metrics import PipelineMetrics
-from lightning_pp.strategy.results.outputs import exchange_outputs
+from lightning_pp.strategy.results.outputs import merge_outputs
+from lightning_pp.strategy.results.reports import BatchReport
+
+
+def report_of(line: MessageLine, logs: StepLogs, samples: list[int], weights: list[float] | None = None) -> BatchReport:
+    """The report of a batch whose steps keep nothing on the module."""
+    return BatchReport(
+        line,
+        logs,
+        lambda outputs: (merge_outputs(outputs, samples, weights), []),
+        weights=weights or [number / sum(samples) for number in samples],
+        num_samples=sum(samples),
+        fingerprint=None,
+        device=torch.device("cpu"),
+    )
 
 
 class EndOfStage(BaseException):
@@ -53,6 +68,7 @@ class OnePipelineStrategy(SingleDeviceStrategy):
         super().__init__(device="cpu")
         self.num_microbatches = num_microbatches
         self.groups = groups or ControlGroups()
+        self.line = MessageLine(self.groups)
 
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
@@ -81,6 +97,7 @@ class OnePipelineStrategy(SingleDeviceStrategy):
         outputs: list[Any] = []
         self.metrics.attach()
         is_last = groups.is_last_stage
+        report = report_of(self.line, logs, samples, weights)
         for index, microbatch in enumerate(microbatches):
             context = self.metrics.step() if is_last else self.metrics.suspended()
             with logs.of_step(module, index if is_last else None), context:
@@ -94,9 +111,10 @@ class OnePipelineStrategy(SingleDeviceStrategy):
                         pass
                     finally:
                         module.ends_here = False
-        calls, total = logs.exchange(weights, sum(samples), groups)
-        replay(module, calls, total)
-        shared = exchange_outputs(outputs, samples, groups)
+        if is_last:
+            report.tell(outputs)
+        shared, _ = report.take_up(module, 0)
+        self.line.drain()  # its groups serve others as well
         if shared is None or not outputs or not torch.is_grad_enabled():
             return shared
         losses = [output["loss"] if isinstance(output, dict) else output for output in outputs]

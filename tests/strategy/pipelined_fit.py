@@ -1,4 +1,4 @@
-"""A small module and what the strategy's tests do with it in worker processes."""
+"""What the strategy's tests do with a small module in worker processes."""
 
 from __future__ import annotations
 
@@ -6,38 +6,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pp import PipelineParallelStrategy
-
-
-class Blocks(pl.LightningModule):
-    """A residual stack on vectors; subclasses misbehave."""
-
-    def __init__(self, num_blocks: int = 4, width: int = 8) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(num_blocks))
-        self.head = nn.Linear(width, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        return self.head(x).squeeze(-1)
-
-    def loss(self, batch: Any) -> Tensor:
-        x, y = batch
-        return nn.functional.mse_loss(self(x), y)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.loss(batch)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def loader(num_samples: int = 12, batch_size: int = 4, width: int = 8, seed: int = 1) -> DataLoader[Any]:

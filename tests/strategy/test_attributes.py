@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from pipelined_fit import Blocks, loader, trainer
+from pipelined_fit import loader, trainer
 from pool import WorkerPool
+from small_models import Blocks
 
 
 class Keeps(Blocks):

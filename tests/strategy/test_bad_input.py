@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from pipelined_fit import Blocks, fit, loader, trainer
+from pipelined_fit import fit, loader, trainer
 from pool import WorkerPool
+from small_models import Blocks
 
 from lightning_pp import PipelineParallelStrategy
 from lightning_pp.schedule import StageCosts

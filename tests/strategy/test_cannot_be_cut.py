@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from pipelined_fit import Blocks, fit, loader
+from pipelined_fit import fit, loader
 from pool import WorkerPool
+from small_models import Blocks
 from torch import Tensor, nn
 
 from lightning_pp import PipelineParallelStrategy
@@ -188,7 +189,7 @@ CANNOT_BE_CUT: list[tuple[type[Blocks], str]] = [
     ),
     (
         SamplesToValidate,
-        r"the unit 'blocks\.0' at .*pipelined_fit\.py.* runs on stage 0 and needs an output of 'head'.*on stage 1.*"
+        r"the unit 'blocks\.0' at .*small_models\.py.* runs on stage 0 and needs an output of 'head'.*on stage 1.*"
         r"sampling, decoding\) is for one device",
     ),
     (
@@ -254,7 +255,8 @@ here.fit_with(getattr(here, {name!r}))
 
 def process_of(rank: int, port: int, module: type[Blocks], log: Any) -> subprocess.Popen[bytes]:
     """One rank of a training in a process of its own, with what ``torchrun`` would tell it."""
-    folders = [os.path.dirname(__file__), os.path.dirname(os.path.dirname(__file__))]
+    tests = os.path.dirname(os.path.dirname(__file__))
+    folders = [os.path.dirname(__file__), tests, os.path.join(tests, "models")]
     told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
     told |= {"MASTER_ADDR": "127.0.0.1", "GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "refused"}
     return subprocess.Popen(

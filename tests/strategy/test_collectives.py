@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from pipelined_fit import Blocks, loader, trainer
+from pipelined_fit import loader, trainer
 from pool import WorkerPool
+from small_models import Blocks
 from torch import Tensor
 
 from lightning_pp import PipelineParallelStrategy

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pp.planning.cuts import CutOptions, best_partition, measured_unit_costs
-from lightning_pp.planning.schedule_options import ScheduleOptions
+from lightning_pp.planning.schedules.given_costs import GivenCosts
+from lightning_pp.planning.schedules.options import ScheduleOptions
+from lightning_pp.planning.schedules.source import schedule_source
 from lightning_pp.planning.tuning import LayoutRequest, choose_layout
 from lightning_pp.schedule import Placement, Schedule, StageCosts, build_schedule
 from lightning_pp.split import StepRecord, discover_units, dry_run
@@ -82,12 +84,9 @@ def test_given_costs_of_other_stages_are_shared_out_among_the_units(
     order = list(record.first_calls())
     # measured with one block on the first stage, which took as long as nine units on the second
     stages = [order[:2], order[2:]]
-    options = ScheduleOptions(
-        "1f1b",
-        costs=StageCosts([9.0, 9.0], [9.0, 9.0], [9.0, 9.0]),
-        costs_measured_on={"stages": stages, "rank_of_stage": [0, 1]},
-    )
-    units = measured_unit_costs(record, num_parameters, options, CutOptions())
+    given = GivenCosts(StageCosts([9.0, 9.0], [9.0, 9.0], [9.0, 9.0]), units=stages, ranks=[0, 1])
+    options = ScheduleOptions(schedule_source("1f1b"), costs=given)
+    units = measured_unit_costs(record, num_parameters, given, CutOptions())
     assert units is not None
     assert sum(units[unit].total for unit in stages[0]) == pytest.approx(27.0)
     layout = choose_layout(record, num_parameters, LayoutRequest(options, 3, 6, CutOptions(), "cpu"))

@@ -17,9 +17,10 @@ from torch.utils.data import DataLoader
 from lightning_pp import PipelineParallelStrategy
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.cuts import CutOptions
-from lightning_pp.planning.memory_limit import DeviceMemory
-from lightning_pp.planning.memory_model import MemoryModel
-from lightning_pp.planning.schedule_options import ScheduleOptions
+from lightning_pp.planning.memory.limit import DeviceMemory
+from lightning_pp.planning.memory.model import MemoryModel
+from lightning_pp.planning.schedules.options import ScheduleOptions
+from lightning_pp.planning.schedules.source import schedule_source
 from lightning_pp.planning.sharded_stages import ShardingSettings
 from lightning_pp.planning.stage_model import RecordedModel, record_model
 from lightning_pp.planning.tuning import Layout, LayoutRequest, choose_layout
@@ -107,7 +108,7 @@ def layout_of(
     memory = None
     if limit_bytes is not None:
         memory = DeviceMemory(limit_bytes / GIB, memory_model or model(), recording, {})
-    options = ScheduleOptions(schedule, stages_per_rank)
+    options = ScheduleOptions(schedule_source(schedule, stages_per_rank=stages_per_rank))
     request = LayoutRequest(options, num_ranks, num_microbatches, CutOptions(split_points), "cpu", memory)
     return choose_layout(recording.record, recording.num_parameters, request)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pipelined_fit import Blocks, loader, trainer
+from pipelined_fit import loader, trainer
 from pool import WorkerPool
+from small_models import Blocks
 
 from lightning_pp import PipelineParallelStrategy
 

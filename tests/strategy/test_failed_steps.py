@@ -12,8 +12,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from pipelined_fit import Blocks, loader, trainer
+from pipelined_fit import loader, trainer
 from pool import WorkerPool
+from small_models import Blocks
 from torch import Tensor, nn
 
 from lightning_pp import PipelineParallelStrategy
@@ -71,11 +72,11 @@ def fitted(run: pl.Trainer, module: Fails, checkpoint: str | None) -> dict[str, 
     return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
 
 
-Outcome = tuple[str, list[str], bool]
+Outcome = tuple[str, int, list[str], bool]
 
 
 def fail_and_fit_again(folder: Path, cases: list[tuple[str, int]], replicas: int) -> list[Outcome]:
-    """Each case: what the failed run raised here, threads that it left, and whether the next is as without it."""
+    """Each case: what the failed run raised here, in which batch, threads left, whether the next is as without it."""
     devices = NUM_STAGES * replicas
     run = trainer(devices, PipelineParallelStrategy(NUM_STAGES, replicas, num_microbatches=4))
     module = Fails()
@@ -92,10 +93,11 @@ def fail_and_fit_again(folder: Path, cases: list[tuple[str, int]], replicas: int
         except (Exception, SystemExit) as raised:
             error = f"{type(raised).__name__}: {raised}"
         module.place = "nowhere"
+        batch = run.fit_loop.epoch_loop.batch_progress.current.ready - 1
         found = fitted(run, module, checkpoint)
         same = all(torch.equal(found[name], weight) for name, weight in expected.items())
         gc.collect()
-        outcomes.append((error, left_threads(), same))
+        outcomes.append((error, batch, left_threads(), same))
     return outcomes
 
 
@@ -122,7 +124,7 @@ MORE_CASES = [
 
 def check(ranks: list[list[Outcome]], cases: list[tuple[str, int]]) -> None:
     for rank, outcomes in enumerate(ranks):
-        for (place, culprit), (error, threads, same) in zip(cases, outcomes, strict=True):
+        for (place, culprit), (error, batch, threads, same) in zip(cases, outcomes, strict=True):
             where = f"{place} on rank {culprit}, seen by rank {rank}: {error}"
             assert same, f"the next run differs: {where}"
             assert not threads, f"{where} left threads {threads}"
@@ -133,6 +135,9 @@ def check(ranks: list[list[Outcome]], cases: list[tuple[str, int]]) -> None:
             }.get(place, "the user's own error")
             # where all fail, one that waits may hear of another first
             pattern = {rank: own, -1: f"{own}|has stopped"}.get(culprit, "has stopped")
+            if place in ("logged value", "output"):  # of the last stage's report, which all ranks take up
+                pattern = own
+                assert batch == FAILING_BATCH, where
             assert re.search(pattern, error), where
 
 

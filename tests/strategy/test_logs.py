@@ -24,16 +24,18 @@ from one_pipeline import (
     assert_same,
     grid,
     loader,
+    report_of,
     trainer,
 )
-from pipelined_fit import Blocks
 from pipelined_fit import fit as fit_in_a_pipeline
 from pool import WorkerPool
+from small_models import Blocks
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection, SumMetric
 
+from lightning_pp.distributed.messages import MessageLine
 from lightning_pp.errors import SplitError
 from lightning_pp.strategy.results.log_calls import LogCall, merge_calls
 from lightning_pp.strategy.results.logs import StepLogs
@@ -328,9 +330,11 @@ def test_a_value_of_another_stage_is_refused_where_it_is_logged() -> None:
 def fail_to_merge() -> None:
     groups = grid(1, 1)
     logs = StepLogs()
+    report = report_of(MessageLine(groups), logs, [2, 2])
     if groups.is_last_stage:
         logs._microbatches[4] = []
-    logs.exchange([0.5, 0.5], 4, groups)
+        report.tell([1.0, 1.0])
+    report.take_up(Regression(), 0)
 
 
 def test_a_failed_merge_raises_on_every_rank(pool: WorkerPool) -> None:

@@ -14,16 +14,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torchmetrics import CatMetric, MaxMetric, MeanMetric, MeanSquaredError, Metric, MetricCollection, SumMetric
-from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy, MulticlassPrecision, MulticlassRecall
+from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision, MulticlassRecall
 from torchmetrics.regression import PearsonCorrCoef
 from torchmetrics.wrappers import ClasswiseWrapper, MetricTracker, MinMaxMetric
 
 from lightning_pp.distributed.control import ControlGroups
-from lightning_pp.strategy.checkpoints.metric_states import (
-    gather_metric_states,
-    load_metric_states,
-    persistent_state_names,
-)
 from lightning_pp.strategy.results.metrics import PipelineMetrics, metrics_suspended
 
 
@@ -265,60 +260,3 @@ def test_attach_covers_copies_and_detach_restores() -> None:
     metrics.detach()
     assert module["a"].compute is original
     assert module["copy"].compute() == 3
-
-
-class Lifelong(nn.Module):
-    """Metrics whose states go into checkpoints."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = SumMetric()
-        self.largest = MaxMetric()
-        self.values = CatMetric()
-        self.accuracy = BinaryAccuracy()
-        self.passing = SumMetric()
-        self.correlation = PearsonCorrCoef()
-        for metric in (self.total, self.largest, self.values, self.accuracy, self.correlation):
-            metric.persistent(True)
-
-    def update(self, values: Tensor) -> None:
-        for metric in (self.total, self.largest, self.values):
-            metric.update(values)
-        self.accuracy.update(values.clamp(0, 1), torch.ones_like(values, dtype=torch.long))
-        self.correlation.update(values, values)
-
-    def compute(self) -> list[Any]:
-        return [metric.compute().tolist() for metric in (self.total, self.largest, self.values, self.accuracy)]
-
-
-def save_and_load() -> tuple[Any, Any, Any]:
-    groups = grid(2, 1)
-    module = Lifelong()
-    if groups.is_last_stage:
-        module.update(torch.tensor([1.0, 2.0]) if groups.replica == 0 else torch.tensor([-5.0, 0.25]))
-    saved = gather_metric_states(module, groups)
-    everywhere = groups.share(lambda: saved, "states")
-    restored = Lifelong()
-    load_metric_states(restored, everywhere, groups)
-    PipelineMetrics(restored, groups).attach()
-    return saved, everywhere, restored.compute()
-
-
-def test_metric_states_survive_a_checkpoint(pool: WorkerPool) -> None:
-    one_device = Lifelong()
-    one_device.update(torch.tensor([1.0, 2.0, -5.0, 0.25]))
-    expected = one_device.compute()
-    ranks = pool.run(save_and_load, world_size=4, process_group=True)
-    assert [bool(saved) for saved, _, _ in ranks] == [False, True, False, True]
-    for _, everywhere, restored in ranks:
-        assert sorted(everywhere) == sorted(persistent_state_names(one_device))
-        assert restored == expected
-    # and a one-device run loads the same states by the same names, and the other way round
-    alone = Lifelong()
-    alone.load_state_dict(dict(ranks[0][1]), strict=False)
-    assert alone.compute() == expected
-    again = Lifelong()
-    load_metric_states(again, one_device.state_dict(), ControlGroups())
-    assert again.compute() == expected
-    load_metric_states(again, {"unrelated": 1}, ControlGroups())
-    assert again.compute() == expected

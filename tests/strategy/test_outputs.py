@@ -9,15 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from one_pipeline import grid
+from one_pipeline import Regression, grid, report_of
 from pool import WorkerPool
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.modeling_outputs import CausalLMOutput
 
 from lightning_pp.distributed.control import ControlGroups
+from lightning_pp.distributed.messages import MessageLine
 from lightning_pp.errors import SplitError
-from lightning_pp.strategy.results.outputs import exchange_outputs, merge_outputs, share_outputs
+from lightning_pp.strategy.results.host_copies import HostCopies
+from lightning_pp.strategy.results.logs import StepLogs
+from lightning_pp.strategy.results.outputs import merge_outputs, packed_outputs
 
 Pair = namedtuple("Pair", ["loss", "rows"])
 
@@ -150,7 +153,18 @@ def test_outputs_without_data_are_refused() -> None:
     with pytest.raises(SplitError, match=r"\(4, 7\)"):
         merge_outputs([{"hidden": fake}, {"hidden": fake}], [4, 4])
     with pytest.raises(SplitError, match=r"\(4, 7\)"):
-        share_outputs([fake], ControlGroups())
+        packed_outputs([fake], HostCopies())
+
+
+def shared(groups: ControlGroups, outputs: list[Any], samples: list[int]) -> Any:
+    """What a report gives every rank."""
+    line = MessageLine(groups)
+    report = report_of(line, StepLogs(), samples)
+    if groups.is_last_stage:
+        report.tell(outputs)
+    output, _ = report.take_up(Regression(), 0)
+    line.drain()
+    return output
 
 
 def share(last_stage_rank: int) -> Any:
@@ -169,9 +183,9 @@ def share(last_stage_rank: int) -> Any:
         }
         for part in batch.split([3, 2])
     ]
-    shared = exchange_outputs(outputs if groups.is_last_stage else [], [3, 2], groups)
-    shared["sparse"] = [matrix.to_dense() for matrix in shared["sparse"]]
-    return shared
+    found = shared(groups, outputs, [3, 2])
+    found["sparse"] = [matrix.to_dense() for matrix in found["sparse"]]
+    return found
 
 
 @pytest.mark.parametrize("last_stage_rank", [0, 1])
@@ -191,15 +205,13 @@ def test_every_rank_gets_the_outputs_of_the_last_stage(pool: WorkerPool, last_st
 
 
 def share_unpicklable() -> None:
-    groups = grid(1, 1)
-    share_outputs({"function": lambda: 1} if groups.is_last_stage else None, groups)
+    shared(grid(1, 1), [{"function": lambda: 1}], [4])
 
 
 def merge_fakes() -> None:
-    groups = grid(1, 1)
     with FakeTensorMode():
         fake = torch.ones(4, 7)
-    exchange_outputs([fake] if groups.is_last_stage else [], [4], groups)
+    shared(grid(1, 1), [fake], [4])
 
 
 @pytest.mark.parametrize(

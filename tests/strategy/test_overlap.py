@@ -16,8 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from pipelined_fit import Blocks, loader, trainer
+from pipelined_fit import loader, trainer
 from pool import WorkerPool
+from small_models import Blocks
+from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_pp import PipelineParallelStrategy
@@ -166,6 +168,9 @@ class Holds(Logs):
         return super().training_step(batch, batch_idx)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.hold()
+
+    def hold(self) -> None:
         batch = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
         strategy = self.trainer.strategy
         if strategy.pipeline_rank == 1 and 2 <= batch < NUM_BATCHES - 1:
@@ -188,6 +193,44 @@ def test_a_rank_begins_the_next_step_before_the_last_one_has_ended(
     pool: WorkerPool, replicas: int, progress_bar: bool
 ) -> None:
     losses = pool.run(held_fit, replicas, progress_bar, world_size=2 * replicas, timeout=3 * LONGEST_WAIT_S)
+    assert len(set(losses)) == 1
+
+
+class KeepsWeightGradient(nn.Linear):
+    """Its W is a call that the schedule decides on."""
+
+    on_w: Callable[[], None]
+
+    def backward_dw(self) -> None:
+        self.on_w()
+
+
+class HoldsW(Holds):
+    """The last stage does not end its last W of a batch before the other stage says that it has begun the next one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[-1] = KeepsWeightGradient(8, 8)
+        self.blocks[-1].on_w = self.on_w
+        self.num_ws = 0
+
+    def on_w(self) -> None:
+        self.num_ws += 1
+        if self.num_ws % 2 == 0:  # of two microbatches
+            self.hold()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        assert self.trainer.strategy.pipeline_rank == 0 or self.num_ws % 2 == 0 < self.num_ws
+
+
+def held_w_fit() -> float:
+    run = trainer(2, strategy(schedule="zb_h1"), log_every_n_steps=100)
+    run.fit(HoldsW(), data())
+    return float(run.callback_metrics["loss"])
+
+
+def test_what_a_batch_came_to_is_told_before_the_last_stage_has_run_its_backwards(pool: WorkerPool) -> None:
+    losses = pool.run(held_w_fit, world_size=2, timeout=3 * LONGEST_WAIT_S)
     assert len(set(losses)) == 1
 
 
@@ -269,6 +312,7 @@ def reading_fit(devices: int, every: int, ranks: tuple[int, ...]) -> Any:
         "at the end": {key: float(value) for key, value in run.callback_metrics.items()},
         "losses": [float(loss) for loss in reads.losses],
         "outputs": [{key: float(value) for key, value in outputs.items()} for outputs in reads.kept],
+        "kinds": sorted({type(value).__name__ for outputs in reads.kept for value in (outputs, *outputs.values())}),
     }
 
 
@@ -278,6 +322,7 @@ def test_whoever_looks_sees_what_one_device_has(pool: WorkerPool, every: int, re
     for rank, found in enumerate(pool.run(reading_fit, 2, every, readers, world_size=2)):
         if rank not in readers:
             assert found.pop("metrics") == []
+        assert found.pop("kinds") == expected["kinds"] == ["Tensor", "dict", "int"]
         for key, values in found.items():
             for mine, theirs in zip(
                 values if isinstance(values, list) else [values], _listed(expected[key]), strict=True
@@ -325,4 +370,4 @@ def test_a_sigterm_ends_all_ranks_before_the_same_batch(pool: WorkerPool, replic
         assert ends == ranks[0] and len(ends) == 2 * replicas
     for num_batches, num_steps, received in ranks[0]:
         assert received and num_steps == num_batches // accumulate
-        assert 3 <= num_batches <= 8
+        assert num_batches == 4  # told in the third, and set by the time of the next

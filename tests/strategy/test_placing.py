@@ -10,8 +10,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from pipelined_fit import Blocks, loader, trainer
+from pipelined_fit import loader, trainer
 from pool import WorkerPool
+from small_models import Blocks
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 

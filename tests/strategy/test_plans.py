@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from pipelined_fit import Blocks
+from small_models import Blocks
 from torch import Tensor, nn
 
 from lightning_pp.planning.conditions import AttributesOutsideUnits, Conditions, opaque_leaves
-from lightning_pp.planning.stage_model import split_model
+from lightning_pp.planning.stage_model import assign_stages, record_model
 from lightning_pp.planning.step_plans import StepPlanCache, signature_of
 from lightning_pp.schedule import Placement
 from lightning_pp.split.dry_run.run import DryRun
@@ -29,15 +29,16 @@ class Steps:
         self.num_units_called = 0
         self.module = module or Blocks()
         self.module.depth = 2
-        split = split_model(
-            self.module,
-            device=torch.device("cpu"),
+        split = assign_stages(
+            record_model(
+                self.module,
+                device=torch.device("cpu"),
+                step=self.step(torch.zeros(2, 8) if first is None else first),
+                with_gradients=True,
+                patterns=None,
+                num_stages=2,
+            ),
             placement=Placement.interleaved(2),
-            step=self.step(torch.zeros(2, 8) if first is None else first),
-            with_gradients=True,
-            patterns=None,
-            split_points=None,
-            agree=lambda decided: decided,
         )
         self.cache: StepPlanCache = split.plans
         self.attributes = AttributesOutsideUnits(self.module, split.units)

@@ -8,8 +8,9 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from pipelined_fit import Blocks, loader, trainer
+from pipelined_fit import loader, trainer
 from pool import WorkerPool
+from small_models import Blocks
 from torch import Tensor, nn
 
 

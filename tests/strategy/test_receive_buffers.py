@@ -5,8 +5,9 @@ from __future__ import annotations
 from unittest.mock import patch
 
 import torch
-from pipelined_fit import Blocks, loader, trainer
+from pipelined_fit import loader, trainer
 from pool import WorkerPool
+from small_models import Blocks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_pp import PipelineParallelStrategy

@@ -7,24 +7,16 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from counted_steps import (
-    ALL_REDUCE,
-    GATHER,
-    NUM_MICROBATCHES,
-    SCATTER,
-    UNIT_BYTES,
-    EvenModule,
-    TiedModule,
-    fit,
-    named,
-)
+from counted_steps import ALL_REDUCE, GATHER, NUM_MICROBATCHES, SCATTER, fit, named
 from pool import WorkerPool
+from small_models import UNIT_BYTES, EvenModule, TiedModule
 
 from lightning_pp import PipelineParallelStrategy
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.runtime.split_backward import queue as deferred_queue
 from lightning_pp.schedule import Sharding, build_schedule
-from lightning_pp.schedule.sharding import fewest_unit_gathers
+from lightning_pp.schedule.gathering import fewest_gathers
+from lightning_pp.schedule.sharding import unit_uses
 
 TWO_BY_TWO: dict[str, Any] = {"pipeline_parallel_size": 2, "data_parallel_size": 2}
 UNITS_PER_RANK = 4
@@ -65,7 +57,8 @@ def test_collectives_of_a_step(pool: WorkerPool, schedule: str, budgets: tuple[i
         assert counts.pop("replicate 0") == [{}, {ALL_REDUCE: UNITS_PER_RANK}]
         assert counts.pop("shard_grad_op 0") == [{GATHER: UNITS_PER_RANK}, {SCATTER: UNITS_PER_RANK}]
         for budget, (accumulating, last) in zip(budgets, counts.values(), strict=True):
-            fewest = fewest_unit_gathers(plain.programs[rank // 2], sharding, budget * UNIT_BYTES)
+            uses = [unit for _, used in unit_uses(plain.programs[rank // 2], sharding) for unit in used]
+            fewest = fewest_gathers(uses, sharding.num_bytes, budget * UNIT_BYTES)
             assert fewest <= accumulating[GATHER] <= 1.25 * fewest
             assert accumulating == {GATHER: accumulating[GATHER]}
             assert last == {GATHER: accumulating[GATHER], SCATTER: UNITS_PER_RANK}

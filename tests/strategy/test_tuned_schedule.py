@@ -11,8 +11,9 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning_utilities.core import rank_zero
-from pipelined_fit import Blocks, loader, trainer
+from pipelined_fit import loader, trainer
 from pool import WorkerPool
+from small_models import Blocks
 from torch import Tensor
 from torch.utils.data import DataLoader
 

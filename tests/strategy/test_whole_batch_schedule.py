@@ -11,19 +11,21 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning_utilities.core import rank_zero
-from pipelined_fit import Blocks, loader, trainer
+from pipelined_fit import loader, trainer
 from pool import WorkerPool
+from small_models import Blocks
 from torch import Tensor, nn
 
 from lightning_pp import PipelineParallelStrategy
 from lightning_pp.errors import ConfigurationError, ScheduleError
 from lightning_pp.planning.cuts import CutOptions
-from lightning_pp.planning.memory_limit import DeviceMemory
-from lightning_pp.planning.memory_model import MemoryModel
-from lightning_pp.planning.schedule_options import ScheduleOptions
+from lightning_pp.planning.memory.limit import DeviceMemory
+from lightning_pp.planning.memory.model import MemoryModel
+from lightning_pp.planning.schedules.options import ScheduleOptions
+from lightning_pp.planning.schedules.source import schedule_source
 from lightning_pp.planning.sharded_stages import ShardingSettings
 from lightning_pp.planning.stage_model import RecordedModel, record_model
-from lightning_pp.planning.tuning import Layout, LayoutRequest, choose_layout, memory_limit_of
+from lightning_pp.planning.tuning import Layout, LayoutRequest, choose_layout
 from lightning_pp.schedule import Schedule, build_schedule
 from lightning_pp.split.memory.state_memory import StepDtypes
 
@@ -91,9 +93,10 @@ def test_a_file_in_that_order_already_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     gpipe = build_schedule("gpipe", num_ranks=2, num_microbatches=3)
     gpipe.to_csv(path)
-    options = PipelineParallelStrategy(schedule=path, whole_batch_loss=True)._schedule_options
-    assert options.from_file is not None and options.from_file.programs == gpipe.programs
-    assert "put in" not in options.whole_batch_text(options.from_file)
+    options = PipelineParallelStrategy(schedule=path, whole_batch_loss=True).options.schedule
+    found = options.source.program(gpipe.placement, 3)
+    assert found.programs == gpipe.programs
+    assert "put in" not in options.whole_batch_text(found)
 
 
 # ---------------------------------------------------------------- what is held
@@ -142,7 +145,8 @@ def layout_of(
     num_microbatches: int = 6,
     whole: bool = True,
 ) -> Layout:
-    options = ScheduleOptions(schedule, stages_per_rank=1, memory_limit_gib=memory_limit_gib, whole_batch_loss=whole)
+    source = schedule_source(schedule, stages_per_rank=1, whole_batch_loss=whole)
+    options = ScheduleOptions(source, memory_limit_gib)
     request = LayoutRequest(options, 2, num_microbatches, CutOptions(), "cpu", device_memory(recording, limit_gib))
     return choose_layout(recording.record, recording.num_parameters, request)
 
@@ -166,9 +170,9 @@ def test_the_last_stage_holds_what_is_joined_and_its_gradient(recording: Recorde
 
 def test_auto_is_given_no_limit_of_its_own_where_whole_batches_are_held(recording: RecordedModel) -> None:
     layout = layout_of(recording, "auto", num_microbatches=16)
-    options = ScheduleOptions("auto", whole_batch_loss=True)
-    assert memory_limit_of(options, layout.costs, layout.placement) is None
-    assert memory_limit_of(options, layout.costs, layout.placement, [1.0, 2.0]) == (1.0, 2.0)
+    source = schedule_source("auto", whole_batch_loss=True)
+    assert source.memory_limit(None, layout.costs, layout.placement) is None
+    assert source.memory_limit(None, layout.costs, layout.placement, [1.0, 2.0]) == (1.0, 2.0)
     peaks = layout.start.simulate(layout.costs).peak_memory
     assert peaks == pytest.approx(tuple(16 * one for one in held(layout)))
 

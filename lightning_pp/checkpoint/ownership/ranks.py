@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 
+from lightning_pp.checkpoint._torch_private import tree_map_only
 from lightning_pp.errors import CheckpointError
 
 Key = TypeVar("Key", bound=Hashable)
@@ -91,7 +91,7 @@ def gather_to_root(entries: Mapping[Key, Any], ranks: Ranks) -> dict[Key, Any]:
     Returns:
         On the root all entries, whole and on the CPU; on other ranks nothing.
     """
-    objects = {key: _whole(value) for key, value in entries.items() if not isinstance(value, torch.Tensor)}
+    objects = {key: _unsharded_on_cpu(value) for key, value in entries.items() if not isinstance(value, torch.Tensor)}
     tensors = {key: value for key, value in entries.items() if isinstance(value, torch.Tensor)}
     specs = {key: (tuple(value.shape), value.dtype) for key, value in tensors.items()}
     mine = (objects, specs) if ranks.data_parallel_rank == 0 else None
@@ -100,12 +100,12 @@ def gather_to_root(entries: Mapping[Key, Any], ranks: Ranks) -> dict[Key, Any]:
 
     if not ranks.is_root:
         for value in tensors.values():
-            whole = _whole(value)  # a collective of the row
+            unsharded = _unsharded_on_cpu(value)  # a collective of the row
             if ranks.data_parallel_rank == 0 and ranks.pipeline_rank != 0:
-                _send(whole, ranks.root)
+                _send(unsharded, ranks.root)
         return {}
     assert described is not None
-    gathered = {**objects, **{key: _whole(value) for key, value in tensors.items()}}
+    gathered = {**objects, **{key: _unsharded_on_cpu(value) for key, value in tensors.items()}}
     for row in ranks.grid[1:]:
         their_objects, their_specs = described[row[0]]
         gathered.update(their_objects)
@@ -114,14 +114,14 @@ def gather_to_root(entries: Mapping[Key, Any], ranks: Ranks) -> dict[Key, Any]:
     return gathered
 
 
-def _whole(value: Any) -> Any:
+def _unsharded_on_cpu(value: Any) -> Any:
     """``value`` with every tensor in it unsharded, detached, and copied to the CPU."""
 
-    def whole(tensor: torch.Tensor) -> torch.Tensor:
+    def unsharded(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.detach()
         return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).to("cpu", copy=True)
 
-    return tree_map_only(torch.Tensor, whole, value)
+    return tree_map_only(torch.Tensor, unsharded, value)
 
 
 def _send(tensor: torch.Tensor, destination: int) -> None:

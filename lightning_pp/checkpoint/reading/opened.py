@@ -7,28 +7,21 @@ In between, hooks may edit what was opened: rename, drop, cut or add. A file is 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn import Module, Parameter
-from torch.optim import Optimizer
+from torch.nn import Parameter
 
+from lightning_pp.checkpoint.content import MODEL
 from lightning_pp.checkpoint.ownership.catalog import ParameterCatalog
-from lightning_pp.checkpoint.ownership.local import (
-    copy_whole,
-    local_parameters,
-    local_state_dict,
-    set_extra_state,
-    write_optimizer,
-)
+from lightning_pp.checkpoint.ownership.rank_part import RankPart, copy_into_shard, set_extra_state, write_optimizer
 from lightning_pp.checkpoint.ownership.ranks import fail_together
-from lightning_pp.checkpoint.reading.fit import check_model
+from lightning_pp.checkpoint.reading.checks import check_model
 from lightning_pp.checkpoint.reading.stored_tensor import StoredTensor
-from lightning_pp.checkpoint.storage import planner as storage
-from lightning_pp.checkpoint.storage.planner import NamingReader
-from lightning_pp.checkpoint.writing.sharded import MODEL
+from lightning_pp.checkpoint.storage import torch_storage as storage
+from lightning_pp.checkpoint.storage.torch_storage import NamingReader
 from lightning_pp.errors import CheckpointError
 
 
@@ -45,23 +38,14 @@ class OpenedCheckpoint(ABC):
         self.path = path
         self.content = content
 
-    def load(
-        self,
-        *,
-        module: Module,
-        optimizers: Sequence[Optimizer],
-        catalog: ParameterCatalog,
-        content: Mapping[str, Any] | None = None,
-        strict: bool = True,
-    ) -> None:
+    def load(self, part: RankPart, content: Mapping[str, Any] | None = None, *, strict: bool = True) -> None:
         """Load the model, and the optimizers if there are any. Collective over all ranks.
 
         Nothing is changed before all checks have passed on all ranks. A rank reads what it owns.
 
         Args:
-            module: This rank's part; its parameters, all buffers and extra states are overwritten in place.
-            optimizers: Their state and hyper-parameters are replaced; empty to load the module only.
-            catalog: The unsplit module.
+            part: What this rank holds. Parameters, all buffers and extra states are overwritten in place; the state and
+                hyper-parameters of optimizers are replaced.
             content: What hooks have made of :attr:`content`.
             strict: Whether names that are missing in the checkpoint or in the model are errors.
 
@@ -69,20 +53,21 @@ class OpenedCheckpoint(ABC):
             CheckpointError: On all ranks: the checkpoint is damaged, or does not fit the model.
         """
         content = self.content if content is None else content
+        catalog, num_optimizers = part.catalog, len(part.optimizers)
         with fail_together():
             saved = content.get(MODEL)
             if not isinstance(saved, Mapping):
                 raise CheckpointError(f"{self.path} has no 'state_dict' left after on_load_checkpoint; keep it")
-            check_model(self.path, {name: _shape(value) for name, value in saved.items()}, catalog, strict)
-        groups = self.checked_groups(len(optimizers), catalog, content) if optimizers else []
-        load_state(saved, module, catalog, self.reader)
-        if not optimizers:
+            check_model(self.path, saved, catalog, strict)
+        groups = self.checked_groups(num_optimizers, catalog, content) if num_optimizers else []
+        load_state(saved, part, self.reader)
+        if not num_optimizers:
             return
         with fail_together():
-            parameters = local_parameters(module, catalog)
-        states = self.own_states(len(optimizers), parameters, catalog, content)
+            parameters = part.parameters()
+        states = self.own_states(num_optimizers, parameters, catalog, content)
         with fail_together():
-            for optimizer, state, its_groups in zip(optimizers, states, groups, strict=True):
+            for optimizer, state, its_groups in zip(part.optimizers, states, groups, strict=True):
                 write_optimizer(optimizer, parameters, state, its_groups)
 
     @property
@@ -107,37 +92,31 @@ class OpenedCheckpoint(ABC):
         """What each of the ``number`` optimizers keeps of this rank's ``parameters``, by name. Collective."""
 
 
-def load_state(
-    saved: Mapping[str, Any], module: Module, catalog: ParameterCatalog, reader: NamingReader | None
-) -> None:
+def load_state(saved: Mapping[str, Any], part: RankPart, reader: NamingReader | None) -> None:
     """Put whole named values into this rank's part of the module. Collective over all ranks.
 
     Args:
         saved: Tensors and extra states by name; names that this rank does not own are not looked at.
-        module: This rank's part.
-        catalog: The unsplit module.
+        part: What this rank holds; optimizers are left alone.
         reader: Reads the stored tensors among them, of which a shard is read for a shard.
 
     Raises:
         CheckpointError: On all ranks: something could not be read or copied.
     """
+    catalog = part.catalog
     with fail_together():
         # A tied parameter may be there under each of its names: the last counts, as in Module.load_state_dict.
         by_owner = {catalog.canonical_name(name): value for name, value in saved.items()}
         to_read: dict[str, Any] = {}
-        for name, destination in local_state_dict(module, catalog).items():
+        for name, destination in part.local_state_dict().items():
             if name not in by_owner:
                 continue
             value = by_owner[name]
             if not isinstance(destination, torch.Tensor) or name not in catalog.shapes:
-                set_extra_state(module, name, value)
+                set_extra_state(part.module, name, value)
             elif reader is not None and isinstance(value, StoredTensor) and value.key not in to_read:
                 to_read[value.key] = destination
             else:
-                copy_whole(value.read() if isinstance(value, StoredTensor) else value, destination)
+                copy_into_shard(value.read() if isinstance(value, StoredTensor) else value, destination)
     if reader is not None:
         storage.load(to_read, reader)
-
-
-def _shape(value: Any) -> tuple[int, ...] | None:
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else None

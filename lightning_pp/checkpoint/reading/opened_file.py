@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 from torch.nn import Parameter
-from torch.utils._pytree import tree_map_only
 
+from lightning_pp.checkpoint._torch_private import tree_map_only
+from lightning_pp.checkpoint.content import CURRENT_MODEL, MODEL, OPTIMIZERS
 from lightning_pp.checkpoint.ownership.catalog import ParameterCatalog
-from lightning_pp.checkpoint.ownership.local import shard_like
+from lightning_pp.checkpoint.ownership.rank_part import shard_like
 from lightning_pp.checkpoint.ownership.ranks import fail_together
-from lightning_pp.checkpoint.reading.files import read_file
-from lightning_pp.checkpoint.reading.fit import check_group_sizes, check_num_optimizers
+from lightning_pp.checkpoint.reading.checks import check_group_sizes, check_num_optimizers
 from lightning_pp.checkpoint.reading.opened import OpenedCheckpoint
-from lightning_pp.checkpoint.writing.sharded import MODEL
+from lightning_pp.checkpoint.reading.torch_file import read_file
 from lightning_pp.errors import CheckpointError
 
 
@@ -36,16 +36,16 @@ class FileCheckpoint(OpenedCheckpoint):
             raise CheckpointError(
                 f"{path} has no 'state_dict', so it is not a checkpoint of a Trainer; use another file"
             )
-        mapped = (MODEL, "optimizer_states", "current_model_state")
-        rest = {key: value for key, value in checkpoint.items() if key not in mapped}
-        rest = tree_map_only(torch.Tensor, torch.clone, rest)  # does not hold on to the file
-        return cls(path, {**checkpoint, **rest})
+        mapped = (MODEL, OPTIMIZERS, CURRENT_MODEL)
+        trainer_state = {key: value for key, value in checkpoint.items() if key not in mapped}
+        trainer_state = tree_map_only(torch.Tensor, torch.clone, trainer_state)  # does not hold on to the file
+        return cls(path, {**checkpoint, **trainer_state})
 
     def checked_groups(
         self, number: int, catalog: ParameterCatalog, content: Mapping[str, Any]
     ) -> list[list[dict[str, Any]]]:
         with fail_together():
-            saved = content.get("optimizer_states", [])
+            saved = content.get(OPTIMIZERS, [])
             check_num_optimizers(self.path, len(saved), number)
             for index, (state, groups) in enumerate(zip(saved, catalog.optimizer_groups, strict=True)):
                 check_group_sizes(self.path, index, [len(group["params"]) for group in state["param_groups"]], groups)
@@ -54,7 +54,7 @@ class FileCheckpoint(OpenedCheckpoint):
     def own_states(
         self, number: int, parameters: Mapping[str, Parameter], catalog: ParameterCatalog, content: Mapping[str, Any]
     ) -> Iterator[dict[str, Any]]:
-        for state, groups in zip(content["optimizer_states"], catalog.optimizer_groups, strict=True):
+        for state, groups in zip(content[OPTIMIZERS], catalog.optimizer_groups, strict=True):
             numbers = chain.from_iterable(group["params"] for group in state["param_groups"])
             names = dict(zip(numbers, chain.from_iterable(groups), strict=True))
             yield {

@@ -12,14 +12,14 @@ from torch.nn import Parameter
 
 from lightning_pp.checkpoint.ownership.catalog import ParameterCatalog
 from lightning_pp.checkpoint.ownership.ranks import fail_together
-from lightning_pp.checkpoint.reading.files import read_file
-from lightning_pp.checkpoint.reading.fit import check_group_names, check_num_optimizers
+from lightning_pp.checkpoint.reading.checks import check_group_names, check_num_optimizers
 from lightning_pp.checkpoint.reading.opened import OpenedCheckpoint
 from lightning_pp.checkpoint.reading.stored_tensor import StoredTensor
 from lightning_pp.checkpoint.reading.table import Table
+from lightning_pp.checkpoint.reading.torch_file import read_file
 from lightning_pp.checkpoint.storage import folder
-from lightning_pp.checkpoint.storage import planner as storage
-from lightning_pp.checkpoint.storage.planner import NamingReader
+from lightning_pp.checkpoint.storage import torch_storage as storage
+from lightning_pp.checkpoint.storage.torch_storage import NamingReader
 
 
 class FolderCheckpoint(OpenedCheckpoint):
@@ -47,7 +47,7 @@ class FolderCheckpoint(OpenedCheckpoint):
         table = Table(reader.read_metadata(), path)
         if check_files:
             folder.check_complete(path, table.metadata)
-        rest: dict[str, Any] = read_file(path / folder.REST_FILENAME, weights_only)
+        trainer_state: dict[str, Any] = read_file(path / folder.TRAINER_STATE_FILENAME, weights_only)
         objects = {key: None for keys in table.states().values() for key in keys.values() if not table.tensor(key)}
         loaded = storage.load(objects, reader, alone=True)
 
@@ -55,7 +55,7 @@ class FolderCheckpoint(OpenedCheckpoint):
             container: OrderedDict((name, _stored(table, reader, key, loaded)) for name, key in keys.items())
             for container, keys in table.states().items()
         }
-        return cls(path, {**rest, **states}, table, reader)
+        return cls(path, {**trainer_state, **states}, table, reader)
 
     @property
     def reader(self) -> NamingReader:

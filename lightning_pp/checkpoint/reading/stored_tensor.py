@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+
+from lightning_pp.checkpoint._torch_private import make_wrapper, tree_map_only, without_torch_function
 
 
 class StoredTensor(torch.Tensor):
@@ -29,8 +30,7 @@ class StoredTensor(torch.Tensor):
     def __new__(
         cls, key: str, shape: Sequence[int], dtype: torch.dtype, read: Callable[[], torch.Tensor]
     ) -> StoredTensor:
-        device = torch.device("cpu")
-        new: StoredTensor = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device)
+        new = make_wrapper(cls, shape, dtype)
         new.key = key
         new._read = read
         return new
@@ -44,7 +44,7 @@ class StoredTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return self._read()
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = without_torch_function
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

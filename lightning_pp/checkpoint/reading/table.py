@@ -11,9 +11,10 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import empty as empty_dtensor
 
-from lightning_pp.checkpoint.ownership.local import state_placements
+from lightning_pp.checkpoint.content import MODEL
+from lightning_pp.checkpoint.ownership.rank_part import state_placements
 from lightning_pp.checkpoint.storage import folder
-from lightning_pp.checkpoint.storage.planner import KeyPath, unflatten
+from lightning_pp.checkpoint.storage.torch_storage import KeyPath, unflatten
 from lightning_pp.errors import CheckpointError
 
 
@@ -33,7 +34,7 @@ class Table:
 
     def states(self) -> dict[str, dict[str, str]]:
         """For ``state_dict`` and each container like it, the keys by name."""
-        found: dict[str, dict[str, str]] = {"state_dict": {}}
+        found: dict[str, dict[str, str]] = {MODEL: {}}
         for key, path in self.paths.items():
             if len(path) == 2 and not str(path[0]).startswith("optimizer_"):
                 found.setdefault(str(path[0]), {})[str(path[1])] = key

@@ -8,8 +8,9 @@ aside for a moment, and moved back by the next load or save if the job died in t
     .model.ckpt.incomplete     a save in progress, or one that was interrupted
     .model.ckpt.previous       the replaced checkpoint, between two renames
 
-Inside, ``meta.pt`` has the rest of the Trainer's checkpoint (Lightning's name for it), ``*.distcp`` the shards, and
-``.metadata``, which torch.distributed.checkpoint writes when all ranks are done, the table of what is where.
+Inside, ``meta.pt`` (Lightning's name for it) has what the Trainer keeps beside model and optimizers, ``*.distcp`` the
+shards, and ``.metadata``, which torch.distributed.checkpoint writes when all ranks are done, the table of what is
+where.
 """
 
 from __future__ import annotations
@@ -23,8 +24,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from lightning_pp.errors import CheckpointError
 
-REST_FILENAME = "meta.pt"
+TRAINER_STATE_FILENAME = "meta.pt"
 TABLE_FILENAME = ".metadata"
+
+
+def is_sharded_checkpoint(path: Path) -> bool:
+    """Whether this is a folder that a sharded checkpoint was saved to, complete or not."""
+    return any((path / name).is_file() for name in (TABLE_FILENAME, TRAINER_STATE_FILENAME))
 
 
 def staging_path(path: Path) -> Path:
@@ -92,7 +98,7 @@ def check_finished(path: Path) -> None:
     Raises:
         CheckpointError: Names the file that is missing.
     """
-    for name in (TABLE_FILENAME, REST_FILENAME):
+    for name in (TABLE_FILENAME, TRAINER_STATE_FILENAME):
         if not (path / name).is_file():
             raise CheckpointError(
                 f"{path} is not a complete checkpoint: {path / name} is missing, so its save was interrupted or it is "
@@ -102,6 +108,7 @@ def check_finished(path: Path) -> None:
 
 def _swap(first: Path, second: Path) -> bool:
     """Exchange two names in one step; False where the system or the file system cannot."""
+    # Python has no call for it. Between two renames, a reader in another process would find nothing and undo the first.
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None) if os.name == "posix" else None
     if renameat2 is None:
         return False

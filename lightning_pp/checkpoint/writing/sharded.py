@@ -12,30 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import Module
-from torch.optim import Optimizer
 
-from lightning_pp.checkpoint.ownership.catalog import ParameterCatalog
-from lightning_pp.checkpoint.ownership.local import (
-    by_canonical_name,
-    local_parameters,
-    local_state_dict,
-    read_optimizer,
-    to_save,
-)
+from lightning_pp.checkpoint.content import CURRENT_MODEL, MODEL, OPTIMIZERS
+from lightning_pp.checkpoint.ownership.rank_part import RankPart, by_canonical_name, read_optimizer, to_save
 from lightning_pp.checkpoint.ownership.ranks import Ranks, fail_together, from_root
 from lightning_pp.checkpoint.storage import folder
-from lightning_pp.checkpoint.storage import planner as storage
-from lightning_pp.checkpoint.storage.planner import KeyPath, TyingWriter
+from lightning_pp.checkpoint.storage import torch_storage as storage
+from lightning_pp.checkpoint.storage.torch_storage import KeyPath, TyingWriter
 from lightning_pp.errors import CheckpointError
-
-MODEL = "state_dict"
-
-
-def is_sharded_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Whether this is a folder that a sharded checkpoint was saved to, complete or not."""
-    return any((Path(path) / name).is_file() for name in (folder.TABLE_FILENAME, folder.REST_FILENAME))
 
 
 @dataclass(frozen=True)
@@ -45,7 +29,7 @@ class ShardedSave:
     Attributes:
         path: Where the folder goes.
         entries: What this rank holds, by its path in the checkpoint.
-        rest: On the root the pickled rest of the checkpoint.
+        trainer_state: On the root, pickled, what the Trainer keeps beside model and optimizers.
         tied: For each container of names, the further names of tied parameters and what they stand for.
         order: The paths of the model's names in its own order.
         is_root: Whether this rank makes and moves the folder.
@@ -53,7 +37,7 @@ class ShardedSave:
 
     path: Path
     entries: Mapping[KeyPath, Any]
-    rest: bytes
+    trainer_state: bytes
     tied: Mapping[KeyPath, KeyPath]
     order: Sequence[KeyPath]
     is_root: bool
@@ -63,7 +47,7 @@ class ShardedSave:
 
         ::
 
-            root:  make an empty folder beside ``path``; write ``rest`` into it
+            root:  make an empty folder beside ``path``; write ``trainer_state`` into it
             all:   write own shards; the first owner of a name writes it, spread over its data-parallel ranks
             root:  write the table of contents; move the folder to ``path``; remove the one that was there
 
@@ -78,7 +62,7 @@ class ShardedSave:
             with fail_together(group):
                 if self.is_root:
                     folder.begin(self.path)
-                    _write_through(self.rest, staged / folder.REST_FILENAME)
+                    _write_through(self.trainer_state, staged / folder.TRAINER_STATE_FILENAME)
             with fail_together(group):
                 if not staged.is_dir():
                     raise CheckpointError(
@@ -95,64 +79,40 @@ class ShardedSave:
             raise
 
 
-def save_sharded(path: str | os.PathLike[str], **what: Any) -> None:
-    """Save a folder that replaces what is at ``path`` once all ranks have finished. Collective over all ranks.
-
-    Args:
-        path: As in :func:`prepare_save`, as are the other arguments and errors.
-        what: The arguments of :func:`prepare_save`.
-    """
-    prepare_save(path, **what).write()
-
-
 def prepare_save(
-    path: str | os.PathLike[str],
-    *,
-    module: Module,
-    optimizers: Sequence[Optimizer],
-    catalog: ParameterCatalog,
-    mesh: DeviceMesh,
-    rest: Mapping[str, Any],
-    state_dict: Mapping[str, Any] | None = None,
-    further_states: Mapping[str, Mapping[str, Any]] | None = None,
-    stager: DefaultStager | None = None,
+    path: str | os.PathLike[str], part: RankPart, checkpoint: Mapping[str, Any], stager: DefaultStager | None = None
 ) -> ShardedSave:
     """Collect what a sharded checkpoint is to hold. Collective over all ranks; nothing is written yet.
 
     Args:
         path: On a file system that all ranks share; the root's counts.
-        module: This rank's part of the module; its own parameters are tensors or DTensors over the data-parallel axes.
-        optimizers: With this rank's parameters in the groups that a single device would have; empty to save weights
-            only.
-        catalog: The unsplit module.
-        mesh: Axes ``pipeline`` and then those of data parallelism, over all ranks.
-        rest: Whatever else the checkpoint has; picklable; the root's counts.
-        state_dict: What to save in place of the module's own tensors, such as averaged weights; in the form of
-            :func:`~lightning_pp.checkpoint.ownership.local.local_state_dict`.
-        further_states: More of that form, saved beside ``state_dict`` under the name given.
+        part: What this rank holds; its optimizers are saved if ``checkpoint`` has ``optimizer_states``, of whatever
+            content.
+        checkpoint: What the Trainer has put together. Its ``state_dict``, and ``current_model_state`` if it is there,
+            are in the form of :meth:`RankPart.local_state_dict`; the rest is picklable, and the root's counts.
         stager: Copies tensors to the host, so that training may go on while they are written. Without one, the tensors
             must not change before they are.
 
     Raises:
         CheckpointError: On all ranks: a name is missing or unknown, or something cannot be pickled.
     """
-    ranks = Ranks.from_mesh(mesh)
+    ranks, catalog = Ranks.from_mesh(part.mesh), part.catalog
     path = _local_path(from_root(os.fspath(path), ranks))
     with fail_together():
         entries: dict[KeyPath, Any] = {}
         tied: dict[KeyPath, KeyPath] = {}
         order: list[KeyPath] = []
-        for container, state in {MODEL: state_dict, **(further_states or {})}.items():
-            values = local_state_dict(module, catalog)
-            if state is not None:
-                values = by_canonical_name(state, catalog)
+        for container in (MODEL, CURRENT_MODEL) if CURRENT_MODEL in checkpoint else (MODEL,):
             # Extra state is one object even where it holds tensors: it goes back as get_extra_state gave it.
-            mine = to_save(values, catalog, ranks.pipeline_rank)
+            mine = to_save(by_canonical_name(checkpoint[container], catalog), catalog, ranks.pipeline_rank)
             entries.update({(container, name): value for name, value in mine.items()})
             tied.update({(container, alias): (container, first) for alias, first in catalog.canonical.items()})
             order.extend((container, name) for name in catalog.names)
-        entries.update(_optimizer_entries(module, optimizers, catalog, ranks))
-        pickled = _pickled(rest) if ranks.is_root else b""
+        if OPTIMIZERS in checkpoint:
+            entries.update(_optimizer_entries(part, ranks))
+        in_shards = (MODEL, CURRENT_MODEL, OPTIMIZERS)
+        trainer_state = {key: value for key, value in checkpoint.items() if key not in in_shards}
+        pickled = _pickled(trainer_state) if ranks.is_root else b""
         if stager is not None:
             entries = dict(zip(entries, _staged(list(entries.values()), stager), strict=True))
     return ShardedSave(path, entries, pickled, tied, order, ranks.is_root)
@@ -177,26 +137,24 @@ def _staged(values: list[Any], stager: DefaultStager) -> list[Any]:
     return list(staged.values())
 
 
-def _optimizer_entries(
-    module: Module, optimizers: Sequence[Optimizer], catalog: ParameterCatalog, ranks: Ranks
-) -> dict[KeyPath, Any]:
+def _optimizer_entries(part: RankPart, ranks: Ranks) -> dict[KeyPath, Any]:
     entries: dict[KeyPath, Any] = {}
-    parameters = local_parameters(module, catalog)
-    for index, optimizer in enumerate(optimizers):
-        part, prefix = read_optimizer(optimizer, parameters), f"optimizer_{index}"
-        for name, state in part.state.items():
-            if catalog.saver(name) == ranks.pipeline_rank:
+    parameters = part.parameters()
+    for index, optimizer in enumerate(part.optimizers):
+        own, prefix = read_optimizer(optimizer, parameters), f"optimizer_{index}"
+        for name, state in own.state.items():
+            if part.catalog.saver(name) == ranks.pipeline_rank:
                 entries.update(storage.flatten((prefix, "state", name), state))
         if ranks.is_root:
-            for number, (group, names) in enumerate(zip(part.groups, catalog.optimizer_groups[index], strict=True)):
+            for number, (group, names) in enumerate(zip(own.groups, part.catalog.optimizer_groups[index], strict=True)):
                 for key, value in {**group, "params": list(names)}.items():
                     entries[prefix, "param_groups", number, key] = value
     return entries
 
 
-def _pickled(rest: Mapping[str, Any]) -> bytes:
+def _pickled(trainer_state: Mapping[str, Any]) -> bytes:
     stream = io.BytesIO()
-    torch.save(dict(rest), stream)
+    torch.save(trainer_state, stream)
     return stream.getvalue()
 
 

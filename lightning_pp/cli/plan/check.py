@@ -15,8 +15,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +31,18 @@ from torch.utils.data import DataLoader
 from lightning_pp.cli.plan.report import print_check
 from lightning_pp.cli.plan.run import build_without_memory, explained
 from lightning_pp.cli.problems import UserError
+from lightning_pp.distributed.sizes import ParallelSizes
 from lightning_pp.planning.cuts import CutOptions
-from lightning_pp.planning.schedule_options import ScheduleOptions
+from lightning_pp.planning.model_cutter import ModelCutter
+from lightning_pp.planning.pipeline_options import BatchOptions, PipelineOptions
+from lightning_pp.planning.schedules.options import ScheduleOptions
+from lightning_pp.planning.schedules.source import schedule_source
 from lightning_pp.schedule import Placement
+from lightning_pp.split.data.microbatch import split_batch
 from lightning_pp.split.data.tree import tensors_of
 from lightning_pp.split.fakes.without_memory import parameters_without_memory
 from lightning_pp.split.record.source_lines import innermost_user_line
-from lightning_pp.strategy.plan_only import ModelCutter, SplitOptions, look_at_cuts
+from lightning_pp.strategy.plan_only import look_at_cuts
 
 
 def run_check(arguments: Sequence[str], console: Console | None = None) -> int:
@@ -57,16 +61,15 @@ def run_check(arguments: Sequence[str], console: Console | None = None) -> int:
     kind = _named(options.check, "--check")
     if not (isinstance(kind, type) and issubclass(kind, L.LightningModule)):
         raise UserError(f"--check {options.check} names {_described(kind)}, not a LightningModule class")
-    given = _constructor_arguments(kind, options.config, options.arguments)
+    keywords = _constructor_arguments(kind, options.config, options.arguments)
     data = None if options.batch is None else _data(options.batch)
-    module = build_without_memory(lambda: kind(**given))
-    split = SplitOptions(
-        options.stages,
-        ScheduleOptions("1f1b"),
-        options.microbatches or "auto",
-        None if options.units is None else tuple(options.units),
-        CutOptions(options.split_points),
+    module = build_without_memory(lambda: kind(**keywords))
+    pipeline = PipelineOptions(
+        ScheduleOptions(schedule_source("1f1b")),
+        BatchOptions(options.microbatches or "auto"),
+        CutOptions(options.split_points, units=options.units),
     )
+    sizes = ParallelSizes(options.stages, 1)
 
     def look(cutter: ModelCutter) -> None:
         found = cutter.split(Placement.interleaved(options.stages)).split
@@ -76,10 +79,10 @@ def run_check(arguments: Sequence[str], console: Console | None = None) -> int:
         if data is not None or is_overridden("train_dataloader", module):
             source = f"--batch {options.batch}" if data is not None else "its train_dataloader"
             about = f"training_step, on the first batch of {source}"
-            look_at_cuts({"precision": options.precision}, module, data, split, look)
+            look_at_cuts({"precision": options.precision}, module, data, pipeline, sizes, look)
         else:
             about = "forward, on its example_input_array; training_step was not run, for lack of a batch (--batch)"
-            look(forward_cutter(module, split))
+            look(forward_cutter(module, pipeline, sizes))
     return 0
 
 
@@ -142,18 +145,18 @@ def _constructor_arguments(kind: type, file: str | None, pairs: Sequence[str]) -
         merged = OmegaConf.to_container(OmegaConf.merge(config, OmegaConf.from_dotlist(list(pairs))), resolve=True)
     except (OSError, OmegaConfBaseException, ValueError) as error:
         raise UserError(f"the constructor arguments cannot be read: {error}") from error
-    given = {str(name): value for name, value in merged.items()} if isinstance(merged, dict) else {}
+    keywords = {str(name): value for name, value in merged.items()} if isinstance(merged, dict) else {}
     parameters = list(inspect.signature(kind).parameters.values())
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    problems = [f"{name} is no argument of it" for name in given if name not in named and not takes_any]
-    problems += [f"{name} is missing" for name, p in named.items() if p.default is p.empty and name not in given]
+    problems = [f"{name} is no argument of it" for name in keywords if name not in named and not takes_any]
+    problems += [f"{name} is missing" for name, p in named.items() if p.default is p.empty and name not in keywords]
     if problems:
         raise UserError(
             f"{kind.__name__} cannot be made: {'; '.join(problems)}. It takes {', '.join(named) or 'none'}; give "
             "them as key=value or with --config FILE"
         )
-    return given
+    return keywords
 
 
 class _OneBatch:
@@ -186,7 +189,7 @@ def _data(target: str) -> Any:
     return _OneBatch(found)
 
 
-def forward_cutter(module: L.LightningModule, options: SplitOptions) -> ModelCutter:
+def forward_cutter(module: L.LightningModule, options: PipelineOptions, sizes: ParallelSizes) -> ModelCutter:
     """Cuts a module by its ``forward`` on its ``example_input_array``, for lack of a batch.
 
     Raises:
@@ -203,17 +206,17 @@ def forward_cutter(module: L.LightningModule, options: SplitOptions) -> ModelCut
         with parameters_without_memory():
             module.configure_model()
 
-    def step(data: Any) -> Callable[[Any], Any]:
-        def run(_: Any) -> Tensor:
-            if isinstance(data, dict):
-                output = module(**data)
-            else:
-                output = module(*data) if isinstance(data, tuple) else module(data)
-            sums = [tensor.sum() for tensor in tensors_of(output) if tensor.requires_grad]
-            if not sums:
-                raise UserError(f"no output of {type(module).__name__}.forward depends on a parameter that is trained")
-            return torch.stack([value.float() for value in sums]).sum()
+    microbatches = split_batch(inputs, 1)
+    data = microbatches[0].data
 
-        return run
+    def step(_: Any) -> Tensor:
+        if isinstance(data, dict):
+            output = module(**data)
+        else:
+            output = module(*data) if isinstance(data, tuple) else module(data)
+        sums = [tensor.sum() for tensor in tensors_of(output) if tensor.requires_grad]
+        if not sums:
+            raise UserError(f"no output of {type(module).__name__}.forward depends on a parameter that is trained")
+        return torch.stack([value.float() for value in sums]).sum()
 
-    return ModelCutter(module, inputs, replace(options, num_microbatches=1), step)
+    return ModelCutter(module, options, sizes, batch=inputs, microbatches=microbatches, step=step)

@@ -22,6 +22,8 @@ import hydra
 from omegaconf import DictConfig
 
 import lightning_pp.conf  # noqa: F401  (importing it registers the schema)
+from lightning_pp.cli.plan.check import run_check
+from lightning_pp.cli.plan.run import make_plan
 from lightning_pp.cli.problems import UserError, explain_override, print_problem, user_errors
 
 _COMMAND = "lightning-pp-plan"
@@ -57,9 +59,6 @@ def _names_a_class(arguments: Sequence[str]) -> bool:
 
 def check_class(arguments: Sequence[str]) -> int:
     """``--check package.module:Class ...``; the exit code."""
-    # Imported here so that --help, and a mistyped override, do not wait for torch.
-    from lightning_pp.cli.plan.check import run_check
-
     try:
         with user_errors():
             return run_check(arguments)
@@ -70,8 +69,6 @@ def check_class(arguments: Sequence[str]) -> int:
 
 def run_plan(config: DictConfig) -> int:
     """Makes and prints the plan that ``config`` asks for; the exit code."""
-    from lightning_pp.cli.plan.run import make_plan
-
     try:
         with user_errors():
             make_plan(config)

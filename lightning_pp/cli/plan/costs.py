@@ -12,10 +12,10 @@ import torch
 from lightning_pp.cli.problems import UserError
 from lightning_pp.errors import ConfigurationError, ScheduleError
 from lightning_pp.planning.cuts import CutOptions
+from lightning_pp.planning.model_cutter import Cut
 from lightning_pp.planning.plan_summary import CrossingSummary
 from lightning_pp.schedule import Placement, StageCosts
 from lightning_pp.split.cut.unit_costs import UnitCost, calibrated, stage_costs
-from lightning_pp.strategy.plan_only import Cut
 
 _PREFIXES = ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "kFLOP"), (1.0, "FLOP"))
 _MAKERS = ("nvidia", "geforce", "tesla")

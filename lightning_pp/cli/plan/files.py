@@ -10,13 +10,13 @@ from typing import Any
 from lightning_pp.cli.plan.report import Plan
 from lightning_pp.cli.plan.schedules import ModelCut, PlannedSchedule
 from lightning_pp.cli.problems import UserError
-from lightning_pp.telemetry import html_timeline, png_timeline, svg_timeline
+from lightning_pp.telemetry import html_timeline, svg_timeline
 
 _FORMAT = "lightning_pp.plan/1"
 
 
 def write_files(plan: Plan, folder: Path) -> list[Path]:
-    """Writes ``plan.json``, ``schedule.csv`` and ``schedule.svg``, ``.png`` and ``.html``.
+    """Writes ``plan.json``, ``schedule.csv``, ``schedule.svg`` and ``schedule.html``.
 
     Returns:
         What was written.
@@ -25,17 +25,16 @@ def write_files(plan: Plan, folder: Path) -> list[Path]:
         UserError: The folder cannot be written to.
     """
     timeline = plan.timeline
-    contents: dict[str, bytes] = {
-        "plan.json": (json.dumps(plan_as_json(plan), indent=2) + "\n").encode(),
-        "schedule.csv": plan.shown.schedule.csv_text().encode(),
-        "schedule.svg": svg_timeline(timeline).encode(),
-        "schedule.png": png_timeline(timeline),
-        "schedule.html": html_timeline(timeline).encode(),
+    contents = {
+        "plan.json": json.dumps(plan_as_json(plan), indent=2) + "\n",
+        "schedule.csv": plan.shown.schedule.csv_text(),
+        "schedule.svg": svg_timeline(timeline),
+        "schedule.html": html_timeline(timeline),
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in contents.items():
-            (folder / name).write_bytes(content)
+            (folder / name).write_bytes(content.encode())
     except OSError as error:
         raise UserError(f"out={folder} cannot be written: {error}") from error
     return [folder / name for name in contents]
@@ -51,7 +50,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
         "batch_size": plan.cutter.batch_size,
         "num_microbatches": plan.cutter.num_microbatches,
         "num_devices": plan.num_devices,
-        "num_ranks": plan.cutter.options.num_ranks,
+        "num_ranks": plan.cutter.sizes.pipeline,
         "time_unit": plan.costs.unit,
         "costs_from": plan.costs.about,
         "assumptions": list(plan.assumptions),

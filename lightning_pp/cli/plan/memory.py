@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from lightning_pp.planning.memory_model import MemoryModel
+from lightning_pp.planning.memory.model import MemoryModel
 from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.schedule import Schedule
 from lightning_pp.split.memory.estimate import MemoryEstimate
@@ -91,10 +91,7 @@ class PlanMemory:
 
     def room(self, split: SplitModel, limit_bytes: float) -> list[float]:
         """What is left for activations on each rank of a limit; negative where nothing is."""
-        return [
-            limit_bytes - rank.state.total_bytes - rank.recomputed_bytes - rank.edge_buffers_bytes
-            for rank in self._estimate(split).ranks
-        ]
+        return [limit_bytes - rank.bytes_beside_activations for rank in self._estimate(split).ranks]
 
     def _estimate(self, split: SplitModel, schedule: Schedule | None = None) -> MemoryEstimate:
         return self._model.estimate(split.record, split.partition, split.placement, split.parameter_sizes(), schedule)

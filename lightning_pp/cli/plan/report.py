@@ -16,12 +16,12 @@ from lightning_pp.cli.plan import numbers
 from lightning_pp.cli.plan.costs import Costs
 from lightning_pp.cli.plan.schedules import PlannedSchedule, ScheduleTable
 from lightning_pp.cli.report import summarise_units
+from lightning_pp.planning.model_cutter import ModelCutter
 from lightning_pp.planning.plan_summary import CrossingSummary, CutSummary, StageSummary, UnitSummary, summarize_cut
 from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.split.cut.partition import inseparable_groups, why_inseparable
 from lightning_pp.split.data.tree import tensors_of
 from lightning_pp.strategy import PipelineParallelStrategy
-from lightning_pp.strategy.plan_only import ModelCutter
 from lightning_pp.telemetry import Timeline, text_timeline
 
 _LEAST_FOLDED = 3
@@ -140,9 +140,9 @@ def stage_tree(stage: StageSummary, crossings: Sequence[CrossingSummary]) -> Tre
     if stage.flops_after:
         rows.append(("after the last unit", "", numbers.flops(stage.flops_after), ""))
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
-    for name, size, work, rest in rows:
+    for name, size, work, remarks in rows:
         line = f"{name:<{widths[0]}}  {size:>{widths[1]}}  {work:>{widths[2]}}"
-        tree.add(Text.assemble(line, (f"  {rest}" if rest else "", "dim")))
+        tree.add(Text.assemble(line, (f"  {remarks}" if remarks else "", "dim")))
     if stage.outside:
         tree.add(Text(f"parameters outside units: {', '.join(stage.outside)}"))
     if stage.shared:
@@ -153,7 +153,7 @@ def stage_tree(stage: StageSummary, crossings: Sequence[CrossingSummary]) -> Tre
 
 
 def _unit_rows(units: Sequence[UnitSummary]) -> Iterator[tuple[str, str, str, str]]:
-    """Name, parameters, FLOPs and class of each unit; equal ones that follow each other in one row."""
+    """Name, parameters, FLOPs, and class with remarks of each unit; equal ones that follow each other in one row."""
 
     def alike(unit: UnitSummary) -> tuple[object, ...]:
         return (unit.class_name, unit.num_parameters, unit.flops, unit.flops_before, unit.num_calls)
@@ -163,16 +163,16 @@ def _unit_rows(units: Sequence[UnitSummary]) -> Iterator[tuple[str, str, str, st
         folded = [members] if len(members) >= _LEAST_FOLDED else [[member] for member in members]
         for fold in folded:
             first, each = fold[0], " each" if len(fold) > 1 else ""
-            rest = [first.class_name]
+            remarks = [first.class_name]
             if first.flops_before:
-                rest.append(f"{numbers.flops(first.flops_before)} in the code before it")
+                remarks.append(f"{numbers.flops(first.flops_before)} in the code before it")
             if first.num_calls != 1:
-                rest.append("not called" if not first.num_calls else f"{first.num_calls} calls")
+                remarks.append("not called" if not first.num_calls else f"{first.num_calls} calls")
             yield (
                 summarise_units([unit.name for unit in fold]) + (f" ({len(fold)} units)" if each else ""),
                 f"{numbers.parameters(first.num_parameters)}{each}",
                 f"{numbers.flops(first.flops)}{each}",
-                ", ".join(rest),
+                ", ".join(remarks),
             )
 
 
@@ -281,7 +281,7 @@ def schedule_table(plan: Plan) -> Table:
             marks.append("configured")
         if not planned.fits:
             marks.append("over the limit")
-        name = planned.schedule.name if planned.name == "auto" else planned.name
+        name = planned.schedule.name if planned.is_searched else planned.name
         table.add_row(
             name,
             f"{placement.num_stages}{' V' if placement.kind == 'V' else ''}",

@@ -22,11 +22,13 @@ from lightning_pp.cli.plan.report import Plan, print_check, print_plan
 from lightning_pp.cli.plan.schedules import PlannedSchedule, Planner, ScheduleTable, smallest_need
 from lightning_pp.cli.problems import UserError, full_errors_wanted, user_errors
 from lightning_pp.errors import BatchError, ConfigurationError, SplitError
+from lightning_pp.planning.model_cutter import ModelCutter
 from lightning_pp.schedule import available_schedules
+from lightning_pp.schedule.registry import is_schedule_file
 from lightning_pp.split.fakes.without_memory import parameters_without_memory
 from lightning_pp.split.record.source_lines import innermost_user_line
 from lightning_pp.strategy import PipelineParallelStrategy
-from lightning_pp.strategy.plan_only import ModelCutter, SplitOptions, look_at_cuts
+from lightning_pp.strategy.plan_only import look_at_cuts
 
 _GIB = float(1 << 30)
 _T = TypeVar("_T")
@@ -69,13 +71,21 @@ def make_plan(config: DictConfig, console: Console | None = None) -> Plan | None
     data = _built(config.data)
     model = build_without_memory(lambda: _built(config.model))
 
-    options = split_options(request.strategy, "cpu" if config.trainer.accelerator == "cpu" else "cuda")
+    device_type = "cpu" if config.trainer.accelerator == "cpu" else "cuda"
 
     def look(cutter: ModelCutter) -> Plan | None:
         return _look(request, cutter, console)
 
     with user_errors(FileNotFoundError), explained(type(model).__name__) if config.check else nullcontext():
-        return look_at_cuts(_trainer_options(config.trainer), model, data, options, look)
+        return look_at_cuts(
+            _trainer_options(config.trainer),
+            model,
+            data,
+            request.strategy.options,
+            request.strategy.sizes,
+            look,
+            device_type=device_type,
+        )
 
 
 def _request(config: DictConfig) -> Request:
@@ -92,7 +102,7 @@ def _request(config: DictConfig) -> Request:
     strategy.num_nodes = 1
     strategy.parallel_devices = [torch.device("cpu")] * num_devices
     # a wrong product, or costs of other ranks, are told before a model is built
-    strategy._schedule_options.check_num_ranks(strategy.sizes.pipeline)
+    strategy.options.schedule.check_num_ranks(strategy.sizes.pipeline)
     speed = find_speed(
         peak_tflops=config.peak_tflops,
         device=config.device,
@@ -106,8 +116,8 @@ def _request(config: DictConfig) -> Request:
 
 def _check_schedule_names(config: DictConfig) -> None:
     known = available_schedules()
-    unknown = [name for name in config.schedules or [] if name not in known and not name.endswith(".csv")]
-    if config.show not in (*known, "best", "configured") and not config.show.endswith(".csv"):
+    unknown = [name for name in config.schedules or [] if name not in known and not is_schedule_file(name)]
+    if config.show not in (*known, "best", "configured") and not is_schedule_file(config.show):
         unknown.append(config.show)
     if unknown:
         raise UserError(f"unknown schedule {unknown[0]!r}: choose one of {', '.join(known)}, or a .csv file")
@@ -135,11 +145,10 @@ def _num_devices(config: DictConfig) -> tuple[int, str]:
 
 
 def _look(request: Request, cutter: ModelCutter, console: Console) -> Plan | None:
-    config, strategy = request.config, request.strategy
-    costs = Costs(request.speed, request.costs, strategy._cut)
-    limit_gib = config.device_memory_gib if config.device_memory_gib is not None else strategy._device_memory_gib
+    config, options = request.config, request.strategy.options
+    costs = Costs(request.speed, request.costs, options.cut)
+    limit_gib = config.device_memory_gib if config.device_memory_gib is not None else options.device_memory_gib
     limit = None if limit_gib is None else limit_gib * _GIB
-    name, stages_per_rank = strategy.schedule_name, strategy.stages_per_rank
     cut = cutter.split(cutter.placement())
     memory = cutter.memory_model
     planner = Planner(cutter, costs, PlanMemory(memory), limit)
@@ -147,11 +156,11 @@ def _look(request: Request, cutter: ModelCutter, console: Console) -> Plan | Non
         print_check(console, cutter, cut.split, f"training_step, on the first batch of {config.data.get('_target_')}")
         return None
     costs.calibrate(cut)
-    table = planner.table(name, stages_per_rank, config.schedules)
-    configured = table.named(name, cut.split.placement)
+    table = planner.table(config.schedules)
+    configured = table.named(options.schedule.source.name, cut.split.placement)
     shown = _shown(config.show, table, configured, limit)
     assumptions = tuple(filter(None, (request.devices_about, memory.assumed)))
-    plan = Plan(cutter, strategy, request.num_devices, assumptions, costs, limit, table, shown, configured)
+    plan = Plan(cutter, request.strategy, request.num_devices, assumptions, costs, limit, table, shown, configured)
     print_plan(console, plan)
     if config.out is not None:
         for path in write_files(plan, Path(config.out)):
@@ -206,24 +215,6 @@ def explained(name: str) -> Iterator[None]:
         raise UserError(
             f"{name} cannot be checked: {type(error).__name__} at {innermost_user_line(error)}: {error}"
         ) from error
-
-
-def split_options(strategy: PipelineParallelStrategy, device_type: str) -> SplitOptions:
-    """Where a strategy cuts."""
-    units = strategy._unit_patterns
-    return SplitOptions(
-        strategy.sizes.pipeline,
-        strategy._schedule_options,
-        strategy._schedule_options.num_microbatches(strategy.num_microbatches),
-        None if units is None else tuple(units),
-        strategy._cut,
-        device_type,
-        strategy._activation_checkpointing,
-        strategy.sharding,
-        strategy.sizes.data_parallel_shard,
-        strategy._device_memory_gib,
-        split_batch=strategy._split_batch,
-    )
 
 
 def build_without_memory(build: Callable[[], Any]) -> L.LightningModule:

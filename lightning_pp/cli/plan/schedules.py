@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from lightning_pp.cli.plan.costs import Costs
 from lightning_pp.cli.plan.memory import PlanMemory, RankBytes
 from lightning_pp.errors import ConfigurationError, ScheduleError, SplitError
+from lightning_pp.planning.model_cutter import ModelCutter
 from lightning_pp.planning.plan_summary import CutSummary, summarize_cut
+from lightning_pp.planning.schedules.source import ScheduleSource, schedule_source
 from lightning_pp.planning.stage_model import SplitModel
-from lightning_pp.planning.tuning import memory_limit_of
-from lightning_pp.schedule import Placement, Schedule, StageCosts, available_schedules, build_schedule
-from lightning_pp.schedule.registry import schedule_family
-from lightning_pp.strategy.plan_only import ModelCutter
+from lightning_pp.schedule import Placement, Schedule, StageCosts, available_schedules
 
 # As the search for schedules: the shortest longest span among makespans within this of the shortest.
 _MAKESPAN_TOLERANCE = 0.005
@@ -53,7 +52,7 @@ class PlannedSchedule:
     """One schedule for one cut.
 
     Attributes:
-        name: What ``strategy.schedule`` takes.
+        source: What ``strategy.schedule`` names.
         schedule: Its programs.
         cut: The stages.
         step_time: Of a step alone, from the first start to the last end on any rank.
@@ -66,7 +65,7 @@ class PlannedSchedule:
         without: With ``whole_batch_loss``, the same schedule on the same cut without it; else None.
     """
 
-    name: str
+    source: ScheduleSource
     schedule: Schedule
     cut: ModelCut
     step_time: float
@@ -77,6 +76,16 @@ class PlannedSchedule:
     memory: tuple[RankBytes, ...]
     fits: bool
     without: PlannedSchedule | None = None
+
+    @property
+    def name(self) -> str:
+        """What ``strategy.schedule`` takes."""
+        return self.source.name
+
+    @property
+    def is_searched(self) -> bool:
+        """Whether it was searched for; ``schedule.name`` says from what then."""
+        return self.source.is_searched
 
     @property
     def most_activations(self) -> int:
@@ -160,23 +169,16 @@ class Planner:
         self._memory = memory
         self._limit = limit_bytes
         self._cuts: dict[str, ModelCut] = {}
-        self._num_ranks = cutter.options.num_ranks
+        self._num_ranks = cutter.sizes.pipeline
         self._num_microbatches = cutter.num_microbatches
 
-    def cut(self, name: str, placement: Placement) -> ModelCut:
-        """The model cut for the schedule ``name`` on ``placement``; equal cuts are one object.
+    def cut(self, source: ScheduleSource, placement: Placement) -> ModelCut:
+        """The model cut for the schedules of ``source`` on ``placement``; equal cuts are one object.
 
         Raises:
             ConfigurationError, SplitError: It cannot be.
         """
-        options = self._cutter.options.schedule
-        if name != options.name:
-            stages_per_rank = placement.num_stages // placement.num_ranks
-            from_file = Schedule.from_csv(name) if name.endswith(".csv") else None
-            if from_file is not None and options.whole_batch_loss:
-                from_file = from_file.with_whole_batch_loss()
-            options = replace(options, name=name, stages_per_rank=stages_per_rank, from_file=from_file)
-        cut = self._cutter.split(placement, options)
+        cut = self._cutter.split(placement, source)
         key = repr((placement.rank_of_stage, sorted(cut.split.partition.stage_of_unit.items())))
         if key not in self._cuts:
             summary = summarize_cut(cut.split)
@@ -184,77 +186,54 @@ class Planner:
             self._cuts[key] = ModelCut(cut.split, summary, costs)
         return self._cuts[key]
 
-    def table(self, configured: str, stages_per_rank: int | None, names: Sequence[str] | None = None) -> ScheduleTable:
+    def table(self, names: Sequence[str] | None = None) -> ScheduleTable:
         """Builds every schedule.
 
+        Families that cannot have the run's stages on each rank have as many as is usual for them.
+
         Args:
-            configured: The schedule of the run, a name or a CSV file; it is in the table whatever ``names`` says.
-            stages_per_rank: Of the run; for families that cannot have so many, what is usual for them.
-            names: The schedules to build, by default all.
+            names: The schedules to build, by default all; that of the run is in the table whatever they are.
 
         Raises:
-            ScheduleError: A name is unknown, or the CSV file does not fit.
+            ScheduleError: A name is unknown, or a CSV file does not fit.
         """
         table = ScheduleTable()
+        configured = self._cutter.options.schedule.source
         known = sorted(available_schedules(), key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
-        wanted = list(dict.fromkeys([*(names or known), configured]))
-        for name in wanted:
-            for number, placement in self._variants(name, stages_per_rank):
+        for name in dict.fromkeys([*(names or known), configured.name]):
+            # without the exact solver, which takes long
+            source = schedule_source(name, whole_batch_loss=configured.whole_batch_loss)
+            source = source.with_stages_per_rank(configured.stages_per_rank)
+            placements = source.placements(self._num_ranks)
+            for placement in sorted(placements, key=lambda one: (one.num_stages, one.kind == "V")):
+                number = placement.num_stages // self._num_ranks
                 try:
-                    table.usable.append(self._plan(name, number, placement))
+                    table.usable.append(self._plan(source, placement))
                 except (ConfigurationError, SplitError, ScheduleError) as error:
-                    if name == configured and stages_per_rank in (None, number):
+                    if name == configured.name and configured.stages_per_rank in (None, number):
                         raise
                     reason = str(error).partition(": ")[0] if isinstance(error, ConfigurationError) else str(error)
                     table.unusable.append(UnusableSchedule(name, number, reason.splitlines()[0]))
         return table
 
-    def _variants(self, name: str, stages_per_rank: int | None) -> Iterator[tuple[int, Placement]]:
-        """Stages on a rank, and where the stages are, for which ``name`` is to be built."""
-        if name.endswith(".csv"):
-            schedule = build_schedule(name, num_ranks=self._num_ranks, num_microbatches=self._num_microbatches)
-            yield schedule.placement.num_stages // self._num_ranks, schedule.placement
-            return
-        family = schedule_family(name)
-        if name == "auto":
-            for number in [1, 2] if stages_per_rank is None else [stages_per_rank]:
-                yield number, Placement.interleaved(self._num_ranks, number)
-                if number == 2 and self._num_ranks > 1:
-                    yield number, Placement.v_shaped(self._num_ranks)
-            return
-        number = family.default_stages_per_rank
-        if stages_per_rank is not None and family.allows(stages_per_rank):
-            number = stages_per_rank
-        built = build_schedule(name, num_ranks=self._num_ranks, num_microbatches=1, stages_per_rank=number)
-        yield number, built.placement
-
-    def _plan(self, name: str, stages_per_rank: int, placement: Placement) -> PlannedSchedule:
-        cut = self.cut(name, placement)
-        if not self._cutter.options.schedule.whole_batch_loss:
-            return self._built(name, stages_per_rank, cut, self._memory)
+    def _plan(self, source: ScheduleSource, placement: Placement) -> PlannedSchedule:
+        cut = self.cut(source, placement)
+        if not source.whole_batch_loss:
+            return self._built(source, cut, self._memory)
         memory = self._memory.without_whole_batch_loss
         after_forward, after_input = memory.held(cut.split)
         costs = replace(cut.costs, held_after_forward=after_forward, held_after_input=after_input)
-        without = self._built(name, stages_per_rank, replace(cut, costs=costs), memory)
-        return replace(self._built(name, stages_per_rank, cut, self._memory), without=without)
+        without = self._built(replace(source, whole_batch_loss=False), replace(cut, costs=costs), memory)
+        return replace(self._built(source, cut, self._memory), without=without)
 
-    def _built(self, name: str, stages_per_rank: int, cut: ModelCut, counts: PlanMemory) -> PlannedSchedule:
-        """The schedule on ``cut``, with or without ``whole_batch_loss`` as ``counts`` has it."""
-        placement = cut.split.placement
-        schedule = build_schedule(
-            name,
-            num_ranks=self._num_ranks,
-            num_microbatches=self._num_microbatches,
-            stages_per_rank=stages_per_rank,
-            costs=cut.costs,
-            memory_limit=self._search_limits(cut, counts) if name == "auto" else None,
-            placement=placement,
-            whole_batch_loss=counts.whole_batch_loss,
-        )
+    def _built(self, source: ScheduleSource, cut: ModelCut, counts: PlanMemory) -> PlannedSchedule:
+        """The schedule on ``cut``; ``counts`` what ranks hold with or without ``whole_batch_loss``, as ``source``."""
+        limits = self._search_limits(source, cut, counts) if source.is_searched else None
+        schedule = source.program(cut.split.placement, self._num_microbatches, cut.costs, limits)
         simulation = schedule.simulate(cut.costs)
         memory = tuple(counts.ranks(cut.split, schedule))
         return PlannedSchedule(
-            name,
+            source,
             schedule,
             cut,
             simulation.makespan,
@@ -266,18 +245,14 @@ class Planner:
             self._limit is None or max(rank.peak for rank in memory) <= self._limit,
         )
 
-    def _search_limits(self, cut: ModelCut, counts: PlanMemory) -> Sequence[float]:
+    def _search_limits(self, source: ScheduleSource, cut: ModelCut, counts: PlanMemory) -> Sequence[float]:
         """What microbatches may hold on each rank in a search: as in training, and within what the device has left."""
-        options, placement = self._cutter.options.schedule, cut.split.placement
-        if options.memory_limit_gib is not None:
-            limits: Sequence[float] = [options.memory_limit_gib * _GIB] * placement.num_ranks
-        else:
-            asked = replace(options, name="auto", whole_batch_loss=counts.whole_batch_loss)
-            usual = memory_limit_of(asked, cut.costs, placement)
-            if usual is None:  # all microbatches are held in any case
-                usual = (math.inf,) * placement.num_ranks
-            assert isinstance(usual, tuple)  # one for each rank, where none is given
-            limits = usual
+        placement, asked_gib = cut.split.placement, self._cutter.options.schedule.memory_limit_gib
+        asked = None if asked_gib is None else asked_gib * _GIB  # the costs of a plan have bytes
+        usual = source.memory_limit(asked, cut.costs, placement)
+        if usual is None:  # all microbatches are held in any case
+            usual = math.inf
+        limits = [usual] * placement.num_ranks if isinstance(usual, (int, float)) else list(usual)
         if self._limit is None:
             return limits
         room = counts.room(cut.split, self._limit)

@@ -24,7 +24,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import Parameter
 
+from lightning_pp.runtime._torch_private import base_of, has_gradient_hooks, refusing_derivatives, will_execute
 from lightning_pp.runtime.split_backward.queue import COLLECTOR, WeightGradientQueue, add_product, add_to_gradient
+from lightning_pp.split._torch_private import version_of
 
 # torch's own functions, whatever stands in their place while steps run.
 _linear = F.linear
@@ -35,8 +37,6 @@ _bmm = torch.bmm
 _convolution = torch.convolution
 _convolution_backward = torch.ops.aten.convolution_backward.default
 _is_grad_enabled = torch.is_grad_enabled
-# Private, but what torch.autograd.graph.register_multi_grad_hook stands on: does the backward that runs want this node?
-_will_execute = torch._C._will_engine_execute_node
 
 Grads = tuple[Tensor | None, ...]
 
@@ -207,7 +207,7 @@ def _prepare(
     """Keeps on ``ctx`` what backward needs; returns the arguments in the dtype to compute in."""
     ctx.set_materialize_grads(False)
     ctx.weight = weight
-    ctx.weight_version = weight._version
+    ctx.weight_version = version_of(weight)
     ctx.dtype = dtype
     ctx.bias_shape = None if bias is None or bias.dim() == 1 else bias.shape
     if dtype is not None:
@@ -220,21 +220,22 @@ def _prepare(
 def _weight_gradient_destination(ctx: Any) -> WeightGradientQueue | bool:
     """Where the weight gradient of the node that runs goes: to a queue, back to autograd (True), or nowhere (False)."""
     weight = ctx.weight
-    if weight._version != ctx.weight_version:
+    if version_of(weight) != ctx.weight_version:
         raise RuntimeError(
             f"a weight of shape {list(weight.shape)} was modified in place between its forward and its backward, from "
-            f"version {ctx.weight_version} to {weight._version}: update weights only while no microbatch is under way"
+            f"version {ctx.weight_version} to {version_of(weight)}: update weights only while no microbatch is under "
+            "way"
         )
     node = ctx.next_functions[1][0]
     parameter = weight
     is_view_wanted = False
     if type(weight) is not Parameter:
-        parameter = weight._base
-        is_view_wanted = _will_execute(node)
+        parameter = base_of(weight)
+        is_view_wanted = will_execute(node)
         while node.next_functions:
             node = node.next_functions[0][0]
     try:
-        if not _will_execute(node):  # the parameter is not among the inputs of this backward
+        if not will_execute(node):  # the parameter is not among the inputs of this backward
             return is_view_wanted
     except RuntimeError:  # torch.autograd.grad asks for this very parameter
         return True
@@ -242,9 +243,8 @@ def _weight_gradient_destination(ctx: Any) -> WeightGradientQueue | bool:
     if (
         queue is None
         or _is_grad_enabled()  # create_graph: the gradient has to be differentiable
-        or parameter._backward_hooks  # hooks see what autograd accumulates
-        or parameter._post_accumulate_grad_hooks
-        or weight._backward_hooks
+        or has_gradient_hooks(parameter)  # they see what autograd accumulates
+        or (weight is not parameter and has_gradient_hooks(weight))
         or torch.compiler.is_compiling()
     ):
         return True
@@ -259,13 +259,11 @@ def _finish(ctx: Any, grad_weight: Tensor | None) -> Tensor | None:
     """Refuses the one thing that saving a cast input loses: a second derivative through the weight gradient."""
     if grad_weight is None or ctx.dtype is None or not _is_grad_enabled():
         return grad_weight
-    refuse = torch._C._functions.DelayedError(
+    return refusing_derivatives(
+        grad_weight,
         "a weight gradient made under autocast cannot be differentiated again inside weight_gradients_deferrable(): "
         "take second derivatives outside autocast, or outside of a step whose backward is split",
-        1,
     )
-    refused: Tensor = refuse(grad_weight)
-    return refused
 
 
 class _LastCast(threading.local):
@@ -283,10 +281,10 @@ def _cast_input(input: Tensor, dtype: torch.dtype) -> Tensor:
     if input.dtype is dtype:
         return input
     last = _last_cast
-    if last.source is not None and last.source() is input and last.version == input._version:
+    if last.source is not None and last.source() is input and last.version == version_of(input):
         result = last.result() if last.result is not None else None
         if result is not None and result.dtype is dtype:
             return result
     result = input.to(dtype)
-    last.source, last.version, last.result = weakref.ref(input), input._version, weakref.ref(result)
+    last.source, last.version, last.result = weakref.ref(input), version_of(input), weakref.ref(result)
     return result

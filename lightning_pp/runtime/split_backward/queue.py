@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from lightning_pp.runtime._torch_private import base_of
+
 # (how to add the gradient, the weight, its two factors, whatever else the operation needs)
 Entry = tuple[Callable[[Tensor, Tensor, Tensor, Any], None], Tensor, Tensor, Tensor, Any]
 
@@ -257,7 +259,7 @@ def _add_all_and_tell(
 
 def _parameter_of(weight: Tensor) -> Parameter:
     """The Parameter that ``weight`` is or is a view of."""
-    parameter = weight if type(weight) is Parameter else weight._base
+    parameter = weight if type(weight) is Parameter else base_of(weight)
     assert isinstance(parameter, Parameter)
     return parameter
 
@@ -315,7 +317,7 @@ def add_to_gradient(weight: Tensor, gradient: Tensor) -> None:
 
 def _gradient_part(view: Tensor) -> Tensor:
     """The part of a Parameter's ``.grad`` that belongs to ``view``, a view of the Parameter, as an alias of it."""
-    parameter = view._base
+    parameter = base_of(view)
     assert parameter is not None
     gradient = parameter.grad
     if gradient is None:

@@ -1,8 +1,11 @@
 """The table of torch functions that are replaced while steps with a split backward run.
 
-Why the functions themselves: a ``TorchFunctionMode`` is popped for the whole of ``backward``, so the blocks that
-activation checkpointing re-runs there would not meet it, and on accelerators they re-run in autograd's own threads. A
-name that somebody else has already replaced is left alone, and names bound earlier (``from torch.nn.functional import
+Why the functions themselves, and no ``TorchFunctionMode``: a mode is off for the whole of ``backward``, so the blocks
+that activation checkpointing re-runs there would not meet it, and torch stops with a CheckpointError. It is off as
+well in ``F.multi_head_attention_forward``, so a third of the weights of ``nn.TransformerEncoderLayer`` would get their
+gradients in I. ``benchmarks/split_backward.py`` shows both.
+
+A name that somebody else has already replaced is left alone, and names bound earlier (``from torch.nn.functional import
 linear``) still mean torch's function; what goes past the table gets its whole gradient in I.
 
 Code that compares a function it was handed with ``F.linear`` while a scope is active compares with the replacement; a
@@ -19,9 +22,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function, forward_ad
+from torch.autograd import Function
 from torch.nn import Parameter
 
+from lightning_pp.runtime._torch_private import are_functorch_transforms_active, base_of, is_forward_mode_active
 from lightning_pp.runtime.split_backward.functions import (
     ConvolutionOptions,
     DeferredBatchedMatmul,
@@ -36,7 +40,6 @@ Numbers = int | Sequence[int]
 _is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
 _is_autocast_enabled = torch.is_autocast_enabled
-_are_functorch_transforms_active = torch._C._are_functorch_transforms_active
 _strided = torch.strided
 
 # Function.apply without its look at functorch, which _is_deferrable has already had: a sixth of the cost of a small
@@ -60,8 +63,8 @@ def _is_deferrable(input: Any, weight: Any, bias: Any = None) -> bool:
         and (type(input) is Tensor or type(input) is Parameter)
         and (bias is None or type(bias) is Parameter or type(bias) is Tensor)
         and _is_grad_enabled()
-        and not _are_functorch_transforms_active()
-        and forward_ad._current_level < 0
+        and not are_functorch_transforms_active()
+        and not is_forward_mode_active()
         and weight.is_floating_point()
         and weight.layout is _strided
         and input.layout is _strided
@@ -73,7 +76,7 @@ def _is_view_of_parameter(weight: Any) -> bool:
     """Whether ``weight`` is a view of a Parameter, such as ``.t()`` or one of ``.chunk(3)``, without overlaps."""
     if type(weight) is not Tensor or not weight.requires_grad:
         return False
-    parameter = weight._base
+    parameter = base_of(weight)
     if type(parameter) is not Parameter or weight.dtype is not parameter.dtype or weight.layout is not _strided:
         return False
     span = 1

@@ -347,4 +347,11 @@ def _solve(candidates: list[_Candidate], problem: Problem) -> _Candidate:
     return _measured(problem, solve_exactly(problem, best.orders).orders, "exact")
 
 
-register(Family("auto", build_auto, "searched for the given costs and memory limit; any number of stages a rank"))
+register(
+    Family(
+        "auto",
+        build_auto,
+        "searched for the given costs and memory limit; any number of stages a rank",
+        is_search=True,
+    )
+)

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule, UnshardHandle
 from torch.distributed.tensor import DTensor
 
 from lightning_pp.errors import ConfigurationError
+from lightning_pp.split._torch_private import parameters_of
 
 
 @dataclass(eq=False)
@@ -38,7 +39,7 @@ class ParameterSlot:
         """Has the module hold ``parameter``."""
         for owner, attribute in [(self.owner, self.attribute), *self.others]:
             if type(owner).__setattr__ is nn.Module.__setattr__:
-                owner._parameters[attribute] = parameter
+                parameters_of(owner)[attribute] = parameter
             else:  # recurrent layers keep lists of their own
                 setattr(owner, attribute, parameter)
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_pp.sharding._torch_private import reduce_scatter
+from lightning_pp.sharding._torch_private import copy_all_, reduce_scatter
 from lightning_pp.sharding.units.flat import gradient_like, local_tensor
 from lightning_pp.sharding.units.group import ParameterSlot
 
@@ -130,7 +130,7 @@ class GradientReduction:
                 sources.append(rows.reshape(-1))
                 targets.append(shard[: rows.numel()])
         if sources:
-            torch._foreach_copy_(targets, sources)
+            copy_all_(targets, sources)
         if all(self._is_here):
             columns[-1].fill_(1)
         else:

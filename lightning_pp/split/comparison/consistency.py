@@ -28,7 +28,7 @@ def is_close(value: float, other: float, tolerance: float, *scale: float) -> boo
     return abs(value - other) <= tolerance * max(abs(value), abs(other), *map(abs, scale), 1e-12)
 
 
-def agree(whole: Tensor, parts: Sequence[Tensor], weights: Sequence[float], tolerance: float) -> bool:
+def parts_make_whole(whole: Tensor, parts: Sequence[Tensor], weights: Sequence[float], tolerance: float) -> bool:
     """Whether ``parts`` make ``whole``: they are its rows, or their weighted mean or each of them is it.
 
     True also where their shapes leave that open.
@@ -151,9 +151,9 @@ def first_culprit(whole: Seen, parts: Sequence[Seen], weights: Sequence[float], 
     for key, (_, after) in whole.units.items():
         of_parts = [part.units[key] for part in parts if key in part.units]
         if len(of_parts) == len(parts):
-            if not _lists_agree(whole.units[key][0], [given for given, _ in of_parts], weights, tolerance):
+            if not _all_make_whole(whole.units[key][0], [given for given, _ in of_parts], weights, tolerance):
                 break
-            if not _lists_agree(after, [result for _, result in of_parts], weights, tolerance):
+            if not _all_make_whole(after, [result for _, result in of_parts], weights, tolerance):
                 return Culprit(*key)
     if any(len(part.functions) != len(whole.functions) for part in parts):
         return None
@@ -163,15 +163,17 @@ def first_culprit(whole: Seen, parts: Sequence[Seen], weights: Sequence[float], 
             return None
         of_given = [_of_whole(other[2], share) for other, share in others]
         of_results = [_of_whole(other[3], share) for other, share in others]
-        before = _lists_agree(given, of_given, weights, tolerance)
-        if before and not _lists_agree(results, of_results, weights, tolerance):
+        before = _all_make_whole(given, of_given, weights, tolerance)
+        if before and not _all_make_whole(results, of_results, weights, tolerance):
             return Culprit(None, function=name, line=line)
     return None
 
 
-def _lists_agree(
+def _all_make_whole(
     whole: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], weights: Sequence[float], tolerance: float
 ) -> bool:
     if any(len(part) != len(whole) for part in parts):
         return True
-    return all(agree(tensor, of_parts, weights, tolerance) for tensor, *of_parts in zip(whole, *parts, strict=True))
+    return all(
+        parts_make_whole(tensor, of_parts, weights, tolerance) for tensor, *of_parts in zip(whole, *parts, strict=True)
+    )

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from lightning_pp.split._torch_private import TorchDispatchMode, schema_of, tree_leaves
 from lightning_pp.split.unit_calls.interception import running_unit
 
 Stretch = int | str | None
@@ -80,7 +79,7 @@ class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _settle(self, func: Any, tensor: Tensor) -> None:
-        if func._schema.name == _PERMUTATION:  # no part can have its share of one, so nothing is mixed
+        if schema_of(func).name == _PERMUTATION:  # no part can have its share of one, so nothing is mixed
             tensor.copy_(torch.arange(len(tensor), device=tensor.device))
             return
         stretch = self._stage if running_unit() else self._outside

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -65,11 +66,10 @@ def partition_units(
 ) -> Partition:
     """Cuts the units, in the order of their first calls, into consecutive runs, one for each stage of ``placement``.
 
-    The time of the slowest rank is minimised (:func:`~lightning_pp.split.cut.balance.balanced_starts`), within the
-    memory
-    limits; of cuts that are hardly different in time, those with the fewest bytes crossing are taken. A unit that is
-    called again after others, and others that its second call depends on, fall on one stage, since values flow from
-    earlier stages to later ones only; the same holds for values that leave a unit by another way than its outputs.
+    The time of the slowest rank is minimised (:func:`balanced_starts`), within the memory limits. Of cuts that are
+    hardly different in time, those with the fewest bytes crossing are taken. Values flow from earlier stages to later
+    ones only. So a unit that is called again after others, and the others that its second call depends on, fall on one
+    stage; the same holds for values that leave a unit as side effects.
 
     Args:
         record: A dry run of the training step (or of whatever step is to run).
@@ -77,8 +77,7 @@ def partition_units(
         num_parameters: Every unit's number of parameters; units that the step does not call are put on the stage of
             the unit named before them.
         split_points: Names of the units that start stages 1, 2, ...; overrides the balance.
-        costs: Cost of every called unit; by default FLOPs
-        (:func:`~lightning_pp.split.cut.unit_costs.estimate_unit_costs`).
+        costs: Cost of every called unit; by default FLOPs (:func:`estimate_unit_costs`).
         unit_weights: Name or shell pattern of units to a factor for their cost.
         rank_speeds: For each rank how fast it is, compared with the others; by default all alike.
         memory: What units hold and ranks may hold; None for no limit.
@@ -99,48 +98,56 @@ def partition_units(
             f"{', '.join(order[:10])}{', ...' if len(order) > 10 else ''}. Use fewer stages (pipeline_parallel_size x "
             "stages_per_rank), or name smaller modules with units=."
         )
-    groups = _inseparable_groups(record, order)
+    groups = inseparable_groups(record)
     if split_points is not None:
         starts = _starts_from_split_points(record, order, groups, split_points, num_stages)
     else:
-        if num_stages > len(groups):
-            tied = max(groups, key=len)
-            raise SplitError(
-                f"{num_stages} stages need {num_stages - 1} places to cut, and the order of calls leaves "
-                f"{len(groups) - 1}: {', '.join(tied[:6])}{', ...' if len(tied) > 6 else ''} must share a stage, "
-                f"because {_why_inseparable(record, tied)}."
-            )
-        firsts = [order.index(group[0]) for group in groups]
-        problem = CutProblem(
-            placement,
-            [sum(unit_costs[unit].total for unit in group) for group in groups],
-            speeds,
-            [sum(memory.fixed_bytes[unit] for unit in group) if memory else 0.0 for group in groups],
-            [sum(memory.held_bytes[unit] for unit in group) if memory else 0.0 for group in groups],
-            memory.num_held if memory else [0.0] * num_stages,
-            memory.limit_bytes if memory else None,
-            _bytes_crossing(record, order, firsts),
-        )
-        found = balanced_starts(problem)
-        if found is None:
-            raise _does_not_fit(problem, groups)
-        starts = [firsts[index] for index in found]
-    stage_of_unit: dict[str, int] = {}
-    for index, unit in enumerate(order):
-        stage_of_unit[unit] = sum(index >= start for start in starts[1:])
-    previous = 0
+        starts = _balanced_starts(record, order, groups, placement, unit_costs, speeds, memory)
+    stage_of_unit = {unit: bisect_right(starts, index) - 1 for index, unit in enumerate(order)}
+    stage = 0
     for unit in num_parameters:
-        if unit in stage_of_unit:
-            previous = stage_of_unit[unit]
-        else:
-            stage_of_unit[unit] = previous
+        stage = stage_of_unit.setdefault(unit, stage)
     return Partition(num_stages, stage_of_unit, unit_costs)
+
+
+def _balanced_starts(
+    record: StepRecord,
+    order: Sequence[str],
+    groups: Sequence[Sequence[str]],
+    placement: Placement,
+    unit_costs: Mapping[str, UnitCost],
+    speeds: Sequence[float],
+    memory: UnitMemory | None,
+) -> list[int]:
+    """For each stage, the index in ``order`` of its first unit, so that the slowest rank is as fast as possible."""
+    num_stages = placement.num_stages
+    if num_stages > len(groups):
+        tied = max(groups, key=len)
+        raise SplitError(
+            f"{num_stages} stages need {num_stages - 1} places to cut, and the order of calls leaves "
+            f"{len(groups) - 1}: {', '.join(tied[:6])}{', ...' if len(tied) > 6 else ''} must share a stage, "
+            f"because {why_inseparable(record, tied)}."
+        )
+    firsts = [order.index(group[0]) for group in groups]
+    problem = CutProblem(
+        placement,
+        [sum(unit_costs[unit].total for unit in group) for group in groups],
+        speeds,
+        [sum(memory.fixed_bytes[unit] for unit in group) if memory else 0.0 for group in groups],
+        [sum(memory.held_bytes[unit] for unit in group) if memory else 0.0 for group in groups],
+        memory.num_held if memory else [0.0] * num_stages,
+        memory.limit_bytes if memory else None,
+        _bytes_crossing(record, order, firsts),
+    )
+    found = balanced_starts(problem)
+    if found is None:
+        raise _does_not_fit(problem, groups)
+    return [firsts[index] for index in found]
 
 
 def moved_cuts(record: StepRecord, partition: Partition) -> Iterator[Partition]:
     """The partitions in which some cuts in a row, often one, are all one place further up, or all further down."""
-    order = list(record.first_calls())
-    groups = _inseparable_groups(record, order)
+    groups = inseparable_groups(record)
     stages = [partition.stage_of_unit[group[0]] for group in groups]
     cuts = [index for index in range(1, len(groups)) if stages[index] != stages[index - 1]]
     for length in range(1, len(cuts) + 1):
@@ -204,16 +211,7 @@ def _does_not_fit(problem: CutProblem, groups: Sequence[Sequence[str]]) -> Confi
 
 def inseparable_groups(record: StepRecord) -> list[list[str]]:
     """The units that the step calls, in order: those of a group must share a stage, and any other cut is possible."""
-    return _inseparable_groups(record, list(record.first_calls()))
-
-
-def why_inseparable(record: StepRecord, units: Sequence[str]) -> str:
-    """Why the units of a group must share a stage: the rest of a sentence that begins with ``because``."""
-    return _why_inseparable(record, units)
-
-
-def _inseparable_groups(record: StepRecord, order: Sequence[str]) -> list[list[str]]:
-    """Consecutive units between which no cut is possible."""
+    order = list(record.first_calls())
     position = {unit: index for index, unit in enumerate(order)}
     joined = [False] * len(order)  # joined[i]: no cut just before unit i
 
@@ -241,7 +239,8 @@ def _inseparable_groups(record: StepRecord, order: Sequence[str]) -> list[list[s
     return groups
 
 
-def _why_inseparable(record: StepRecord, units: Sequence[str]) -> str:
+def why_inseparable(record: StepRecord, units: Sequence[str]) -> str:
+    """Why the units of a group must share a stage: the end of a sentence that begins with ``because``."""
     members = set(units)
     for reads, consumer in [*((call.reads, call.unit) for call in record.calls), (record.tail, "the end of the step")]:
         for made_by, line in reads.escapes.items():
@@ -290,7 +289,7 @@ def _starts_from_split_points(
             group = next(group for group in groups if name in group)
             raise ConfigurationError(
                 f"split_points cannot cut before {name!r}: {', '.join(group[:6])} must share a stage, because "
-                f"{_why_inseparable(record, group)}. Or cut before another unit."
+                f"{why_inseparable(record, group)}. Or cut before another unit."
             )
         starts.append(start)
     return starts

@@ -19,8 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils import _pytree
 from torch.utils.data import Dataset
+
+from lightning_pp.split._torch_private import pytree
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -35,7 +36,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
         rebuilt = _map_other_children(lambda child: map_leaves(function, child), leaf)
         return function(leaf) if rebuilt is _NO_CONTAINER else rebuilt
 
-    return _pytree.tree_map(visit, tree, is_leaf=_is_packed)
+    return pytree.tree_map(visit, tree, is_leaf=_is_packed)
 
 
 def map_children(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -43,8 +44,8 @@ def map_children(function: Callable[[Any], Any], tree: Any) -> Any:
     rebuilt = _map_other_children(function, tree)
     if rebuilt is not _NO_CONTAINER:
         return rebuilt
-    is_container = not isinstance(tree, Tensor) and not _pytree.tree_is_leaf(tree)
-    return _pytree.tree_map(function, tree, is_leaf=lambda node: node is not tree) if is_container else tree
+    is_container = not isinstance(tree, Tensor) and not pytree.tree_is_leaf(tree)
+    return pytree.tree_map(function, tree, is_leaf=lambda node: node is not tree) if is_container else tree
 
 
 def children_of(tree: Any) -> list[Any]:
@@ -67,7 +68,7 @@ def _map_other_children(function: Callable[[Any], Any], tree: Any) -> Any:
         clone = copy.copy(tree)
         clone.data = {key: function(value) for key, value in tree.data.items()}
         return clone
-    if not _pytree.tree_is_leaf(tree):
+    if not pytree.tree_is_leaf(tree):
         return _NO_CONTAINER
     if isinstance(tree, Mapping):
         return type(tree)({key: function(value) for key, value in tree.items()})  # type: ignore[call-arg]
@@ -125,7 +126,7 @@ def _named_children(tree: Any) -> list[tuple[str, Any]] | None:
         return [(f"[{key!r}]", value) for key, value in tree.items()]
     if isinstance(tree, (list, tuple)):
         return [(f"[{index}]", value) for index, value in enumerate(tree)]
-    if not _pytree.tree_is_leaf(tree):
+    if not pytree.tree_is_leaf(tree):
         return [(f"[{index}]", value) for index, value in enumerate(children_of(tree))]
     if is_object(tree):
         return [(f".{name}", value) for name, value in attributes_of(tree).items()]
@@ -158,7 +159,7 @@ def _own(tree: Any, on_leaf: Callable[[Any], Any], known: dict[int, Any]) -> Any
     own: Any
     if isinstance(tree, Tensor):
         own = on_leaf(tree)
-    elif isinstance(tree, MutableMapping) and not isinstance(tree, UserDict) and _pytree.tree_is_leaf(tree):
+    elif isinstance(tree, MutableMapping) and not isinstance(tree, UserDict) and pytree.tree_is_leaf(tree):
         own = known[id(tree)] = copy.copy(tree)
         for key, value in tree.items():
             child = of_child(value)
@@ -187,7 +188,7 @@ def _own_object(instance: Any, of_child: Callable[[Any], Any], known: dict[int, 
 
 
 def _is_container(tree: Any) -> bool:
-    return not _pytree.tree_is_leaf(tree) or _map_other_children(lambda child: child, tree) is not _NO_CONTAINER
+    return not pytree.tree_is_leaf(tree) or _map_other_children(lambda child: child, tree) is not _NO_CONTAINER
 
 
 def _alias(leaf: Any) -> Any:

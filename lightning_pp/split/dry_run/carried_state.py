@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from lightning_pp.split._torch_private import buffers_of
 from lightning_pp.split.data.tree import tensors_of
 from lightning_pp.split.record.sources import Parameter, Source, set_sources, storage_of
 from lightning_pp.split.record.step_record import CarriedState, StepRecord
@@ -42,14 +43,14 @@ def buffers_outside(module: nn.Module, units: Mapping[str, nn.Module]) -> Iterat
     inside = tuple(f"{unit}." for unit in units)
     for name, child in module.named_modules():
         if name not in units and not name.startswith(inside):
-            for key, buffer in child._buffers.items():
+            for key, buffer in buffers_of(child).items():
                 if buffer is not None:
                     yield Left(name, key, buffer, is_buffer=True)
 
 
 def rebound(before: list[Left], module: nn.Module) -> list[Left]:
     """Those of the buffers ``before`` the step that are other tensors now."""
-    now = (left._replace(value=module.get_submodule(left.module)._buffers.get(left.attribute)) for left in before)
+    now = (left._replace(value=buffers_of(module.get_submodule(left.module)).get(left.attribute)) for left in before)
     return [left for left, old in zip(now, before, strict=True) if left.value is not old.value]
 
 

@@ -10,10 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import arg_tree_leaves, tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
+from lightning_pp.split._torch_private import (
+    TorchDispatchMode,
+    arg_tree_leaves,
+    packet_of,
+    schema_of,
+    tree_leaves,
+    tree_map,
+    without_dispatch_modes,
+)
 from lightning_pp.split.dry_run.drawn_values import DrawnValues
 from lightning_pp.split.dry_run.looks import content_of, seen_in, values_looked_at
 from lightning_pp.split.dry_run.memory_watch import MemoryWatch
@@ -232,7 +239,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.call_reads_data = True
         if not self._reads_as_fake(tensor):
             return tensor
-        with _disable_current_modes():
+        with without_dispatch_modes():
             if self._made_up is not None:
                 return self._made_up.real(self._faked(tensor))  # type: ignore[no-any-return]
             return torch.zeros(tensor.shape, dtype=tensor.dtype)
@@ -286,7 +293,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.call is None and torch.Tag.nondeterministic_seeded in func.tags:
             self.inter_unit_draws.add(self.num_calls - 1)
         drawn = self.drawn_values.found_in(func, inputs, self.num_calls, None if self.call is None else self.call.index)
-        is_mutable = func._schema.is_mutable
+        is_mutable = schema_of(func).is_mutable
         if is_mutable:
             self._keep_contents(func, args, kwargs)
         if not any_fake and not sources:
@@ -373,7 +380,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.reads.parameters[source.name] = self._lines.get(source) or user_line()
 
     def _count_flops(self, func: Any, args: Any, kwargs: Any, result: Any, inputs: Iterable[Tensor]) -> int:
-        formula = flop_registry.get(func._overloadpacket) or _MORE_FLOPS.get(func._overloadpacket)
+        formula = flop_registry.get(packet_of(func)) or _MORE_FLOPS.get(packet_of(func))
         if formula is None:
             return 0
         flops = int(formula(*args, **kwargs, out_val=result))
@@ -497,7 +504,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _written_by(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
     """The tensors among the arguments that ``func`` writes into."""
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         written = args[position] if position < len(args) else kwargs.get(argument.name)

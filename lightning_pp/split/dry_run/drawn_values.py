@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from lightning_pp.split._torch_private import tree_leaves
 from lightning_pp.split.record.source_lines import user_line
 from lightning_pp.split.record.sources import storage_of
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_any, tree_map
+
+from lightning_pp.split._torch_private import tree_any, tree_map
 
 _READS = frozenset(
     {

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_pp.errors import SplitError
+from lightning_pp.split._torch_private import NOT_FAKEABLE, is_functorch_wrapped, version_of, without_dispatch_modes
 from lightning_pp.split.data.tree import leaves_of, map_leaves, own_containers, own_copy, tensors_of
 from lightning_pp.split.dry_run.data_flow import DataFlow
 from lightning_pp.split.dry_run.gradient_flow import gradient_sources
 from lightning_pp.split.dry_run.memory_watch import GraphReader, MemoryWatch
 from lightning_pp.split.dry_run.python_reads import PythonReads
-from lightning_pp.split.fakes.fake_mode import NOT_FAKEABLE, NeedsDataError
+from lightning_pp.split.fakes.fake_mode import NeedsDataError
 from lightning_pp.split.fakes.made_up_data import AsFake, MadeUpData
 from lightning_pp.split.fakes.parameters import FakeParameters, has_data, is_fake
 from lightning_pp.split.record.source_lines import innermost_user_line, running_autograd_function, user_line
@@ -159,7 +159,7 @@ class DryRun:
 
     def own(self, batch: Any) -> Any:
         """The batch for one run of the step, which may write into it; contents are put back afterwards."""
-        with _disable_current_modes():
+        with without_dispatch_modes():
             return own_copy(batch) if self._is_second else own_containers(batch)
 
     @property
@@ -197,7 +197,7 @@ class DryRun:
                 "works on all that was called there, so no cut is possible within. Name the module that applies the "
                 "function with units=, so that it stays whole on one stage."
             )
-        if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors_of((args, kwargs)))):
+        if any(map(is_functorch_wrapped, tensors_of((args, kwargs)))):
             raise SplitError(
                 f"{user_line()} calls the unit {unit!r} within a transform of torch.func (vmap, grad, jvp, ...), which "
                 "no stage can do without the others. Name a module that applies the transform with units=, so that it "
@@ -424,12 +424,12 @@ class DryRun:
 
         def mark_left(leaf: Tensor) -> tuple[Tensor, Any]:
             if id(leaf) not in returned:
-                with _disable_current_modes():
+                with without_dispatch_modes():
                     mark(leaf, Value(call.index, -1 - len(call.left)), call.left)
             marker, value = returned[id(leaf)]
             return marker, Handed(value)
 
-        with _disable_current_modes():
+        with without_dispatch_modes():
             marked = map_leaves(mark_returned, result)
             # not None in the place of leaves: some containers leave such entries out
             call.output = None if isinstance(result, Tensor) else map_leaves(lambda _: 0, result)
@@ -470,7 +470,7 @@ class DryRun:
     def _note_given(self, call: UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = list(tensors_of((args, kwargs)))
         self._flow.keep(given, call.given)
-        with _disable_current_modes():
+        with without_dispatch_modes():
             self._note_saved_between(given, call.reads)
 
     def _note_saved_between(self, tensors: Iterable[Tensor], reads: Reads) -> None:
@@ -517,12 +517,14 @@ class _Arguments:
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves = leaves_of((args, kwargs))
-        self._tensors = [(place, leaf, leaf._version) for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self._tensors = [
+            (place, leaf, version_of(leaf)) for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)
+        ]
 
     def position_of(self, tensor: Tensor) -> int | None:
         """The place of ``tensor`` among the leaves of the arguments, if it is one of them and was not written into."""
         for place, leaf, version in self._tensors:
-            if leaf is tensor and leaf._version == version:
+            if leaf is tensor and version_of(leaf) == version:
                 return place
         return None
 

@@ -85,6 +85,18 @@ def dry_run(
         raise
     except Exception as error:
         failure = error
+    return _of_failed_end(run, units, with_gradients, first_failure, failure)
+
+
+def _of_failed_end(
+    run: DryRun, units: Mapping[str, nn.Module], with_gradients: bool, first_failure: Exception, failure: Exception
+) -> StepRecord:
+    """The record of a step whose end fails on fakes (``first_failure``) and on made-up data (``failure``).
+
+    Raises:
+        SplitError: The end needs the data of another stage.
+        Exception: ``first_failure``, where that has nothing to do with fakes.
+    """
     if not with_gradients and {call.unit for call in run.record.calls} == set(units):
         return run.finish_opaque(innermost_user_line(failure))
     if run.ends_elsewhere():

@@ -2,48 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_pp.split._torch_private import convert, parameters_of, replaced_module_apply, set_parameters
 from lightning_pp.split.fakes.parameters import is_fake
 
+Apply = Callable[..., nn.Module]
 
-@contextmanager
-def convertible_fakes() -> Iterator[None]:
+
+def convertible_fakes() -> AbstractContextManager[None]:
     """Within, ``Module.to``, ``float``, ``half`` and the like work on modules whose parameters are fake.
 
     Torch swaps the two tensors in place there, which it refuses for any tensor that something refers to weakly. Here a
     converted parameter takes the place of the fake in its module, and one that is as it should be stays.
     """
-    original: Any = nn.Module._apply
+    return replaced_module_apply(_converting)
 
+
+def _converting(original: Apply) -> Apply:
     def apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         if recurse:
             for child in module.children():
-                child._apply(function)  # type: ignore[no-untyped-call]
-        parameters = module._parameters
+                convert(child, function)
+        parameters = parameters_of(module)
         if not any(is_fake(parameter) for parameter in parameters.values()):
             original(module, function, recurse=False)
             return module
-        module._parameters = {key: value for key, value in parameters.items() if not is_fake(value)}
+        set_parameters(module, {key: value for key, value in parameters.items() if not is_fake(value)})
         try:
             original(module, function, recurse=False)
-            real = module._parameters
+            real = parameters_of(module)
         finally:
-            module._parameters = parameters
+            set_parameters(module, parameters)
         for key, parameter in parameters.items():
             parameters[key] = _converted(parameter, function) if is_fake(parameter) else real[key]
         return module
 
-    nn.Module._apply = apply  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module._apply = original  # type: ignore[method-assign]
+    return apply
 
 
 def _converted(parameter: Any, function: Callable[[Tensor], Tensor]) -> Any:

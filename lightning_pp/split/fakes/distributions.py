@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
-import torch
 from torch import Tensor
 
+from lightning_pp.split._torch_private import replaced_is_all_true
 from lightning_pp.split.fakes.parameters import is_fake
 from lightning_pp.split.record.sources import sources_of
 
 
-@contextmanager
-def distributions_check_what_is_here() -> Iterator[None]:
+def distributions_check_what_is_here() -> AbstractContextManager[None]:
     """Within, distributions validate the arguments whose values are real, on the stage that has them."""
-    original = torch._is_all_true
 
-    def is_all_true(valid: Tensor) -> Tensor | bool:
-        return is_fake(valid) or bool(sources_of(valid)) or original(valid)
+    def make(original: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor | bool]:
+        return lambda valid: is_fake(valid) or bool(sources_of(valid)) or original(valid)
 
-    torch._is_all_true = is_all_true  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch._is_all_true = original
+    return replaced_is_all_true(make)

@@ -12,20 +12,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_pp.errors import SplitError
-from lightning_pp.split.fakes.known_results import KnownResults, as_fake_value
+from lightning_pp.split._torch_private import (
+    NOT_FAKEABLE,
+    FakeTensor,
+    FakeTensorMode,
+    schema_of,
+    tree_flatten,
+    tree_map,
+    tree_unflatten,
+)
+from lightning_pp.split.fakes.known_results import KnownResults
 from lightning_pp.split.record.source_lines import user_line
-
-NOT_FAKEABLE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
 class NeedsDataError(SplitError):
@@ -96,8 +95,8 @@ class FakeValueMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self._depth:  # a decomposition of what is being tried further up
             return super().__torch_dispatch__(func, types, args, kwargs)
-        if self._refuses_edits and func._schema.is_mutable:
-            for argument, value in zip(func._schema.arguments, args, strict=False):
+        if self._refuses_edits and schema_of(func).is_mutable:
+            for argument, value in zip(schema_of(func).arguments, args, strict=False):
                 is_written = argument.alias_info is not None and argument.alias_info.is_write
                 if is_written and isinstance(value, Tensor) and not isinstance(value, FakeTensor):
                     raise LostEditError(str(func), value, user_line())
@@ -107,7 +106,7 @@ class FakeValueMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return found
         self._depth += 1
         try:
-            given = as_fake_value(super().__torch_dispatch__(func, types, args, kwargs))
+            given = super().__torch_dispatch__(func, types, args, kwargs)
             if key is not None and not self.known.has(key):
                 self.known.add(self, key, func, args, kwargs, given)
             return given
@@ -116,10 +115,6 @@ class FakeValueMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         finally:
             self._depth -= 1
         return self._tried_out(func, args, kwargs, failure)
-
-    def from_tensor(self, *args: Any, **kwargs: Any) -> FakeTensor:
-        """The fake of a real tensor."""
-        return as_fake_value(super().from_tensor(*args, **kwargs))  # type: ignore[no-any-return]
 
     def _tried_out(self, func: Any, args: Any, kwargs: Any, failure: Exception) -> Any:
         """Runs ``func`` on several contents of the fakes; if the shapes agree they do not depend on them."""
@@ -135,7 +130,7 @@ class FakeValueMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         known = len({len(attempt) for attempt, _ in attempts}) == 1 and all(map(_share_a_layout, alternatives))
         if not (known or self._makes_up):
             raise NeedsDataError(str(func), user_line()) from failure
-        if func._schema.is_mutable:
+        if schema_of(func).is_mutable:
             return args[0]
         if known:
             leaves = [

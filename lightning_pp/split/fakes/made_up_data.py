@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_pp.split._torch_private import TorchDispatchMode
 from lightning_pp.split.fakes.fake_mode import FakeValueMode, MadeUp
 from lightning_pp.split.fakes.parameters import is_fake
 from lightning_pp.split.record.sources import storage_of

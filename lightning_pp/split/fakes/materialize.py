@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pp.errors import ConfigurationError
+from lightning_pp.split._torch_private import buffers_of, parameters_of, version_of
 
 _Initializer = Callable[[nn.Module], Any]
 
@@ -24,13 +25,13 @@ def materialize_buffers(module: nn.Module, device: torch.device) -> None:
     """
     fresh: dict[str, Tensor] = {}
     for name, child in module.named_modules():
-        for key, buffer in child._buffers.items():
+        for key, buffer in buffers_of(child).items():
             if buffer is None:
                 continue
             if buffer.is_meta:
-                child._buffers[key] = fresh[_join(name, key)] = _unfilled(buffer, device)
+                buffers_of(child)[key] = fresh[_join(name, key)] = _unfilled(buffer, device)
             elif buffer.device != device:
-                child._buffers[key] = buffer.to(device)
+                buffers_of(child)[key] = buffer.to(device)
     _fill(module, fresh)
 
 
@@ -52,7 +53,7 @@ def materialize_parameters(module: nn.Module, owned: Collection[str], device: to
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     fresh: dict[str, Tensor] = {}
     for name, child in module.named_modules():
-        for key, parameter in child._parameters.items():
+        for key, parameter in parameters_of(child).items():
             if parameter is None or not parameter.is_meta:
                 continue
             if parameter not in replaced:
@@ -60,7 +61,7 @@ def materialize_parameters(module: nn.Module, owned: Collection[str], device: to
                     continue
                 new = nn.Parameter(_unfilled(parameter, device), requires_grad=parameter.requires_grad)
                 replaced[parameter] = fresh[_join(name, key)] = new
-            child._parameters[key] = replaced[parameter]
+            parameters_of(child)[key] = replaced[parameter]
     _fill(module, fresh)
 
 
@@ -70,12 +71,12 @@ def without_parameters(module: nn.Module, hidden: Collection[nn.Parameter]) -> I
     places = [
         (child, key)
         for child in module.modules()
-        for key, parameter in child._parameters.items()
+        for key, parameter in parameters_of(child).items()
         if parameter in hidden
     ]
-    held = [child._parameters[key] for child, key in places]
+    held = [parameters_of(child)[key] for child, key in places]
     for child, key in places:
-        child._parameters[key] = None
+        parameters_of(child)[key] = None
     try:
         yield
     finally:
@@ -93,12 +94,12 @@ def _fill(root: nn.Module, fresh: dict[str, Tensor]) -> None:
         return
     seed = torch.initial_seed()
     tensors = set(fresh.values())
-    versions = {name: tensor._version for name, tensor in fresh.items()}
+    versions = {name: version_of(tensor) for name, tensor in fresh.items()}
     with torch.no_grad(), torch.random.fork_rng(devices=_cuda_devices(tensors)), _only_changing(root, tensors):
         _initialize("", root, None, tensors, seed)
         for name, tensor in fresh.items():
             current = _current(root, name)
-            if current is tensor and _is_unfilled(tensor, changed=tensor._version != versions[name]):
+            if current is tensor and _is_unfilled(tensor, changed=version_of(tensor) != versions[name]):
                 _refuse(root, name)
 
 
@@ -148,23 +149,23 @@ def _only_changing(root: nn.Module, fresh: Collection[Tensor]) -> Iterator[None]
         if tensor not in fresh and not tensor.is_meta
     ]
     for module, key, tensor in saved:
-        if key in module._parameters:
+        if key in parameters_of(module):
             copy = torch.empty_like(tensor, device="meta")
-            module._parameters[key] = nn.Parameter(copy, requires_grad=tensor.requires_grad)
+            parameters_of(module)[key] = nn.Parameter(copy, requires_grad=tensor.requires_grad)
         else:
-            module._buffers[key] = tensor.clone()
+            buffers_of(module)[key] = tensor.clone()
     try:
         yield
     finally:
         for module, key, tensor in saved:
             if isinstance(tensor, nn.Parameter):
-                module._parameters[key] = tensor
+                parameters_of(module)[key] = tensor
             else:
-                module._buffers[key] = tensor
+                buffers_of(module)[key] = tensor
 
 
 def _held_by(module: nn.Module) -> list[tuple[str, Tensor]]:
-    held: list[tuple[str, Tensor | None]] = [*module._parameters.items(), *module._buffers.items()]
+    held: list[tuple[str, Tensor | None]] = [*parameters_of(module).items(), *buffers_of(module).items()]
     return [(key, tensor) for key, tensor in held if tensor is not None]
 
 
@@ -203,7 +204,7 @@ def _refuse(root: nn.Module, name: str) -> None:
 def _current(root: nn.Module, name: str) -> Tensor | None:
     module_name, _, key = name.rpartition(".")
     module = root.get_submodule(module_name)
-    return module._parameters.get(key, module._buffers.get(key))
+    return parameters_of(module).get(key, buffers_of(module).get(key))
 
 
 def _join(name: str, key: str) -> str:

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lightning_pp.errors import ConfigurationError
+from lightning_pp.split._torch_private import PARAMETERS, FakeTensor, parameters_of
 from lightning_pp.split.fakes.fake_mode import FakeValueMode
 from lightning_pp.split.record.step_record import TensorSpec
 
@@ -65,7 +65,7 @@ class FakeParameters:
         for name, parameter in self.names.items():
             self.canonical_names[name] = first.setdefault(parameter, name)
         self._order = {
-            prefix: list(child._parameters) for prefix, child in module.named_modules() if prefix not in scripted
+            prefix: list(parameters_of(child)) for prefix, child in module.named_modules() if prefix not in scripted
         }
         self._fakes: dict[str, nn.Parameter] = {}
         self.released: set[str] = set()
@@ -138,7 +138,7 @@ class FakeParameters:
                 parent, attribute = self._locate(name)
                 fake = fakes[parameter] = self._computing_fake(canonical, parameter)
                 saved.append((parent, attribute, parameter))
-                parent._parameters[attribute] = fake
+                parameters_of(parent)[attribute] = fake
                 tag(fake, canonical)
             replaced = _replace_aliases(module, fakes)
             yield
@@ -146,7 +146,7 @@ class FakeParameters:
             for container, key, held in replaced:
                 container[key] = held
             for parent, attribute, original in reversed(saved):
-                parent._parameters[attribute] = original
+                parameters_of(parent)[attribute] = original
 
     def _computing_fake(self, canonical: str, like: nn.Parameter) -> nn.Parameter:
         if canonical not in self._computing_fakes:
@@ -165,7 +165,7 @@ class FakeParameters:
                 continue
             parent, attribute = self._locate(name)
             fake = fakes[self.names[name]] = self.parameter(name)
-            if parent._parameters.pop(attribute, None) is not None:
+            if parameters_of(parent).pop(attribute, None) is not None:
                 parent.__dict__[attribute] = fake
             self.released.add(name)
         # a fake is as good as the original for its shape and dtype, and does not keep the memory of what is sharded
@@ -177,7 +177,7 @@ class FakeParameters:
         for name in self.released:
             parent, attribute = self._locate(name)
             parent.__dict__.pop(attribute, None)
-            parent._parameters[attribute] = self.parameter(name)
+            parameters_of(parent)[attribute] = self.parameter(name)
         self._sort()
 
     def tie_names(self, is_replaced: Callable[[nn.Parameter], bool]) -> None:
@@ -189,11 +189,13 @@ class FakeParameters:
         replacement: dict[str, nn.Parameter] = {}
         present = [(name, *self._locate(name)) for name in self.names if name not in self.released]
         for name, parent, attribute in present:
-            parameter = parent._parameters[attribute]
+            parameter = parameters_of(parent)[attribute]
             if parameter is not None and is_replaced(parameter):
                 replacement[self.canonical_names[name]] = parameter
         for name, parent, attribute in present:
-            parent._parameters[attribute] = replacement.get(self.canonical_names[name], parent._parameters[attribute])
+            parameters_of(parent)[attribute] = replacement.get(
+                self.canonical_names[name], parameters_of(parent)[attribute]
+            )
 
     @contextmanager
     def all_parameters(self) -> Iterator[None]:
@@ -204,7 +206,7 @@ class FakeParameters:
         finally:
             for name in self.released:
                 parent, attribute = self._locate(name)
-                fake = parent._parameters.pop(attribute, None)
+                fake = parameters_of(parent).pop(attribute, None)
                 if fake is not None:
                     parent.__dict__[attribute] = fake
 
@@ -221,14 +223,14 @@ class FakeParameters:
         try:
             for name in self.names:
                 parent, attribute = self._locate(name)
-                saved.append((parent, attribute, parent._parameters.get(attribute)))
+                saved.append((parent, attribute, parameters_of(parent).get(attribute)))
                 fake = self.parameter(name)
-                current = parent._parameters.get(attribute)
+                current = parameters_of(parent).get(attribute)
                 if current is not None:
                     fakes[current] = fake
                     if fake.requires_grad != current.requires_grad:
                         fake.requires_grad_(current.requires_grad)
-                parent._parameters[attribute] = fake
+                parameters_of(parent)[attribute] = fake
                 tag(fake, self.canonical_names[name])
             replaced = _replace_aliases(self.module, fakes)
             yield
@@ -237,10 +239,10 @@ class FakeParameters:
                 container[key] = held
             # a module of several names was saved several times, first as it was
             for parent, attribute, original in reversed(saved):
-                parent._parameters[attribute] = original
+                parameters_of(parent)[attribute] = original
             for name in self.released:
                 parent, attribute = self._locate(name)
-                parent.__dict__[attribute] = parent._parameters.pop(attribute, None)
+                parent.__dict__[attribute] = parameters_of(parent).pop(attribute, None)
 
     @contextmanager
     def standing_apart(self) -> Iterator[None]:
@@ -259,8 +261,8 @@ class FakeParameters:
                 yield
             finally:
                 for module, name in registered:
-                    if is_fake(module._parameters.get(name)):
-                        module.__dict__[name] = module._parameters.pop(name)
+                    if is_fake(parameters_of(module).get(name)):
+                        module.__dict__[name] = parameters_of(module).pop(name)
 
     def _locate(self, name: str) -> tuple[nn.Module, str]:
         prefix, _, attribute = name.rpartition(".")
@@ -268,7 +270,7 @@ class FakeParameters:
 
     def _sort(self) -> None:
         for prefix, order in self._order.items():
-            parameters = self.module.get_submodule(prefix)._parameters
+            parameters = parameters_of(self.module.get_submodule(prefix))
             if list(parameters) != order:
                 current = dict(parameters)
                 parameters.clear()
@@ -303,7 +305,7 @@ def _replace_aliases(
         attributes = child.__dict__
         visit(attributes, attributes.items())
         for key, value in attributes.items():
-            if key == "_parameters":
+            if key == PARAMETERS:
                 continue
             if type(value) is list:
                 visit(value, enumerate(value))

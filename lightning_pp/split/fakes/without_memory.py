@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import UninitializedParameter
 
 
@@ -18,27 +19,24 @@ def parameters_without_memory() -> Iterator[None]:
     frequencies and branches on them work, and nothing needs to be filled later. At any time at most the parameter that
     is being made has memory, and that is hardly ever written to: initialisers find it on the meta device.
     """
-    original = nn.Module.register_parameter
     moved: dict[nn.Parameter, nn.Parameter] = {}  # several modules may be given the same
 
-    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta and not isinstance(param, UninitializedParameter):
-            if param not in moved:
-                moved[param] = moved[param] = _on_meta(param)
-            param = moved[param]
-        original(self, name, param)
+    def move(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        if parameter.is_meta or isinstance(parameter, UninitializedParameter):
+            return None
+        if parameter not in moved:
+            moved[parameter] = _on_meta(parameter)
+        return moved[parameter]
 
-    nn.Module.register_parameter = register  # type: ignore[method-assign]
-    try:
+    # torch takes what the hook returns in the parameter's place; its annotation leaves that out
+    with register_module_parameter_registration_hook(move):  # type: ignore[arg-type]
         yield
-    finally:
-        nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
 def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
     empty = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
-    found = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    if type(parameter) is not nn.Parameter:  # a class of the user's own, with attributes of its own
-        found.__class__ = type(parameter)
+    # a class of the user's own stays, with its attributes
+    found = empty.as_subclass(type(parameter))
+    found.requires_grad_(parameter.requires_grad)
     vars(found).update(vars(parameter))
     return found

@@ -18,17 +18,18 @@ than the batch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_pp.errors import ConfigurationError
 from lightning_pp.schedule import Placement, Schedule, StageCosts
-from lightning_pp.schedule.sharding import SHARDING_MODES, ShardingMode
 from lightning_pp.split.cut.partition import Partition
 from lightning_pp.split.memory.activation_memory import Activations, edge_buffers, joined_bytes
-from lightning_pp.split.memory.state_memory import ParameterSize, StateMemory, StateSizes, StepDtypes
-from lightning_pp.split.record.plan import build_plan
+from lightning_pp.split.memory.state_memory import ParameterSize, StateMemory, StateSizes
+from lightning_pp.split.record.plan import StepPlan, build_plan
 from lightning_pp.split.record.step_record import StepRecord
+
+_NUM_RECEIVES_AHEAD = 2
+"""Messages that are received ahead of the next one, for each sender."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +78,15 @@ class RankMemory:
     reduction_bytes: int
 
     @property
+    def bytes_beside_activations(self) -> int:
+        """What there is while microbatches run, besides what they hold between two actions."""
+        return self.state.total_bytes + self.recomputed_bytes + self.edge_buffers_bytes
+
+    @property
     def peak_bytes(self) -> int:
         """The most at any time of a step: while microbatches run, or while gradients are reduced after them."""
-        running = self.state.total_bytes + (self.activations_bytes or 0) + self.recomputed_bytes
         reducing = self.state.total_bytes + self.state.reduced_gradients_bytes + self.reduction_bytes
-        return max(running + self.edge_buffers_bytes, reducing)
+        return max(self.bytes_beside_activations + (self.activations_bytes or 0), reducing)
 
 
 @dataclass(frozen=True)
@@ -106,40 +111,15 @@ class MemoryEstimate:
         """Bytes of one microbatch after I, per stage, likewise."""
         return tuple(stage.held_after_input_bytes for stage in self.stages)
 
-    def activation_limits(self, limit_bytes: int) -> tuple[int, ...]:
-        """What is left for activations on each rank of ``limit_bytes``: ``memory_limit`` of a search for a schedule.
-
-        Raises:
-            ConfigurationError: Nothing is left on a rank.
-        """
-        left = []
-        for rank in self.ranks:
-            rest = rank.state.total_bytes + rank.recomputed_bytes + rank.edge_buffers_bytes
-            if rest >= limit_bytes:
-                raise ConfigurationError(
-                    f"Rank {rank.rank} of the pipeline needs {rest} bytes for parameters, gradients, optimizer state "
-                    f"and buffers, and the limit is {limit_bytes} bytes: nothing is left for activations. Use more "
-                    "pipeline ranks, shard over more ranks, or offload the optimizer."
-                )
-            left.append(limit_bytes - rest)
-        return tuple(left)
-
 
 def estimate_memory(
     record: StepRecord,
     partition: Partition,
     placement: Placement,
     parameters: Sequence[ParameterSize],
+    state: StateSizes | None = None,
     *,
-    optimizer_bytes_per_parameter: float = 0.0,
-    dtypes: StepDtypes | None = None,
-    sharding: ShardingMode = "replicate",
-    num_shards: int = 1,
-    unshard_budget_bytes: int | None = None,
-    cpu_offload: bool = False,
-    checkpointed_units: Collection[str] = (),
     schedule: Schedule | None = None,
-    num_receives_ahead: int = 2,
     whole_batch_loss: bool = False,
 ) -> MemoryEstimate:
     """What a training step holds on every stage and rank.
@@ -149,60 +129,22 @@ def estimate_memory(
         partition: Which stage each unit is on.
         placement: Which rank each stage is on.
         parameters: All parameters of the model, see :func:`parameter_sizes`.
-        optimizer_bytes_per_parameter: Of the optimizer's state, see :func:`optimizer_bytes_per_parameter`.
-        dtypes: Dtypes of computation and of gradients; by default those of the parameters.
-        sharding: ``replicate``: all parameters whole on every rank. ``shard_grad_op``: sharded between steps, gathered
-            during a step. ``full_shard``: sharded, and gathered a few units at a time. Gradients accumulate whole in
-            all of them and are sharded when they are reduced.
-        num_shards: Ranks that share the parameters of a stage; 1 with ``replicate``.
-        unshard_budget_bytes: With ``full_shard``, what gathered parameters may take; by default what training chooses,
-            see :meth:`~lightning_pp.schedule.sharding.Sharding.budget_of`.
-        cpu_offload: Whether what is sharded lies on the host between its uses.
-        checkpointed_units: Units that keep their inputs only and run again in I, besides those that the record names.
+        state: Counts what is kept of them; by default whole parameters and gradients, and no optimizer.
         schedule: The order of actions; without it the activations of a whole step are not known.
-        num_receives_ahead: Messages that are received ahead of the next one, for each sender.
         whole_batch_loss: Whether the code after the last unit runs once, on all microbatches joined.
 
     Raises:
-        ConfigurationError: ``sharding`` is unknown, ``num_shards`` is below 1, or above 1 with ``replicate``, which
-            cannot be offloaded either.
         ScheduleError: ``schedule`` is for another number of stages.
     """
-    if sharding not in SHARDING_MODES:
-        raise ConfigurationError(f"sharding={sharding!r}; it must be one of {', '.join(SHARDING_MODES)}")
-    if num_shards < 1 or (num_shards > 1 and sharding == "replicate"):
-        raise ConfigurationError(
-            f"num_shards={num_shards} with sharding={sharding!r}; it must be at least 1, and 1 if parameters are whole"
-        )
-    if cpu_offload and sharding == "replicate":
-        raise ConfigurationError("cpu_offload=True with sharding='replicate'; only what is sharded can be offloaded")
-    state = StateSizes(
-        dtypes or StepDtypes(), sharding, num_shards, unshard_budget_bytes, optimizer_bytes_per_parameter, cpu_offload
-    )
+    state = state or StateSizes()
     plan = build_plan(record, partition.stage_of_unit, partition.num_stages)
-    stages = []
-    for stage in range(partition.num_stages):
-        activations = Activations.of(plan, stage, record.recomputed_units.union(checkpointed_units))
-        joined = joined_bytes(record) if whole_batch_loss and stage == partition.num_stages - 1 else 0
-        stages.append(
-            StageMemory(
-                stage,
-                placement.rank_of_stage[stage],
-                state.of([parameter for parameter in parameters if stage in parameter.stages], [stage]),
-                activations.after_forward + joined,
-                activations.after_input,
-                activations.recomputed,
-                edge_buffers(plan, placement, [stage], num_receives_ahead),
-            )
-        )
-    held = StageCosts(
-        forward=0.0,
-        backward_input=0.0,
-        backward_weight=0.0,
-        held_after_forward=[stage.held_after_forward_bytes for stage in stages],
-        held_after_input=[stage.held_after_input_bytes for stage in stages],
+    joined = [0] * partition.num_stages
+    if whole_batch_loss:
+        joined[-1] = joined_bytes(record)
+    stages = tuple(
+        _stage_memory(plan, stage, placement, parameters, state, joined[stage]) for stage in range(partition.num_stages)
     )
-    peaks = None if schedule is None else schedule.simulate(held).peak_memory
+    peaks = [None] * placement.num_ranks if schedule is None else _activations(stages, schedule)
     ranks = []
     for rank in range(placement.num_ranks):
         own = placement.stages_of_rank(rank)
@@ -211,10 +153,42 @@ def estimate_memory(
             RankMemory(
                 rank,
                 state.of(here, own),
-                None if peaks is None else round(peaks[rank]),
+                peaks[rank],
                 max(stages[stage].recomputed_bytes for stage in own),
-                edge_buffers(plan, placement, own, num_receives_ahead),
+                edge_buffers(plan, placement, own, _NUM_RECEIVES_AHEAD),
                 state.flat_gradients_of(here),
             )
         )
-    return MemoryEstimate(tuple(stages), tuple(ranks))
+    return MemoryEstimate(stages, tuple(ranks))
+
+
+def _stage_memory(
+    plan: StepPlan,
+    stage: int,
+    placement: Placement,
+    parameters: Sequence[ParameterSize],
+    state: StateSizes,
+    joined: int,
+) -> StageMemory:
+    activations = Activations.of(plan, stage, plan.record.recomputed_units)
+    return StageMemory(
+        stage,
+        placement.rank_of_stage[stage],
+        state.of([parameter for parameter in parameters if stage in parameter.stages], [stage]),
+        activations.after_forward + joined,
+        activations.after_input,
+        activations.recomputed,
+        edge_buffers(plan, placement, [stage], _NUM_RECEIVES_AHEAD),
+    )
+
+
+def _activations(stages: Sequence[StageMemory], schedule: Schedule) -> list[int]:
+    """The most bytes that microbatches hold on each rank under ``schedule``."""
+    held = StageCosts(
+        forward=0.0,
+        backward_input=0.0,
+        backward_weight=0.0,
+        held_after_forward=[stage.held_after_forward_bytes for stage in stages],
+        held_after_input=[stage.held_after_input_bytes for stage in stages],
+    )
+    return list(map(round, schedule.simulate(held).peak_memory))

@@ -6,7 +6,7 @@ import copy
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.schedule import Sharding
-from lightning_pp.schedule.sharding import ShardingMode
+from lightning_pp.schedule.sharding import SHARDING_MODES, ShardingMode
 from lightning_pp.split.fakes.parameters import FakeParameters
 
 
@@ -101,14 +101,43 @@ class StateMemory:
 
 @dataclass(frozen=True)
 class StateSizes:
-    """Counts parameters and what there is one of per parameter; fields as the arguments of ``estimate_memory``."""
+    """Counts parameters, and what a rank keeps beside each of them.
 
-    dtypes: StepDtypes
-    sharding: ShardingMode
-    num_shards: int
-    unshard_budget_bytes: int | None
-    optimizer_bytes: float
-    cpu_offload: bool
+    Attributes:
+        dtypes: Of computation and of gradients; by default those of the parameters.
+        sharding: ``replicate``: all parameters whole on every rank. ``shard_grad_op``: sharded between steps, gathered
+            during a step. ``full_shard``: sharded, and gathered a few units at a time. Gradients accumulate whole in
+            all of them and are sharded when they are reduced.
+        num_shards: Ranks that share the parameters of a stage; 1 with ``replicate``.
+        unshard_budget: With ``full_shard``, the bytes that gathered parameters may take; by default what training
+            chooses, see :meth:`~lightning_pp.schedule.sharding.Sharding.budget_of`.
+        optimizer_bytes: Of the optimizer's state for each element, see :func:`optimizer_bytes_per_parameter`.
+        cpu_offload: Whether what is sharded lies on the host between its uses.
+
+    Raises:
+        ConfigurationError: ``sharding`` is unknown, ``num_shards`` is below 1, or above 1 with ``replicate``, which
+            cannot be offloaded either.
+    """
+
+    dtypes: StepDtypes = field(default_factory=StepDtypes)
+    sharding: ShardingMode = "replicate"
+    num_shards: int = 1
+    unshard_budget: int | None = None
+    optimizer_bytes: float = 0.0
+    cpu_offload: bool = False
+
+    def __post_init__(self) -> None:
+        sharding, number = self.sharding, self.num_shards
+        if sharding not in SHARDING_MODES:
+            raise ConfigurationError(f"sharding={sharding!r}; it must be one of {', '.join(SHARDING_MODES)}")
+        if number < 1 or (number > 1 and sharding == "replicate"):
+            raise ConfigurationError(
+                f"num_shards={number} with sharding={sharding!r}; it must be at least 1, and 1 if parameters are whole"
+            )
+        if self.cpu_offload and sharding == "replicate":
+            raise ConfigurationError(
+                "cpu_offload=True with sharding='replicate'; only what is sharded can be offloaded"
+            )
 
     def of(self, parameters: Iterable[ParameterSize], stages: Collection[int]) -> StateMemory:
         """What ``stages``, all of one rank, hold of ``parameters``."""
@@ -165,7 +194,7 @@ class StateSizes:
         if self.sharding != "full_shard" or not units:
             return whole
         held = tuple(tuple(own) for own in units_of_stages.values())
-        budget = Sharding("full_shard", held, units, self.unshard_budget_bytes).budget_of(range(len(held)))
+        budget = Sharding("full_shard", held, units, self.unshard_budget).budget_of(range(len(held)))
         return min(whole, max(budget, max(units.values())))
 
     def _gradient_dtype(self, parameter: ParameterSize) -> torch.dtype:

@@ -64,11 +64,6 @@ class StepPlan:
     stages: tuple[StagePlan, ...]
     edges: tuple[Edge, ...]
 
-    @property
-    def num_bytes_crossing(self) -> int:
-        """Bytes that cross between stages in the forward of one microbatch."""
-        return sum(edge.spec.num_bytes for edge in self.edges)
-
 
 def build_plan(record: StepRecord, stage_of_unit: Mapping[str, int], num_stages: int) -> StepPlan:
     """Derives edges and stage plans.

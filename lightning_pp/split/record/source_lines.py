@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-import sys
 import traceback
+from pathlib import Path
 from types import FrameType
 
 import torch
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__)
-_OWN_FOLDER = os.path.dirname(os.path.dirname(__file__))
+_OWN_FOLDER = str(Path(__file__).parents[2])
 _APPLY_FUNCTION = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 UNKNOWN_LINE = "an unknown line"
 SKIPPED = (_TORCH_FOLDER + os.sep, _OWN_FOLDER + os.sep, "<")
@@ -18,7 +19,7 @@ SKIPPED = (_TORCH_FOLDER + os.sep, _OWN_FOLDER + os.sep, "<")
 
 def user_line() -> str:
     """``file:line in function`` of the innermost caller that belongs neither to torch nor to this package."""
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = inspect.currentframe()
     while frame is not None:
         filename = frame.f_code.co_filename
         if not filename.startswith(SKIPPED) and not filename.endswith("/contextlib.py"):
@@ -36,7 +37,7 @@ def innermost_user_line(error: BaseException) -> str:
 
 def running_autograd_function() -> bool:
     """Whether the caller runs within the ``forward`` of a :class:`torch.autograd.Function`."""
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = inspect.currentframe()
     while frame is not None:
         if frame.f_code is _APPLY_FUNCTION:
             return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import sys
 from functools import lru_cache
@@ -95,7 +96,7 @@ def _positions_of(code: CodeType) -> list[tuple[int | None, ...]] | None:
 def _user_frame() -> FrameType | None:
     if not torch.is_grad_enabled() and running_autograd_function():
         return None
-    frame: FrameType | None = sys._getframe(2)
+    frame: FrameType | None = inspect.currentframe()
     while frame is not None:
         filename = frame.f_code.co_filename
         if not filename.startswith(_NOT_THE_USERS):

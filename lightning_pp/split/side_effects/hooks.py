@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_pp.split._torch_private import forward_hooks_of, forward_pre_hooks_of
 from lightning_pp.split.record.step_record import HookPlace
 
 
@@ -72,7 +73,7 @@ def watched_hooks(unit: nn.Module, on_hook: Callable[..., Any]) -> Iterator[None
     for name, child in unit.named_modules():
         if not name:
             continue
-        for hooks, before in ((child._forward_pre_hooks, True), (child._forward_hooks, False)):
+        for hooks, before in ((forward_pre_hooks_of(child), True), (forward_hooks_of(child), False)):
             if hooks:
                 replaced.append((hooks, replacements(name, hooks, before)))
     with with_replaced_hooks(replaced):
@@ -82,5 +83,5 @@ def watched_hooks(unit: nn.Module, on_hook: Callable[..., Any]) -> Iterator[None
 def hook_at(unit: nn.Module, place: HookPlace) -> Any:
     """The user's hook at ``place``; None if it is gone."""
     module = unit.get_submodule(place.module)
-    hooks = list(hooks_of_users(module._forward_pre_hooks if place.before else module._forward_hooks).values())
+    hooks = list(hooks_of_users(forward_pre_hooks_of(module) if place.before else forward_hooks_of(module)).values())
     return hooks[place.number] if place.number < len(hooks) else None

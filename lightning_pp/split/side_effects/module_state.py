@@ -14,16 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pp.split._torch_private import (
+    BUFFERS,
+    COMPILED_CALL,
+    HELD_BY_MODULES,
+    buffers_of,
+    forward_hooks_of,
+    forward_pre_hooks_of,
+)
+
 Changes = Callable[[], list[tuple[str, str, Any]]]
 
 _CONTAINERS = (list, dict, set)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # the content of an empty list, dict or set
 _EMPTY = ()
 # these belong to torch and Lightning, and no step keeps its results in them
-_SKIPPED = frozenset(
-    {"_parameters", "_modules", "_non_persistent_buffers_set", "_trainer", "_compiled_call_impl", "forward"}
-)
+_SKIPPED = frozenset({*HELD_BY_MODULES, "_trainer", COMPILED_CALL, "forward"})
 
 
 @contextmanager
@@ -52,7 +58,7 @@ def _preserved(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[Changes]:
         tensors = {key: value for key, value in attributes.items() if isinstance(value, Tensor) and key not in _SKIPPED}
         saved.append((name, child, dict(attributes), contents, tensors))
         # in-place updates (batch statistics, counters) go to copies
-        buffers = child._buffers
+        buffers = buffers_of(child)
         with torch.no_grad():
             for key, buffer in buffers.items():
                 if buffer is not None and not buffer.is_meta:
@@ -68,7 +74,7 @@ def _preserved(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[Changes]:
             for key, value in child.__dict__.items():
                 if key.startswith("_") and key not in before:
                     continue
-                if key in _SKIPPED or key == "_buffers" or _is_replaced_method(child, key, value):
+                if key in _SKIPPED or key == BUFFERS or _is_replaced_method(child, key, value):
                     continue
                 rebound = key not in before or value is not at_start.get(key)
                 edited = key in contents and not _same_content(value, contents[key][1])
@@ -101,13 +107,14 @@ class RehearsedState:
     def __init__(self, module: nn.Module, units: Mapping[str, nn.Module]) -> None:
         inside = {child for unit in units.values() for child in unit.modules()}
         self._inside = [child.__dict__ for child in inside]
+        self._hooks = [held for child in inside for held in (forward_pre_hooks_of(child), forward_hooks_of(child))]
         self._outside = [(name, child) for name, child in module.named_modules() if child not in inside]
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
         """Within, code outside of units may run; afterwards attributes and buffers are as before."""
         before = [(attributes, attributes.copy()) for attributes in self._inside]
-        hooks = [(held, tuple(held)) for attributes in self._inside for held in map(attributes.__getitem__, _HOOKS)]
+        hooks = [(held, tuple(held)) for held in self._hooks]
         try:
             with _preserved(self._outside):
                 yield

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_pp.split._torch_private import COMPILED_CALL, HELD_BY_RECURRENT_LAYERS
 from lightning_pp.split.data.tree import leaves_of, map_leaves
 from lightning_pp.split.record.step_record import ArgumentPlace, AttributePlace, HookPlace, PassedOn, SideEffect
 from lightning_pp.split.record.unknown_numbers import PLAIN, UnknownNumber
@@ -22,7 +23,7 @@ from lightning_pp.split.side_effects.argument_objects import ArgumentObjects
 from lightning_pp.split.side_effects.containers import CONTAINERS, add_entries, containers_in, new_entries, set_content
 from lightning_pp.split.side_effects.hooks import watched_hooks
 
-_TORCHS_OWN = frozenset(vars(nn.Module())) | {"_compiled_call_impl", "forward", "_flat_weights", "_flat_weight_refs"}
+_TORCHS_OWN = frozenset(vars(nn.Module())) | HELD_BY_RECURRENT_LAYERS | {COMPILED_CALL, "forward"}
 
 # Gives a tensor that leaves as a side effect its identity: what takes its place in the step, and what is noted of it.
 _Mark = Callable[[Tensor], tuple[Tensor, Any]]

@@ -13,12 +13,9 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
-from torch.utils._pytree import tree_any
 
+from lightning_pp.split._torch_private import CHECKPOINT_GENERATORS, tree_any
 from lightning_pp.split.fakes.parameters import is_fake
-
-# Private; torch 2.15 has the second name. Both take the function first.
-_GENERATORS = ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl")
 
 RAN = object()
 # What the unit calls of a region gave: RAN where the unit itself ran, else what stood in for it.
@@ -77,8 +74,7 @@ class CheckpointedRegions:
     @contextmanager
     def remembered(self) -> Iterator[None]:
         """Within, regions are remembered for their second run, which may come much later."""
-        names = [name for name in _GENERATORS if hasattr(torch_checkpoint, name)]
-        originals = {name: getattr(torch_checkpoint, name) for name in names}
+        originals = {name: getattr(torch_checkpoint, name) for name in CHECKPOINT_GENERATORS}
         function_class = torch_checkpoint.CheckpointFunction
         own_apply = vars(function_class).get("apply")  # of an outer context: a step may be rehearsed within a step
         for name, original in originals.items():

@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_pp.errors import SplitError
-from lightning_pp.split._torch_private import current_function_mode, without_current_function_mode
+from lightning_pp.split._torch_private import (
+    COMPILED_CALL,
+    call_of,
+    current_function_mode,
+    forward_hooks_of,
+    forward_pre_hooks_of,
+    wants_keywords,
+    without_current_function_mode,
+)
 from lightning_pp.split.data.tree import leaves_of, map_leaves
 from lightning_pp.split.fakes.distributions import distributions_check_what_is_here
 from lightning_pp.split.record.step_record import PassedOn
@@ -80,18 +88,18 @@ class UnitCalls:
             try:
                 for name, unit in self._units.items():
                     attributes = unit.__dict__
-                    compiled = attributes.get("_compiled_call_impl", ABSENT)
+                    compiled = attributes.get(COMPILED_CALL, ABSENT)
                     saved.append((attributes, compiled, attributes.get("forward", ABSENT)))
-                    originals = unit._call_impl if compiled in (None, ABSENT) else compiled, unit.forward
+                    originals = call_of(unit) if compiled in (None, ABSENT) else compiled, unit.forward
                     patch = self._patches.get(name)
                     if patch is None or patch.originals != originals:
                         patch = self._patches[name] = self._patch(name, unit, *originals)
-                    attributes["_compiled_call_impl"], attributes["forward"] = patch.call, patch.forward
+                    attributes[COMPILED_CALL], attributes["forward"] = patch.call, patch.forward
                 yield
             finally:
                 self._is_installed = False
                 for attributes, compiled, forward in saved:
-                    put_back(attributes, "_compiled_call_impl", compiled)
+                    put_back(attributes, COMPILED_CALL, compiled)
                     put_back(attributes, "forward", forward)
 
     def running_region(self) -> int | None:
@@ -121,7 +129,7 @@ class UnitCalls:
             handler = self._handler
             if handler is None or self._running_original:
                 return original(*args, **kwargs)
-            if unit._forward_pre_hooks or unit._forward_hooks:
+            if forward_pre_hooks_of(unit) or forward_hooks_of(unit):
                 return self._call_with_hooks(handler, name, unit, original, args, kwargs)
             return self._route(handler, name, run, args, kwargs)
 
@@ -147,19 +155,19 @@ class UnitCalls:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        before, after = hooks_of_users(unit._forward_pre_hooks), hooks_of_users(unit._forward_hooks)
+        before, after = hooks_of_users(forward_pre_hooks_of(unit)), hooks_of_users(forward_hooks_of(unit))
         if not before and not after:
             return self._route(handler, name, partial(self._run, call), args, kwargs)
         for key, hook in before.items():
-            args, kwargs = _replaced_inputs(hook, unit, args, kwargs, key in unit._forward_pre_hooks_with_kwargs)
+            args, kwargs = _replaced_inputs(hook, unit, args, kwargs, wants_keywords(unit, key, before=True))
 
         def call_without(*args: Any, **kwargs: Any) -> Any:
-            with without_hooks(unit._forward_pre_hooks, before), without_hooks(unit._forward_hooks, after):
+            with without_hooks(forward_pre_hooks_of(unit), before), without_hooks(forward_hooks_of(unit), after):
                 return call(*args, **kwargs)
 
         output = self._route(handler, name, partial(self._run, call_without), args, kwargs)
         for key, hook in after.items():
-            given = (unit, args, kwargs) if key in unit._forward_hooks_with_kwargs else (unit, args)
+            given = (unit, args, kwargs) if wants_keywords(unit, key, before=False) else (unit, args)
             replacement = hook(*given, output)
             output = output if replacement is None else replacement
         return output

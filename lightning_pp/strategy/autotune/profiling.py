@@ -12,12 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.errors import ScheduleError
-from lightning_pp.planning.programs import ProgramCache
-from lightning_pp.planning.schedule_options import ScheduleOptions
+from lightning_pp.planning.schedules.options import ScheduleOptions
+from lightning_pp.planning.schedules.programs import ProgramCache
 from lightning_pp.planning.stage_model import SplitModel
-from lightning_pp.planning.tuning import Layout, decided_by_one, memory_limit_of
+from lightning_pp.planning.tuning import Layout, decided_by_one
 from lightning_pp.runtime.timing import StepTimer
-from lightning_pp.schedule import Schedule, Sharding, StageCosts, build_schedule
+from lightning_pp.schedule import Schedule, Sharding, StageCosts
 from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.record.plan import StepPlan
 from lightning_pp.strategy.autotune.measured_costs import CostExchange, Measured, Profile, Shape
@@ -50,7 +50,7 @@ class TunedPrograms:
         data_parallel: The ranks that hold the same stages.
         groups: Who talks to whom.
         device: Where this rank computes.
-        agree: Returns rank 0's argument on every rank.
+        broadcast: Returns rank 0's argument on every rank.
         room_gib: What is left for activations on each rank of a limit of all memory; None without one.
 
     Attributes:
@@ -66,19 +66,20 @@ class TunedPrograms:
         data_parallel: DeviceMesh,
         groups: ControlGroups,
         device: torch.device,
-        agree: Callable[[Any], Any],
-        room_gib: Sequence[float] | None = None,
+        broadcast: Callable[[Any], Any],
+        room_gib: tuple[float, ...] | None = None,
     ) -> None:
         self._options = options
         self._cache = cache
         self._split = split
         self._groups = groups
         self._device = device
-        self._agree = agree
+        self._broadcast = broadcast
         self._room_gib = room_gib
         self._exchange = CostExchange(
             split, mesh["pipeline"], data_parallel, groups, device, whole_batch_loss=options.whole_batch_loss
         )
+        self._asked = f"schedule={options.source.name!r}"
         self._tells_order = options.whole_batch_loss
         self._is_first = mesh.get_local_rank("pipeline") == 0 and groups.replica == 0
         self._measures = options.measures
@@ -137,45 +138,39 @@ class TunedPrograms:
                 self._groups.num_replicas,
                 self._options.num_profiled_batches,
             )
-        if not self._options.searches or self._options.costs is not None:
+        if not self._options.searches_again:
             return
         rank_zero_info(
-            f"schedule='auto': measured {self._options.num_profiled_batches} batches; rank 0 searches for a schedule "
-            f"of {measured.num_microbatches} microbatches on {self._split.placement.num_ranks} ranks, the others wait."
+            f"{self._asked}: measured {self._options.num_profiled_batches} batches; rank 0 searches for a schedule of "
+            f"{measured.num_microbatches} microbatches on {self._split.placement.num_ranks} ranks, the others wait."
         )
-        schedule, report = decided_by_one(lambda: self._search(measured), decides=self._is_first, agree=self._agree)
+        schedule, report = decided_by_one(
+            lambda: self._search(measured), decides=self._is_first, broadcast=self._broadcast
+        )
         if schedule is None:
             rank_zero_warn(report)
         else:
-            limit = memory_limit_of(self._options, measured.costs, schedule.placement, self._room_gib)
+            limit = self._options.memory_limit(measured.costs, schedule.placement, self._room_gib)
             self._cache.use(schedule, measured.costs, limit)
             rank_zero_info(report)
 
     def _search(self, measured: Measured) -> tuple[Schedule | None, str]:
         """The schedule to go on with, None to leave it, and why."""
         placement, number = self._split.placement, measured.num_microbatches
-        limit = memory_limit_of(self._options, measured.costs, placement, self._room_gib)
+        limit = self._options.memory_limit(measured.costs, placement, self._room_gib)
         before = self._cache.training(number)
         started = time.perf_counter()
         try:
-            found = build_schedule(
-                "auto",
-                num_ranks=placement.num_ranks,
-                num_microbatches=number,
-                stages_per_rank=placement.num_stages // placement.num_ranks,
-                costs=measured.costs,
-                memory_limit=limit,
-                exact=self._options.exact_search,
-                placement=placement,
-                sharding=self.sharding,
-                whole_batch_loss=self._options.whole_batch_loss,
-            ).validate(costs=measured.costs, memory_limit=limit)
+            found = self._options.source.program(placement, number, measured.costs, limit, sharding=self.sharding)
         except ScheduleError as error:
-            return None, f"schedule='auto' keeps the schedule that it began with, {before.name}: {error}"
+            return (
+                None,
+                f"{self._asked} keeps the schedule that it began with, {before.name}: {error}",
+            )
         seconds = time.perf_counter() - started
         return found, "\n".join(
             [
-                f"schedule='auto': {found.name} from now on, found in {seconds:.1f} s ({placement.kind}, "
+                f"{self._asked}: {found.name} from now on, found in {seconds:.1f} s ({placement.kind}, "
                 f"{number} microbatches of {measured.num_samples} samples; only the order of work changes).",
                 costs_text(measured.costs),
                 *comparison(measured, found, before, self._options.memory_limit_gib),
@@ -191,22 +186,22 @@ def tuned_programs(
     data_parallel: DeviceMesh,
     groups: ControlGroups,
     device: torch.device,
-    agree: Callable[[Any], Any],
+    broadcast: Callable[[Any], Any],
 ) -> TunedPrograms:
     """The programs of a model that was cut for ``layout``; the other arguments are those of :class:`TunedPrograms`."""
-    is_named = not options.searches and options.from_file is None
     cache = ProgramCache(
-        options.name,
+        options.source,
         layout.placement,
         layout.costs,
-        memory_limit_of(options, layout.costs, layout.placement, layout.room_gib),
-        basis=None if is_named else layout.start,
-        whole_batch_loss=options.whole_batch_loss,
+        options.memory_limit(layout.costs, layout.placement, layout.room_gib),
+        found=layout.start if options.source.is_searched else None,
     )
     if layout.reason:
         how = "given" if options.costs is not None else "estimated"
-        rank_zero_info(f"schedule='auto' begins with {layout.start.name}, by {how} costs:\n{layout.reason}")
-    programs = TunedPrograms(options, cache, split, mesh, data_parallel, groups, device, agree, layout.room_gib)
+        rank_zero_info(
+            f"schedule={options.source.name!r} begins with {layout.start.name}, by {how} costs:\n{layout.reason}"
+        )
+    programs = TunedPrograms(options, cache, split, mesh, data_parallel, groups, device, broadcast, layout.room_gib)
     if options.costs is not None:
         programs.costs = layout.costs  # of these cuts, and with the bytes that were not given
     return programs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
+from os import PathLike
 from typing import Any
 
 import torch
@@ -18,7 +18,12 @@ from lightning_pp.strategy.autotune.measured_costs import Measured
 
 
 def save_costs(
-    path: Path, measured: Measured, split: SplitModel, device: torch.device, num_replicas: int, num_batches: int
+    path: str | PathLike[str],
+    measured: Measured,
+    split: SplitModel,
+    device: torch.device,
+    num_replicas: int,
+    num_batches: int,
 ) -> None:
     """Writes the costs to ``path``, with what they were measured on; a failure is told and does no harm."""
     placement, partition = split.placement, split.partition
@@ -59,7 +64,7 @@ def compared_schedules(
     for name in available_schedules():
         family = schedule_family(name)
         is_repeat = family.default_stages_per_rank > stages_per_rank  # interleaved_1f1b of one stage is 1f1b
-        if name == "auto" or is_repeat or not family.allows(stages_per_rank):
+        if family.is_search or is_repeat or not family.allows(stages_per_rank):
             continue
         sizes: dict[str, Any] = {
             "num_ranks": placement.num_ranks,

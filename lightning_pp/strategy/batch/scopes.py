@@ -33,6 +33,9 @@ class StepScopes:
         rank: Its place in the pipeline.
     """
 
+    ends_each_microbatch = True
+    """Whether every run of the last stage's step runs to its end."""
+
     def __init__(
         self,
         module: pl.LightningModule,
@@ -51,10 +54,12 @@ class StepScopes:
         self._scaled = scaled
         self._last_stage = placement.num_stages - 1
         stages = placement.stages_of_rank(rank)
-        # None where some of this rank's steps are the last stage's and some are not
+        # whether this rank's runs of the step run to its end; None where some do and some do not
         self._are_last: bool | None = None
-        if len(stages) == 1 or self._last_stage not in stages:
-            self._are_last = self._last_stage in stages
+        if self._last_stage not in stages:
+            self._are_last = False
+        elif len(stages) == 1 and self.ends_each_microbatch:
+            self._are_last = True
         is_plain = isinstance(precision.forward_context(), nullcontext)
         self._forward_context: Callable[[], AbstractContextManager[Any]] | None = (
             None if is_plain else precision.forward_context
@@ -72,7 +77,9 @@ class StepScopes:
 
     def run(self, step: Callable[[], Any], microbatch: int, stage: int) -> Any:
         """Runs the user's step for one microbatch and stage."""
-        is_last = stage == self._last_stage
+        return self._run(step, microbatch, is_last=stage == self._last_stage)
+
+    def _run(self, step: Callable[[], Any], microbatch: int, *, is_last: bool) -> Any:
         scopes: list[AbstractContextManager[Any]] = []
         scaled: ScaledStep | None = None
         if is_last:

@@ -6,11 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.plugins.precision import Precision
-
 from lightning_pp.runtime.whole_batch import WholeBatch
-from lightning_pp.schedule import Placement
 from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.dry_run.run import DryRun
 from lightning_pp.split.record.plan import StepPlan
@@ -18,9 +14,6 @@ from lightning_pp.split.record.step_record import StepRecord
 from lightning_pp.split.record.whole_batch import WholeBatchPlan, plan_whole_batch
 from lightning_pp.strategy.batch.scaling import ScaledBatch
 from lightning_pp.strategy.batch.scopes import StepScopes
-from lightning_pp.strategy.results.attributes import StepAttributes
-from lightning_pp.strategy.results.logs import StepLogs
-from lightning_pp.strategy.results.metrics import PipelineMetrics
 
 END_OF_BATCH = -1
 """In the place of a microbatch's index: the run of the step on the whole batch."""
@@ -85,28 +78,15 @@ class WholeBatchScopes(StepScopes):
     The arguments are those of :class:`StepScopes`.
     """
 
-    def __init__(
-        self,
-        module: pl.LightningModule,
-        precision: Precision,
-        logs: StepLogs,
-        metrics: PipelineMetrics,
-        attributes: StepAttributes,
-        scaled: ScaledBatch,
-        placement: Placement,
-        rank: int,
-    ) -> None:
-        super().__init__(module, precision, logs, metrics, attributes, scaled, placement, rank)
-        if self._are_last:
-            self._are_last = None
+    ends_each_microbatch = False
 
     def run(self, step: Callable[[], Any], microbatch: int, stage: int) -> Any:
         """Runs the user's step for one microbatch and stage, up to its last unit."""
-        return super().run(step, microbatch, -1)
+        return self._run(step, microbatch, is_last=False)
 
     def run_tail(self, step: Callable[[], Any]) -> Any:
         """Runs it on the whole batch."""
-        return super().run(step, 0, self._last_stage)
+        return self._run(step, 0, is_last=True)
 
 
 def work_of(plan: WholeBatchPlan, call_step: Callable[[], Any], scopes: WholeBatchScopes, factor: float) -> WholeBatch:

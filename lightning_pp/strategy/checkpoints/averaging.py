@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_pp.strategy.checkpoints.saving import Checkpoints
-from lightning_pp.strategy.checkpoints.state import CURRENT_MODEL
+from lightning_pp.checkpoint.content import CURRENT_MODEL, MODEL
+from lightning_pp.strategy.checkpoints.checkpoints import Checkpoints
 
 _AVERAGING = "averaging_state"
 
@@ -30,14 +30,13 @@ def leave_averages_to_strategy(trainer: pl.Trainer) -> None:
             vars(callback)["setup"] = lambda *args, **kwargs: None
 
 
-def average_own_part(trainer: pl.Trainer, module: pl.LightningModule, checkpoints: Checkpoints, *, full: bool) -> None:
+def average_own_part(trainer: pl.Trainer, module: pl.LightningModule, checkpoints: Checkpoints) -> None:
     """After the split: gives each averaging callback an average of this rank's part.
 
     Args:
         trainer: The trainer, about to fit.
         module: The split module.
-        checkpoints: Loads the current weights.
-        full: Whether a checkpoint has all names on rank 0, or those of each rank.
+        checkpoints: Collects the averages, and loads the current weights.
     """
     for callback in _callbacks(trainer):
         if not isinstance(callback, WeightAveraging):
@@ -49,8 +48,8 @@ def average_own_part(trainer: pl.Trainer, module: pl.LightningModule, checkpoint
         def save(
             _: pl.Trainer, __: pl.LightningModule, checkpoint: dict[str, Any], average: PartAverage = average
         ) -> None:
-            checkpoint[CURRENT_MODEL] = checkpoint["state_dict"]
-            checkpoint["state_dict"] = checkpoints.state.model_state(full=full, replaced=average.named_tensors())
+            checkpoint[CURRENT_MODEL] = checkpoint[MODEL]
+            checkpoint[MODEL] = checkpoints.model_state(replaced=average.named_tensors())
             checkpoint[_AVERAGING] = {"n_averaged": average.n_averaged.clone()}
 
         def load(

@@ -38,6 +38,16 @@ def user_reading_world_size() -> str | None:
     return _line(reader)
 
 
+def namespaces_of_user() -> list[dict[str, Any]]:
+    """The globals of all modules that are imported by now and may be the user's."""
+    others = sys.stdlib_module_names.union(_NOT_THE_USERS)
+    return [
+        vars(module)
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] not in others and hasattr(module, "__dict__")
+    ]
+
+
 def _is_users(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _NOT_THE_USERS
 

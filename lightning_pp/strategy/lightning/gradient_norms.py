@@ -1,23 +1,22 @@
-"""Lightning's ``grad_norm`` over all stages and shards, wherever the user's code has imported it."""
+"""Lightning's ``grad_norm`` over all stages and shards, also where the user's code has imported it before."""
 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch import utilities
 from lightning.pytorch.utilities import grads
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.split.fakes.parameters import FakeParameters
-
-_NAME = "grad_norm"
+from lightning_pp.strategy.lightning.callers import namespaces_of_user
 
 
 class GradientNorms:
@@ -70,22 +69,28 @@ class GradientNorms:
 
     @contextmanager
     def in_place_of_lightnings(self) -> Iterator[None]:
-        """Within, whoever has imported Lightning's ``grad_norm`` gets this one."""
+        """Within, Lightning's ``grad_norm`` is this one, where Lightning has it and in the user's modules."""
         original = grads.grad_norm
 
         @functools.wraps(original)
         def grad_norm(module: nn.Module, norm_type: Any, group_separator: str = "/") -> dict[str, Any]:
             return self(original, module, norm_type, group_separator)
 
-        importers = [
-            content
-            for content in [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
-            if content.get(_NAME) is original
-        ]
-        for content in importers:
-            content[_NAME] = grad_norm
+        _exchange(original, grad_norm)
         try:
             yield
         finally:
-            for content in importers:
-                content[_NAME] = original
+            _exchange(grad_norm, original)  # also in modules that were imported in between
+
+
+def _exchange(one: Callable[..., Any], other: Callable[..., Any]) -> None:
+    """Puts ``other`` wherever ``one`` is a global, under any name.
+
+    To change it in Lightning alone is not enough: ``from lightning.pytorch.utilities import grad_norm``, as Lightning's
+    own documentation has it, gives the user's module a name of its own before there is a strategy. Other libraries are
+    left alone.
+    """
+    for namespace in (vars(utilities), vars(grads), *namespaces_of_user()):
+        for name, value in list(namespace.items()):
+            if value is one:
+                namespace[name] = other

@@ -3,37 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from lightning.pytorch.trainer import call
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch.optim import Optimizer
-
-from lightning_pp.strategy.results.pending import PendingOutputs
-
-
-@dataclass
-class PipelineResult(ClosureResult):
-    """What the closure keeps of a step's outputs, without looking at those that are still to come."""
-
-    pending: PendingOutputs | None = None
-
-    @classmethod
-    def from_training_step_output(cls, training_step_output: STEP_OUTPUT, normalize: int = 1) -> ClosureResult:
-        """As Lightning's, from outputs that may be pending."""
-        if isinstance(training_step_output, PendingOutputs):
-            return cls(training_step_output["loss"] / normalize, pending=training_step_output)
-        return super().from_training_step_output(training_step_output, normalize)
-
-    def asdict(self) -> dict[str, Any]:
-        """What ``on_train_batch_end`` gets."""
-        if self.pending is None or self.loss is None:
-            return super().asdict()
-        return self.pending.with_loss(self.loss)
 
 
 class PipelineClosure(Closure):
@@ -76,20 +52,13 @@ class PipelineOptimization(_AutomaticOptimization):
     gather of logged values             last stages of the replicas, aside      every batch, with replicas
     ==================================  ======================================  ==================================
 
-    So with one replica a step without clipping has none. What a batch came to (logs, outputs, the fingerprint of the
-    batch) the last stage sends to each other rank, point to point and aside from the step. These wait for it:
-
-    * who looks at metrics or outputs: the loggers at their interval, callbacks that monitor, a scheduler stepped with
-      a metric, ``on_before_backward`` and ``on_train_batch_end`` where they read values; progress bars do not, and
-      between two loggings show what has arrived, which may be a batch old;
-    * steps that change attributes of the module, since the next step starts from these;
-    * validation, checkpoints and the end of an epoch;
-    * the batch after the next one, so that the ranks stay together and an error is everybody's.
+    So with one replica a step without clipping has none. What a batch came to (logs, loss, outputs, attributes, the
+    fingerprint of the batch) the last stage sends to each other rank, point to point and aside from the step, as soon
+    as its last forward has ended. Every rank takes it up at the end of its own step: a rank's last backward comes later
+    than that forward, so it is there by then, but for the time that a message takes.
 
     The first two batches of an epoch are compared along the pipeline before they are cut, by one gather each.
     """
-
-    output_result_cls = PipelineResult
 
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
         return PipelineClosure(

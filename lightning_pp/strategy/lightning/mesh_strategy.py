@@ -18,7 +18,6 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning_utilities.core import rank_zero
 from torch import Tensor
@@ -29,6 +28,7 @@ from lightning_pp.distributed.meshes import make_meshes
 from lightning_pp.distributed.sizes import Auto, ParallelSizes
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.strategy.lightning.callers import line_of_user, user_reading_world_size
+from lightning_pp.strategy.lightning.launcher import RunLauncher
 
 
 class MeshStrategy(ParallelStrategy):
@@ -117,12 +117,15 @@ class MeshStrategy(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        is_launched = self.cluster_environment.creates_processes_externally
-        if is_launched:
+        if self.cluster_environment.creates_processes_externally:
             self._check_num_started()
         _ = self.sizes  # a wrong product is told before any process is launched
-        if not is_launched:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        self._launcher = RunLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    @property
+    def weights_only(self) -> bool | None:
+        """What the user passed to ``fit`` or its siblings; None if nothing."""
+        return self.launcher.weights_only if isinstance(self.launcher, RunLauncher) else None
 
     def _check_num_started(self) -> None:
         """Raises :class:`ConfigurationError` if a launcher started more processes on this node than have devices."""

@@ -10,18 +10,18 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.distributed_c10d import _get_default_store
 
-from lightning_pp.strategy.results.batches import MOST_PENDING
-
-# A rank that is about to start batch n has heard of batch n - MOST_PENDING - 2, which every rank has started by then.
-_MOST_APART = MOST_PENDING + 2
-
 
 class CommonEnd:
     """Before every batch each rank asks the job's key-value store whether an end was set; a signal sets one.
 
-    Ranks are never more than a few batches apart, since each of them hears of old batches before it starts new ones.
-    So an end that is more batches ahead of the rank that sets it lies ahead of all ranks, and all of them see it in
-    time.
+    A rank ends batch n - 1 with the report of it, for which every rank of its pipeline has run forwards, and with
+    replicas the last stage of each. So a rank that asks before batch n knows two things:
+
+    * Every rank has asked before batch n - 1, so nobody is behind by more than one batch.
+    * Nobody has asked before batch n + 1, for that takes this rank's part of batch n, which comes after the question.
+
+    So when it sets the end before batch n + 1, that lies ahead of all ranks, and each of them sees it when it asks
+    before that batch, if not earlier.
 
     Args:
         store: The store of the job; None for one process.
@@ -42,15 +42,13 @@ class CommonEnd:
             return self.is_requested
         now = self._num_batches()
         if self._end is None and self.is_requested:
-            self._end = int(self._store.compare_set(self._key, "", str(now + _MOST_APART + 1)))
+            self._end = int(self._store.compare_set(self._key, "", str(now + 1)))
         elif self._end is None and self._store.check([self._key]):
             self._end = int(self._store.get(self._key))
         return self._end is not None and now >= self._end
 
 
-def end_together_on_sigterm(
-    trainer: pl.Trainer, number: int, num_batches: Callable[[], int], before_the_end: Callable[[], None]
-) -> None:
+def end_together_on_sigterm(trainer: pl.Trainer, number: int, num_batches: Callable[[], int]) -> None:
     """Has a SIGTERM to any rank end the training between two batches, on all ranks before the same one.
 
     Lightning's handler starts a collective wherever the signal finds it, also in the middle of a step, in which the
@@ -60,7 +58,6 @@ def end_together_on_sigterm(
         trainer: The trainer, about to run.
         number: Of this run among those of the processes.
         num_batches: Training batches that this rank has run.
-        before_the_end: Called on every rank before the training ends.
     """
     store = _get_default_store() if dist.is_initialized() and trainer.world_size > 1 else None
     end = CommonEnd(store, f"lightning_pp/end/{number}", num_batches)
@@ -70,7 +67,6 @@ def end_together_on_sigterm(
 
     def end_if_time() -> None:
         if end.has_come():
-            before_the_end()
             trainer._signal_connector.received_sigterm = True
             raise SIGTERMException
 

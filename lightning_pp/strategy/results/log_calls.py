@@ -167,14 +167,15 @@ def to_numbers(tensors: Sequence[Tensor]) -> list[float]:
 
 
 def to_tensors(calls: Sequence[LogCall], device: torch.device) -> list[Tensor | None]:
-    """The calls' values as 0-d tensors on ``device``, with one transfer per dtype."""
+    """The calls' values as 0-d tensors on ``device``, with one transfer per dtype, which waits for nothing there."""
     by_dtype: dict[torch.dtype, list[int]] = {}
     for position, call in enumerate(calls):
         if call.value is not None:
             by_dtype.setdefault(call.value_dtype(), []).append(position)
     tensors: list[Tensor | None] = [None] * len(calls)
     for dtype, positions in by_dtype.items():
-        row = torch.tensor([calls[position].value for position in positions], dtype=dtype, device=device)
+        row = torch.tensor([calls[position].value for position in positions], dtype=dtype, device="cpu")
+        row = row.to(device, non_blocking=True)
         for position, tensor in zip(positions, row.unbind(), strict=True):
             tensors[position] = tensor
     return tensors

@@ -8,7 +8,7 @@ Life of one batch's logs, on every rank::
             logs.begin(index if this rank holds the last stage else None)
             module.training_step(microbatch, batch_idx)
             logs.end()
-    calls, num_samples = logs.exchange(weights, num_samples, groups)
+    on the last stage: calls, num_samples = logs.merge_over_replicas(weights, num_samples, groups)
     replay(module, calls, num_samples)
 
 Between ``begin`` and ``replay`` Lightning's own ``log`` does all the checking and resolving; only the last thing it
@@ -217,10 +217,6 @@ class StepLogs:
             total += samples
         return merge_calls(replicas, by_batch_size=True), total
 
-    def exchange(self, weights: Sequence[float], num_samples: int, groups: ControlGroups) -> tuple[list[LogCall], int]:
-        """:meth:`merge_over_replicas` on the last stages, shared with every rank; every rank has to call this."""
-        return groups.share(lambda: self.merge_over_replicas(weights, num_samples, groups), "What the step logged")
-
 
 def replay(module: LightningModule, calls: Sequence[LogCall], batch_size: int) -> None:
     """Hands ``calls`` to Lightning, on every rank in the same order and with the same values.
@@ -229,7 +225,7 @@ def replay(module: LightningModule, calls: Sequence[LogCall], batch_size: int) -
 
     Args:
         module: The user's module.
-        calls: What :meth:`StepLogs.exchange` returned.
+        calls: What :meth:`StepLogs.merge_over_replicas` returned on the last stage.
         batch_size: Number of samples in the global batch: the weight of this batch in means over an epoch, unless the
             user gave one. With it, uneven batches weigh in the epoch as they do on one device.
 

@@ -10,18 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree
 
-from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.errors import ConfigurationError, SplitError
-from lightning_pp.split.data.tree import leaves_of, map_leaves, replace_leaves
+from lightning_pp.split.data.tree import leaves_of, map_leaves
 from lightning_pp.split.fakes.parameters import is_fake
 from lightning_pp.strategy.results.host_copies import HostCopies
-
-# Tensors up to this size travel inside the message that describes the outputs, so that a loss costs one message.
-_INLINE_BYTES = 1024
 
 
 def merge_outputs(outputs: Sequence[Any], num_samples: Sequence[int], weights: Sequence[float] | None = None) -> Any:
@@ -65,89 +60,6 @@ def merge_outputs(outputs: Sequence[Any], num_samples: Sequence[int], weights: S
     return _merged(parts)
 
 
-def exchange_outputs(
-    outputs: Sequence[Any],
-    num_samples: Sequence[int],
-    groups: ControlGroups,
-    *,
-    weights: Sequence[float] | None = None,
-    device: torch.device | None = None,
-    device_group: dist.ProcessGroup | None = None,
-) -> Any:
-    """:func:`merge_outputs` on the last stage, then :func:`share_outputs`; what the former raises is raised everywhere.
-
-    Every rank of the pipeline has to call it; ``outputs`` counts on the last stage only.
-    """
-    return share_result_of(lambda: merge_outputs(outputs, num_samples, weights), groups, device, device_group)
-
-
-def share_outputs(
-    outputs: Any,
-    groups: ControlGroups,
-    device: torch.device | None = None,
-    device_group: dist.ProcessGroup | None = None,
-) -> Any:
-    """Returns the last stage's ``outputs`` on every rank of its pipeline; every rank of the pipeline has to call it.
-
-    Args:
-        outputs: What the step returned; counts on the last stage only.
-        groups: The control groups.
-        device: Where tensors go that are on an accelerator on the last stage; the others stay on the CPU.
-        device_group: Group of the pipeline's ranks for large tensors on an accelerator (NCCL); by default they travel
-            through the CPU.
-
-    Returns:
-        The outputs with detached tensors; on the last stage its own.
-
-    Raises:
-        SplitError: The outputs hold a tensor without data, because it depends on what only another stage has.
-        TypeError: The outputs hold something that cannot be pickled.
-    """
-    return share_result_of(lambda: outputs, groups, device, device_group)
-
-
-def share_result_of(
-    produce: Callable[[], Any],
-    groups: ControlGroups,
-    device: torch.device | None = None,
-    device_group: dist.ProcessGroup | None = None,
-) -> Any:
-    """:func:`share_outputs` of what ``produce`` returns; it is called on the last stage, and raises on every rank."""
-    mine: list[Any] = []
-    large: list[Tensor] = []
-
-    def describe() -> Any:
-        outputs = produce()
-        _refuse_fakes(outputs)
-        mine.append(_detached(outputs))
-        if groups.pipeline_size == 1:
-            return None
-        packed = [_packed(leaf, large) for leaf in leaves_of(mine[0])]
-        return replace_leaves(mine[0], packed)
-
-    description = groups.share(describe, "What the step returned")
-    target = device or torch.device("cpu")
-    if mine:
-        for tensor in large:
-            by_device = device_group is not None and not tensor.is_cpu
-            groups.broadcast_tensor(
-                (tensor if by_device else tensor.cpu()).contiguous(), device_group if by_device else None
-            )
-        return mine[0]
-
-    def receive(leaf: Any) -> Any:
-        if isinstance(leaf, _Inline):
-            return leaf.unpacked(target)
-        if isinstance(leaf, _Large):
-            by_device = device_group is not None and leaf.on_accelerator
-            tensor = torch.empty(leaf.shape, dtype=leaf.dtype, device=target if by_device else "cpu")
-            groups.broadcast_tensor(tensor, device_group if by_device else None)
-            return tensor.to(target) if leaf.on_accelerator else tensor
-        return leaf
-
-    return map_leaves(receive, description)
-
-
 def packed_outputs(outputs: Any, copies: HostCopies) -> Any:
     """``outputs`` as they can be sent in one message, whatever their size, once ``copies`` are there.
 
@@ -156,13 +68,13 @@ def packed_outputs(outputs: Any, copies: HostCopies) -> Any:
     """
     _refuse_fakes(outputs)
     return map_leaves(
-        lambda leaf: _Inline(copies.copy(leaf), not leaf.is_cpu) if isinstance(leaf, Tensor) else leaf, outputs
+        lambda leaf: _Packed(copies.copy(leaf), not leaf.is_cpu) if isinstance(leaf, Tensor) else leaf, outputs
     )
 
 
 def unpacked_outputs(outputs: Any, device: torch.device) -> Any:
     """What :func:`packed_outputs` was given; tensors that were on an accelerator are on ``device``."""
-    return map_leaves(lambda leaf: leaf.unpacked(device) if isinstance(leaf, _Inline) else leaf, outputs)
+    return map_leaves(lambda leaf: leaf.unpacked(device) if isinstance(leaf, _Packed) else leaf, outputs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,24 +86,16 @@ class _Part:
     weight: float
 
 
-class _Inline:
-    """Stands for a small tensor in a message."""
+class _Packed:
+    """Stands for a tensor in a message."""
 
     def __init__(self, tensor: Tensor, on_accelerator: bool) -> None:
         self.tensor = tensor
         self.on_accelerator = on_accelerator
 
     def unpacked(self, device: torch.device) -> Tensor:
-        return self.tensor.to(device) if self.on_accelerator else self.tensor
-
-
-class _Large:
-    """Stands for a tensor that follows the message."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.shape = tensor.shape
-        self.dtype = tensor.dtype
-        self.on_accelerator = not tensor.is_cpu
+        # a blocking copy would wait for all that the device has to do
+        return self.tensor.to(device, non_blocking=True) if self.on_accelerator else self.tensor
 
 
 def _detached(outputs: Any) -> Any:
@@ -205,16 +109,6 @@ def _refuse_fakes(outputs: Any) -> None:
                 f"The step returned a tensor of shape {tuple(leaf.shape)} that depends on what only another stage has. "
                 "Return values that the last stage computes."
             )
-
-
-def _packed(leaf: Any, large: list[Tensor]) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    if leaf.layout is not torch.strided or leaf.is_nested or leaf.numel() * leaf.element_size() <= _INLINE_BYTES:
-        # a clone, because pickling a view would take its whole storage along
-        return _Inline(leaf.cpu().clone(), not leaf.is_cpu)
-    large.append(leaf)
-    return _Large(leaf)
 
 
 def _merged(parts: list[_Part]) -> Any:

@@ -1,29 +1,33 @@
-"""What a training batch came to, from the last stage to the ranks that will know of it later."""
+"""What a batch came to, from the last stage to every rank of its pipeline, by the end of the step.
+
+The last stage knows it after its last forward, and every rank's last backward comes later. So the report is made and
+sent aside while the backwards run, and is there when a rank has ended its own part of the step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
-from torch import Tensor
 
-from lightning_pp.distributed.fingerprints import Fingerprint
-from lightning_pp.distributed.messages import Message, MessageLine
+from lightning_pp.distributed.fingerprints import Fingerprint, check_same_batch
+from lightning_pp.distributed.messages import MessageLine
 from lightning_pp.strategy.results.host_copies import HostCopies
 from lightning_pp.strategy.results.log_calls import LogCall
-from lightning_pp.strategy.results.logs import StepLogs
-from lightning_pp.strategy.results.outputs import loss_of, packed_outputs, unpacked_outputs
-from lightning_pp.strategy.results.pending import PendingLoss, PendingOutputs
+from lightning_pp.strategy.results.logs import StepLogs, replay
+from lightning_pp.strategy.results.outputs import packed_outputs, unpacked_outputs
 
 Merged = tuple[Any, list[Any]]
 """What the step returned for the whole batch, and what became of the attributes that it keeps."""
 
 
 @dataclass(frozen=True)
-class BatchReport:
-    """What one batch came to.
+class _Content:
+    """What the last stage tells.
 
     Attributes:
         calls: What the global batch logged.
@@ -38,89 +42,86 @@ class BatchReport:
     fingerprint: Fingerprint | None
 
 
-class ComingReport:
-    """A batch that this rank is done with.
-
-    Args:
-        message: Brings the :class:`BatchReport`.
-        device: Where tensors go that are on an accelerator on the last stage.
-        own: What is known here already, on the last stage.
-    """
-
-    def __init__(self, message: Message, device: torch.device, own: Merged | None) -> None:
-        self.message = message
-        self._device = device
-        self._merged = own
-
-    def outputs(self) -> Any:
-        """What the step returned, pending except on the last stage."""
-        if self._merged is not None:
-            return self._merged[0]
-        return PendingOutputs.awaiting(PendingLoss(self._loss), self._without_loss)
-
-    def changes(self) -> list[Any]:
-        """What became of kept attributes; waits for it."""
-        return self._wait()[1]
-
-    def _wait(self) -> Merged:
-        if self._merged is None:
-            report: BatchReport = self.message.wait()
-            self._merged = unpacked_outputs(report.merged, self._device)
-        assert self._merged is not None
-        return self._merged
-
-    def _loss(self) -> Tensor:
-        return loss_of(self._wait()[0])
-
-    def _without_loss(self) -> dict[str, Any]:
-        output = self._wait()[0]
-        return {key: value for key, value in output.items() if key != "loss"} if isinstance(output, Mapping) else {}
-
-
-def report_batch(
-    line: MessageLine,
-    logs: StepLogs,
-    merge: Callable[[], Merged],
-    *,
-    weights: Sequence[float],
-    num_samples: int,
-    fingerprint: Fingerprint | None,
-    device: torch.device,
-) -> ComingReport:
-    """Has the last stage report a batch; every rank of the pipeline calls this once a batch, and none waits.
+class BatchReport:
+    """The report of one batch on one rank; every rank of the pipeline makes it before the step.
 
     Args:
         line: Carries the report.
-        logs: What the microbatches logged.
+        logs: What the microbatches log.
         merge: Merges what they returned and changed; called on the last stage.
         weights: Share of each microbatch.
         num_samples: Samples of the replica's batch.
         fingerprint: Of the batch that this rank saw.
         device: Where this rank computes.
     """
-    if not line.groups.is_last_stage:
-        return ComingReport(line.next(_nothing), device, None)
-    copies = HostCopies()
-    logs.to_host(copies)
-    own: Merged | None = None
-    packed: Any = None
-    failure: Exception | None = None
-    try:
-        own = merge()
-        packed = packed_outputs(own, copies) if line.groups.pipeline_size > 1 else None
-    except Exception as error:  # every rank of the pipeline raises it, when it hears of the batch
-        own, failure = None, error
-    copies.end()
 
-    def produce() -> BatchReport:
-        copies.wait()
-        calls, total = logs.merge_over_replicas(weights, num_samples, line.groups)
-        if failure is not None:
-            raise failure
-        return BatchReport(calls, total, packed, fingerprint)
+    def __init__(
+        self,
+        line: MessageLine,
+        logs: StepLogs,
+        merge: Callable[[Sequence[Any]], Merged],
+        *,
+        weights: Sequence[float],
+        num_samples: int,
+        fingerprint: Fingerprint | None,
+        device: torch.device,
+    ) -> None:
+        self._line = line
+        self._logs = logs
+        self._merge = merge
+        self._weights = weights
+        self._num_samples = num_samples
+        self._fingerprint = fingerprint
+        self._device = device
+        self._own: Merged | None = None
+        self._message: Future[_Content] | None = None if line.groups.is_last_stage else line.listen()
 
-    return ComingReport(line.next(produce), device, own)
+    def tell(self, outputs: Sequence[Any]) -> None:
+        """Starts to tell the others, on the last stage after its last forward; waits for nobody, nor for the device.
 
+        Args:
+            outputs: What the step returned for each microbatch.
+        """
+        copies = HostCopies()
+        self._logs.to_host(copies)
+        packed: Any = None
+        failure: Exception | None = None
+        try:
+            self._own = self._merge(outputs)
+            packed = packed_outputs(self._own, copies) if self._line.groups.pipeline_size > 1 else None
+        except Exception as error:  # every rank of the pipeline raises it at the end of its step
+            failure = error
+        copies.end()
 
-def _nothing() -> None:
-    return None
+        def produce() -> _Content:
+            copies.wait()
+            calls, total = self._logs.merge_over_replicas(self._weights, self._num_samples, self._line.groups)
+            if failure is not None:
+                raise failure
+            return _Content(calls, total, packed, self._fingerprint)
+
+        self._message = self._line.tell(produce)
+
+    def take_up(self, module: pl.LightningModule, batch_idx: int) -> Merged:
+        """At the end of this rank's step: waits for the report, and hands Lightning what was logged.
+
+        Args:
+            module: The user's module.
+            batch_idx: The batch's index.
+
+        Returns:
+            :data:`Merged`, with tensors on this rank's device where they were on one on the last stage.
+
+        Raises:
+            BatchError: This rank saw another batch than the last stage.
+            Exception: What making the report raised on the last stage.
+        """
+        assert self._message is not None
+        content = self._message.result()
+        if self._fingerprint is not None and content.fingerprint is not None:
+            check_same_batch([self._fingerprint, content.fingerprint], batch_idx)
+        replay(module, content.calls, content.num_samples)
+        if self._own is not None:
+            return self._own
+        merged: Merged = unpacked_outputs(content.merged, self._device)
+        return merged

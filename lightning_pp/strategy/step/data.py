@@ -14,26 +14,13 @@ import numpy as np
 import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource, _request_dataloader
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.split.data.tree import own_copy
-
-_STEP_OF_STAGE = {
-    RunningStage.TRAINING: "training_step",
-    RunningStage.VALIDATING: "validation_step",
-    RunningStage.SANITY_CHECKING: "validation_step",
-    RunningStage.TESTING: "test_step",
-    RunningStage.PREDICTING: "predict_step",
-}
-
-
-def step_name(stage: RunningStage) -> str:
-    """The name of the module's step in ``stage``."""
-    return _STEP_OF_STAGE[stage]
 
 
 def first_batch(trainer: pl.Trainer) -> Any:

@@ -1,4 +1,4 @@
-"""Where everything in a picture of a step stands; drawn as SVG or as pixels, measured and simulated steps alike."""
+"""Where everything in a picture of a step stands, measured and simulated steps alike."""
 
 from __future__ import annotations
 

@@ -1,0 +1,219 @@
+"""One rank's part of the module and of its optimizers, by canonical name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from lightning_pp.checkpoint._torch_private import tree_map_only
+from lightning_pp.checkpoint.ownership.catalog import ParameterCatalog, enumerate_names
+from lightning_pp.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """What one rank holds of a split model and its optimizers: what it saves, and what it loads into.
+
+    Attributes:
+        module: The module without the parameters of other ranks, but with all buffers and extra states; its parameters
+            are tensors, or DTensors over the data-parallel axes.
+        catalog: The unsplit module.
+        mesh: Axes ``pipeline`` and then those of data parallelism, over all ranks.
+        optimizers: With this rank's parameters in the groups that a single device would have; none where only the
+            model is saved or loaded.
+    """
+
+    module: Module
+    catalog: ParameterCatalog
+    mesh: DeviceMesh
+    optimizers: Sequence[Optimizer] = ()
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """What the module holds of the whole state: its own parameters, every buffer and every extra state.
+
+        FSDP2 modules are brought to their sharded form.
+
+        Returns:
+            Canonical names in the catalogue's order, with tensors that share the storage of the module's.
+
+        Raises:
+            CheckpointError: The module has names that the catalogue lacks.
+        """
+        return by_canonical_name(self.module.state_dict(), self.catalog)
+
+    def parameters(self) -> dict[str, Parameter]:
+        """The parameters that this rank owns, by canonical name; FSDP2 modules are brought to their sharded form."""
+        self.module.state_dict()
+        return {self.catalog.canonical_name(name): parameter for name, parameter in self.module.named_parameters()}
+
+
+@dataclass(frozen=True)
+class OptimizerPart:
+    """What one rank's optimizer holds, with names in place of indices.
+
+    Attributes:
+        state: For each canonical name with state, the optimizer's values (``exp_avg``, ``step``, ...).
+        groups: For each parameter group its hyper-parameters, without parameters.
+        labels: The user's own names of parameters, for an optimizer made from ``named_parameters()``.
+    """
+
+    state: dict[str, dict[str, Any]]
+    groups: list[dict[str, Any]]
+    labels: dict[str, str]
+
+
+def by_canonical_name(state_dict: Mapping[str, Any], catalog: ParameterCatalog) -> dict[str, Any]:
+    """Drop the further names of tied parameters.
+
+    Raises:
+        CheckpointError: There are names that the catalogue lacks.
+    """
+    if strange := [name for name in state_dict if name not in catalog.owners and name not in catalog.canonical]:
+        raise CheckpointError(
+            f"the state_dict has {len(strange)} names that the module did not have when it was split: "
+            f"{enumerate_names(strange)}; register parameters and buffers in __init__ or configure_model"
+        )
+    held = {catalog.canonical_name(name): value for name, value in state_dict.items()}
+    return {name: held[name] for name in catalog.canonical_names if name in held}
+
+
+def to_save(values: Mapping[str, Any], catalog: ParameterCatalog, pipeline_rank: int) -> dict[str, Any]:
+    """The part of the state that this pipeline rank saves, which is that of the names that it is the first to own.
+
+    Raises:
+        CheckpointError: A name is not there.
+    """
+    mine = [name for name in catalog.canonical_names if catalog.saver(name) == pipeline_rank]
+    if missing := [name for name in mine if name not in values]:
+        raise CheckpointError(
+            f"pipeline rank {pipeline_rank} owns {len(missing)} names that its state_dict does not have: "
+            f"{enumerate_names(missing)}; do not remove parameters or buffers after the module is set up"
+        )
+    return {name: values[name] for name in mine}
+
+
+def read_optimizer(optimizer: Optimizer, parameters: Mapping[str, Parameter]) -> OptimizerPart:
+    """Take an optimizer's state apart.
+
+    Raises:
+        CheckpointError: It holds parameters that the module does not have, or state that belongs to no parameter.
+    """
+    state_dict = optimizer.state_dict()
+    names = _names_by_index(optimizer, parameters)
+    strange = [key for key in state_dict if key not in ("state", "param_groups")]
+    strange += [str(key) for key in state_dict["state"] if not isinstance(key, int)]
+    if strange:
+        raise CheckpointError(
+            f"{type(optimizer).__name__} keeps state that belongs to no parameter ({enumerate_names(strange)}), "
+            "which a pipeline cannot divide among its stages; use an optimizer whose state is kept by parameter"
+        )
+    labels = [label for group in optimizer.param_groups for label in group.get("param_names", ())]
+    return OptimizerPart(
+        state={names[index]: values for index, values in state_dict["state"].items()},
+        groups=[without_parameters(group) for group in state_dict["param_groups"]],
+        labels=dict(zip(names, labels, strict=True)) if labels else {},
+    )
+
+
+def write_optimizer(
+    optimizer: Optimizer,
+    parameters: Mapping[str, Parameter],
+    state: Mapping[str, Mapping[str, Any]],
+    groups: Sequence[Mapping[str, Any]],
+) -> None:
+    """Load state by name; torch casts it to the parameters' dtypes and devices as on a single device.
+
+    Args:
+        optimizer: Holds parameters of this rank in as many groups as ``groups`` has.
+        parameters: This rank's parameters by canonical name.
+        state: The state of at least the parameters of this rank that have any, in this rank's shards.
+        groups: The hyper-parameters.
+    """
+    names = _names_by_index(optimizer, parameters)
+    indices = iter(range(len(names)))
+    numbered = [
+        {**without_parameters(group), "params": [next(indices) for _ in ours["params"]]}
+        for group, ours in zip(groups, optimizer.param_groups, strict=True)
+    ]
+    present = {index: dict(state[name]) for index, name in enumerate(names) if name in state}
+    optimizer.load_state_dict({"state": present, "param_groups": numbered})
+
+
+def without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group's hyper-parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def shard_like(value: Any, parameter: torch.Tensor) -> Any:
+    """This rank's own copy of a whole optimizer value, in the form that it has next to ``parameter``.
+
+    Next to a DTensor, a tensor of the parameter's shape is sharded as the parameter is, another is replicated, and a
+    scalar (the step count) stays a plain tensor. Nothing is sent: every rank has the whole value at hand.
+    """
+
+    def shard(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(parameter, DTensor) or tensor.ndim == 0:
+            return tensor.clone()
+        mesh, placements = parameter.device_mesh, state_placements(tensor.shape, parameter)
+        own = own_shard(tensor, mesh, placements).clone()
+        return DTensor.from_local(own, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+    return tree_map_only(torch.Tensor, shard, value)
+
+
+def state_placements(shape: Sequence[int], parameter: DTensor) -> tuple[Any, ...]:
+    """How an optimizer value of this shape lies next to a sharded parameter."""
+    if tuple(shape) == tuple(parameter.shape):
+        return tuple(parameter.placements)
+    return (Replicate(),) * parameter.device_mesh.ndim
+
+
+@torch.no_grad()
+def copy_into_shard(source: torch.Tensor, destination: torch.Tensor) -> None:
+    """Copy an unsharded tensor into one of the module, of which this rank may have a shard; casts the dtype."""
+    if isinstance(destination, DTensor):
+        destination.to_local().copy_(own_shard(source, destination.device_mesh, destination.placements))
+    else:
+        destination.copy_(source)
+
+
+def own_shard(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
+    """The view of a whole tensor that this rank holds of it, so that of a mapped file nothing else is read.
+
+    Raises:
+        CheckpointError: It is neither sharded in even chunks nor replicated over an axis of the mesh.
+    """
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "every rank is in the mesh of its own parameters"
+    for axis, placement in enumerate(placements):
+        if type(placement) is Shard:
+            chunks = whole.chunk(mesh.size(axis), placement.dim)
+            index = coordinate[axis]
+            whole = chunks[index] if index < len(chunks) else whole.narrow(placement.dim, 0, 0)
+        elif not isinstance(placement, Replicate):
+            raise CheckpointError(f"a whole tensor cannot be loaded into one that is placed as {placement}")
+    return whole
+
+
+def set_extra_state(module: Module, name: str, value: Any) -> None:
+    """Give the module's submodule the extra state that ``state_dict`` has under ``name``."""
+    module.get_submodule(name.removesuffix("_extra_state").rstrip(".")).set_extra_state(value)
+
+
+def _names_by_index(optimizer: Optimizer, parameters: Mapping[str, Parameter]) -> list[str]:
+    """The names of an optimizer's parameters in the order in which its ``state_dict`` numbers them."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if unknown := [tuple(parameter.shape) for parameter in held if id(parameter) not in names]:
+        raise CheckpointError(
+            f"{type(optimizer).__name__} holds {len(unknown)} parameters that are not in the module, of shapes "
+            f"{unknown[:10]}; give it only parameters of the LightningModule"
+        )
+    return [names[id(parameter)] for parameter in held]

@@ -1,0 +1,103 @@
+"""Whether a checkpoint fits the model; every check runs before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_pp.checkpoint.ownership.catalog import OptimizerGroups, ParameterCatalog, enumerate_names
+from lightning_pp.errors import CheckpointError
+
+
+def check_model(path: Path, saved: Mapping[str, Any], catalog: ParameterCatalog, strict: bool) -> None:
+    """Compare the names and shapes in a checkpoint with those of the model.
+
+    Args:
+        path: The checkpoint, for the message.
+        saved: What the checkpoint has for each name; of tensors only the shape is looked at.
+        catalog: The unsplit module.
+        strict: Whether missing and unexpected names are errors; other shapes always are.
+
+    Raises:
+        CheckpointError: They differ.
+    """
+    shapes = {name: value.shape if isinstance(value, torch.Tensor) else None for name, value in saved.items()}
+    expected = {name: catalog.shapes.get(catalog.canonical_name(name)) for name in catalog.names}
+    problems = []
+    if strict:
+        if missing := [name for name in catalog.names if name not in shapes]:
+            problems.append(
+                f"{len(missing)} of the model's {len(catalog.names)} names are missing: {enumerate_names(missing)}"
+            )
+        if unexpected := [name for name in shapes if name not in expected]:
+            problems.append(
+                f"{len(unexpected)} of its {len(shapes)} names are unexpected: {enumerate_names(unexpected)}"
+            )
+    reshaped = [
+        f"{name} ({_shape(shapes[name])} in the checkpoint, {_shape(shape)} in the model)"
+        for name, shape in expected.items()
+        if name in shapes and _shape(shapes[name]) != _shape(shape)
+    ]
+    if reshaped:
+        problems.append(f"{len(reshaped)} have another shape: {enumerate_names(reshaped)}")
+    if problems:
+        fix = "build the model with the configuration that the checkpoint was saved with"
+        if strict and not reshaped:
+            fix += ", or set strict_loading = False on the LightningModule to leave such names as they are"
+        raise CheckpointError(f"{path} does not fit the model: {'; '.join(problems)}. To fix it, {fix}")
+
+
+def check_num_optimizers(path: Path, num_saved: int, num_optimizers: int) -> None:
+    """Compare the numbers of optimizers.
+
+    Raises:
+        CheckpointError: They differ.
+    """
+    if num_saved == 0 < num_optimizers:
+        raise CheckpointError(
+            f"{path} has no optimizer state (it was saved with save_weights_only=True), so training cannot resume from "
+            "it; load its weights before the run instead of passing it as ckpt_path"
+        )
+    if num_saved != num_optimizers:
+        raise CheckpointError(
+            f"{path} has the state of {num_saved} optimizers, but configure_optimizers returned {num_optimizers}; "
+            "return the optimizers that the checkpoint was saved with"
+        )
+
+
+def check_group_sizes(path: Path, index: int, sizes: Sequence[int], groups: OptimizerGroups) -> None:
+    """Compare the numbers of parameters in the groups of optimizer ``index``.
+
+    Raises:
+        CheckpointError: They differ.
+    """
+    ours = [len(group) for group in groups]
+    if list(sizes) != ours:
+        raise CheckpointError(
+            f"optimizer {index} in {path} has parameter groups of {list(sizes)} parameters, but that of the model has "
+            f"{ours}; return the same groups from configure_optimizers as when the checkpoint was saved"
+        )
+
+
+def check_group_names(path: Path, index: int, saved: Sequence[Sequence[str]], groups: OptimizerGroups) -> None:
+    """Compare the parameters in the groups of optimizer ``index``, whatever their order.
+
+    Raises:
+        CheckpointError: They differ.
+    """
+    check_group_sizes(path, index, [len(group) for group in saved], groups)
+    for number, (theirs, ours) in enumerate(zip(saved, groups, strict=True)):
+        if set(theirs) != set(ours):
+            raise CheckpointError(
+                f"group {number} of optimizer {index} in {path} holds other parameters than that of the model: "
+                f"only in the checkpoint {enumerate_names(sorted(set(theirs) - set(ours))) or 'none'}; "
+                f"only in the model {enumerate_names(sorted(set(ours) - set(theirs))) or 'none'}; "
+                "return the same groups from configure_optimizers as when the checkpoint was saved"
+            )
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "not a tensor" if shape is None else str(tuple(shape))

@@ -1,0 +1,85 @@
+"""Weights to start from: of any checkpoint, of a safetensors file, of a Hugging Face model directory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_pp.checkpoint.content import MODEL
+from lightning_pp.checkpoint.ownership.catalog import ParameterCatalog
+from lightning_pp.checkpoint.ownership.rank_part import RankPart
+from lightning_pp.checkpoint.ownership.ranks import Ranks, fail_together, from_root
+from lightning_pp.checkpoint.reading.checks import check_model
+from lightning_pp.checkpoint.reading.opened import load_state
+from lightning_pp.checkpoint.reading.opened_folder import FolderCheckpoint
+from lightning_pp.checkpoint.reading.torch_file import read_file
+from lightning_pp.checkpoint.storage import folder
+from lightning_pp.checkpoint.storage.safetensors_file import map_folder, map_safetensors
+from lightning_pp.checkpoint.storage.torch_storage import NamingReader
+from lightning_pp.errors import CheckpointError
+
+
+def load_weights(
+    path: str | os.PathLike[str], part: RankPart, *, strict: bool = True, weights_only: bool | None = None
+) -> None:
+    """Load named tensors into this rank's part of the module; it reads what it owns. Collective over all ranks.
+
+    The names may lack a prefix that all of the model's have, as those of a Hugging Face model inside a LightningModule
+    do; tied parameters need one of their names.
+
+    Args:
+        path: A ``.safetensors`` file; a folder with ``model.safetensors`` or an index; a sharded checkpoint; a file by
+            ``torch.save`` with tensors by name, or with such a ``state_dict``. The root's path counts.
+        part: What this rank holds; parameters and all buffers are overwritten in place, optimizers are left alone.
+        strict: Whether names that are missing in the file or in the model are errors.
+        weights_only: As in ``torch.load``; None is True.
+
+    Raises:
+        CheckpointError: On all ranks: the weights are missing or damaged, or do not fit the model.
+    """
+    path = Path(from_root(os.fspath(path), Ranks.from_mesh(part.mesh)))
+    with fail_together():
+        found, reader = _open(path, weights_only)
+        saved = _by_name_of_model(found, part.catalog)
+        check_model(path, saved, part.catalog, strict)
+    load_state(saved, part, reader)
+
+
+def _open(path: Path, weights_only: bool | None) -> tuple[Mapping[str, Any], NamingReader | None]:
+    if path.is_dir():
+        if folder.is_sharded_checkpoint(path):
+            opened = FolderCheckpoint.open(path, weights_only, check_files=True)
+            return opened.content[MODEL], opened.reader
+        if any(path.glob("*.safetensors")):
+            return map_folder(path), None
+        folder.check_finished(path)
+    if not path.exists():
+        raise CheckpointError(
+            f"The weights to start from, {path}, do not exist (looked from {Path.cwd()}). They are read from a path of "
+            "this machine: a model of a hub has to be downloaded first"
+        )
+    if path.suffix == ".safetensors" and path.is_file():
+        return map_safetensors(path), None
+    content = read_file(path, weights_only, mmap=True)
+    found = content.get(MODEL, content) if isinstance(content, Mapping) else None
+    if not isinstance(found, Mapping) or not any(isinstance(value, torch.Tensor) for value in found.values()):
+        raise CheckpointError(f"{path} holds no tensors by name; give a state_dict, a checkpoint or safetensors")
+    return found, None
+
+
+def _by_name_of_model(found: Mapping[str, Any], catalog: ParameterCatalog) -> dict[str, Any]:
+    """Complete the names with the prefix under which most of them are the model's."""
+    known = set(catalog.names)
+    modules = {".".join(name.split(".")[:depth]) for name in known for depth in range(name.count(".") + 1)}
+    candidates = ["", *(f"{module}." for module in sorted(modules, key=len) if module)]
+    prefix = max(candidates, key=lambda prefix: sum(f"{prefix}{name}" in known for name in found))
+    saved = {f"{prefix}{name}": value for name, value in found.items()}
+    for alias, first in catalog.canonical.items():
+        for missing, there in ((alias, first), (first, alias)):
+            if missing not in saved and there in saved:
+                saved[missing] = saved[there]
+    return saved

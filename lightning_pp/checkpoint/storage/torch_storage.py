@@ -1,0 +1,239 @@
+"""torch.distributed.checkpoint's planner and file storage, adapted.
+
+A checkpoint is a flat table whose keys are paths joined by dots, as Lightning's sharded checkpoints have them::
+
+    state_dict.<name>                       a parameter, buffer or extra state
+    optimizer_<i>.state.<name>.<key>        what optimizer i keeps for a parameter
+    optimizer_<i>.param_groups.<g>.<key>    a hyper-parameter of its group g; ``params`` has the names
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import pickle
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from lightning_pp.checkpoint._torch_private import tree_leaves
+from lightning_pp.checkpoint.storage.folder import TABLE_FILENAME
+from lightning_pp.checkpoint.storage.trusted_pickle import load_table
+from lightning_pp.errors import CheckpointError
+
+KeyPath: TypeAlias = tuple["str | int", ...]
+
+
+def flatten(path: KeyPath, value: Any) -> dict[KeyPath, Any]:
+    """Divide a nest of dicts and lists down to its tensors; what holds no tensor stays one object.
+
+    Raises:
+        CheckpointError: A sharded tensor sits in another kind of container.
+    """
+    holds = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    if isinstance(value, torch.Tensor) or not holds:
+        return {path: value}
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        items: list[tuple[str | int, Any]] = list(value.items())
+    elif isinstance(value, list):
+        items = list(enumerate(value))
+    elif any(isinstance(leaf, DTensor) for leaf in holds):
+        raise CheckpointError(
+            f"{'.'.join(map(str, path))} is a {type(value).__name__} of sharded tensors; use a dict or list"
+        )
+    else:
+        return {path: value}
+    return {inner: leaf for key, item in items for inner, leaf in flatten((*path, key), item).items()}
+
+
+def unflatten(leaves: Mapping[KeyPath, Any]) -> Any:
+    """Build the nest of dicts and lists whose leaves are at these paths."""
+    if () in leaves:
+        return leaves[()]
+    parts: dict[str | int, dict[KeyPath, Any]] = {}
+    for (key, *inner), leaf in leaves.items():
+        parts.setdefault(key, {})[tuple(inner)] = leaf
+    if all(isinstance(key, int) for key in parts):
+        return [unflatten(parts[index]) for index in range(len(parts))] if parts else {}
+    return {key: unflatten(inner) for key, inner in parts.items()}
+
+
+def save(entries: Mapping[KeyPath, Any], writer: FileSystemWriter, group: dist.ProcessGroup | None = None) -> None:
+    """Save each rank's entries; what several ranks enter under one key is written once.
+
+    Args:
+        entries: This rank's entries.
+        writer: Writes them.
+        group: All ranks; by default the default group.
+
+    Raises:
+        CheckpointError: On all ranks, if one of them failed.
+    """
+    paths = {".".join(map(str, path)): path for path in entries}
+    state = {key: entries[path] for key, path in paths.items()}
+    try:
+        state_dict_saver.save(state, storage_writer=writer, planner=_PathPlanner(paths), process_group=group)
+    except CheckpointException as error:
+        raise _together(error) from error
+
+
+def load(entries: Mapping[str, Any], reader: NamingReader, alone: bool = False) -> dict[str, Any]:
+    """Fill the tensors, or replace the objects, that this rank asks for by key; ranks may ask for different ones.
+
+    Args:
+        entries: What to load, and the tensors to load it to.
+        reader: Reads the folder.
+        alone: Only this process reads, and no other takes part.
+
+    Raises:
+        CheckpointError: On all ranks, if one of them failed.
+    """
+    state = dict(entries)
+    if not state and alone:
+        return state
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process")
+            state_dict_loader.load(
+                state, storage_reader=reader, planner=_LoadPlanner(reader.weights_only), no_dist=alone
+            )
+    except CheckpointException as error:
+        raise _together(error) from error
+    return state
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """Unpickles objects as ``weights_only`` says; DCP's own planner would run whatever they contain."""
+
+    def __init__(self, weights_only: bool) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._weights_only = weights_only
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        key = read_item.dest_index.fqn
+        try:
+            self.state_dict[key] = torch.load(value, weights_only=self._weights_only)
+        except pickle.UnpicklingError as error:
+            if not self._weights_only:
+                raise
+            first_line = str(error).partition("\n")[0]
+            raise CheckpointError(
+                f"{key} holds objects that weights_only=True does not allow; if you trust the checkpoint, pass "
+                f"weights_only=False ({first_line})"
+            ) from error
+
+
+class _PathPlanner(DefaultSavePlanner):
+    """Takes entries that are flat already, so that containers without tensors are saved as they are."""
+
+    def __init__(self, paths: Mapping[str, KeyPath]) -> None:
+        super().__init__()
+        self._paths = paths
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        self.state_dict = state_dict
+        self.mappings = dict(self._paths)
+        self.is_coordinator = is_coordinator
+
+
+class TyingWriter(FileSystemWriter):
+    """Enters the further names of tied parameters in the table, pointing at the bytes of the first name.
+
+    So nothing is saved twice, and every reader finds every name, whether they are tied in its model or not.
+
+    Args:
+        path: The folder.
+        tied: For each further path, the path whose bytes it shares.
+        order: Paths in the order in which the table is to have them; others follow.
+    """
+
+    def __init__(self, path: Path, tied: Mapping[KeyPath, KeyPath], order: Sequence[KeyPath] = ()) -> None:
+        super().__init__(path)
+        self._tied = tied
+        self._order = order
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        further: dict[str, list[str]] = {}
+        for alias, first in self._tied.items():
+            key, first_key = (".".join(map(str, path)) for path in (alias, first))
+            further.setdefault(first_key, []).append(key)
+            metadata.state_dict_metadata[key] = metadata.state_dict_metadata[first_key]
+            metadata.planner_data[key] = alias
+        ordered = dict.fromkeys([*(".".join(map(str, path)) for path in self._order), *metadata.state_dict_metadata])
+        metadata.state_dict_metadata = {key: metadata.state_dict_metadata[key] for key in ordered}
+        shared = [
+            dataclasses.replace(result, index=MetadataIndex(key, result.index.offset, result.index.index))
+            for rank_results in results
+            for result in rank_results
+            for key in further.get(result.index.fqn, ())
+        ]
+        super().finish(metadata, [*results, shared])
+
+
+class NamingReader(FileSystemReader):
+    """Raises :class:`CheckpointError` with the name of the file that cannot be read.
+
+    Args:
+        path: The folder.
+        weights_only: As in ``torch.load``: run no code that the folder contains.
+    """
+
+    def __init__(self, path: Path, weights_only: bool = True) -> None:
+        super().__init__(path)
+        self.weights_only = weights_only
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        file = Path(self.path) / TABLE_FILENAME
+        try:
+            with file.open("rb") as stream:
+                table: Metadata = load_table(stream, self.weights_only)
+            if not isinstance(table, Metadata):
+                raise TypeError(f"it holds a {type(table).__name__}")
+        except CheckpointError as error:
+            raise CheckpointError(f"{file} is not read: {error}") from error
+        except Exception as error:
+            raise _damaged(file, error) from error
+        table.storage_meta = table.storage_meta or StorageMeta()
+        table.storage_meta.load_id = self.load_id
+        return table
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: dict[str, list[Any]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, items in by_file.items():
+            try:
+                super().read_data(dataclasses.replace(plan, items=items), planner)
+            except CheckpointError:
+                raise
+            except Exception as error:
+                raise _damaged(Path(self.path) / name, error) from error
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def _together(error: CheckpointException) -> CheckpointError:
+    """Every rank's reason, each reason once."""
+    reasons = {str(reason): rank for rank, (reason, _) in sorted(error.failures.items(), reverse=True)}
+    return CheckpointError("\n".join(f"{reason} (on rank {rank})" for reason, rank in reasons.items()))
+
+
+def _damaged(file: Any, error: Exception) -> CheckpointError:
+    first_line = str(error).partition("\n")[0]
+    return CheckpointError(f"{file} cannot be read, so use another checkpoint ({type(error).__name__}: {first_line})")

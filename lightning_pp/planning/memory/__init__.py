@@ -1,0 +1,1 @@
+"""What ranks hold, and cuts within what they may hold."""

@@ -1,0 +1,152 @@
+"""A model cut as training would cut it, for one placement after another, without devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_pp.distributed.sizes import ParallelSizes
+from lightning_pp.planning.memory.limit import DeviceMemory
+from lightning_pp.planning.memory.model import MemoryModel
+from lightning_pp.planning.pipeline_options import PipelineOptions
+from lightning_pp.planning.schedules.source import ScheduleSource
+from lightning_pp.planning.stage_model import RecordedModel, SplitModel, assign_stages, record_model
+from lightning_pp.planning.tuning import LayoutRequest, choose_cuts, choose_layout
+from lightning_pp.schedule import Placement
+from lightning_pp.split.data.microbatch import Microbatch, batch_size_of
+from lightning_pp.split.dry_run.run import DryRun
+from lightning_pp.split.memory.state_memory import StepDtypes
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A cut of a model.
+
+    Attributes:
+        split: The stages.
+        is_measured: Whether the costs of the units are measured, in milliseconds; FLOPs otherwise.
+    """
+
+    split: SplitModel
+    is_measured: bool
+
+
+class ModelCutter:
+    """Cuts a module for one placement after another; the module is left as it was.
+
+    Args:
+        module: The whole module; its parameters may be on the meta device.
+        options: What the user says of the pipeline.
+        sizes: Of the pipeline.
+        batch: A batch of one replica.
+        microbatches: What it is cut into.
+        step: The user's step on the first microbatch, for a dry run.
+        device_type: Of the device that is planned for.
+        optimizer: The user's optimizer over the whole module; None where there is none.
+        dtypes: Of computation and of gradients, where they are not the parameters'.
+
+    Attributes:
+        batch_size: Samples in the batch; None if they cannot be counted.
+        microbatch: The first microbatch, which is what the step is recorded with.
+        num_microbatches: How many there are.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        options: PipelineOptions,
+        sizes: ParallelSizes,
+        *,
+        batch: Any,
+        microbatches: Sequence[Microbatch],
+        step: Callable[[DryRun], Any],
+        device_type: str = "cpu",
+        optimizer: Optimizer | None = None,
+        dtypes: StepDtypes | None = None,
+    ) -> None:
+        self.module = module
+        self.options = options
+        self.sizes = sizes
+        self.batch_size = batch_size_of(batch)
+        self.microbatch = microbatches[0]
+        self.num_microbatches = len(microbatches)
+        self._step = step
+        self._device_type = device_type
+        self._optimizer = optimizer
+        self._dtypes = dtypes or StepDtypes()
+        self._recordings: list[tuple[int, RecordedModel]] = []
+
+    def split(self, placement: Placement, source: ScheduleSource | None = None) -> Cut:
+        """The cut that training makes for ``placement``.
+
+        Args:
+            placement: Which rank holds which stages.
+            source: Where programs come from, if it is not what the options say.
+
+        Raises:
+            ConfigurationError, SplitError: As :func:`lightning_pp.split.partition_units` says.
+        """
+        recording = self._recording(placement.num_stages)
+        partition, measured = choose_cuts(
+            recording.record, recording.num_parameters, self._request(recording, source), placement
+        )
+        split = assign_stages(recording, placement=placement, partition=partition)
+        return Cut(split, measured is not None)
+
+    def placement(self) -> Placement:
+        """Where training would put the stages.
+
+        Raises:
+            ConfigurationError, SplitError, ScheduleError: As :func:`lightning_pp.planning.tuning.choose_layout` says.
+        """
+        request = self._request()
+        if len(request.placements) == 1:
+            return request.placements[0]
+        recording = self._recording(request.fewest_stages)
+        return choose_layout(recording.record, recording.num_parameters, self._request(recording)).placement
+
+    @property
+    def memory_model(self) -> MemoryModel:
+        """How bytes are counted."""
+        return MemoryModel.of(
+            self.options.sharding,
+            self.sizes.data_parallel_shard,
+            self._dtypes,
+            whole_batch_loss=self.options.schedule.whole_batch_loss,
+            optimizer=self._optimizer,
+        )
+
+    def _request(self, recording: RecordedModel | None = None, source: ScheduleSource | None = None) -> LayoutRequest:
+        request = self.options.layout_request(self.sizes.pipeline, self.num_microbatches, self._device_type)
+        if source is not None:
+            request = replace(request, options=replace(request.options, source=source))
+        if recording is None or self.options.device_memory_gib is None:
+            return request
+        memory = DeviceMemory(self.options.device_memory_gib, self.memory_model, recording, {})
+        return replace(request, memory=memory)
+
+    def _recording(self, num_stages: int) -> RecordedModel:
+        """A recording of the step with the units that training would find for so many stages."""
+        for made_for, recording in self._recordings:
+            # units are refined until there are enough of them, so that what had enough for fewer stages is the same
+            if made_for <= num_stages <= len(recording.record.first_calls()):
+                return recording
+        recording = record_model(
+            self.module,
+            device=_CPU,
+            step=self._step,
+            with_gradients=True,
+            patterns=self.options.cut.units,
+            num_stages=num_stages,
+            compute_dtype=self._dtypes.compute,
+            activation_checkpointing=self.options.activation_checkpointing,
+        )
+        self._recordings.append((num_stages, recording))
+        return recording

@@ -1,0 +1,87 @@
+"""The strategy's arguments that training and planning share, in groups that check themselves."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from lightning_pp.distributed.sizes import Auto, check_size
+from lightning_pp.errors import ConfigurationError
+from lightning_pp.planning.activation_checkpointing import ActivationCheckpointing, check_activation_checkpointing
+from lightning_pp.planning.cuts import CutOptions
+from lightning_pp.planning.schedules.options import ScheduleOptions
+from lightning_pp.planning.sharded_stages import ShardingSettings
+from lightning_pp.planning.tuning import LayoutRequest
+from lightning_pp.split.data.microbatch import SplitBatch
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """The strategy's arguments that concern batches.
+
+    Attributes:
+        num_microbatches: Slices of a batch.
+        split_batch: Cuts a batch; None: along dimension 0.
+        check_first_batches: Whether a run's first batches are compared with parts of them.
+
+    Raises:
+        ConfigurationError: A value is not of its kind.
+    """
+
+    num_microbatches: int | Auto = "auto"
+    split_batch: SplitBatch | None = None
+    check_first_batches: bool = True
+
+    def __post_init__(self) -> None:
+        check_size("num_microbatches", self.num_microbatches)
+        if self.split_batch is not None and not callable(self.split_batch):
+            raise ConfigurationError(
+                f"split_batch={self.split_batch!r} must be a function of a batch and the largest number of "
+                "microbatches."
+            )
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """What the user says of a pipeline, as far as it decides where a model is cut and in which order it runs.
+
+    Attributes:
+        schedule: What is asked of the schedule.
+        batches: How batches are cut.
+        cut: What the user says of the cuts.
+        sharding: Inside stages.
+        activation_checkpointing: What is run again in backward.
+        device_memory_gib: What a rank may hold altogether; None for no limit.
+
+    Raises:
+        ConfigurationError: A value is not of its kind, or a schedule's file has too few microbatches.
+    """
+
+    schedule: ScheduleOptions
+    batches: BatchOptions = field(default_factory=BatchOptions)
+    cut: CutOptions = field(default_factory=CutOptions)
+    sharding: ShardingSettings = field(default_factory=ShardingSettings)
+    activation_checkpointing: ActivationCheckpointing = False
+    device_memory_gib: float | None = None
+
+    def __post_init__(self) -> None:
+        limit = self.device_memory_gib
+        if limit is not None and not (math.isfinite(limit) and limit > 0):
+            raise ConfigurationError(f"device_memory_gib={limit!r} must be a number above 0, or None for no limit.")
+        check_activation_checkpointing(self.activation_checkpointing)
+        self.schedule.source.check_sizes("auto", self.batches.num_microbatches)
+
+    @property
+    def num_microbatches(self) -> int | Auto:
+        """Slices of a batch, which a schedule's file may say."""
+        return self.schedule.source.num_microbatches(self.batches.num_microbatches)
+
+    def layout_request(self, num_ranks: int, num_microbatches: int, device_type: str) -> LayoutRequest:
+        """What a layout is chosen from, without a limit of memory.
+
+        Args:
+            num_ranks: Ranks of the pipeline.
+            num_microbatches: Of the first batch.
+            device_type: Of the device that computes.
+        """
+        return LayoutRequest(self.schedule, num_ranks, num_microbatches, self.cut, device_type)

@@ -1,0 +1,1 @@
+"""What the user asks of the schedule, and the programs that come of it."""

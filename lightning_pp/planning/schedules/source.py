@@ -1,0 +1,394 @@
+"""Where programs come from: what ``schedule=`` names, read once and then asked.
+
+``schedule=`` names a family of schedules (:class:`Named`), a CSV file (:class:`FromFile`) or the search
+(:class:`Searched`). :func:`schedule_source` tells them apart, and nobody else does.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from os import PathLike
+
+from lightning_pp.distributed.sizes import Auto
+from lightning_pp.errors import ConfigurationError, ScheduleError
+from lightning_pp.schedule import Placement, Schedule, Sharding, StageCosts, build_schedule
+from lightning_pp.schedule.fewer_microbatches import keep_first_microbatches
+from lightning_pp.schedule.program.whole_batch import whole_backwards
+from lightning_pp.schedule.registry import Family, is_schedule_file, schedule_family
+from lightning_pp.schedule.search.auto import check_exact_is_practical
+
+_STAGES_PER_RANK_TRIED = (1, 2)
+
+
+@dataclass(frozen=True)
+class ScheduleSource(ABC):
+    """Gives programs for any number of microbatches, and says on which placements they can be.
+
+    Attributes:
+        name: What the user writes.
+        stages_per_rank: Stages on each rank that the user asks for, or None.
+        whole_batch_loss: Whether the code after the last unit runs once, on the outputs of all microbatches joined;
+            every rank runs its forwards first then.
+    """
+
+    name: str
+    stages_per_rank: int | None = None
+    whole_batch_loss: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.whole_batch_loss, bool):
+            raise ConfigurationError(f"whole_batch_loss={self.whole_batch_loss!r} must be True or False.")
+
+    @property
+    def is_searched(self) -> bool:
+        """Whether the order is searched for, by the costs of stages; then measured costs are worth another search."""
+        return False
+
+    @property
+    def is_reordered(self) -> bool:
+        """Whether a file had to be put in another order for ``whole_batch_loss``."""
+        return False
+
+    def with_stages_per_rank(self, stages_per_rank: int | None) -> ScheduleSource:
+        """With so many stages on each rank, or as it is if it cannot have so many."""
+        return self
+
+    def check_sizes(  # noqa: B027 - most have programs for all sizes
+        self, num_ranks: int | Auto, num_microbatches: int | Auto = "auto"
+    ) -> None:
+        """Raises :class:`ConfigurationError` unless there are programs for such sizes."""
+
+    def check_search(self, num_stages: int, num_microbatches: int) -> None:  # noqa: B027 - most search nothing
+        """Raises :class:`ScheduleError` if an exact search is asked for and would take too long."""
+
+    def num_microbatches(self, asked: int | Auto) -> int | Auto:
+        """``asked``, or what a file has where ``"auto"`` is asked."""
+        return asked
+
+    def num_stages(self, num_ranks: int) -> int | None:
+        """Stages that a pipeline of ``num_ranks`` must have; None if that is left open."""
+        return None if self.stages_per_rank is None else self.stages_per_rank * num_ranks
+
+    @abstractmethod
+    def placements(self, num_ranks: int, stages_per_rank: int | None = None) -> list[Placement]:
+        """Where the stages may be: one placement, or several to choose from.
+
+        Args:
+            num_ranks: Ranks of the pipeline.
+            stages_per_rank: What a search is to be for, where that is known and the user has not asked.
+        """
+
+    @abstractmethod
+    def program(
+        self,
+        placement: Placement,
+        num_microbatches: int,
+        costs: StageCosts | None = None,
+        memory_limit: float | Sequence[float] | None = None,
+        *,
+        quick: bool = False,
+        sharding: Sharding | None = None,
+    ) -> Schedule:
+        """A schedule that is checked and can be run.
+
+        Args:
+            placement: Which rank holds which stages.
+            num_microbatches: Of the batch.
+            costs: Of the stages, for those that look at costs.
+            memory_limit: What a rank may hold, one number or one for each rank, in the unit of ``costs.held_*``.
+            quick: Whether a search leaves out what takes long.
+            sharding: What a search is to compare schedules with; None: nothing is gathered.
+
+        Raises:
+            ScheduleError: There is none for so many microbatches, or none keeps the limit.
+        """
+
+    def program_to_cut_by(self, placement: Placement, num_microbatches: int) -> Schedule:
+        """The schedule whose step cuts are to make short, before the costs of stages are known."""
+        return self.program(placement, num_microbatches)
+
+    def orders_to_hold_by(self, placement: Placement, num_microbatches: int) -> tuple[Schedule | None, ...]:
+        """The schedules by which cuts may keep a limit of memory, the first of which is tried first.
+
+        None: one that is yet to be searched for, which holds one microbatch at a time if it has to.
+        """
+        return (self.program_to_cut_by(placement, num_microbatches),)
+
+    def memory_limit(
+        self,
+        asked: float | None,
+        costs: StageCosts,
+        placement: Placement,
+        room: Sequence[float] | None = None,
+    ) -> float | tuple[float, ...] | None:
+        """What microbatches may hold on each rank, in the unit of ``costs.held_*``; None for no limit.
+
+        Args:
+            asked: What the user allows, or None.
+            costs: Of the stages.
+            placement: Which rank holds which stages.
+            room: What a limit of all memory leaves on each rank. Cuts have seen to it, where nothing is searched.
+        """
+        return asked
+
+
+@dataclass(frozen=True)
+class Named(ScheduleSource):
+    """A family that is built by hand for each number of microbatches."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_family(self)
+
+    def with_stages_per_rank(self, stages_per_rank: int | None) -> ScheduleSource:
+        """With so many stages on each rank, or as is usual if the family cannot have so many."""
+        allowed = stages_per_rank is not None and schedule_family(self.name).allows(stages_per_rank)
+        return replace(self, stages_per_rank=stages_per_rank if allowed else None)
+
+    def placements(self, num_ranks: int, stages_per_rank: int | None = None) -> list[Placement]:
+        """The family's own."""
+        wanted = self.stages_per_rank or schedule_family(self.name).default_stages_per_rank
+        return [build_schedule(self.name, num_ranks=num_ranks, num_microbatches=1, stages_per_rank=wanted).placement]
+
+    def program(
+        self,
+        placement: Placement,
+        num_microbatches: int,
+        costs: StageCosts | None = None,
+        memory_limit: float | Sequence[float] | None = None,
+        *,
+        quick: bool = False,
+        sharding: Sharding | None = None,
+    ) -> Schedule:
+        """Built by name."""
+        return build_schedule(
+            self.name,
+            num_ranks=placement.num_ranks,
+            num_microbatches=num_microbatches,
+            stages_per_rank=placement.num_stages // placement.num_ranks,
+            costs=costs,
+            memory_limit=memory_limit,
+            placement=placement,
+            whole_batch_loss=self.whole_batch_loss,
+        ).validate()
+
+
+@dataclass(frozen=True)
+class FromFile(ScheduleSource):
+    """A schedule in a CSV file, which says placement and order.
+
+    Attributes:
+        written: As the file has it.
+    """
+
+    written: Schedule = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        placement, asked = self.written.placement, self.stages_per_rank
+        if self.written.forward_only:
+            raise ScheduleError(f"{self.name} has no backward: a schedule to train with has I and W, or B, for every F")
+        if asked is not None and asked * placement.num_ranks != placement.num_stages:
+            raise ConfigurationError(
+                f"stages_per_rank={asked}, but {self.name} has {placement.num_stages} stages on "
+                f"{placement.num_ranks} ranks: leave stages_per_rank out, the file says where the stages are."
+            )
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of all microbatches of the file, in the order that ``whole_batch_loss`` needs."""
+        return self.written.with_whole_batch_loss() if self.whole_batch_loss else self.written
+
+    @property
+    def is_reordered(self) -> bool:
+        """Whether that is another order than the file's."""
+        return self.schedule.programs != self.written.programs
+
+    def check_sizes(self, num_ranks: int | Auto, num_microbatches: int | Auto = "auto") -> None:
+        """Raises :class:`ConfigurationError` unless the file has as many ranks, and enough microbatches."""
+        rows, number = self.written.placement.num_ranks, self.written.num_microbatches
+        if num_ranks not in ("auto", rows):
+            raise ConfigurationError(
+                f"schedule={self.name!r} has rows for {rows} ranks, and the pipeline has "
+                f"{num_ranks}: set pipeline_parallel_size={rows}, or write a row a rank."
+            )
+        if num_microbatches != "auto" and num_microbatches > number:
+            raise ConfigurationError(
+                f"num_microbatches={num_microbatches}, but {self.name} is for {number} microbatches: set "
+                f"num_microbatches={number} (or 'auto', which takes the file's), or write a schedule for "
+                f"{num_microbatches}."
+            )
+
+    def num_microbatches(self, asked: int | Auto) -> int | Auto:
+        """``asked``, or those of the file."""
+        return self.written.num_microbatches if asked == "auto" else asked
+
+    def num_stages(self, num_ranks: int) -> int | None:
+        """Those of the file."""
+        return self.written.placement.num_stages
+
+    def placements(self, num_ranks: int, stages_per_rank: int | None = None) -> list[Placement]:
+        """That of the file."""
+        self.check_sizes(num_ranks)
+        return [self.written.placement]
+
+    def program(
+        self,
+        placement: Placement,
+        num_microbatches: int,
+        costs: StageCosts | None = None,
+        memory_limit: float | Sequence[float] | None = None,
+        *,
+        quick: bool = False,
+        sharding: Sharding | None = None,
+    ) -> Schedule:
+        """The file's first ``num_microbatches``; the limit has to be kept by all that it has."""
+        most = self.written.num_microbatches
+        if num_microbatches > most:
+            raise ScheduleError(
+                f"The batch is cut into {num_microbatches} microbatches, and {self.name} is for {most}: set "
+                f"num_microbatches={most} (or 'auto', which takes the file's), or write a schedule for "
+                f"{num_microbatches}."
+            )
+        all_of_it = self.schedule.validate(costs=costs, memory_limit=memory_limit)
+        return keep_first_microbatches(all_of_it, num_microbatches)
+
+
+@dataclass(frozen=True)
+class Searched(ScheduleSource):
+    """A schedule that is searched for, by the costs of the stages and what ranks may hold.
+
+    Attributes:
+        exact: Whether a search that is not quick is finished by the exact solver.
+    """
+
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_family(self)
+        if self.exact and importlib.util.find_spec("ortools") is None:
+            raise ConfigurationError("exact_search=True needs OR-tools: pip install 'lightning-pp[exact]'.")
+
+    @property
+    def is_searched(self) -> bool:
+        """True."""
+        return True
+
+    def with_stages_per_rank(self, stages_per_rank: int | None) -> ScheduleSource:
+        """On placements with so many stages on each rank; None: on all."""
+        return replace(self, stages_per_rank=stages_per_rank)
+
+    def check_search(self, num_stages: int, num_microbatches: int) -> None:
+        """Raises :class:`ScheduleError` if the exact solver would take too long."""
+        if self.exact:
+            check_exact_is_practical(num_stages, num_microbatches)
+
+    def placements(self, num_ranks: int, stages_per_rank: int | None = None) -> list[Placement]:
+        """One chunk, then a V and an interleaved placement of two stages a rank, unless the number is known."""
+        wanted = self.stages_per_rank or stages_per_rank
+        tried = _STAGES_PER_RANK_TRIED if num_ranks > 1 else (1,)
+        found = []
+        for number in tried if wanted is None else (wanted,):
+            if number == 2 and num_ranks > 1:
+                found.append(Placement.v_shaped(num_ranks))
+            found.append(Placement.interleaved(num_ranks, number))
+        return found
+
+    def program(
+        self,
+        placement: Placement,
+        num_microbatches: int,
+        costs: StageCosts | None = None,
+        memory_limit: float | Sequence[float] | None = None,
+        *,
+        quick: bool = False,
+        sharding: Sharding | None = None,
+    ) -> Schedule:
+        """What is found on ``placement``."""
+        return build_schedule(
+            self.name,
+            num_ranks=placement.num_ranks,
+            num_microbatches=num_microbatches,
+            stages_per_rank=placement.num_stages // placement.num_ranks,
+            costs=costs,
+            memory_limit=memory_limit,
+            exact=self.exact and not quick,
+            placement=placement,
+            quick=quick,
+            sharding=sharding,
+            whole_batch_loss=self.whole_batch_loss,
+        ).validate(costs=costs, memory_limit=memory_limit)
+
+    def program_to_cut_by(self, placement: Placement, num_microbatches: int) -> Schedule:
+        """One that is made by hand on this placement."""
+        usual = {"one chunk": "zb_h1", "V": "zb_v"}.get(placement.kind, "interleaved_zb")
+        return Named(usual, whole_batch_loss=self.whole_batch_loss).program(placement, num_microbatches)
+
+    def orders_to_hold_by(self, placement: Placement, num_microbatches: int) -> tuple[Schedule | None, ...]:
+        """One made by hand, else what is searched for; with ``whole_batch_loss`` what holds least: whole backwards."""
+        usual = self.program_to_cut_by(placement, num_microbatches)
+        if not self.whole_batch_loss:
+            return (usual, None)
+        return (replace(usual, name=self.name, programs=tuple(map(whole_backwards, usual.programs))),)
+
+    def memory_limit(
+        self,
+        asked: float | None,
+        costs: StageCosts,
+        placement: Placement,
+        room: Sequence[float] | None = None,
+    ) -> float | tuple[float, ...] | None:
+        """What the user allows, or else the memory of ``zb_h2``; not more than there is room for.
+
+        ``zb_h2`` holds twice as much as ``1f1b``: on every rank two microbatches of all its stages for each rank of the
+        pipeline. More would hardly shorten a step, and hold whole batches; with ``whole_batch_loss`` these are held in
+        any case, and there is no limit but the user's.
+        """
+        num_ranks = placement.num_ranks
+        if asked is not None and room is None:
+            return asked
+        if asked is not None:
+            limits = [asked] * num_ranks
+        elif self.whole_batch_loss:
+            return None if room is None else tuple(room)
+        else:
+            held = costs.per_stage(placement.num_stages).held_after_forward
+            limits = [
+                2 * num_ranks * sum(held[stage] for stage in placement.stages_of_rank(r)) for r in range(num_ranks)
+            ]
+        return tuple(limits) if room is None else tuple(map(min, limits, room))
+
+
+def schedule_source(
+    schedule: str | PathLike[str],
+    stages_per_rank: int | None = None,
+    whole_batch_loss: bool = False,
+    exact_search: bool = False,
+) -> ScheduleSource:
+    """What ``schedule=`` names; the arguments are the strategy's.
+
+    Raises:
+        ScheduleError: There is no such schedule, its file is not right, or it cannot have so many stages a rank.
+        ConfigurationError: The arguments do not go together.
+    """
+    name = str(schedule)
+    if is_schedule_file(name):
+        source: ScheduleSource = FromFile(name, stages_per_rank, whole_batch_loss, written=Schedule.from_csv(name))
+    elif schedule_family(name).is_search:
+        return Searched(name, stages_per_rank, whole_batch_loss, exact_search)
+    else:
+        source = Named(name, stages_per_rank, whole_batch_loss)
+    if exact_search:
+        raise ConfigurationError(f"exact_search=True is for schedule='auto'; the schedule is {name!r}.")
+    return source
+
+
+def _check_family(source: ScheduleSource) -> None:
+    """Raises :class:`ScheduleError` unless there is such a family, which can have so many stages a rank."""
+    family: Family = schedule_family(source.name)
+    if source.stages_per_rank is not None:
+        family.check_stages_per_rank(source.stages_per_rank)

@@ -1,0 +1,57 @@
+"""The private names of torch that the runtime uses; nothing else in this layer uses any.
+
+Tried with torch 2.11 to 2.13. Importing fails, and says which name is missing, where a version has one no longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import Node
+
+from lightning_pp._private_names import private
+from lightning_pp.split._torch_private import COMPILED_CALL
+
+for _owner, _name in (
+    (Tensor, "_base"),
+    (Tensor, "_backward_hooks"),
+    (Tensor, "_post_accumulate_grad_hooks"),
+    (forward_ad, "_current_level"),
+):
+    private(_owner, _name)
+
+# whether the backward that runs wants this node; torch.autograd.graph.register_multi_grad_hook stands on it
+will_execute: Callable[[Node], bool] = private(torch._C, "_will_engine_execute_node")
+are_functorch_transforms_active: Callable[[], bool] = private(torch._C, "_are_functorch_transforms_active")
+_delayed_error: Any = private(torch._C._functions, "DelayedError")
+
+
+def base_of(view: Tensor) -> Tensor | None:
+    """The tensor that ``view`` is a view of; None if it is none."""
+    return view._base
+
+
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    """Whether hooks see the gradient of ``tensor``, or what is accumulated in it."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def is_forward_mode_active() -> bool:
+    """Whether derivatives are being taken in forward mode."""
+    return forward_ad._current_level >= 0
+
+
+def refusing_derivatives(tensor: Tensor, message: str) -> Tensor:
+    """``tensor``, whose own derivative raises an error with ``message``."""
+    refused: Tensor = _delayed_error(message, 1)(tensor)
+    return refused
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module`` itself was compiled by ``torch.compile`` or ``Module.compile``."""
+    # looked up here, since importing torch._dynamo takes seconds
+    return isinstance(module, torch._dynamo.OptimizedModule) or module.__dict__.get(COMPILED_CALL) is not None

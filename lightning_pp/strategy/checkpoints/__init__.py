@@ -1,0 +1,1 @@
+"""Checkpoints of a run: what they hold, when they are written, how they are loaded."""

@@ -1,0 +1,310 @@
+"""The life of checkpoints in a run: collected by all ranks, written at once or in the background, opened, loaded."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch.distributed.checkpoint.staging import DefaultStager
+from torch.optim import Optimizer
+
+from lightning_pp.checkpoint import (
+    BackgroundSaver,
+    OpenedCheckpoint,
+    RankPart,
+    gather_full_optimizer_state,
+    gather_full_state,
+    load_state,
+    load_weights,
+    make_room_for_file,
+    make_stager,
+    open_checkpoint,
+    prepare_save,
+)
+from lightning_pp.checkpoint.content import MODEL, OPTIMIZERS
+from lightning_pp.checkpoint.ownership.ranks import Ranks, fail_together, from_root
+from lightning_pp.errors import CheckpointError, ConfigurationError
+from lightning_pp.strategy.checkpoints.run_state import own_run_state, restore_run_state
+
+if TYPE_CHECKING:
+    from lightning_pp.strategy.engine import PipelineEngine
+
+_log = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """What Lightning asks a strategy about checkpoints; every rank calls every method.
+
+    In the background, a save copies the rank's tensors to the host and returns; a thread writes them, with collectives
+    over a group of its own. The next save, the next load, the end of the run and an exception wait for it, and what it
+    replaces is removed only when it is in its place.
+
+    Args:
+        is_sharded: Folders; otherwise single files.
+        in_background: Write while training goes on.
+        timeout: How long a collective of the background may wait.
+        is_interrupted: Whether an exception has ended the run. Nothing is collected or written then, since the rank
+            that failed cannot count on the others to take part: they may wait for it in the middle of a step.
+    """
+
+    def __init__(
+        self,
+        *,
+        is_sharded: bool,
+        in_background: bool,
+        timeout: timedelta | None,
+        is_interrupted: Callable[[], bool],
+    ) -> None:
+        self._is_sharded = is_sharded
+        self._in_background = in_background
+        self._timeout = timeout
+        self._is_interrupted = is_interrupted
+        self._run: _Run | None = None
+        self._background: BackgroundSaver | None = None
+        self._stager: DefaultStager | None = None
+        self._promised: set[str] = set()
+        self._opened: OpenedCheckpoint | None = None
+
+    def refuse_plugin(self, checkpoint_io: CheckpointIO | None) -> None:
+        """Raises :class:`ConfigurationError` for a plugin that a sharded checkpoint would not go through."""
+        # Lightning puts its default in the place of none when it is first asked for
+        if checkpoint_io is not None and type(checkpoint_io) is not TorchCheckpointIO and self._is_sharded:
+            raise ConfigurationError(
+                f"The plugin {type(checkpoint_io).__name__} writes single files, and sharded checkpoints are written "
+                "by every rank without it. Set save_distributed_checkpoint=False to use it; to write sharded "
+                "checkpoints while training goes on, set async_checkpoint=True instead."
+            )
+
+    def attach(self, trainer: pl.Trainer, engine: PipelineEngine, part: RankPart, checkpoint_io: CheckpointIO) -> None:
+        """Takes over the checkpoints of a run of the trainer.
+
+        Args:
+            trainer: The trainer.
+            engine: Runs the pipeline.
+            part: What this rank holds.
+            checkpoint_io: Writes, reads and removes single files.
+        """
+        self._run = _Run(engine, part, checkpoint_io)
+        if self._in_background and self._background is None:
+            self._background = BackgroundSaver(dist.new_group(backend="gloo", timeout=self._timeout))
+            self._stager = make_stager()
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                self._follow(callback, trainer)
+
+    @property
+    def _attached(self) -> _Run:
+        if self._run is None:
+            raise RuntimeError("Checkpoints can be written and read from Strategy.setup on.")
+        return self._run
+
+    # ---------------------------------------------------------------- saving
+
+    def model_state(self, replaced: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The module's state by name: this rank's part for a sharded checkpoint, else all of it on rank 0.
+
+        Args:
+            replaced: Values of this rank that stand in the place of the module's own, such as averaged weights.
+        """
+        if self._is_interrupted():
+            return {}
+        part = self._attached.part
+        own = {**part.local_state_dict(), **(replaced or {})}
+        return own if self._is_sharded else gather_full_state(part, own)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state as one device would have it, on rank 0; nothing for a sharded checkpoint.
+
+        A sharded checkpoint collects the state when it is written, without a copy of it all.
+        """
+        if self._is_interrupted() or self._is_sharded:
+            return {}
+        inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return gather_full_optimizer_state(self._attached.part, inner)
+
+    def save(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None) -> None:
+        """Writes a checkpoint, or begins to.
+
+        Args:
+            checkpoint: What the trainer has put together.
+            filepath: Where to; rank 0's counts.
+            storage_options: For the plugin that writes single files.
+
+        Raises:
+            CheckpointError: On all ranks: this save failed, or the one before it in the background.
+        """
+        if self._is_interrupted():
+            _log.warning(
+                f"No checkpoint is written to {filepath}: this rank failed in the middle of a step, and the other "
+                "stages may not be there to write theirs. Resume from the last checkpoint that was saved between steps."
+            )
+            return
+        run = self._attached
+        path = Path(from_root(os.fspath(filepath), Ranks.from_mesh(run.part.mesh)))
+        checkpoint = {**checkpoint, **own_run_state(checkpoint, run.engine)}
+        write: Callable[[dist.ProcessGroup | None], None]
+        if self._is_sharded:
+            if storage_options is not None:
+                raise TypeError(
+                    "storage_options apply to single files; set save_distributed_checkpoint=False to use them."
+                )
+            self.wait()  # its copies on the host are about to be overwritten
+            write = prepare_save(path, run.part, checkpoint, self._stager).write
+        else:
+            if self._background is not None and run.is_root:
+                gathered = (MODEL, OPTIMIZERS)  # copies already
+                trainer_state = {key: value for key, value in checkpoint.items() if key not in gathered}
+                checkpoint = {**checkpoint, **copy.deepcopy(trainer_state)}
+            write = partial(self._write_file, checkpoint, path, storage_options)
+        if self._background is None:
+            write(None)
+        else:
+            self._background.save(write)
+            self._promised = {os.path.abspath(path)}
+
+    def remove(self, filepath: _PATH) -> None:
+        """Removes a checkpoint, once a save under way is in its place."""
+        if self._attached.is_root:
+            self._then(partial(self._attached.checkpoint_io.remove_checkpoint, Path(filepath)))
+
+    def wait(self) -> None:
+        """Waits until a save in the background is in its place.
+
+        Raises:
+            CheckpointError: On all ranks: it failed.
+        """
+        if self._background is not None:
+            self._background.wait()
+
+    def give_up(self) -> None:
+        """After an exception: lets a save in the background finish; that it failed is logged, not raised."""
+        try:
+            self.wait()
+        except Exception as error:
+            _log.error(f"The checkpoint that was being written when the run failed is lost: {error}")
+
+    def _write_file(
+        self, checkpoint: dict[str, Any], path: Path, storage_options: Any, group: dist.ProcessGroup | None
+    ) -> None:
+        with fail_together(group):
+            if self._attached.is_root:
+                make_room_for_file(path)
+                self._attached.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+
+    def _then(self, action: Callable[[], None]) -> None:
+        if self._background is None:
+            action()
+        else:
+            self._background.then(action)
+
+    def _follow(self, callback: ModelCheckpoint, trainer: pl.Trainer) -> None:
+        """Has links made when what they point to is in its place, and names not taken that are promised to a save."""
+
+        def link(_: pl.Trainer, filepath: str, linkpath: str) -> None:
+            if self._attached.is_root and os.path.abspath(filepath) != os.path.abspath(linkpath):
+                self._then(partial(_link, filepath, linkpath))
+            self._promised.add(os.path.abspath(linkpath))
+            trainer.strategy.barrier()
+
+        def exists(filepath: str, _: pl.Trainer, original: Any = callback.file_exists) -> bool:
+            return os.path.abspath(filepath) in self._promised or bool(original(filepath, trainer))
+
+        if "file_exists" not in vars(callback):
+            vars(callback).update(_link_checkpoint=link, file_exists=exists)
+
+    # ---------------------------------------------------------------- loading
+
+    def open(self, path: _PATH, weights_only: bool | None) -> dict[str, Any]:
+        """Opens a checkpoint of any layout; hooks may edit what it returns before :meth:`load`.
+
+        Args:
+            path: The checkpoint; rank 0's counts.
+            weights_only: As in ``torch.load``; None is True.
+
+        Raises:
+            CheckpointError: On all ranks: it is missing, damaged, or holds what ``weights_only`` forbids.
+        """
+        self.wait()
+        self._opened = open_checkpoint(path, self._attached.part.mesh, weights_only=weights_only)
+        return dict(self._opened.content)
+
+    def load(self, content: Mapping[str, Any], *, strict: bool) -> None:
+        """Loads what was opened, as hooks have left it, into model, optimizers and generators.
+
+        Raises:
+            CheckpointError: On all ranks: it does not fit.
+        """
+        if self._opened is None:
+            raise CheckpointError("There is no opened checkpoint to load; pass ckpt_path to the trainer.")
+        self._opened.load(self._attached.part, content, strict=strict)
+        restore_run_state(content, self._attached.engine)
+
+    def load_current_model(self, content: Mapping[str, Any]) -> None:
+        """Puts named weights of the opened checkpoint into the module, without asking whether any are missing."""
+        load_state(content, self._attached.part, None if self._opened is None else self._opened.reader)
+
+    def load_initial_weights(self, path: str | Path) -> None:
+        """Reads weights of any kind of file into this rank's part.
+
+        Raises:
+            CheckpointError: On all ranks: they are missing or damaged, or do not fit.
+        """
+        run = self._attached
+        load_weights(path, run.part, strict=run.engine.module.strict_loading)
+
+    def close(self) -> None:
+        """At the end of a run: waits for a save in the background, and lets go of what was opened.
+
+        Raises:
+            CheckpointError: On all ranks: the save failed.
+        """
+        self._opened = None
+        self.wait()
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What checkpoints of one run of the trainer are made of.
+
+    Attributes:
+        engine: Runs the pipeline.
+        part: What this rank holds.
+        checkpoint_io: Writes, reads and removes single files.
+    """
+
+    engine: PipelineEngine
+    part: RankPart
+    checkpoint_io: CheckpointIO
+
+    @property
+    def is_root(self) -> bool:
+        return dist.get_rank() == 0
+
+
+def _link(filepath: str, linkpath: str) -> None:
+    """Points a link at a checkpoint in one step, so that a job killed meanwhile leaves the old link or the new."""
+    target, link = os.path.relpath(filepath, os.path.dirname(linkpath)), Path(linkpath)
+    fresh = link.with_name(f".{link.name}.link")
+    fresh.unlink(missing_ok=True)
+    try:
+        fresh.symlink_to(target)
+    except OSError:  # no permission for links on Windows: Lightning copies as well
+        copy_tree = shutil.copytree if os.path.isdir(filepath) else shutil.copy
+        copy_tree(filepath, fresh)
+    if link.is_dir() and not link.is_symlink():
+        shutil.rmtree(link)
+    fresh.replace(link)

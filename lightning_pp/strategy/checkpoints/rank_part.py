@@ -1,0 +1,32 @@
+"""What this rank holds of the split module, as checkpoints need it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from lightning_pp.checkpoint import ParameterCatalog, RankPart
+from lightning_pp.planning.stage_model import SplitModel
+
+
+def rank_part(split: SplitModel, mesh: DeviceMesh, optimizers: Sequence[Optimizer]) -> RankPart:
+    """To be called while all names are parameters and optimizers hold all of them.
+
+    Args:
+        split: The split model.
+        mesh: Axes ``pipeline`` and then those of data parallelism.
+        optimizers: This rank's, which keep only its own parameters afterwards.
+    """
+
+    def owners(name: str) -> tuple[int, ...]:
+        if name in split.owners:
+            return split.ranks_of(name)
+        unit = next((unit for unit in split.units if name.startswith(unit + ".")), None)
+        # code between units runs to its end on the last stage only, so that is where its buffers are right
+        stage = split.placement.num_stages - 1 if unit is None else split.partition.stage_of_unit[unit]
+        return (split.placement.rank_of_stage[stage],)
+
+    catalog = ParameterCatalog.from_module(split.module, owners).with_optimizers(split.module, optimizers)
+    return RankPart(split.module, catalog, mesh, list(optimizers))

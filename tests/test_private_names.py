@@ -1,0 +1,129 @@
+"""Private names of other packages stand in one file of each layer, which says at import which of them is missing.
+
+Private is a name with a leading underscore in an import, as an attribute, or given to ``getattr`` and the like: also
+``torch._subclasses``, ``torch.utils._pytree``, ``sys._getframe`` and the dicts of a module (``_parameters``). Not
+private are what a file's own classes define (``self._x``, and ``other._x`` of the same class), what named tuples
+document (``_replace``), and names of operations in ``torch.ops``, which saved graphs hold and torch therefore keeps.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import lightning_pp
+from lightning_pp._private_names import private
+
+PACKAGE = Path(lightning_pp.__file__).parent
+LAYERS = ["split", "runtime", "sharding", "checkpoint", "distributed", "telemetry", "planning"]
+HOMES = {"_torch_private.py", "_lightning_private.py"}
+
+DOCUMENTED = {"_replace", "_make", "_fields", "_asdict", "_field_defaults"}
+# of torch's tensors, modules, autograd nodes and operations: private also where a file has a name of its own like it
+TORCHS = {
+    "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_call_impl",
+    "_apply", "_base", "_version", "_cdata", "_sequence_nr", "_schema", "_overloadpacket", "_get_fsdp_state", "_C",
+    "_metadata", "_compiled_call_impl",
+}  # fmt: skip
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and name != "_" and not name.startswith("__") and name not in DOCUMENTED
+
+
+def own_names(tree: ast.Module) -> set[str]:
+    """What the classes of a file define: methods, fields, slots, and what they set on ``self``."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            for item in node.body:
+                if isinstance(item, ast.FunctionDef):
+                    names.add(item.name)
+                elif isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+                    names.add(item.target.id)
+                elif isinstance(item, ast.Assign):
+                    names |= {target.id for target in item.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
+            names.add(node.attr)
+    return names - TORCHS
+
+
+def is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def is_operation(node: ast.Attribute) -> bool:
+    return ast.unparse(node).startswith(("torch.ops.", "_aten."))
+
+
+def private_names(source: str) -> Iterator[tuple[int, str]]:
+    """The lines of private names that are not the file's own, with what stands there."""
+    tree = ast.parse(source)
+    own = own_names(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names if any(map(is_private, alias.name.split(".")))]
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            names = [alias.name for alias in node.names]
+            is_ours = module.split(".")[0] == "lightning_pp"
+            found = [] if is_ours else [f"{module}.{name}" for name in names]
+            found = [name for name in found if any(map(is_private, name.split(".")))]
+        elif isinstance(node, ast.Attribute):
+            is_ours = node.attr in own or is_self(node.value) or is_operation(node)
+            found = [] if is_ours or not is_private(node.attr) else [ast.unparse(node)]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) > 1:
+            name = node.args[1]
+            is_access = node.func.id in ("getattr", "setattr", "hasattr", "delattr") and isinstance(name, ast.Constant)
+            found = [ast.unparse(node)] if is_access and str(name.value) in TORCHS else []  # type: ignore[attr-defined]
+        else:
+            continue
+        yield from ((node.lineno, name) for name in found)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_private_names_stand_in_one_file(layer: str) -> None:
+    files = [path for path in sorted((PACKAGE / layer).rglob("*.py")) if path.name not in HOMES]
+    assert files
+    found = [
+        f"{path.relative_to(PACKAGE)}:{line}: {name}"
+        for path in files
+        for line, name in private_names(path.read_text())
+    ]
+    assert not found, "private names outside of _torch_private.py:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        ("import torch._dynamo", [1]),
+        ("from torch.utils import _pytree", [1]),
+        ("from torch._ops import OpOverload", [1]),
+        ("from lightning_pp.split._torch_private import schema_of", []),
+        ("x = 1\ntorch._C._dispatch_keys(x)", [2, 2]),
+        ("for child in module.modules():\n    child._parameters.clear()", [2]),
+        (
+            "class A:\n    def __init__(self):\n        self._x = 1\n    def eq(self, other):\n        return other._x",
+            [],
+        ),
+        ("class A:\n    def __init__(self, b):\n        self._b = b\n        b._x", [4]),
+        ("class A:\n    _base: int\ntensor._base", [3]),
+        ("left._replace(value=1)", []),
+        ("torch.ops.aten._to_copy.default", []),
+        ("sys._getframe(1)", [1]),
+        ("getattr(tensor, '_base', None)", [1]),
+    ],
+)
+def test_what_counts_as_private(source: str, lines: list[int]) -> None:
+    assert [line for line, _ in private_names(source)] == lines
+
+
+def test_a_missing_name_is_told_with_the_version() -> None:
+    with pytest.raises(
+        ImportError, match=rf"torch\._gone, .* torch {torch.__version__.split('+')[0]}.* 2\.11 to 2\.13"
+    ):
+        private(torch, "_gone")
