@@ -9,8 +9,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from pipelined_fit import Blocks, trainer
+from pipelined_fit import trainer
 from pool import WorkerPool
+from small_models import Blocks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import arg_tree_leaves
 
+from lightning_pp.split._torch_private import TorchDispatchMode, arg_tree_leaves
 from lightning_pp.split.data.tree import map_leaves
 from lightning_pp.split.fakes.parameters import is_fake
 from lightning_pp.split.unit_calls.call_arguments import fingerprint_of

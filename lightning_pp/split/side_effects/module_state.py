@@ -14,12 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pp.split._torch_private import BUFFERS, COMPILED_CALL, HELD_BY_MODULES, buffers_of
+from lightning_pp.split._torch_private import (
+    BUFFERS,
+    COMPILED_CALL,
+    HELD_BY_MODULES,
+    buffers_of,
+    forward_hooks_of,
+    forward_pre_hooks_of,
+)
 
 Changes = Callable[[], list[tuple[str, str, Any]]]
 
 _CONTAINERS = (list, dict, set)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # the content of an empty list, dict or set
 _EMPTY = ()
 # these belong to torch and Lightning, and no step keeps its results in them
@@ -101,13 +107,14 @@ class RehearsedState:
     def __init__(self, module: nn.Module, units: Mapping[str, nn.Module]) -> None:
         inside = {child for unit in units.values() for child in unit.modules()}
         self._inside = [child.__dict__ for child in inside]
+        self._hooks = [held for child in inside for held in (forward_pre_hooks_of(child), forward_hooks_of(child))]
         self._outside = [(name, child) for name, child in module.named_modules() if child not in inside]
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
         """Within, code outside of units may run; afterwards attributes and buffers are as before."""
         before = [(attributes, attributes.copy()) for attributes in self._inside]
-        hooks = [(held, tuple(held)) for attributes in self._inside for held in map(attributes.__getitem__, _HOOKS)]
+        hooks = [(held, tuple(held)) for held in self._hooks]
         try:
             with _preserved(self._outside):
                 yield
