@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from types import FrameType
 from typing import Any, cast
@@ -14,7 +15,7 @@ _TRAINERS_WORLD_SIZE = cast(Any, pl.Trainer.world_size).fget.__code__
 
 def line_of_user() -> str:
     """``file:line in function`` of the innermost caller that is the user's."""
-    frame: FrameType | None = sys._getframe(1)
+    frame = inspect.currentframe()
     while frame is not None:
         if _is_users(frame):
             return _line(frame)
@@ -27,9 +28,11 @@ def user_reading_world_size() -> str | None:
 
     None if the strategy is asked directly, or the trainer by Lightning itself or this package.
     """
-    trainers = sys._getframe(2)
-    reader = trainers.f_back
-    if trainers.f_code is not _TRAINERS_WORLD_SIZE or reader is None or not _is_users(reader):
+    here = inspect.currentframe()
+    strategys = here and here.f_back
+    trainers = strategys and strategys.f_back
+    reader = trainers and trainers.f_back
+    if trainers is None or trainers.f_code is not _TRAINERS_WORLD_SIZE or reader is None or not _is_users(reader):
         return None
     return _line(reader)
 
