@@ -6,8 +6,7 @@
 
 ``plan``: a Llama with 32 layers of width 4096 is made on the meta device and cut by the strategy in each of 4
 processes: the bytes that each rank would hold, and the memory that the process took to find out.
-``meta``: a Llama of 1.2 GiB with 44 layers is set up by the Trainer in 4 processes under ``meta_init``, in each of
-``LAYOUTS``.
+``meta``: a Llama of 1.2 GiB with 44 layers is set up by the Trainer in 4 processes under ``meta_init``, in each layout.
 ``load``: the same, and then filled from one safetensors file with all of it (``initial_weights``).
 
 For the latter two, the figure is the peak of a process's memory from before the model exists to the end of the set-up,

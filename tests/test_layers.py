@@ -84,3 +84,12 @@ def test_no_room_is_overfull() -> None:
     for folder in sorted(path for path in PACKAGE.rglob("*") if path.is_dir() and "__pycache__" not in path.parts):
         files = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
         assert len(files) <= 13, f"{folder.relative_to(PACKAGE)} has {len(files)} files: {files}"
+
+
+def test_one_layer_makes_process_groups() -> None:
+    makers = ("new_group(", "init_device_mesh(", ".from_group(", "new_subgroups(")
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path.is_relative_to(PACKAGE / "distributed"):
+            continue
+        found = [maker for maker in makers if maker in path.read_text()]
+        assert not found, f"{path.relative_to(PACKAGE)} calls {found}; groups are made in lightning_pp/distributed"

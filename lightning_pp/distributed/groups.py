@@ -32,3 +32,9 @@ def agreed_groups(
         if ranks in wanted:
             groups[ranks] = group
     return groups
+
+
+def group_of_hosts(timeout: timedelta | None) -> dist.ProcessGroup:
+    """A gloo group of all ranks, for collectives on tensors of the host. To be called by all ranks of the world."""
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+    return group

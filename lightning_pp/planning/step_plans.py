@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import Tensor, nn
 
 from lightning_pp.errors import SplitError
-from lightning_pp.planning.situation import NO_SITUATION, SETTLED_AFTER, Situation, Surroundings
+from lightning_pp.planning.conditions import NO_CONDITIONS, Conditions
 from lightning_pp.runtime.recomputation import Recomputation
 from lightning_pp.split.data.tree import entries_of, is_object, leaves_of, own_containers, own_copy
-from lightning_pp.split.dry_run.rehearsal import rehearse
 from lightning_pp.split.dry_run.run import DryRun, dry_run
-from lightning_pp.split.fakes.parameters import FakeParameters, is_fake
+from lightning_pp.split.dry_run.same_path import PathComparison, places_of
+from lightning_pp.split.fakes.parameters import FakeParameters
 from lightning_pp.split.record.plan import StepPlan, build_plan
 from lightning_pp.split.record.step_record import StepRecord
-from lightning_pp.split.reductions.places import Place
-from lightning_pp.split.reductions.recording import EarlierRun, Reduction, ReductionRecorder
+from lightning_pp.split.reductions.recording import EarlierRun
 
 _TEXT = "text"
 # Enough for a bucketed sampler with some hundred lengths; a plan holds a few fakes and numbers per unit call.
 MAX_PLANS = 512
 MAX_PLANS_OF_A_SIGNATURE = 64
+MAX_LOOKS_OF_A_PLAN = 1024
 
 
 def signature_of(tree: Any) -> Hashable:
@@ -47,7 +47,7 @@ def signature_of(tree: Any) -> Hashable:
     return (type(tree), *map(signature_of, leaves))
 
 
-class _NobodyListens:
+class _UnrecordedRun:
     """Takes the place of a dry run where the step is only rehearsed.
 
     Args:
@@ -60,33 +60,32 @@ class _NobodyListens:
     def need_at_end(self, value: Any, place: str | None = None) -> None:
         """What a sink is given."""
 
-    def ask_of_progress(self, is_as_now: Callable[[Any], bool]) -> None:
-        """What is asked of the training's progress."""
+    def note_progress_read(self) -> None:
+        """That the step may go by the training's progress."""
 
 
 @dataclass(eq=False)
-class _Known:
-    """A plan that was made for a signature, and the situation in which the step last went so."""
-
-    plan: StepPlan
-    situation: Situation
-
-
-@dataclass
-class _OfOneSignature:
-    """What is known of steps with one signature.
+class _UsedPlan:
+    """A plan, and what the step had to go by when it last took its path.
 
     Attributes:
-        plans: The plans, the one that was used last at the end.
-        num_batches_alike: Batches with other values that went as one before.
-        values_matter: Whether one with nothing but other values did not.
-        num_records_alike: Records in which only values inside units were others, and nothing else was.
+        plan: The plan.
+        conditions: All besides shapes, values and what is drawn.
+        known_looks: Under these conditions, what steps on this path got to know of values.
     """
 
-    plans: list[_Known] = field(default_factory=list)
-    num_batches_alike: int = 0
-    values_matter: bool = False
-    num_records_alike: int = 0
+    plan: StepPlan
+    conditions: Conditions
+    known_looks: set[tuple[Any, ...]]
+
+    def note_use(self, conditions: Conditions, looks: tuple[Any, ...] | None) -> None:
+        """Notes that a step took this path under ``conditions``, with these looks at values if they are known."""
+        is_as_before = conditions.are_those(self.conditions, with_progress=self.plan.record.reads_progress)
+        if not is_as_before or len(self.known_looks) >= MAX_LOOKS_OF_A_PLAN:
+            self.known_looks.clear()
+        self.conditions = conditions
+        if looks is not None:
+            self.known_looks.add(looks)
 
 
 class StepPlanCache:
@@ -110,11 +109,12 @@ class StepPlanCache:
         self._units = units
         self._fake_parameters = fake_parameters
         self._recomputation = recomputation or Recomputation(())
-        self._plans: OrderedDict[Hashable, _OfOneSignature] = OrderedDict()
+        # by signature; the plan that was used last is at the end
+        self._plans: OrderedDict[Hashable, list[_UsedPlan]] = OrderedDict()
         self._stage_of_unit: Mapping[str, int] = {}
         self._num_stages = 0
         self._owners: Mapping[str, Collection[int]] = {}
-        self._surroundings = Surroundings(module, units)
+        self._paths = PathComparison(module, units, fake_parameters)
 
     def set_partition(
         self, stage_of_unit: Mapping[str, int], num_stages: int, owners: Mapping[str, Collection[int]]
@@ -122,10 +122,6 @@ class StepPlanCache:
         """Fixes which stage each unit is on, and which stages hold each parameter, by canonical name."""
         self._stage_of_unit, self._num_stages, self._owners = stage_of_unit, num_stages, owners
         self._plans.clear()
-
-    def situation(self, batch: Any, progress: Any) -> Situation:
-        """What the steps of ``batch`` may go by, where the training has come to ``progress``."""
-        return self._surroundings.situation(batch, progress)
 
     def record(
         self,
@@ -156,15 +152,14 @@ class StepPlanCache:
         *,
         with_gradients: bool,
         seed_inter_unit: Callable[[int], None] | None = None,
-        situation: Situation = NO_SITUATION,
+        conditions: Conditions = NO_CONDITIONS,
     ) -> StepPlan:
         """The plan for ``key``, from a dry run of ``step`` when there is none yet.
 
-        The way of a step may hang on more than shapes: on numbers that it draws (layers dropped at random), on values
+        The path of a step may hang on more than shapes: on numbers that it draws (layers dropped at random), on values
         in the batch (lengths, a task), on how far the training is, on attributes of the module. There are then several
-        plans for a key; which one it is, is found out by rehearsing the step, where any of that is another than when
-        the plan was last used. Values and attributes that were so for a handful of batches, and changed nothing, are
-        no longer looked at: should they ever, the step's own check refuses it.
+        plans for a key. Which one it is, is found out by a rehearsal of the step, where anything that it may go by is
+        not the same as when the plan was last used.
 
         Args:
             key: Says which steps have the same plan.
@@ -172,48 +167,51 @@ class StepPlanCache:
             with_gradients: Whether it is a training step.
             seed_inter_unit: Given the index of a unit call (-1: the step's start), seeds generators for the code after
                 it.
-            situation: What else the step may go by.
+            conditions: What else the step may go by.
 
         Raises:
             SplitError: As :func:`dry_run` and :func:`build_plan` say, or a stage uses a parameter that it has not.
         """
         key = (key, with_gradients, self._module.training)
-        known = self._plans.setdefault(key, _OfOneSignature())
+        plans = self._plans.setdefault(key, [])
         self._plans.move_to_end(key)
-        for entry in reversed(known.plans):
-            draws = entry.plan.record.may_branch_at_random and seed_inter_unit is not None
-            others = self._surroundings.others(entry.plan.record, entry.situation, situation)
-            if (draws or others or _values_decide(known, entry, situation)) and not self._goes_so(
-                entry.plan, step, seed_inter_unit or _draw_on
-            ):
-                continue
-            self._note_alike(known, entry, situation, others)
-            return entry.plan
-        record = self.record(step, with_gradients=with_gradients, seed_inter_unit=seed_inter_unit)
-        for entry in known.plans:
-            if not self._surroundings.others(entry.plan.record, entry.situation, situation):
-                if _course_of(entry.plan.record) == _course_of(record):
-                    return _with_other_values(entry.plan, known)
-                known.values_matter = True
-        plan = build_plan(record, self._stage_of_unit, self._num_stages)
-        self._check_parameters(record)
-        known.plans.append(_Known(plan, situation))
-        del known.plans[:-MAX_PLANS_OF_A_SIGNATURE]
+        used = next((used for used in reversed(plans) if self._serves(used, step, seed_inter_unit, conditions)), None)
+        if used is None:
+            record = self.record(step, with_gradients=with_gradients, seed_inter_unit=seed_inter_unit)
+            used = next((used for used in plans if _course_of(used.plan.record) == _course_of(record)), None)
+            if used is None:
+                plan = build_plan(record, self._stage_of_unit, self._num_stages)
+                self._check_parameters(record)
+                used = _UsedPlan(plan, conditions, set())
+                plans.append(used)
+            used.note_use(conditions, record.looks)
+        if used is not plans[-1]:
+            plans.remove(used)
+            plans.append(used)
+        del plans[:-MAX_PLANS_OF_A_SIGNATURE]
         while len(self._plans) > MAX_PLANS:
             self._plans.popitem(last=False)
-        return plan
+        return used.plan
 
-    def _note_alike(
-        self, known: _OfOneSignature, entry: _Known, situation: Situation, others: Collection[tuple[int, str]]
-    ) -> None:
-        """Notes that a step went as ``entry`` says, although ``others`` have changed since the last that did."""
-        if entry.situation is not situation or situation is NO_SITUATION:
-            known.num_batches_alike += 1
-            self._surroundings.note_without_effect(others, entry.plan.record, situation)
-            entry.situation = situation
-        if entry is not known.plans[-1]:
-            known.plans.remove(entry)
-            known.plans.append(entry)
+    def _serves(
+        self,
+        used: _UsedPlan,
+        step: Callable[[DryRun], Any],
+        seed_inter_unit: Callable[[int], None] | None,
+        conditions: Conditions,
+    ) -> bool:
+        """Whether the step takes the path of the plan; rehearses it where it may take another."""
+        record = used.plan.record
+        draws = record.may_branch_at_random and seed_inter_unit is not None
+        is_as_before = not draws and conditions.are_those(used.conditions, with_progress=record.reads_progress)
+        if is_as_before and not record.hangs_on_values:
+            return True
+        unrecorded = cast(DryRun, _UnrecordedRun(own_copy if record.edits_batch else own_containers))
+        known_looks = used.known_looks if is_as_before else ()
+        path = self._paths.compare(record, lambda: step(unrecorded), seed_inter_unit or _draw_on, known_looks)
+        if path.is_same:
+            used.note_use(conditions, path.looks)
+        return path.is_same
 
     def _check_parameters(self, record: StepRecord) -> None:
         """Raises :class:`SplitError` if a stage uses a parameter, outside the unit that holds it, and has it not."""
@@ -229,55 +227,17 @@ class StepPlanCache:
                         "it so. Call the unit (its forward) here as there, or do this on one device with a checkpoint."
                     )
 
-    def _goes_so(self, plan: StepPlan, step: Callable[[DryRun], Any], seed_inter_unit: Callable[[int], None]) -> bool:
-        if plan.record.updates:  # a rehearsal would leave parameters edited
-            return True
-        listener = cast(DryRun, _NobodyListens(own_copy if plan.record.edits_batch else own_containers))
-        recorder = ReductionRecorder(is_fake, is_fake)
-        with recorder:
-            matches, failure = rehearse(
-                plan.record,
-                self._units,
-                lambda: step(listener),
-                self._module,
-                self._fake_parameters.device,
-                seed_inter_unit,
-                compares_arguments=True,
-            )
-        # what the end of the step makes of made-up values says nothing
-        return matches and (failure is not None or _places(recorder.reductions) == _places(plan.record.reductions))
-
-
-def _places(reductions: Sequence[Reduction]) -> list[Place]:
-    return [reduction.place for reduction in reductions]
-
 
 def _draw_on(call: int) -> None:
     """Leaves the generators as they are."""
 
 
-def _values_decide(known: _OfOneSignature, entry: _Known, situation: Situation) -> bool:
-    """Whether values in the batch may decide how the step goes."""
-    is_settled = known.num_batches_alike >= SETTLED_AFTER and not known.values_matter
-    return (situation.is_opaque or entry.plan.record.hangs_on_values) and not is_settled
-
-
-def _with_other_values(plan: StepPlan, known: _OfOneSignature) -> StepPlan:
-    """``plan``, which a record gave again although units looked at other values than they did in its own.
-
-    Such values may decide the shapes of outputs (the longest of some sequences), and mostly do not (a mask).
-    """
-    known.num_records_alike += 1
-    if known.num_records_alike >= SETTLED_AFTER // 2 and not known.values_matter:
-        for call in plan.record.calls:
-            call.looks_at = None
-    return plan
-
-
 def _course_of(record: StepRecord) -> list[Any]:
-    """All that the plan of a step depends on."""
+    """All that the plan of a step depends on, and when it serves another."""
     course: list[Any] = [
-        _places(record.reductions),
+        (record.reads_progress, record.hangs_on_values, record.may_branch_at_random),
+        (record.mutated_attributes, record.edits_batch),
+        places_of(record.reductions),
         record.gradient_sources,
         record.tail.values,
         set(record.tail.parameters),

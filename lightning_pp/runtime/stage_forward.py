@@ -104,6 +104,15 @@ class _Call:
     fake: Tensor | None
 
 
+_KNOWN_IN_ADVANCE = (
+    "Every stage must know in advance which units a step calls. It may go by the batch, by batch_idx, by what the "
+    "module asks its trainer for (self.global_step, self.current_epoch), and by an attribute of the module that "
+    "is a plain value or a list or dict of these. It may not go by a global variable, by the inside of another object, "
+    "or by a trainer that it does not get from the module. Keep the value in an attribute of the module, or make the "
+    "choice inside a unit."
+)
+
+
 class StageCalls:
     """What a plan says of one stage, laid out for the forwards of all microbatches that follow the plan.
 
@@ -210,12 +219,12 @@ class StageForward:
         self._next_call += 1
         calls = self._stage.calls
         if index >= len(calls) or calls[index].unit != unit:
-            expected = f"{calls[index].unit!r}" if index < len(calls) else "the end of the step"
+            if index < len(calls):
+                recorded = f"called {calls[index].unit!r} there"
+            else:
+                recorded = f"ended after {calls[-1].unit!r}" if calls else "called no unit"
             raise SplitError(
-                f"{user_line()} calls the unit {unit!r} as call {index}, where the dry run of a step like it saw "
-                f"{expected}. All stages must know beforehand which units are called: let that depend on the batch, on "
-                "the trainer's progress or on an attribute of the module (not on one that was another in eight batches "
-                "and decided nothing, which is not looked at any longer), or make the choice inside a unit."
+                f"{user_line()} called unit {unit!r}, but the recorded step {recorded}. {_KNOWN_IN_ADVANCE}"
             )
         call = calls[index]
         if not call.is_owned:
@@ -284,9 +293,10 @@ class StageForward:
         """The step ended: no call may be missing."""
         calls = self._stage.calls
         if self._next_call < len(calls):
+            missing = calls[self._next_call]
             raise SplitError(
-                f"The step ended after {self._next_call} unit calls, where the dry run of a batch of the same shapes "
-                f"saw {len(calls)}; the next would have been {calls[self._next_call].unit!r}."
+                f"The step ended after {self._next_call} unit calls, but the recorded step called unit "
+                f"{missing.unit!r} then, at {missing.record.line}. {_KNOWN_IN_ADVANCE}"
             )
 
     def _take_received(self, receive: Callable[[], Iterable[tuple[Value, Tensor]]]) -> None:

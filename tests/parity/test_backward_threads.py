@@ -8,21 +8,20 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from parity_run import Layout, Outcome, Settings, check_like_one_device, train
 from pool import WorkerPool
-
-from lightning_pp.runtime import stage
 
 
 def on_its_own_thread(function: Callable[..., None]) -> Callable[..., None]:
     """``function`` on a new thread, which has nothing of this one's, not even whether gradients are recorded."""
 
-    def run(*args: Any) -> None:
+    def run(*args: Any, **options: Any) -> None:
         errors: list[BaseException] = []
 
         def target() -> None:
             try:
-                function(*args)
+                function(*args, **options)
             except BaseException as error:
                 errors.append(error)
 
@@ -37,7 +36,7 @@ def on_its_own_thread(function: Callable[..., None]) -> Callable[..., None]:
 
 def train_with_threads(settings: Settings, layout: Layout, options: dict[str, Any]) -> Outcome:
     """In a worker: trains as a pipeline, every backward on a thread of its own."""
-    with patch.object(stage, "_run_backward", on_its_own_thread(stage._run_backward)):
+    with patch.object(torch.autograd, "backward", on_its_own_thread(torch.autograd.backward)):
         return train(settings, layout.strategy(**options), layout.world_size)
 
 

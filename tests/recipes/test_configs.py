@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 import re
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from pool import WorkerPool
 
 from lightning_pp import PipelineParallelStrategy
 from lightning_pp.conf import Mode
-from lightning_pp.conf.schema import PlanConf, RunConf
+from lightning_pp.conf.schema import PipelineStrategyConf, PlanConf, RunConf
 
 CONF = Path(importlib.import_module("lightning_pp.conf").__file__ or "").parent
 RECIPES = Path(importlib.import_module("lightning_pp.recipes").__file__ or "").parent / "recipe"
@@ -147,3 +148,11 @@ def test_recipe_trains_as_a_pipeline(recipe: str, pool: WorkerPool) -> None:
     assert first["metrics"] == last["metrics"]
     assert math.log(256) / 2 < first["metrics"]["val_loss"] < 2 * math.log(256)
     assert first["owned"] != last["owned"]
+
+
+def test_the_schema_has_the_arguments_of_the_strategy_and_their_defaults() -> None:
+    arguments = inspect.signature(PipelineParallelStrategy).parameters
+    schema = {field.name: field.default for field in fields(PipelineStrategyConf) if field.name != "_target_"}
+    assert set(schema) == set(arguments)
+    for name in set(schema) - {"timeout"}:  # a group of its own, since YAML has no timedelta
+        assert schema[name] == arguments[name].default, name

@@ -72,7 +72,7 @@ def test_costs_of_calls() -> None:
     assert head.flops == 2 * (3 * 6) * WIDTH * 24
     tokens = 3 * 6 * 8  # times 8 bytes each
     # input of the norm, its statistics, its output, the activation's input and output
-    assert block.saved_bytes == tokens * (WIDTH + 1 + 1 + WIDTH + 2 * WIDTH + 2 * WIDTH)
+    assert sum(block.memory.saved.values()) == tokens * (WIDTH + 1 + 1 + WIDTH + 2 * WIDTH + 2 * WIDTH)
     assert record.tail.flops == 0
 
 
@@ -220,7 +220,7 @@ def held_in_lists(module: nn.Module) -> dict[tuple[str, str, int], int]:
 def test_without_gradients() -> None:
     record = record_of(build(Small), batches()[0], with_gradients=False)
     assert record.gradient_sources == {}
-    assert all(call.saved_bytes == 0 for call in record.calls)
+    assert not any(call.memory.saved for call in record.calls)
     assert record.tail.values == {Value(5, 0)}
 
 

@@ -184,7 +184,7 @@ CANNOT_BE_CUT: list[tuple[type[Blocks], str]] = [
     ),
     (
         BranchesOnAGlobal,
-        r"HERE calls the unit .head. as call 3, where .* saw .blocks\.3.*attribute of the module|"
+        r"HERE called unit .head., but the recorded step called .blocks\.3. there.*attribute of the module|"
         r"rank( of the pipeline)? has stopped",
     ),
     (

@@ -8,91 +8,161 @@ from typing import Any
 import pytest
 import torch
 from small_models import Blocks
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_pp.planning.conditions import AttributesOutsideUnits, Conditions, opaque_leaves
 from lightning_pp.planning.stage_model import assign_stages, record_model
-from lightning_pp.planning.step_plans import StepPlanCache
+from lightning_pp.planning.step_plans import StepPlanCache, signature_of
 from lightning_pp.schedule import Placement
 from lightning_pp.split.dry_run.run import DryRun
-from lightning_pp.strategy.step.progress import Progress, watched_batch_idx
 
-Depth = Callable[[Blocks, int, Tensor], int]
+Depth = Callable[[Blocks, Any], int]
 
 
 class Steps:
     """Steps of a model of four blocks, of which it calls as many as ``depth`` says, and how often its code ran."""
 
-    def __init__(self, depth: Depth) -> None:
+    def __init__(self, depth: Depth, module: Blocks | None = None, first: Any = None) -> None:
         self.depth = depth
         self.num_runs = 0
-        self.module = Blocks()
+        self.num_recorded = 0
+        self.num_units_called = 0
+        self.module = module or Blocks()
         self.module.depth = 2
         split = assign_stages(
             record_model(
                 self.module,
                 device=torch.device("cpu"),
-                step=self.step(0, torch.zeros(2, 8)),
+                step=self.step(torch.zeros(2, 8) if first is None else first),
                 with_gradients=True,
                 patterns=None,
                 num_stages=2,
             ),
             placement=Placement.interleaved(2),
         )
-        self.book: StepPlanCache = split.plans
+        self.cache: StepPlanCache = split.plans
+        self.attributes = AttributesOutsideUnits(self.module, split.units)
 
-    def step(self, number: int, batch: Tensor) -> Callable[[DryRun], Tensor]:
+    def step(self, batch: Any) -> Callable[[DryRun], Tensor]:
         def run(dry: DryRun) -> Tensor:
             self.num_runs += 1
-            h = batch
-            index = watched_batch_idx(number, dry.ask_of_progress)
-            for block in self.module.blocks[: self.depth(self.module, index, h)]:
+            self.num_recorded += isinstance(dry, DryRun)
+            h = batch[0] if isinstance(batch, tuple) else batch
+            for block in self.module.blocks[: self.depth(self.module, batch)]:
+                self.num_units_called += 1
                 h = block(h)
             return self.module.head(h).mean()
 
         return run
 
-    def num_blocks(self, number: int, batch: Tensor, text: str | None = None) -> int:
+    def num_blocks(self, batch: Any, progress: Any = None) -> int:
         """How many blocks the plan of a step calls."""
-        data: Any = (batch, text) if text else batch
-        situation = self.book.situation(data, Progress(number, number, 0))
-        plan = self.book.plan(0, self.step(number, batch), with_gradients=True, situation=situation)
+        conditions = Conditions(progress, self.attributes.outlines(), opaque_leaves(batch))
+        plan = self.cache.plan(signature_of(batch), self.step(batch), with_gradients=True, conditions=conditions)
         return len(plan.record.calls) - 1
 
 
-@pytest.mark.parametrize(
-    "depth",
-    [
-        lambda _, number, batch: 2 if number < 30 else 4,
-        lambda _, number, batch: 4 if number / 10 - 1 >= 2 else 2,
-        lambda _, number, batch: 4 if not bool(30 // max(number, 1)) or number == 30 else 2,
-    ],
-)
-def test_a_late_change_is_seen_and_what_leads_up_to_it_costs_nothing(depth: Depth) -> None:
-    steps = Steps(depth)
-    found = [steps.num_blocks(number, torch.zeros(2, 8)) for number in range(60)]
-    assert found == [2] * 30 + [4] * 30
-    assert steps.num_runs < 30
+def test_what_stays_as_it_was_costs_no_run() -> None:
+    steps = Steps(lambda module, batch: module.depth)
+    batch = (torch.zeros(2, 8), "text")
+    assert steps.num_blocks(batch) == 2
+    before = steps.num_runs
+    assert [steps.num_blocks(batch, progress) for progress in range(20)] == [2] * 20
+    assert steps.num_runs == before
 
 
-def test_an_attribute_that_counts_is_soon_left_alone_and_another_is_not() -> None:
-    steps = Steps(lambda module, number, batch: module.depth)
+def test_an_attribute_is_looked_at_however_often_it_has_changed_nothing() -> None:
+    steps = Steps(lambda module, batch: module.depth)
     found = []
     for number in range(40):
         steps.module.num_seen = number
         steps.module.depth = 4 if number >= 30 else 2
-        found.append(steps.num_blocks(number, torch.zeros(2, 8)))
+        found.append(steps.num_blocks(torch.zeros(2, 8)))
     assert found == [2] * 30 + [4] * 10
-    assert steps.num_runs < 20
+    assert steps.num_recorded == 3  # one for the cut, one for each depth
+
+
+@pytest.mark.parametrize("holder", [{"depth": 2}, [2]])
+def test_plain_values_in_lists_and_dicts_are_looked_at(holder: Any) -> None:
+    key = "depth" if isinstance(holder, dict) else 0
+    module = Blocks()
+    module.holder = holder
+    steps = Steps(lambda module, batch: module.holder[key], module)
+    assert steps.num_blocks(torch.zeros(2, 8)) == 2
+    holder[key] = 3
+    assert steps.num_blocks(torch.zeros(2, 8)) == 3
 
 
 def test_values_that_decide_are_always_looked_at() -> None:
-    steps = Steps(lambda module, number, batch: 4 if batch.sum() > 0 else 2)
-    signs = [1.0, -1.0, -1.0] * 20
-    assert [steps.num_blocks(0, torch.full((2, 8), sign)) for sign in signs] == [4 if sign > 0 else 2 for sign in signs]
+    steps = Steps(lambda module, batch: 4 if batch.sum() > 0 else 2)
+    signs = [-1.0] * 30 + [1.0, -1.0, -1.0] * 20
+    assert [steps.num_blocks(torch.full((2, 8), sign)) for sign in signs] == [4 if sign > 0 else 2 for sign in signs]
 
 
-@pytest.mark.parametrize("text", [None, "what else a batch holds"])
-def test_values_and_text_that_decide_nothing_are_soon_left_alone(text: str | None) -> None:
-    steps = Steps(lambda module, number, batch: 4 if text or batch.isfinite().all() else 2)
-    assert {steps.num_blocks(0, torch.rand(2, 8), text) for _ in range(40)} == {4}
-    assert steps.num_runs < 15
+def test_a_step_that_has_seen_the_same_is_left_at_its_next_unit() -> None:
+    steps = Steps(lambda module, batch: 4 if batch.isfinite().all() else 2)
+    for _ in range(2):
+        steps.num_blocks(torch.rand(2, 8))
+    before = steps.num_units_called
+    assert {steps.num_blocks(torch.rand(2, 8)) for _ in range(10)} == {4}
+    assert steps.num_units_called == before + 10
+
+
+def test_what_was_seen_under_other_conditions_says_nothing() -> None:
+    steps = Steps(lambda module, batch: 4 if batch.sum() > 0 and module.flag else 2)
+    steps.module.flag = False
+    high, low = torch.ones(2, 8), -torch.ones(2, 8)
+    assert steps.num_blocks(high) == 2
+    steps.module.flag = True
+    assert [steps.num_blocks(batch) for batch in (low, high, low, high)] == [2, 4, 2, 4]
+
+
+@pytest.mark.parametrize("text", ["text", b"bytes"])
+def test_text_is_looked_at_where_it_is_another(text: Any) -> None:
+    steps = Steps(lambda module, batch: 4 if len(batch[1]) > 20 else 2)
+    texts = [text * (1 + number // 12) for number in range(60)]
+    found = [steps.num_blocks((torch.zeros(2, 8), each)) for each in texts]
+    assert found == [4 if len(each) > 20 else 2 for each in texts]
+
+
+class Packs(nn.Module):
+    """Gives as many rows as the longest of its sequences has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        return self.linear(x)[:, : int(lengths.max())]  # type: ignore[no-any-return]
+
+
+class PacksFirst(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0] = Packs()
+
+
+class PackingSteps(Steps):
+    def step(self, batch: Any) -> Callable[[DryRun], Tensor]:
+        def run(dry: DryRun) -> Tensor:
+            self.num_recorded += isinstance(dry, DryRun)
+            first, *others = self.module.blocks
+            h = first(torch.zeros(2, 5, 8), batch)
+            for block in others:
+                h = block(h)
+            return self.module.head(h).mean()
+
+        return run
+
+
+def test_a_unit_that_looks_at_values_is_run_on_fakes_and_only_another_shape_is_recorded() -> None:
+    lengths = [[5, 1], [5, 2], [3, 5], [5, 5], [4, 4], [1, 4], [2, 5]]
+    steps = PackingSteps(lambda *_: 0, PacksFirst(), torch.tensor(lengths[0]))
+    num_recorded = []
+    for each in lengths:
+        batch = torch.tensor(each)
+        plan = steps.cache.plan(0, steps.step(batch), with_gradients=True)
+        spec = plan.record.calls[0].leaves[0].spec
+        assert spec is not None and spec.shape == (2, max(each), 8)
+        num_recorded.append(steps.num_recorded - 1)
+    assert num_recorded == [1, 1, 1, 1, 2, 2, 2]

@@ -1,9 +1,8 @@
 """What one stage owes for one microbatch between its input gradient (I) and its weight gradient (W).
 
 The autograd functions of :mod:`lightning_pp.runtime.split_backward.functions` put one entry per operation into the
-queue that
-is being collected; :meth:`WeightGradientQueue.run` works them off. An entry holds what the gradient is made of and
-nothing of the graph.
+queue that is being collected; :meth:`WeightGradientQueue.run` works them off. An entry holds what the gradient is made
+of and nothing of the graph.
 """
 
 from __future__ import annotations

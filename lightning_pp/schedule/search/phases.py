@@ -2,9 +2,9 @@
 
 With ``whole_batch_loss`` every F has ended when the last forward of the last stage has, and no backward starts earlier
 (:mod:`lightning_pp.schedule.program.whole_batch`). So a step is a problem of F alone and then one of I and W alone, in
-which
-all ranks are free from the start; its makespan is the sum of theirs, and the best of each make the best step. What is
-found without regard to the constraint serves as well: it is taken apart into its F and its backwards, in their order.
+which all ranks are free from the start; its makespan is the sum of theirs, and the best of each make the best step.
+What is found without regard to the constraint serves as well: it is taken apart into its F and its backwards, in their
+order.
 """
 
 from __future__ import annotations

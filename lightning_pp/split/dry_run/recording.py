@@ -37,9 +37,9 @@ from lightning_pp.split.record.step_record import (
 from lightning_pp.split.record.unknown_numbers import UnknownNumber, differing
 from lightning_pp.split.side_effects.module_state import python_generators
 from lightning_pp.split.side_effects.watch import ChangingHookError, SideEffectWatch
+from lightning_pp.split.unit_calls.call_arguments import fingerprint_of, shapes_of
 from lightning_pp.split.unit_calls.checkpointed_regions import never_run_again
 from lightning_pp.split.unit_calls.compute_dtype import cast_activations
-from lightning_pp.split.unit_calls.given import fingerprint_of, shapes_of
 from lightning_pp.split.unit_calls.selective_policy import Policy
 
 
@@ -184,9 +184,9 @@ class DryRun:
         run._is_second = True  # what is left may be the batch itself
         return run
 
-    def ask_of_progress(self, is_as_now: Callable[[Any], bool]) -> None:
-        """Records what the step asks of how far the training is: whether another progress answers it as now."""
-        self.record.asked_of_progress.append(is_as_now)
+    def note_progress_read(self) -> None:
+        """Records that the step may go by how far the training is."""
+        self.record.reads_progress = True
 
     def on_call(self, unit: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one unit on fakes and records it."""
@@ -311,6 +311,7 @@ class DryRun:
         self.record.hangs_on_values = any(call.looks_at is not None for call in calls) or any(
             look.is_in_python or look.num_calls_before < len(calls) for look in self._flow.looks
         )
+        self.record.looks = tuple(self._flow.seen)
         after = frozenset(self._flow.inter_unit_draws | self._draws_in_python)
         self.record.inter_unit_draws = InterUnitDraws(after, in_python=bool(self._draws_in_python))
         self.record.drawn_uses = self._flow.drawn_values.uses
@@ -337,7 +338,7 @@ class DryRun:
         if kind not in self._units_that_need_data:
             flow.call_reads_data = False
             try:
-                with self._saved_memory_counted(call), side_effects.attempt(self._part_of_units):
+                with self._saved_memory_noted(call), side_effects.attempt(self._part_of_units):
                     result = run_unit()
             except SplitError as error:
                 if not isinstance(error, NeedsDataError):
@@ -352,13 +353,13 @@ class DryRun:
         left: list[tuple[list[Any], dict[Any, list[Any]]]] = []  # by each run
         # the first is only to see whether numbers change with the signs of the data, which not all code accepts
         for data in (MadeUpData(1, signed=True), MadeUpData(1), MadeUpData(0)):
-            call.flops = call.weight_flops = call.flops_saved_by_policy = call.flops_run_again = call.saved_bytes = 0
+            call.flops = call.weight_flops = call.flops_saved_by_policy = call.flops_run_again = 0
             call.memory = HeldMemory()
             try:
                 with (
                     flow.made_up_data(data),
                     flow.watch.call_on_made_up_data(),
-                    self._saved_memory_counted(call),
+                    self._saved_memory_noted(call),
                     side_effects.attempt(self._part_of_units),
                 ):
                     made_up = run_unit()
@@ -479,30 +480,20 @@ class DryRun:
             self._flow.keep(self._graph.saved_behind(tensors, self._marker_nodes.values()), reads.memory.saved)
 
     @contextmanager
-    def _saved_memory_counted(self, call: UnitCall) -> Iterator[None]:
-        """Adds up what autograd keeps of a unit call between forward and backward, each memory once, parameters not."""
+    def _saved_memory_noted(self, call: UnitCall) -> Iterator[None]:
+        """Notes what autograd keeps of a unit call between forward and backward."""
         if not torch.is_grad_enabled():
             yield
             return
-        seen = {storage_of(fake) for fake in self._fake_parameters.fakes()}
-        kept: list[Tensor] = []  # a memory that is freed would be counted as the next at its address
-        flow = self._flow
+        flow = self._flow  # the graph holds ``pack``, which must not hold this recording
 
         def pack(tensor: Tensor) -> Tensor:
-            storage = storage_of(tensor)
-            if storage is not None and storage not in seen:
-                seen.add(storage)
-                kept.append(tensor if is_fake(tensor) else tensor.detach())
-                call.saved_bytes += tensor.untyped_storage().nbytes()
             flow.keep([tensor], call.memory.saved)
             call.flops_run_again = call.flops - call.flops_saved_by_policy
             return tensor
 
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                yield
-        finally:
-            kept.clear()  # the graph holds ``pack``, and these hold the graph
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
 
     def release(self) -> None:
         """Lets go of all tensors, since they hold the graph, which holds this recording where no collector sees it."""

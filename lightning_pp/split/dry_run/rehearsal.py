@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,11 +12,13 @@ from torch import nn
 from lightning_pp.split.dry_run.python_reads import PythonReads
 from lightning_pp.split.fakes.fake_mode import MadeUp
 from lightning_pp.split.fakes.parameters import is_fake
-from lightning_pp.split.record.step_record import StepRecord, Value
+from lightning_pp.split.record.step_record import StepRecord, UnitCall, Value
 from lightning_pp.split.side_effects.carried import FakeSideEffects
-from lightning_pp.split.side_effects.module_state import preserved_random_state, preserved_state
-from lightning_pp.split.unit_calls.given import is_like
+from lightning_pp.split.side_effects.module_state import preserved_random_state
 from lightning_pp.split.unit_calls.interception import UnitCalls
+
+IsSameCall = Callable[[UnitCall, Callable[..., Any], tuple[Any, ...], "dict[str, Any]"], bool]
+"""Whether a recorded call gives the same when it is run with these arguments; the second is what runs it."""
 
 
 class Rehearsed(BaseException):
@@ -27,24 +29,28 @@ def rehearse(
     record: StepRecord,
     units: Mapping[str, nn.Module],
     step: Callable[[], Any],
-    module: nn.Module,
     device: torch.device,
     seed_inter_unit: Callable[[int], None],
     *,
-    compares_arguments: bool = False,
+    unit_calls: UnitCalls | None = None,
+    preserving: AbstractContextManager[Any] | None = None,
+    is_same_call: IsSameCall = lambda *_: True,
+    on_look: Callable[[torch.Tensor], None] = lambda _: None,
 ) -> tuple[bool, Exception | None]:
     """Runs ``step`` with every unit standing in, until its end or until it calls a unit otherwise than ``record`` says.
 
-    The module and the generators are as before afterwards.
+    The generators are as before afterwards, and what units leave behind is taken back.
 
     Args:
         record: What the units return and leave behind.
         units: Names and modules of the units.
         step: Runs the user's step on one microbatch; it may raise :class:`Rehearsed` to end it.
-        module: The whole model.
         device: Where the step computes.
         seed_inter_unit: Given the index of a call (-1: the step's start), seeds the generators for the code after it.
-        compares_arguments: Whether a call with other arguments than ``record`` says is another call.
+        unit_calls: Intercepts the units' calls; kept by who rehearses often.
+        preserving: A context that keeps the module's state, if the step may change it.
+        is_same_call: Is asked about each call of a unit that ``record`` has in the same place.
+        on_look: Is told of tensors with data that Python reads as a whole.
 
     Returns:
         Whether the step called the units of ``record`` as it says, and what it raised, which may be due to made-up
@@ -58,18 +64,16 @@ def rehearse(
     def fake(unit: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal num_calls, went_elsewhere
         call = record.calls[num_calls] if num_calls < len(record.calls) else None
-        if call is None or call.unit != unit or (compares_arguments and not is_like(call, args, kwargs)):
+        if call is None or call.unit != unit or not is_same_call(call, original, args, kwargs):
             went_elsewhere = True
             raise Rehearsed
         num_calls += 1
         left: dict[Value, Any] = {}
-        side_effects.leave(
-            call,
-            units[unit],
-            args,
-            kwargs,
-            lambda value: left.setdefault(value, call.leaf(value.leaf).for_one_step()),
-        )
+
+        def fake_of(value: Value) -> Any:
+            return left.setdefault(value, call.leaf(value.leaf).for_one_step())
+
+        side_effects.leave(call, units[unit], args, kwargs, fake_of)
         output = call.output_of(left, with_made_up=True)
         if call.index in record.inter_unit_draws.after:
             seed_inter_unit(call.index)
@@ -77,11 +81,10 @@ def rehearse(
 
     with ExitStack() as stack:
         stack.enter_context(preserved_random_state(device))
-        if compares_arguments or record.mutated_attributes:
-            stack.enter_context(preserved_state(module))
+        stack.enter_context(preserving or nullcontext())
         stack.callback(side_effects.undo)
-        stack.enter_context(_values_made_up(record))
-        stack.enter_context(UnitCalls(units).handled_by(fake))
+        stack.enter_context(_values_made_up(record, on_look))
+        stack.enter_context((unit_calls or UnitCalls(units)).handled_by(fake))
         stack.enter_context(torch.no_grad())
         if -1 in record.inter_unit_draws.after:
             seed_inter_unit(-1)
@@ -95,10 +98,10 @@ def rehearse(
 
 
 @contextmanager
-def _values_made_up(record: StepRecord) -> Iterator[None]:
+def _values_made_up(record: StepRecord, on_look: Callable[[torch.Tensor], None]) -> Iterator[None]:
     """Within, code may read values of fakes (``.item()``, ``.numpy()``) and sees something."""
     mode = next((leaf.fake.fake_mode for call in record.calls for leaf in call.leaves if leaf.spec), None)
     fill = MadeUp()
-    read = PythonReads(is_fake, lambda fake: fill(fake.shape, dtype=fake.dtype, device=fake.device))
+    read = PythonReads(is_fake, lambda fake: fill(fake.shape, dtype=fake.dtype, device=fake.device), on_look)
     with read, nullcontext() if mode is None else mode.making_up():
         yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -195,8 +195,7 @@ class UnitCall:
         flops_saved_by_policy: Those of operations whose result a selective checkpoint policy saves.
         flops_run_again: The others, until autograd keeps something for the last time: what is checkpointed is run again
             up to there.
-        saved_bytes: What autograd keeps of it between forward and backward.
-        memory: The same by memories, without the batch; and what is kept after the input gradient.
+        memory: What is kept of it between forward and backward.
         given: Number to bytes of the memories of its arguments.
         activations: Places, among the leaves of its arguments, of floating-point tensors that depend on weights.
         region: Number of the checkpointed region (of the user's) that it is called in; None outside of one.
@@ -218,7 +217,6 @@ class UnitCall:
     weight_flops: int = 0
     flops_saved_by_policy: int = 0
     flops_run_again: int = 0
-    saved_bytes: int = 0
     memory: HeldMemory = field(default_factory=HeldMemory)
     given: dict[int, int] = field(default_factory=dict)
     activations: frozenset[int] = frozenset()
@@ -309,8 +307,9 @@ class StepRecord:
         may_branch_at_random: Whether Python may look at such a number, so that another draw may call other units.
         hangs_on_values: Whether values that the step was given (the batch, buffers) may decide which units are called,
             or a shape.
-        asked_of_progress: What it asks of how far the training is (``global_step < 100``): for each question, whether
-            another progress has the answer that this one had.
+        looks: What code outside units got to know of such values, in order: numbers, contents and shapes; see
+            :mod:`lightning_pp.split.dry_run.looks`.
+        reads_progress: Whether the step may go by how far the training is.
         value_reads_in_tail: Lines after the last call that read a weight-dependent value (``.item()``).
         mutated_attributes: ``(module name, attribute)`` that the step set or whose content it changed.
         reductions: Calls, outside units, of functions that decide how values grow with the batch.
@@ -332,7 +331,8 @@ class StepRecord:
     drawn_uses: Mapping[tuple[int, int], str] = field(default_factory=dict)
     may_branch_at_random: bool = False
     hangs_on_values: bool = False
-    asked_of_progress: list[Callable[[Any], bool]] = field(default_factory=list)
+    looks: tuple[Any, ...] = ()
+    reads_progress: bool = False
     value_reads_in_tail: list[str] = field(default_factory=list)
     mutated_attributes: tuple[tuple[str, str], ...] = ()
     reductions: Sequence[Reduction] = ()

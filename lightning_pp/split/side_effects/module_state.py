@@ -5,19 +5,29 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import is_not
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_pp.split._torch_private import BUFFERS, COMPILED_CALL, HELD_BY_MODULES, buffers_of
+from lightning_pp.split._torch_private import (
+    BUFFERS,
+    COMPILED_CALL,
+    HELD_BY_MODULES,
+    buffers_of,
+    forward_hooks_of,
+    forward_pre_hooks_of,
+)
 
 Changes = Callable[[], list[tuple[str, str, Any]]]
 
 _CONTAINERS = (list, dict, set)
+# the content of an empty list, dict or set
+_EMPTY = ()
 # these belong to torch and Lightning, and no step keeps its results in them
 _SKIPPED = frozenset({*HELD_BY_MODULES, "_trainer", COMPILED_CALL, "forward"})
 
@@ -30,15 +40,21 @@ def preserved_state(module: nn.Module) -> Iterator[Changes]:
         A function that lists ``(module name, attribute, value)`` for everything changed so far: an attribute set anew,
         or a list, dict or set whose content changed.
     """
+    with _preserved(list(module.named_modules())) as changes:
+        yield changes
+
+
+@contextmanager
+def _preserved(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[Changes]:
     saved = []
-    generators = _generators_of(module)
-    for name, child in module.named_modules():
+    generators = _generators_of(child for _, child in modules)
+    for name, child in modules:
         attributes = child.__dict__
         contents = {}
         for key, value in attributes.items():
             if key in _SKIPPED or not isinstance(value, _CONTAINERS):
                 continue
-            contents[key] = (value, copy.copy(value))
+            contents[key] = (value, copy.copy(value) if value else _EMPTY)
         tensors = {key: value for key, value in attributes.items() if isinstance(value, Tensor) and key not in _SKIPPED}
         saved.append((name, child, dict(attributes), contents, tensors))
         # in-place updates (batch statistics, counters) go to copies
@@ -74,9 +90,48 @@ def preserved_state(module: nn.Module) -> Iterator[Changes]:
         for _, child, before, contents, _ in saved:
             for value, content in contents.values():
                 _restore_content(value, content)
-            for key in [key for key in child.__dict__ if key not in before and key not in _SKIPPED]:
-                del child.__dict__[key]
-            child.__dict__.update({key: value for key, value in before.items() if key not in _SKIPPED})
+            _put_back(child.__dict__, before)
+
+
+class RehearsedState:
+    """Keeps the state of a module from what a rehearsal changes, in which no unit runs.
+
+    Units and what is in them are only guarded against what code outside of them does to modules: attributes that it
+    sets and forward hooks that it registers. So all of this is quick.
+
+    Args:
+        module: The whole model.
+        units: Its units.
+    """
+
+    def __init__(self, module: nn.Module, units: Mapping[str, nn.Module]) -> None:
+        inside = {child for unit in units.values() for child in unit.modules()}
+        self._inside = [child.__dict__ for child in inside]
+        self._hooks = [held for child in inside for held in (forward_pre_hooks_of(child), forward_hooks_of(child))]
+        self._outside = [(name, child) for name, child in module.named_modules() if child not in inside]
+
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
+        """Within, code outside of units may run; afterwards attributes and buffers are as before."""
+        before = [(attributes, attributes.copy()) for attributes in self._inside]
+        hooks = [(held, tuple(held)) for held in self._hooks]
+        try:
+            with _preserved(self._outside):
+                yield
+        finally:
+            for now, held in before:
+                if len(now) != len(held) or any(map(is_not, now.values(), held.values())):
+                    _put_back(now, held)
+            for registered, keys in hooks:
+                for key in set(registered).difference(keys) if len(registered) != len(keys) else ():
+                    del registered[key]
+
+
+def _put_back(attributes: dict[str, Any], before: Mapping[str, Any]) -> None:
+    """Makes the ``attributes`` of a module what they were ``before``, but for those of torch and Lightning."""
+    for key in [key for key in attributes if key not in before and key not in _SKIPPED]:
+        del attributes[key]
+    attributes.update({key: value for key, value in before.items() if key not in _SKIPPED})
 
 
 def _is_replaced_method(module: nn.Module, key: str, value: Any) -> bool:
@@ -84,10 +139,10 @@ def _is_replaced_method(module: nn.Module, key: str, value: Any) -> bool:
     return callable(value) and callable(getattr(type(module), key, None))
 
 
-def _generators_of(module: nn.Module) -> list[Callable[[], None]]:
+def _generators_of(modules: Iterable[nn.Module]) -> list[Callable[[], None]]:
     """What puts back the state of random generators that the modules hold."""
     restore: list[Callable[[], None]] = []
-    for child in module.modules():
+    for child in modules:
         for value in child.__dict__.values():
             if isinstance(value, torch.Generator):
                 restore.append(partial(value.set_state, value.get_state()))  # type: ignore[arg-type]
@@ -128,6 +183,8 @@ def preserved_random_state(device: torch.device) -> Iterator[None]:
 
 
 def _same_content(value: Any, content: Any) -> bool:
+    if content is _EMPTY:
+        return isinstance(value, _CONTAINERS) and not value
     if type(value) is not type(content) or len(value) != len(content):
         return False
     if isinstance(value, dict):

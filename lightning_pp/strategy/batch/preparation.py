@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 
 from lightning_pp.distributed.control import ControlGroups
-from lightning_pp.planning.situation import Situation
+from lightning_pp.planning.conditions import AttributesOutsideUnits, Conditions, opaque_leaves
 from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.planning.step_plans import signature_of
 from lightning_pp.runtime.randomness import StepRandomness
@@ -40,9 +40,10 @@ from lightning_pp.strategy.batch.whole_batch import (
 from lightning_pp.strategy.results.attributes import StepAttributes, kept_by_step
 from lightning_pp.strategy.results.logs import StepLogs
 from lightning_pp.strategy.results.metrics import PipelineMetrics
-from lightning_pp.strategy.step.progress import Progress
+from lightning_pp.strategy.step.progress import progress_of
 from lightning_pp.strategy.step.refusals import refuse_carried_state
 
+_LIGHTNINGS_ATTRIBUTES = frozenset(vars(pl.LightningModule()))
 RecordedStep = Callable[[StepCall, Microbatch], Callable[[DryRun], Any]]
 """Makes the user's step on a microbatch, for a dry run."""
 
@@ -89,6 +90,7 @@ class BatchPreparation:
         self._parameters = list(module.parameters())
         self._scaling = BatchScaling(module, split.units, groups, metrics, device)
         self._whole_batches = WholeBatchPlans()
+        self._attributes = AttributesOutsideUnits(module, split.units, _LIGHTNINGS_ATTRIBUTES)
 
     def prepare(
         self,
@@ -112,14 +114,13 @@ class BatchPreparation:
             around: For the check of a part of a batch: what goes around its steps.
             follows_estimates: Whether a loss that does not add up over microbatches is an error.
         """
-        progress = Progress(call.batch_idx, self.module.trainer.global_step, self.module.trainer.current_epoch)
-        situation = self.split.plans.situation([microbatch.data for microbatch in microbatches], progress)
+        conditions = Conditions(progress_of(self.module.trainer, call.batch_idx), self._attributes.outlines())
         indices = range(len(microbatches)) if around is None else [0] * len(microbatches)
         seeds = [StepRandomness.of_microbatch(seed, index, self._device).seed_inter_unit for index in indices]
         if self.ends_with_batch(call.step):
-            return self._prepare_whole(call, batch, microbatches, seed, factor, situation, around)
+            return self._prepare_whole(call, batch, microbatches, seed, factor, conditions, around)
         plans = [
-            self._plan(call, microbatch, seed_inter_unit, situation)
+            self._plan(call, microbatch, seed_inter_unit, conditions)
             for microbatch, seed_inter_unit in zip(microbatches, seeds, strict=True)
         ]
         for plan in plans:
@@ -133,7 +134,7 @@ class BatchPreparation:
 
         def record_at(part: Microbatch, earlier: EarlierRun | None) -> StepRecord:
             if earlier is None:  # a check of the batch needs its plan as well
-                return self._plan(call, part, seeds[0], situation).record
+                return self._plan(call, part, seeds[0], conditions).record
             recorded = self._recorded_step(call, part)
             return self.split.plans.record(
                 recorded, with_gradients=call.training, seed_inter_unit=seeds[0], earlier=earlier
@@ -164,7 +165,7 @@ class BatchPreparation:
         microbatches: Sequence[Microbatch],
         seed: int,
         factor: float,
-        situation: Situation,
+        conditions: Conditions,
         around: Around | None,
     ) -> BatchRun:
         """The same for a batch whose step ends once, on all of it."""
@@ -172,9 +173,9 @@ class BatchPreparation:
         indices = range(number + 1) if around is None else [0] * (number + 1)
         seeds = [StepRandomness.of_microbatch(seed, index, self._device).seed_inter_unit for index in indices]
         whole = in_one_piece(batch, microbatches)
-        of_batch = self._plan(call, whole, seeds[number if number > 1 else 0], situation)
+        of_batch = self._plan(call, whole, seeds[number if number > 1 else 0], conditions)
         plans = [
-            self._plan(call, microbatch, seed_inter_unit, situation, of_batch.record)
+            self._plan(call, microbatch, seed_inter_unit, conditions, of_batch.record)
             for microbatch, seed_inter_unit in zip(microbatches, seeds, strict=False)
         ]
         refuse_carried_state(self.module, call.step, of_batch.record, number)
@@ -224,7 +225,7 @@ class BatchPreparation:
         call: StepCall,
         microbatch: Microbatch,
         seed_inter_unit: Callable[[int], None],
-        situation: Situation,
+        conditions: Conditions,
         end_of_batch: StepRecord | None = None,
     ) -> StepPlan:
         trainable = tuple(parameter.requires_grad for parameter in self._parameters) if call.training else None
@@ -236,7 +237,7 @@ class BatchPreparation:
             recorded if end_of_batch is None else ending_with_batch(recorded, end_of_batch),
             with_gradients=call.training,
             seed_inter_unit=seed_inter_unit,
-            situation=situation,
+            conditions=conditions._replace(opaque=opaque_leaves(microbatch.data)),
         )
 
     def _kept_by(self, plans: Sequence[StepPlan]) -> tuple[tuple[str, str], ...]:

@@ -26,6 +26,7 @@ from lightning_pp.split.reductions.facts import Facts
 from lightning_pp.split.reductions.places import Place
 from lightning_pp.split.reductions.recording import EarlierRun
 from lightning_pp.split.reductions.scaling import Count, Scale, ScaledStep
+from lightning_pp.split.side_effects.module_state import preserved_state
 from lightning_pp.split.unit_calls.compilation import uncompiled
 from lightning_pp.strategy._lightning_private import trainer_of
 from lightning_pp.strategy.results.logs import StepLogs
@@ -261,7 +262,8 @@ class BatchScaling:
             stack.enter_context(loggers_muted(trainer_of(self._module)))
             stack.enter_context(uncompiled())
             stack.enter_context(ScaledStep(batch.facts, scale, has_data, counted))
-            _, failure = rehearse(record, self._units, call, self._module, self._device, seed)
+            preserving = preserved_state(self._module) if record.mutated_attributes else None
+            _, failure = rehearse(record, self._units, call, self._device, seed, preserving=preserving)
         if failure is None or counted.are_complete:
             return counted
         if not is_training:  # an evaluation, whose end may need data; its first batch is checked

@@ -36,6 +36,7 @@ from lightning_pp.checkpoint import (
 )
 from lightning_pp.checkpoint.content import MODEL, OPTIMIZERS
 from lightning_pp.checkpoint.ownership.ranks import Ranks, fail_together, from_root
+from lightning_pp.distributed.groups import group_of_hosts
 from lightning_pp.errors import CheckpointError, ConfigurationError
 from lightning_pp.strategy._lightning_private import replace_link
 from lightning_pp.strategy.checkpoints.run_state import own_run_state, restore_run_state
@@ -99,7 +100,7 @@ class Checkpoints:
         """
         self._run = _Run(engine, part, checkpoint_io)
         if self._in_background and self._background is None:
-            self._background = BackgroundSaver(dist.new_group(backend="gloo", timeout=self._timeout))
+            self._background = BackgroundSaver(group_of_hosts(self._timeout))
             self._stager = make_stager()
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):

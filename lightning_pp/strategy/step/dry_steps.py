@@ -21,7 +21,7 @@ from lightning_pp.split.reductions.recording import is_number
 from lightning_pp.strategy.lightning.mesh_strategy import MeshStrategy
 from lightning_pp.strategy.results.metrics import metrics_suspended
 from lightning_pp.strategy.results.outputs import loss_of
-from lightning_pp.strategy.step.progress import progress_watched, watched_batch_idx
+from lightning_pp.strategy.step.progress import reads_batch_idx, trainer_watched
 from lightning_pp.strategy.step.refusals import check_loss
 
 
@@ -114,10 +114,11 @@ def recorded_step(
             stack.enter_context(logging_to(module, dry.need_at_end))
             stack.enter_context(loggers_muted(module._trainer))
             stack.enter_context(metrics_suspended(module, metric_returns))
-            stack.enter_context(progress_watched(module._trainer, dry.ask_of_progress))
-            watched = [watched_batch_idx(value, dry.ask_of_progress) if type(value) is int else value for value in rest]
+            if reads_batch_idx(getattr(module, step)):
+                dry.note_progress_read()
             own, shared = dry.own(batch), dict(entries_of(batch, "batch"))
-            output = getattr(module, step)(own, *watched, **(kwargs or {}))
+            with trainer_watched(module, dry.note_progress_read):
+                output = getattr(module, step)(own, *rest, **(kwargs or {}))
             _refuse_shared_writes(step, shared, batch)
             if isinstance(dry, DryRun):
                 _tell_what_hooks_see(module, step, places_written(batch, own), edits_contents=dry.edits_batch)

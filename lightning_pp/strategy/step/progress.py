@@ -1,136 +1,111 @@
-"""How far the training is, and what a step asks of that: the same questions can be asked again before another step."""
+"""How far the training is, and whether a step asks for that: one that may do so is rehearsed when it has changed."""
 
 from __future__ import annotations
 
-import operator
+import dis
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 
-Ask = Callable[[Callable[["Progress"], bool]], None]
+# what a trainer has from the start of a run to its end, so that it says nothing of how far the run is
+_THE_SAME_ALL_THE_RUN = frozenset(
+    {"strategy", "accelerator", "precision", "precision_plugin", "logger", "loggers", "datamodule", "max_epochs",
+     "max_steps", "world_size", "global_rank", "local_rank", "node_rank", "num_nodes", "num_devices", "device_ids",
+     "is_global_zero", "default_root_dir", "log_dir", "progress_bar_callback"}
+)  # fmt: skip
+# functions and modules by which code can read an argument without naming it
+_READ_WITHOUT_A_NAME = frozenset({"locals", "vars", "eval", "exec", "sys", "inspect"})
 
 
 class Progress(NamedTuple):
-    """How far the training is."""
+    """How far the training is.
+
+    Attributes:
+        batch_idx: The index of the batch.
+        global_step: Optimizer steps so far.
+        current_epoch: The epoch.
+        stage: What the trainer does: it trains, validates, checks validation beforehand, ...
+    """
 
     batch_idx: int
     global_step: int
     current_epoch: int
+    stage: Any
 
 
-class _Watched:
-    """A number made of the training's progress; what it is compared with is told.
-
-    Python's own functions see a plain number (``math.cos``, a slice), and so does torch.
-
-    Attributes:
-        formula: The number at another progress.
-        ask: Is told of each comparison: whether its outcome at another progress is the same.
-    """
-
-    formula: Callable[[Progress], Any]
-    ask: Ask
+def progress_of(trainer: pl.Trainer, batch_idx: int) -> Progress:
+    """How far ``trainer`` is, at the batch of that index."""
+    return Progress(batch_idx, trainer.global_step, trainer.current_epoch, trainer.state.stage)
 
 
-class _WatchedInt(_Watched, int):
-    __hash__ = int.__hash__
+class _WatchedTrainer:
+    """Stands for a trainer in all that is read, set or called, and tells ``on_read`` of each name that is read."""
 
+    def __init__(self, trainer: pl.Trainer, on_read: Callable[[str], None]) -> None:
+        object.__setattr__(self, "_watched", (trainer, on_read))
 
-class _WatchedFloat(_Watched, float):
-    __hash__ = float.__hash__
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # for isinstance
+        return type(object.__getattribute__(self, "_watched")[0])
 
+    def __getattr__(self, name: str) -> Any:
+        trainer, on_read = object.__getattribute__(self, "_watched")
+        on_read(name)
+        return getattr(trainer, name)
 
-_ARITHMETIC = ("add", "sub", "mul", "mod", "floordiv", "truediv", "pow")
-_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
-
-
-def _watched(value: Any, formula: Callable[[Progress], Any], ask: Ask) -> Any:
-    if type(value) not in (int, float):
-        return value
-    number: Any = (_WatchedInt if type(value) is int else _WatchedFloat)(value)
-    number.formula, number.ask = formula, ask
-    return number
-
-
-def _plain(number: Any) -> Any:
-    return int(number) if isinstance(number, int) else float(number)
-
-
-def _at(number: Any, progress: Progress) -> Any:
-    return number.formula(progress) if isinstance(number, _Watched) else number
-
-
-def _arithmetic(function: Callable[[Any, Any], Any], is_reflected: bool) -> Callable[[Any, Any], Any]:
-    def calculate(number: Any, other: Any) -> Any:
-        if not isinstance(other, (int, float)):
-            return NotImplemented
-        left, right = (other, number) if is_reflected else (number, other)
-        value = function(_plain(left), _plain(right))
-        return _watched(value, lambda progress: function(_at(left, progress), _at(right, progress)), number.ask)
-
-    return calculate
-
-
-def _comparison(function: Callable[[Any, Any], bool]) -> Callable[[Any, Any], Any]:
-    def compare(number: Any, other: Any) -> Any:
-        if not isinstance(other, (int, float)):
-            return NotImplemented
-        answer = function(_plain(number), _plain(other))
-        number.ask(lambda progress: function(_at(number, progress), _at(other, progress)) is answer)
-        return answer
-
-    return compare
-
-
-def _is_true(number: Any) -> bool:
-    answer = bool(_plain(number))
-    number.ask(lambda progress: bool(number.formula(progress)) is answer)
-    return answer
-
-
-_OPERATORS = {
-    "__bool__": _is_true,
-    **{f"__{name}__": _arithmetic(getattr(operator, name), is_reflected=False) for name in _ARITHMETIC},
-    **{f"__r{name}__": _arithmetic(getattr(operator, name), is_reflected=True) for name in _ARITHMETIC},
-    **{f"__{name}__": _comparison(getattr(operator, name)) for name in _COMPARISONS},
-}
-for _kind in (_WatchedInt, _WatchedFloat):
-    for _name, _operator in _OPERATORS.items():
-        setattr(_kind, _name, _operator)
-
-
-def watched_batch_idx(batch_idx: int, ask: Ask) -> int:
-    """``batch_idx``; ``ask`` is told what it is compared with."""
-    number: int = _watched(batch_idx, lambda progress: progress.batch_idx, ask)
-    return number
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(object.__getattribute__(self, "_watched")[0], name, value)
 
 
 @contextmanager
-def progress_watched(trainer: pl.Trainer | None, ask: Ask) -> Iterator[None]:
-    """Within, ``ask`` is told what ``trainer.global_step`` and ``current_epoch`` are compared with."""
+def trainer_watched(module: pl.LightningModule, on_read: Callable[[], None]) -> Iterator[None]:
+    """Within, ``on_read`` is called when the module, or one in it, asks its trainer for what changes in a run."""
+    trainer = module._trainer
     if trainer is None:
         yield
         return
-    kind = type(trainer)
-    properties = {name: getattr(kind, name) for name in ("global_step", "current_epoch")}
-    own = {name: vars(kind)[name] for name in properties if name in vars(kind)}
 
-    def watched(name: str) -> property:
-        def get(asked: pl.Trainer) -> Any:
-            ask(lambda progress: True)
-            return _watched(properties[name].fget(asked), operator.attrgetter(name), ask)
+    def note(name: str) -> None:
+        if name not in _THE_SAME_ALL_THE_RUN:
+            on_read()
 
-        return property(get)
-
-    for name in properties:
-        setattr(kind, name, watched(name))
+    watched: Any = _WatchedTrainer(trainer, note)
+    holders = [part for part in module.modules() if isinstance(part, pl.LightningModule) and part._trainer is trainer]
+    for part in holders:
+        part._trainer = watched
     try:
         yield
     finally:
-        for name in properties:
-            if name in own:
-                setattr(kind, name, own[name])
-            else:
-                delattr(kind, name)
+        for part in holders:
+            part._trainer = trainer
+
+
+def reads_batch_idx(step: Callable[..., Any]) -> bool:
+    """Whether ``step``, a method that is given a batch and perhaps its index, may look at the index.
+
+    It does if its code names that argument; where the code cannot tell, as in a wrapped step, it may.
+    """
+    function = getattr(step, "__func__", step)
+    if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
+        return True
+    code = function.__code__
+    if code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS):
+        return True
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    positional = names[1 : code.co_argcount] if inspect.ismethod(step) else names[: code.co_argcount]
+    given = {name for name in ("batch_idx",) if name in names} | set(positional[1:2])
+    return bool(given) and (not _READ_WITHOUT_A_NAME.isdisjoint(code.co_names) or not given.isdisjoint(_read_in(code)))
+
+
+def _read_in(code: CodeType) -> set[str]:
+    """The variables that ``code`` reads, or that functions in it can."""
+    read = set(code.co_cellvars)
+    for instruction in dis.get_instructions(code):
+        if "LOAD" in instruction.opname:
+            found = instruction.argval
+            read.update(found if isinstance(found, tuple) else (found,))
+    return read

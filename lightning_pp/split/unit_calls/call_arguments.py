@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from lightning_pp.split.data.tree import leaves_of
 from lightning_pp.split.fakes.parameters import has_data
-from lightning_pp.split.record.step_record import UnitCall
 
 
 def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[int, ...] | None, ...]:
@@ -30,10 +29,3 @@ def fingerprint_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         elif isinstance(leaf, (int, str)):
             total = zlib.crc32(f"{place}: {leaf!r}".encode(), total)
     return total
-
-
-def is_like(call: UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether what the unit is given now makes a call with outputs of the same shapes as ``call``."""
-    return shapes_of(args, kwargs) == call.shapes and (
-        call.looks_at is None or fingerprint_of(args, kwargs) == call.looks_at
-    )

@@ -1,0 +1,158 @@
+"""Whether a step takes the path of a record: it is rehearsed, as far as that is needed to know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from lightning_pp.split.data.tree import leaves_of
+from lightning_pp.split.dry_run.looks import LooksWatched, content_of
+from lightning_pp.split.dry_run.rehearsal import Rehearsed, rehearse
+from lightning_pp.split.fakes.parameters import FakeParameters, is_fake
+from lightning_pp.split.record.step_record import PassedOn, StepRecord, UnitCall, spec_of
+from lightning_pp.split.record.unknown_numbers import UnknownNumber
+from lightning_pp.split.reductions.places import Place
+from lightning_pp.split.reductions.recording import Reduction, ReductionRecorder
+from lightning_pp.split.side_effects.module_state import RehearsedState, preserved_state
+from lightning_pp.split.unit_calls.call_arguments import fingerprint_of, shapes_of
+from lightning_pp.split.unit_calls.compute_dtype import cast_activations
+from lightning_pp.split.unit_calls.interception import UnitCalls
+
+
+class Path(NamedTuple):
+    """What a rehearsal has found.
+
+    Attributes:
+        is_same: Whether the step takes the path of the record.
+        looks: What it got to know of values; None where that has not been followed to the end.
+    """
+
+    is_same: bool
+    looks: tuple[Any, ...] | None
+
+
+class PathComparison:
+    """Compares the paths of steps with recorded ones.
+
+    Args:
+        module: The whole model.
+        units: Its units.
+        fake_parameters: Makes fakes.
+    """
+
+    def __init__(self, module: nn.Module, units: Mapping[str, nn.Module], fake_parameters: FakeParameters) -> None:
+        self._units = units
+        self._fake_parameters = fake_parameters
+        self._unit_calls = UnitCalls(units)
+        self._state = RehearsedState(module, units)
+
+    def compare(
+        self,
+        record: StepRecord,
+        step: Callable[[], Any],
+        seed_inter_unit: Callable[[int], None],
+        known_looks: Collection[tuple[Any, ...]] = (),
+    ) -> Path:
+        """Rehearses ``step`` and tells whether it takes the path of ``record``.
+
+        Args:
+            record: The record.
+            step: Runs the user's step on one microbatch.
+            seed_inter_unit: As for :func:`rehearse`.
+            known_looks: If the step goes by nothing but values that it looks at: what steps on this path have seen.
+                One that has seen the same takes the same path, and is left at its next unit.
+        """
+        seen: list[Any] = []
+        last_look = max((call.index for call in record.calls if call.looks_at is not None), default=-1)
+        is_known = False
+
+        def is_same_call(
+            call: UnitCall, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> bool:
+            nonlocal is_known
+            if not self._gives_the_same(call, record, original, args, kwargs):
+                return False
+            if call.index >= last_look and known_looks and tuple(seen) in known_looks:
+                is_known = True
+                raise Rehearsed
+            return True
+
+        recorder = ReductionRecorder(is_fake, is_fake)
+        with ExitStack() as stack:
+            if record.updates:  # the code between units writes into parameters
+                stack.enter_context(self._fake_parameters.all_fake(_unmarked))
+            stack.enter_context(recorder)
+            # only who goes by values has looks to compare
+            stack.enter_context(LooksWatched(seen.append) if record.hangs_on_values else nullcontext())
+            matches, failure = rehearse(
+                record,
+                self._units,
+                step,
+                self._fake_parameters.device,
+                seed_inter_unit,
+                unit_calls=self._unit_calls,
+                preserving=self._state.preserved(),
+                is_same_call=is_same_call,
+                on_look=lambda tensor: seen.append(content_of(tensor)),
+            )
+        if is_known:
+            return Path(True, None)
+        # what the end of the step makes of made-up values says nothing
+        is_same = matches and (failure is not None or places_of(recorder.reductions) == places_of(record.reductions))
+        return Path(is_same, None if failure else tuple(seen))
+
+    def _gives_the_same(
+        self,
+        call: UnitCall,
+        record: StepRecord,
+        original: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> bool:
+        """Whether the unit, called with ``args`` and ``kwargs``, gives what ``call`` has recorded."""
+        if shapes_of(args, kwargs) != call.shapes:
+            return False
+        if call.looks_at is None or fingerprint_of(args, kwargs) == call.looks_at:
+            return True
+        if call.side_effects:
+            return False
+        args, kwargs = cast_activations(call, args, kwargs, record.compute_dtype)
+        fakes = self._fake_parameters
+        try:
+            with (
+                preserved_state(self._units[call.unit]),
+                nullcontext() if record.updates else fakes.all_fake(_unmarked),
+                fakes.computing(call.unit, _unmarked),
+            ):
+                return _is_recorded(call, original(*args, **kwargs), leaves_of((args, kwargs)))
+        except Exception:  # it may need data; a dry run knows what to do then
+            return False
+
+
+def _unmarked(fake: nn.Parameter, name: str) -> None:
+    """Nobody follows the fakes of a rehearsal."""
+
+
+def _is_recorded(call: UnitCall, output: Any, given: Sequence[Any]) -> bool:
+    """Whether ``output``, made of ``given``, is like that of ``call``."""
+    leaves = leaves_of(output)
+    return len(leaves) == len(call.leaves) and all(
+        _is_recorded_leaf(leaf, recorded.fake, recorded.spec, given)
+        for leaf, recorded in zip(leaves, call.leaves, strict=True)
+    )
+
+
+def _is_recorded_leaf(leaf: Any, recorded: Any, spec: Any, given: Sequence[Any]) -> bool:
+    if isinstance(recorded, PassedOn):
+        return leaf is given[recorded.position]
+    if spec is not None or isinstance(leaf, Tensor):
+        return spec is not None and isinstance(leaf, Tensor) and spec_of(leaf) == spec
+    return isinstance(recorded, UnknownNumber) or (type(leaf) is type(recorded) and bool(leaf == recorded))
+
+
+def places_of(reductions: Sequence[Reduction]) -> list[Place]:
+    """Where they are."""
+    return [reduction.place for reduction in reductions]
