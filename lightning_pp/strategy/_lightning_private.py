@@ -78,6 +78,7 @@ __all__ = [
     "request_dataloader",
     "results_of",
     "set_average",
+    "set_trainer",
     "set_value_on_batch",
     "synchronizes_layers",
     "trainer_of",
@@ -125,6 +126,11 @@ NO_SYNC: Callable[..., Any] = _Sync.no_op
 def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:
     """The trainer that ``module`` is attached to; None without one, where ``module.trainer`` raises."""
     return module._trainer
+
+
+def set_trainer(module: pl.LightningModule, trainer: pl.Trainer) -> None:
+    """Attaches ``module`` to ``trainer``, and not the modules in it, as setting ``module.trainer`` does."""
+    module._trainer = trainer
 
 
 def give_device_mesh(module: pl.LightningModule, mesh: DeviceMesh) -> None:
