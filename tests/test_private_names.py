@@ -1,4 +1,4 @@
-"""Private names of other packages stand in one file of each layer, which says at import which of them is missing.
+"""Private names of another package stand in one file of each layer, which says at import which of them is missing.
 
 Private is a name with a leading underscore in an import, as an attribute, or given to ``getattr`` and the like: also
 ``torch._subclasses``, ``torch.utils._pytree``, ``sys._getframe`` and the dicts of a module (``_parameters``). Not
@@ -16,19 +16,32 @@ import pytest
 import torch
 
 import lightning_pp
-from lightning_pp._private_names import private
+from lightning_pp._private_names import private, private_of_instances
 
 PACKAGE = Path(lightning_pp.__file__).parent
-LAYERS = ["split", "runtime", "sharding", "checkpoint", "distributed", "telemetry", "planning"]
-HOMES = {"_torch_private.py", "_lightning_private.py"}
+LAYERS = [
+    *("split", "runtime", "sharding", "checkpoint", "distributed", "telemetry", "planning"),
+    *("strategy", "callbacks", "cli", "conf", "recipes"),
+]
+HOMES = {"_torch_private.py", "_lightning_private.py", "_omegaconf_private.py"}
 
 DOCUMENTED = {"_replace", "_make", "_fields", "_asdict", "_field_defaults"}
-# of torch's tensors, modules, autograd nodes and operations: private also where a file has a name of its own like it
+# of torch's tensors, modules, autograd nodes and operations: private also where a file has a name of its own like it,
+# and in the dict of an object, by which attributes are set past a class
 TORCHS = {
     "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_call_impl",
     "_apply", "_base", "_version", "_cdata", "_sequence_nr", "_schema", "_overloadpacket", "_get_fsdp_state", "_C",
     "_metadata", "_compiled_call_impl",
 }  # fmt: skip
+# the same of Lightning's modules, trainers, loops, loaders and callbacks, and of torchmetrics
+LIGHTNINGS = {
+    "_trainer", "_results", "_current_fx_name", "_current_fx", "_device_mesh", "_on_before_batch_transfer",
+    "_logger_connector", "_signal_connector", "_accelerator_connector", "_layer_sync", "_sigterm_notifier_fn",
+    "_should_accumulate", "_broadcast_sigterm_tensor", "_batches_that_stepped", "_data_source", "_mode", "_launcher",
+    "_summary", "_link_checkpoint", "_average_model", "_device", "_use_buffers", "_kwargs", "_step_fn", "_zero_grad_fn",
+    "_forward_cache", "_to_sync", "_computed", "_should_unsync", "_filter_kwargs",
+}  # fmt: skip
+KNOWN = TORCHS | LIGHTNINGS
 
 
 def is_private(name: str) -> bool:
@@ -49,7 +62,7 @@ def own_names(tree: ast.Module) -> set[str]:
                     names |= {target.id for target in item.targets if isinstance(target, ast.Name)}
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
             names.add(node.attr)
-    return names - TORCHS
+    return names - KNOWN
 
 
 def is_self(node: ast.expr) -> bool:
@@ -58,6 +71,10 @@ def is_self(node: ast.expr) -> bool:
 
 def is_operation(node: ast.Attribute) -> bool:
     return ast.unparse(node).startswith(("torch.ops.", "_aten."))
+
+
+def text_of(node: ast.expr) -> str | None:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
 
 
 def private_names(source: str) -> Iterator[tuple[int, str]]:
@@ -69,17 +86,19 @@ def private_names(source: str) -> Iterator[tuple[int, str]]:
             found = [alias.name for alias in node.names if any(map(is_private, alias.name.split(".")))]
         elif isinstance(node, ast.ImportFrom):
             module = node.module or ""
-            names = [alias.name for alias in node.names]
             is_ours = module.split(".")[0] == "lightning_pp"
-            found = [] if is_ours else [f"{module}.{name}" for name in names]
+            found = [] if is_ours else [f"{module}.{alias.name}" for alias in node.names]
             found = [name for name in found if any(map(is_private, name.split(".")))]
         elif isinstance(node, ast.Attribute):
             is_ours = node.attr in own or is_self(node.value) or is_operation(node)
             found = [] if is_ours or not is_private(node.attr) else [ast.unparse(node)]
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) > 1:
-            name = node.args[1]
-            is_access = node.func.id in ("getattr", "setattr", "hasattr", "delattr") and isinstance(name, ast.Constant)
-            found = [ast.unparse(node)] if is_access and str(name.value) in TORCHS else []  # type: ignore[attr-defined]
+        elif isinstance(node, ast.Call):
+            names = [keyword.arg for keyword in node.keywords]
+            if ast.unparse(node.func) in ("getattr", "setattr", "hasattr", "delattr") and len(node.args) > 1:
+                names.append(text_of(node.args[1]))
+            found = [ast.unparse(node)] if KNOWN.intersection(names) else []
+        elif isinstance(node, ast.Subscript):
+            found = [ast.unparse(node)] if text_of(node.slice) in KNOWN else []
         else:
             continue
         yield from ((node.lineno, name) for name in found)
@@ -94,7 +113,7 @@ def test_private_names_stand_in_one_file(layer: str) -> None:
         for path in files
         for line, name in private_names(path.read_text())
     ]
-    assert not found, "private names outside of _torch_private.py:\n" + "\n".join(found)
+    assert not found, f"private names outside of {sorted(HOMES)}:\n" + "\n".join(found)
 
 
 @pytest.mark.parametrize(
@@ -116,6 +135,9 @@ def test_private_names_stand_in_one_file(layer: str) -> None:
         ("torch.ops.aten._to_copy.default", []),
         ("sys._getframe(1)", [1]),
         ("getattr(tensor, '_base', None)", [1]),
+        ("vars(callback)['_summary'] = make", [1]),
+        ("vars(callback).update(_link_checkpoint=link)", [1]),
+        ("class A:\n    def f(self, module):\n        self._trainer = module._trainer", [3]),
     ],
 )
 def test_what_counts_as_private(source: str, lines: list[int]) -> None:
@@ -127,3 +149,14 @@ def test_a_missing_name_is_told_with_the_version() -> None:
         ImportError, match=rf"torch\._gone, .* torch {torch.__version__.split('+')[0]}.* 2\.11 to 2\.13"
     ):
         private(torch, "_gone")
+
+
+def test_a_name_that_only_instances_have_is_looked_for_without_one() -> None:
+    class Owner:
+        def __init__(self) -> None:
+            self._there = 1
+            raise AssertionError("no instance is made")
+
+    private_of_instances(Owner, "_there", of="torch", tried="2.11 to 2.13")
+    with pytest.raises(ImportError, match=r"Owner\._gone, .* torch .* 2\.11 to 2\.13"):
+        private_of_instances(Owner, "_gone", of="torch", tried="2.11 to 2.13")

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_pp.callbacks._lightning_private import accumulates, logged_step
 from lightning_pp.callbacks.logger_outputs import LoggerOutputs
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.telemetry import FitMeasurement, MeasurablePipeline, PipelineReport
@@ -72,7 +73,7 @@ class PipelineMonitor(Callback):
             self._measurement = FitMeasurement(pipeline)
             if trainer.is_global_zero:
                 self._outputs = LoggerOutputs(trainer.loggers)
-                self._outputs.log_stages(self._measurement.stages(), _step(trainer))
+                self._outputs.log_stages(self._measurement.stages(), logged_step(trainer))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Starts the clock, the sanity check being over."""
@@ -90,7 +91,7 @@ class PipelineMonitor(Callback):
         if self._is_time(trainer) and measurement.is_warm:
             found = measurement.collect()
             if found is not None:
-                self._outputs.log_metrics(found.metrics(), _step(trainer))
+                self._outputs.log_metrics(found.metrics(), logged_step(trainer))
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """What follows does not count as training time."""
@@ -109,13 +110,13 @@ class PipelineMonitor(Callback):
             return
         self.report = measurement.finish()
         if self.report is not None and self.log_timeline:
-            self._outputs.log_timeline(self.report.timeline, _step(trainer))
+            self._outputs.log_timeline(self.report.timeline, logged_step(trainer))
 
     def _is_time(self, trainer: pl.Trainer) -> bool:
         every_n_steps = self.every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined] # set by a connector
-        if every_n_steps == 0 or trainer.fit_loop._should_accumulate():
+        if every_n_steps == 0 or accumulates(trainer):
             return False
-        return (_step(trainer) + 1) % every_n_steps == 0
+        return (logged_step(trainer) + 1) % every_n_steps == 0
 
 
 def _pipeline_of(trainer: pl.Trainer) -> MeasurablePipeline | None:
@@ -125,11 +126,6 @@ def _pipeline_of(trainer: pl.Trainer) -> MeasurablePipeline | None:
         return None
     engine: MeasurablePipeline = trainer.strategy.engine  # type: ignore[attr-defined]
     return engine
-
-
-def _step(trainer: pl.Trainer) -> int:
-    """The step under which Lightning logs training metrics."""
-    return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def _loss_of(outputs: STEP_OUTPUT, trainer: pl.Trainer) -> Tensor | None:

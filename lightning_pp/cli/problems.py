@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from lightning_pp.cli import launch
+from lightning_pp.cli._omegaconf_private import root_of
 from lightning_pp.errors import BatchError, CheckpointError, ConfigurationError, ScheduleError, SplitError
 
 OWN_ERRORS: tuple[type[Exception], ...] = (BatchError, CheckpointError, ConfigurationError, ScheduleError, SplitError)
@@ -119,7 +120,7 @@ def explain_override(error: BaseException | None) -> None:
     section = str(refused.full_key).rpartition(".")[0]
     names = [str(name) for name in parent]
     close = difflib.get_close_matches(str(refused.key), names, n=3, cutoff=0.5)
-    everything = OmegaConf.to_container(parent._get_root(), resolve=False)
+    everything = OmegaConf.to_container(root_of(parent), resolve=False)
     elsewhere = [key for key in dotted_keys(everything) if key.rpartition(".")[2] == str(refused.key)]
     suggestions = list(dict.fromkeys([f"{section}.{name}".lstrip(".") for name in close] + elsewhere))
     if suggestions:

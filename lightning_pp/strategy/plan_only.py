@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.utilities.exceptions import _TunerExitException
 
 from lightning_pp.distributed.sizes import ParallelSizes
 from lightning_pp.planning.model_cutter import ModelCutter
 from lightning_pp.planning.pipeline_options import PipelineOptions
 from lightning_pp.split.fakes.without_memory import parameters_without_memory
+from lightning_pp.strategy._lightning_private import EndOfFit
 from lightning_pp.strategy.batch.cutter import BatchCutter
 from lightning_pp.strategy.parameters.optimizers import set_up_one_optimizer
 from lightning_pp.strategy.parameters.precision import step_dtypes
@@ -44,7 +44,7 @@ _REPLACED: dict[str, Any] = {
 }
 
 
-class _LookedAt(_TunerExitException):
+class _LookedAt(EndOfFit):
     """Ends a fit before it begins; Lightning lets such an exception end a fit in good order."""
 
 

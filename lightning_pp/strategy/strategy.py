@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from os import PathLike
@@ -13,8 +13,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -36,6 +34,12 @@ from lightning_pp.schedule import StageCosts
 from lightning_pp.schedule.sharding import ShardingMode
 from lightning_pp.split.data.microbatch import SplitBatch
 from lightning_pp.split.side_effects.module_state import preserved_random_state
+from lightning_pp.strategy._lightning_private import (
+    accumulates,
+    leave_samplers_alone,
+    optimizers_to_device,
+    replace_summary,
+)
 from lightning_pp.strategy.checkpoints.averaging import average_own_part, leave_averages_to_strategy
 from lightning_pp.strategy.checkpoints.checkpoints import Checkpoints
 from lightning_pp.strategy.checkpoints.rank_part import rank_part
@@ -246,7 +250,7 @@ class PipelineParallelStrategy(MeshStrategy):
         module = self.lightning_module
         refuse_unsupported(trainer, module, self.precision_plugin, self.root_device)
         agree_on_scale(self.precision_plugin)
-        self._checkpoints.refuse_plugin(self._checkpoint_io)
+        self._checkpoints.refuse_plugin(self.checkpoint_io)
         self._num_runs += 1
         end_together_on_sigterm(
             trainer,
@@ -272,7 +276,7 @@ class PipelineParallelStrategy(MeshStrategy):
             engine.check_memory(self.optimizers)
             keep_parameters(self.optimizers, list(engine.module.parameters()))
             if not self.options.sharding.cpu_offload:  # states are made where their parameters are
-                _optimizers_to_device(self.optimizers, self.root_device)
+                optimizers_to_device(self.optimizers, self.root_device)
             PipelineOptimization.install(trainer)
         self.setup_precision_plugin()
         engine.gradients.install_clipping(self.precision_plugin)
@@ -289,7 +293,7 @@ class PipelineParallelStrategy(MeshStrategy):
             loop.inference_mode = False  # FSDP2's tensors and views of received ones must stay usable
         if self.sizes.data_parallel == 1:
             # with one replica the user's own sampler gives the order that one device would see
-            trainer._accelerator_connector.use_distributed_sampler = False
+            leave_samplers_alone(trainer)
 
     def _build(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.options.schedule.check_num_ranks(self.sizes.pipeline)
@@ -359,7 +363,7 @@ class PipelineParallelStrategy(MeshStrategy):
             What the user's step would have returned for the whole batch, detached.
         """
         trainer = self.lightning_module.trainer  # type: ignore[union-attr]
-        is_last = not trainer.fit_loop._should_accumulate()
+        is_last = not accumulates(trainer)
         accumulate = trainer.accumulate_grad_batches
         output: STEP_OUTPUT = self.engine.train(args, kwargs, accumulate=accumulate, reduce=is_last)
         return output
@@ -399,7 +403,9 @@ class PipelineParallelStrategy(MeshStrategy):
         """With ``save_distributed_checkpoint=False`` the optimizer's state as one device would have it, on rank 0."""
         return self._checkpoints.optimizer_state(optimizer)
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
         """Writes a checkpoint; every rank takes part. After an exception nothing is written."""
         self._checkpoints.save(checkpoint, filepath, storage_options)
 
@@ -413,11 +419,11 @@ class PipelineParallelStrategy(MeshStrategy):
         """
         self._checkpoints.wait()
 
-    def remove_checkpoint(self, filepath: _PATH) -> None:
+    def remove_checkpoint(self, filepath: str | Path) -> None:
         """Removes a checkpoint, once one that is being written is in its place."""
         self._checkpoints.remove(filepath)
 
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Opens a checkpoint of any layout, sharded or single-file; tensors are read when they are used."""
         return self._checkpoints.open(checkpoint_path, self.weights_only if weights_only is None else weights_only)
 
@@ -451,15 +457,18 @@ class PipelineParallelStrategy(MeshStrategy):
 
 def _summarize_whole_model(trainer: pl.Trainer, engine: PipelineEngine) -> None:
     """Lightning's model summary is about the user's model, not about one stage of it."""
+
+    def summary_of_all(original: Callable[..., Any]) -> Callable[..., Any]:
+        def summary(*args: Any) -> Any:
+            with engine.split.fake_parameters.all_parameters():
+                return original(*args)
+
+        return summary
+
     callbacks: list[Any] = getattr(trainer, "callbacks", [])
     for callback in callbacks:
-        if isinstance(callback, ModelSummary) and "_summary" not in vars(callback):
-
-            def summary(*args: Any, original: Any = callback._summary) -> Any:
-                with engine.split.fake_parameters.all_parameters():
-                    return original(*args)
-
-            vars(callback)["_summary"] = summary
+        if isinstance(callback, ModelSummary):
+            replace_summary(callback, summary_of_all)
 
 
 __all__ = ["PipelineParallelStrategy"]

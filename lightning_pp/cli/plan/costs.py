@@ -89,15 +89,15 @@ def _peak_of_this_gpu(dtype: torch.dtype) -> float | None:
 
 
 def _peak_of_named(device: str, dtype: torch.dtype) -> float:
-    from lightning.fabric.utilities.throughput import _CUDA_FLOPS
+    from lightning_pp.cli._lightning_private import FLOPS_OF_GPUS
 
     words = [word for word in device.lower().replace("-", " ").replace("_", " ").split() if word not in _MAKERS]
     name = " ".join(words)
-    if name not in _CUDA_FLOPS:
+    if name not in FLOPS_OF_GPUS:
         raise UserError(
-            f"device={device} is not known: choose one of {', '.join(_CUDA_FLOPS)}, or give peak_tflops=NUMBER"
+            f"device={device} is not known: choose one of {', '.join(FLOPS_OF_GPUS)}, or give peak_tflops=NUMBER"
         )
-    peaks = _CUDA_FLOPS[name]
+    peaks = FLOPS_OF_GPUS[name]
     if dtype not in peaks:
         raise UserError(f"no FLOP/s are known for device={device} in {_short(dtype)}: give peak_tflops=NUMBER")
     return float(peaks[dtype])

@@ -28,6 +28,7 @@ from lightning_pp.split.reductions.recording import EarlierRun
 from lightning_pp.split.reductions.scaling import Count, Scale, ScaledStep
 from lightning_pp.split.side_effects.module_state import preserved_state
 from lightning_pp.split.unit_calls.compilation import uncompiled
+from lightning_pp.strategy._lightning_private import trainer_of
 from lightning_pp.strategy.results.logs import StepLogs
 from lightning_pp.strategy.results.metrics import PipelineMetrics
 from lightning_pp.strategy.results.outputs import loss_of
@@ -258,7 +259,7 @@ class BatchScaling:
         with ExitStack() as stack:
             stack.enter_context(StepLogs().of_step(self._module, None))
             stack.enter_context(self._metrics.suspended())
-            stack.enter_context(loggers_muted(self._module._trainer))
+            stack.enter_context(loggers_muted(trainer_of(self._module)))
             stack.enter_context(uncompiled())
             stack.enter_context(ScaledStep(batch.facts, scale, has_data, counted))
             preserving = preserved_state(self._module) if record.mutated_attributes else None

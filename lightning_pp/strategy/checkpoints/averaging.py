@@ -18,6 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_pp.checkpoint.content import CURRENT_MODEL, MODEL
+from lightning_pp.split._torch_private import buffers_of, parameters_of
+from lightning_pp.strategy._lightning_private import averaging_options, set_average
+from lightning_pp.strategy._torch_private import children_of, is_persistent
 from lightning_pp.strategy.checkpoints.checkpoints import Checkpoints
 
 _AVERAGING = "averaging_state"
@@ -41,9 +44,8 @@ def average_own_part(trainer: pl.Trainer, module: pl.LightningModule, checkpoint
     for callback in _callbacks(trainer):
         if not isinstance(callback, WeightAveraging):
             continue
-        device = callback._device if isinstance(callback._device, torch.device) else None
-        average = PartAverage(module, device=device, use_buffers=callback._use_buffers, **callback._kwargs)
-        callback._average_model = average
+        average = PartAverage(module, **averaging_options(callback))
+        set_average(callback, average)
 
         def save(
             _: pl.Trainer, __: pl.LightningModule, checkpoint: dict[str, Any], average: PartAverage = average
@@ -121,13 +123,13 @@ def _bare(module: nn.Module, local: bool = False, seen: dict[int, Any] | None = 
         found: Tensor = seen[id(tensor)]
         return found
 
-    for name, parameter in module._parameters.items():
+    for name, parameter in parameters_of(module).items():
         if parameter is not None:
             bare.register_parameter(name, held(parameter))  # type: ignore[arg-type]
-    for name, buffer in module._buffers.items():
+    for name, buffer in buffers_of(module).items():
         if buffer is not None:
-            bare.register_buffer(name, held(buffer), name not in module._non_persistent_buffers_set)
-    for name, child in module._modules.items():
+            bare.register_buffer(name, held(buffer), is_persistent(module, name))
+    for name, child in children_of(module).items():
         if child is not None:
             bare.add_module(name, _bare(child, local, seen))
     return bare

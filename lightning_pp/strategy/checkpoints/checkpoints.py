@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch.distributed.checkpoint.staging import DefaultStager
@@ -39,6 +38,7 @@ from lightning_pp.checkpoint.content import MODEL, OPTIMIZERS
 from lightning_pp.checkpoint.ownership.ranks import Ranks, fail_together, from_root
 from lightning_pp.distributed.groups import group_of_hosts
 from lightning_pp.errors import CheckpointError, ConfigurationError
+from lightning_pp.strategy._lightning_private import replace_link
 from lightning_pp.strategy.checkpoints.run_state import own_run_state, restore_run_state
 
 if TYPE_CHECKING:
@@ -80,10 +80,9 @@ class Checkpoints:
         self._promised: set[str] = set()
         self._opened: OpenedCheckpoint | None = None
 
-    def refuse_plugin(self, checkpoint_io: CheckpointIO | None) -> None:
+    def refuse_plugin(self, checkpoint_io: CheckpointIO) -> None:
         """Raises :class:`ConfigurationError` for a plugin that a sharded checkpoint would not go through."""
-        # Lightning puts its default in the place of none when it is first asked for
-        if checkpoint_io is not None and type(checkpoint_io) is not TorchCheckpointIO and self._is_sharded:
+        if type(checkpoint_io) is not TorchCheckpointIO and self._is_sharded:
             raise ConfigurationError(
                 f"The plugin {type(checkpoint_io).__name__} writes single files, and sharded checkpoints are written "
                 "by every rank without it. Set save_distributed_checkpoint=False to use it; to write sharded "
@@ -137,7 +136,7 @@ class Checkpoints:
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return gather_full_optimizer_state(self._attached.part, inner)
 
-    def save(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None) -> None:
+    def save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None) -> None:
         """Writes a checkpoint, or begins to.
 
         Args:
@@ -177,7 +176,7 @@ class Checkpoints:
             self._background.save(write)
             self._promised = {os.path.abspath(path)}
 
-    def remove(self, filepath: _PATH) -> None:
+    def remove(self, filepath: str | Path) -> None:
         """Removes a checkpoint, once a save under way is in its place."""
         if self._attached.is_root:
             self._then(partial(self._attached.checkpoint_io.remove_checkpoint, Path(filepath)))
@@ -225,11 +224,12 @@ class Checkpoints:
             return os.path.abspath(filepath) in self._promised or bool(original(filepath, trainer))
 
         if "file_exists" not in vars(callback):
-            vars(callback).update(_link_checkpoint=link, file_exists=exists)
+            replace_link(callback, link)
+            vars(callback)["file_exists"] = exists
 
     # ---------------------------------------------------------------- loading
 
-    def open(self, path: _PATH, weights_only: bool | None) -> dict[str, Any]:
+    def open(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         """Opens a checkpoint of any layout; hooks may edit what it returns before :meth:`load`.
 
         Args:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections.abc import Iterator
+from itertools import islice
 from types import FrameType
 from typing import Any, cast
 
@@ -16,12 +19,8 @@ _TRAINERS_WORLD_SIZE = cast(Any, pl.Trainer.world_size).fget.__code__
 
 def line_of_user() -> str:
     """``file:line in function`` of the innermost caller that is the user's."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if _is_users(frame):
-            return _line(frame)
-        frame = frame.f_back
-    return "an unknown line"
+    frames = _outwards(inspect.currentframe())
+    return next((_line(frame) for frame in frames if _is_users(frame)), "an unknown line")
 
 
 def user_reading_world_size() -> str | None:
@@ -29,11 +28,10 @@ def user_reading_world_size() -> str | None:
 
     None if the strategy is asked directly, or the trainer by Lightning itself or this package.
     """
-    trainers = sys._getframe(2)
-    reader = trainers.f_back
-    while reader is not None and reader.f_globals.get("__name__") == _STANDS_FOR_TRAINERS:
-        reader = reader.f_back
-    if trainers.f_code is not _TRAINERS_WORLD_SIZE or reader is None or not _is_users(reader):
+    frames = islice(_outwards(inspect.currentframe()), 2, None)  # past this function and the strategy's property
+    trainers = next(frames, None)
+    reader = next((frame for frame in frames if frame.f_globals.get("__name__") != _STANDS_FOR_TRAINERS), None)
+    if trainers is None or trainers.f_code is not _TRAINERS_WORLD_SIZE or reader is None or not _is_users(reader):
         return None
     return _line(reader)
 
@@ -46,6 +44,13 @@ def namespaces_of_user() -> list[dict[str, Any]]:
         for name, module in list(sys.modules.items())
         if name.partition(".")[0] not in others and hasattr(module, "__dict__")
     ]
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """``frame`` and its callers."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def _is_users(frame: FrameType) -> bool:

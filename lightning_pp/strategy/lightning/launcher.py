@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+
+from lightning_pp.strategy._lightning_private import SubprocessScriptLauncher
 
 
-class RunLauncher(_SubprocessScriptLauncher):
+class RunLauncher(SubprocessScriptLauncher):
     """Starts the other processes of this node, if nobody has, and notes ``weights_only`` of ``fit`` and its siblings.
 
     Lightning 2.6 passes ``weights_only`` to strategies that restore before ``setup`` only. A strategy that restores

@@ -3,38 +3,40 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
-from lightning.pytorch.trainer import call
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from torch.optim import Optimizer
+
+from lightning_pp.strategy._lightning_private import AutomaticOptimization, call_hooks
 
 
 class PipelineClosure(Closure):
     """Zeroes the gradients first, since the step makes them: elsewhere Lightning zeroes between step and backward."""
 
-    def __init__(self, trainer: pl.Trainer, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(
+        self, trainer: pl.Trainer, step: Callable[[], ClosureResult], zero_grad: Callable[[], None] | None
+    ) -> None:
+        super().__init__(step, zero_grad_fn=zero_grad)
         self._trainer = trainer
+        self._step = step
+        self._zero_grad = zero_grad
 
     @torch.enable_grad()
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
         """Runs ``zero_grad`` and the whole pipelined step, then the hooks that belong to backward."""
-        if self._zero_grad_fn is not None:
-            self._zero_grad_fn()
-        result: ClosureResult = self._step_fn()
-        trainer = self._trainer
-        loss = result.closure_loss
-        call._call_callback_hooks(trainer, "on_before_backward", loss)
-        call._call_lightning_module_hook(trainer, "on_before_backward", loss)
-        call._call_callback_hooks(trainer, "on_after_backward")
-        call._call_lightning_module_hook(trainer, "on_after_backward")
+        if self._zero_grad is not None:
+            self._zero_grad()
+        result = self._step()
+        call_hooks(self._trainer, "on_before_backward", result.closure_loss)
+        call_hooks(self._trainer, "on_after_backward")
         return result
 
 
-class PipelineOptimization(_AutomaticOptimization):
+class PipelineOptimization(AutomaticOptimization):
     """One optimization step: zero the gradients, run the pipeline forward and backward, clip, update.
 
     Everything else (progress, accumulation, hooks, learning rates) is Lightning's own.
@@ -61,12 +63,7 @@ class PipelineOptimization(_AutomaticOptimization):
     """
 
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
-        return PipelineClosure(
-            self.trainer,
-            step_fn=self._make_step_fn(kwargs),
-            backward_fn=None,
-            zero_grad_fn=self._make_zero_grad_fn(batch_idx, optimizer),
-        )
+        return PipelineClosure(self.trainer, self._make_step_fn(kwargs), self._make_zero_grad_fn(batch_idx, optimizer))
 
     @classmethod
     def install(cls, trainer: pl.Trainer) -> None:

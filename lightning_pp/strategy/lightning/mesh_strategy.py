@@ -10,12 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.distributed import (
-    _distributed_is_initialized,
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-    _sync_ddp_if_available,
-)
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
@@ -27,6 +21,7 @@ from lightning_pp.distributed.gathering import gathered
 from lightning_pp.distributed.meshes import make_meshes
 from lightning_pp.distributed.sizes import Auto, ParallelSizes
 from lightning_pp.errors import ConfigurationError
+from lightning_pp.strategy._lightning_private import give_device_mesh, init_process_group, reduced, trainer_of
 from lightning_pp.strategy.lightning.callers import line_of_user, user_reading_world_size
 from lightning_pp.strategy.lightning.launcher import RunLauncher
 
@@ -151,7 +146,7 @@ class MeshStrategy(ParallelStrategy):
         reset_seed()
         self.set_world_ranks()
         assert self.cluster_environment is not None and self.lightning_module is not None
-        backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
+        backend = self._process_group_backend or dist.get_default_backend_for_device(self.root_device)
         if self.root_device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             # by default every process would take all cores, and the pipeline would run many times slower
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.num_processes))
@@ -160,22 +155,22 @@ class MeshStrategy(ParallelStrategy):
         # Not bound to the device (device_id): torch would then split each further group off this one, which takes all
         # ranks of the world, for each channel of each pipeline; and the ranks outside of a gloo group would wait for a
         # split that its members do not make.
-        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout)
+        init_process_group(self.cluster_environment, backend, timeout=self._timeout)
         self._sizes = self._resolve_sizes(self.num_ranks)
         if self._device_mesh is None:
             self._device_mesh, self._data_parallel_mesh = make_meshes(self.root_device.type, self.sizes)
-        self.lightning_module._device_mesh = self._device_mesh
+        give_device_mesh(self.lightning_module, self._device_mesh)
 
     def barrier(self, name: str | None = None) -> None:
         """Waits for all ranks; after an exception it does not, since the others may never come."""
-        if _distributed_is_initialized() and not self._is_interrupted:
+        if dist.is_initialized() and not self._is_interrupted:
             self._check_outside_step("barrier", self.num_ranks)
             on_gpu = "nccl" in dist.get_backend()
             dist.barrier(device_ids=[self.root_device.index] if on_gpu else None)
 
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
         """Rank ``src``'s object on every rank."""
-        if not _distributed_is_initialized():
+        if not dist.is_initialized():
             return obj
         self._check_outside_step("broadcast", self.num_ranks)
         objects = [obj]
@@ -260,9 +255,9 @@ class MeshStrategy(ParallelStrategy):
                     return tensor
                 self._check_outside_step("reduce", self.sizes.data_parallel)
                 group = self.data_parallel_mesh.get_group()
-            tensor = _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-        reduced: Tensor = tensor
-        return reduced
+            tensor = reduced(tensor, group, reduce_op=reduce_op)
+        result: Tensor = tensor
+        return result
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Gathers from the replicas, as ``LightningModule.all_gather`` does from all ranks elsewhere.
@@ -325,9 +320,10 @@ class MeshStrategy(ParallelStrategy):
     @property
     def _is_interrupted(self) -> bool:
         module = self.lightning_module
-        return module is not None and module._trainer is not None and module.trainer.interrupted
+        trainer = None if module is None else trainer_of(module)
+        return trainer is not None and trainer.interrupted
 
 
 def _is_of_all_ranks(group: Any) -> bool:
     """Whether nobody has chosen a group: ``LightningModule.all_gather`` passes that of all ranks."""
-    return group is None or (_distributed_is_initialized() and group is dist.group.WORLD)
+    return group is None or (dist.is_initialized() and group is dist.group.WORLD)

@@ -8,7 +8,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch.distributed.distributed_c10d import _get_default_store
+
+from lightning_pp.strategy._lightning_private import note_sigterm, replace_sigterm_handling
+from lightning_pp.strategy._torch_private import store_of_job
 
 
 class CommonEnd:
@@ -59,7 +61,7 @@ def end_together_on_sigterm(trainer: pl.Trainer, number: int, num_batches: Calla
         number: Of this run among those of the processes.
         num_batches: Training batches that this rank has run.
     """
-    store = _get_default_store() if dist.is_initialized() and trainer.world_size > 1 else None
+    store = store_of_job() if dist.is_initialized() and trainer.world_size > 1 else None
     end = CommonEnd(store, f"lightning_pp/end/{number}", num_batches)
 
     def note(signum: int, _: Any) -> None:
@@ -67,8 +69,7 @@ def end_together_on_sigterm(trainer: pl.Trainer, number: int, num_batches: Calla
 
     def end_if_time() -> None:
         if end.has_come():
-            trainer._signal_connector.received_sigterm = True
+            note_sigterm(trainer)
             raise SIGTERMException
 
-    trainer._signal_connector.__dict__["_sigterm_notifier_fn"] = note
-    trainer.fit_loop.epoch_loop.__dict__["_broadcast_sigterm_tensor"] = end_if_time
+    replace_sigterm_handling(trainer, note, end_if_time)

@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _Sync
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -35,6 +34,15 @@ from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.errors import SplitError
 from lightning_pp.split.fakes.parameters import is_fake
 from lightning_pp.split.reductions.scaling import extreme_of
+from lightning_pp.strategy._lightning_private import (
+    NO_SYNC,
+    ResultCollection,
+    hook_that_logs_kept,
+    logging_from,
+    results_of,
+    set_value_on_batch,
+    value_on_batch,
+)
 from lightning_pp.strategy.lightning.patching import replaced
 from lightning_pp.strategy.results.host_copies import HostCopies
 from lightning_pp.strategy.results.log_calls import LogCall, merge_calls, reduction_name, to_numbers, to_tensors
@@ -71,11 +79,10 @@ class StepLogs:
             ValueError: The value is neither a number nor a metric of the module.
             MisconfigurationException: As Lightning raises it.
         """
-        results = _results_of(module)
+        results = results_of(module)
         if results is None:
             yield
             return
-        connector = module.trainer._logger_connector
         log, reset = results.log, results.reset
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -100,12 +107,8 @@ class StepLogs:
             if not self._is_in_step:
                 reset(*args, **kwargs)
 
-        current_fx = connector._current_fx
-        with replaced(results, log=record, reset=reset_outside):
-            try:
-                yield
-            finally:
-                connector._current_fx = current_fx
+        with replaced(results, log=record, reset=reset_outside), hook_that_logs_kept(module.trainer):
+            yield
 
     def begin(self, microbatch: int | None, of_whole_batch: Callable[[Any], Any] | None = None) -> None:
         """A step begins.
@@ -233,45 +236,37 @@ def replay(module: LightningModule, calls: Sequence[LogCall], batch_size: int) -
         RuntimeError: The calls are of another dataloader than the one this rank is at.
         MisconfigurationException: As Lightning raises it.
     """
-    results = _results_of(module)
+    results = results_of(module)
     if not calls or results is None:
         return
     values = to_tensors(calls, module.device)
     log = results.log
 
     def log_in_sync(*args: Any, **options: Any) -> None:
-        options.update(sync_dist=True, sync_dist_fn=_Sync.no_op, sync_dist_group=None)
+        options.update(sync_dist=True, sync_dist_fn=NO_SYNC, sync_dist_group=None)
         log(*args, **options)
 
-    fx = module._current_fx_name
     with replaced(results, log=log_in_sync):
-        try:
-            for call, number in zip(calls, values, strict=True):
-                if call.dataloader_idx != results.dataloader_idx:
-                    raise RuntimeError(
-                        f"{call.name!r} was logged for dataloader {call.dataloader_idx}, but this rank is at "
-                        f"{results.dataloader_idx}: the ranks of the pipeline see different batches"
-                    )
-                module._current_fx_name = call.fx
-                value: Any = number
-                if call.metric is not None:
-                    value = operator.attrgetter(call.metric)(module)
-                    if number is not None:
-                        value._forward_cache = number.to(value.device)
-                size = batch_size if call.batch_size is None else call.batch_size
+        for call, number in zip(calls, values, strict=True):
+            if call.dataloader_idx != results.dataloader_idx:
+                raise RuntimeError(
+                    f"{call.name!r} was logged for dataloader {call.dataloader_idx}, but this rank is at "
+                    f"{results.dataloader_idx}: the ranks of the pipeline see different batches"
+                )
+            value: Any = number
+            if call.metric is not None:
+                value = operator.attrgetter(call.metric)(module)
+                if number is not None:
+                    set_value_on_batch(value, number.to(value.device))
+            size = batch_size if call.batch_size is None else call.batch_size
+            with logging_from(module, call.fx):
                 # Not `module.log`: an override has already seen the call when it was recorded.
                 LightningModule.log(module, call.name, value, batch_size=size, **call.options)  # type: ignore[arg-type]
-        finally:
-            module._current_fx_name = fx
-
-
-def _results_of(module: LightningModule) -> _ResultCollection | None:
-    return None if module._trainer is None else module._trainer._results
 
 
 def _recorded(
     module: LightningModule,
-    results: _ResultCollection,
+    results: ResultCollection,
     fx: str,
     name: str,
     occurrence: int,
@@ -286,7 +281,7 @@ def _recorded(
     number: Tensor | None
     if isinstance(value, Metric):
         metric = kept["metric_attribute"] = _path_of(module, value, name, kept["metric_attribute"])
-        number = _value_on_batch(value, name) if kept["on_step"] else None
+        number = _number_on_batch(value, name) if kept["on_step"] else None
     else:
         number = value.detach()
         if is_fake(number):
@@ -327,8 +322,8 @@ def _path_of(module: LightningModule, metric: Metric, name: str, attribute: str)
     )
 
 
-def _value_on_batch(metric: Metric, name: str) -> Tensor | None:
-    cache: Any = metric._forward_cache
+def _number_on_batch(metric: Metric, name: str) -> Tensor | None:
+    cache = value_on_batch(metric)
     if cache is None:
         return None  # `update` was called in place of `forward`: there is no value on the batch, so none is logged
     if not isinstance(cache, Tensor) or cache.numel() != 1:

@@ -23,6 +23,12 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.split.data.tree import map_leaves
+from lightning_pp.strategy._lightning_private import (
+    computing_locally,
+    forget_computed,
+    is_computing_for_batch,
+    keywords_for,
+)
 from lightning_pp.strategy.lightning.patching import replaced
 
 # What a suspended metric returns, given the metric and all arguments it was called with (none for `compute`).
@@ -96,8 +102,7 @@ class PipelineMetrics:
         def pipeline_compute(*args: Any, **kwargs: Any) -> Any:
             if self._scope is _Scope.SHARED:
                 return compute(*args, **kwargs)
-            # `forward` calls `compute` for the value on the batch, and marks it so.
-            if self._scope is _Scope.LOCAL or not metric._should_unsync:
+            if self._scope is _Scope.LOCAL or is_computing_for_batch(metric):
                 return self._compute_local(metric, functools.partial(compute, *args, **kwargs))
             return self._compute_shared(metric, functools.partial(compute, *args, **kwargs))
 
@@ -105,13 +110,8 @@ class PipelineMetrics:
         return pipeline_compute
 
     def _compute_local(self, metric: Metric, compute: Callable[[], Any]) -> Any:
-        should_sync, metric._to_sync = metric._to_sync, False
-        try:
-            with self._scoped(_Scope.LOCAL):
-                return compute()
-        finally:
-            metric._to_sync = should_sync
-            metric._computed = None  # else a later call outside the step would get this local value
+        with computing_locally(metric), self._scoped(_Scope.LOCAL):
+            return compute()
 
     def _compute_shared(self, metric: Metric, compute: Callable[[], Any]) -> Any:
         mine: list[Any] = []
@@ -132,7 +132,7 @@ class PipelineMetrics:
             for part in metric.modules():
                 if isinstance(part, Metric):
                     if self._groups.num_replicas > 1:
-                        part._computed = None  # a replica that had it cached would not take part in the sync
+                        forget_computed(part)  # a replica that had it cached would not take part in the sync
                     stack.enter_context(replaced(part, sync=functools.partial(self._sync, part)))
             yield
 
@@ -201,9 +201,9 @@ def _metric_replacements(metric: Metric, answer: Returns) -> dict[str, Callable[
 def _collection_replacements(collection: MetricCollection, answer: Returns) -> dict[str, Callable[..., Any]]:
     # A collection's own `update` would group metrics whose states are equal, and before any data most states are.
     def respond(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        metrics = collection._modules.values()
+        metrics: Any = nn.ModuleDict.values(collection)  # its own `values` copies states first
         return {
-            str(name): answer(metric, (*args, *metric._filter_kwargs(**kwargs).values()))
+            str(name): answer(metric, (*args, *keywords_for(metric, kwargs).values()))
             for name, metric in zip(collection.keys(), metrics, strict=True)
         }
 

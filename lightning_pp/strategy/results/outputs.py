@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree
 
 from lightning_pp.errors import ConfigurationError, SplitError
+from lightning_pp.split._torch_private import tree_flatten, tree_unflatten
 from lightning_pp.split.data.tree import leaves_of, map_leaves
 from lightning_pp.split.fakes.parameters import is_fake
 from lightning_pp.strategy.results.host_copies import HostCopies
@@ -213,9 +213,9 @@ def _is_of_batch(entry: Any, num_samples: int) -> bool:
 
 def _open(value: Any) -> tuple[Any, list[Any], Callable[[list[Any]], Any] | None]:
     """A container's structure, its direct children, and how to make one like it from other children."""
-    children, spec = _pytree.tree_flatten(value, is_leaf=lambda node: node is not value)
+    children, spec = tree_flatten(value, is_leaf=lambda node: node is not value)
     if not (len(children) == 1 and children[0] is value):
-        return spec, children, lambda items: _pytree.tree_unflatten(items, spec)
+        return spec, children, lambda items: tree_unflatten(items, spec)
     if isinstance(value, UserDict):
 
         def rebuild_user_dict(items: list[Any]) -> Any:

@@ -13,14 +13,20 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource, _request_dataloader
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pp.errors import ConfigurationError
+from lightning_pp.split._torch_private import tree_map
 from lightning_pp.split.data.tree import own_copy
+from lightning_pp.strategy._lightning_private import (
+    DataLoaderSource,
+    data_source_of,
+    goes_through_loaders_in_turn,
+    request_dataloader,
+    transferred_by_hook,
+)
 
 
 def first_batch(trainer: pl.Trainer) -> Any:
@@ -34,12 +40,12 @@ def first_batch(trainer: pl.Trainer) -> Any:
     """
     with generators_untouched():
         loop = _loop_of(trainer)
-        loader = _kept_loader(loop._data_source)
+        loader = _kept_loader(data_source_of(loop))
         # a copy: hooks write into batches, and a dataset or a stream may hand out the same one again
         batch = own_copy(_first_of(loader, is_training=trainer.state.fn == TrainerFn.FITTING))
         module = trainer.lightning_module
         batch = trainer.precision_plugin.convert_input(batch)
-        batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+        batch = transferred_by_hook(module, batch)
         return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
 
@@ -52,10 +58,10 @@ def _loop_of(trainer: pl.Trainer) -> Any:
     }[trainer.state.fn]  # type: ignore[index]
 
 
-def _kept_loader(source: _DataLoaderSource) -> Any:
+def _kept_loader(source: DataLoaderSource) -> Any:
     """Makes the loader, and has the loop get this one when it asks for the first time."""
     vars(source).pop("dataloader", None)  # left by a run that never asked
-    loader = _repeatable(_request_dataloader(source))
+    loader = _repeatable(request_dataloader(source))
 
     def once() -> Any:
         vars(source).pop("dataloader", None)
@@ -87,7 +93,7 @@ def _repeatable(loader: Any) -> Any:
 
 def _first_of(loader: Any, *, is_training: bool) -> Any:
     if isinstance(loader, CombinedLoader):
-        iterables, in_turn = loader.iterables, loader._mode == "sequential"
+        iterables, in_turn = loader.iterables, goes_through_loaders_in_turn(loader)
     else:
         iterables, in_turn = loader, not is_training
     if in_turn and isinstance(iterables, (list, tuple)) and not isinstance(iterables, DataLoader):

@@ -18,6 +18,7 @@ from lightning_pp.errors import BatchError
 from lightning_pp.split.data.tree import entries_of, places_written
 from lightning_pp.split.dry_run.run import DryRun
 from lightning_pp.split.reductions.recording import is_number
+from lightning_pp.strategy._lightning_private import trainer_of
 from lightning_pp.strategy.lightning.mesh_strategy import MeshStrategy
 from lightning_pp.strategy.results.metrics import metrics_suspended
 from lightning_pp.strategy.results.outputs import loss_of
@@ -64,7 +65,8 @@ def loggers_muted(trainer: pl.Trainer | None) -> Iterator[None]:
 
 def collectives_refused(module: pl.LightningModule, step: str) -> AbstractContextManager[None]:
     """Within, the step may call none of the strategy's collectives that has others to wait for."""
-    strategy = None if module._trainer is None else module._trainer.strategy
+    trainer = trainer_of(module)
+    strategy = None if trainer is None else trainer.strategy
     return strategy.within_step(step) if isinstance(strategy, MeshStrategy) else nullcontext()
 
 
@@ -112,7 +114,7 @@ def recorded_step(
             stack.enter_context(collectives_refused(module, step))
             stack.enter_context(precision.forward_context())
             stack.enter_context(logging_to(module, dry.need_at_end))
-            stack.enter_context(loggers_muted(module._trainer))
+            stack.enter_context(loggers_muted(trainer_of(module)))
             stack.enter_context(metrics_suspended(module, metric_returns))
             if reads_batch_idx(getattr(module, step)):
                 dry.note_progress_read()
@@ -149,7 +151,7 @@ def _refuse_shared_writes(step: str, before: Mapping[str, Any], batch: Any) -> N
 def _tell_what_hooks_see(module: pl.LightningModule, step: str, places: Sequence[str], *, edits_contents: bool) -> None:
     """Warns of hooks that are given a batch after a step that writes into it: what it writes stays in the step."""
     hook = f"on_{step.replace('training', 'train').removesuffix('_step')}_batch_end"
-    trainer = module._trainer
+    trainer = trainer_of(module)
     owners: list[Any] = [module, *(trainer.callbacks if trainer is not None else [])]  # type: ignore[attr-defined]
     looking = [
         type(owner).__name__

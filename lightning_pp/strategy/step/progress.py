@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 
+from lightning_pp.strategy._lightning_private import set_trainer, trainer_of
+
 # what a trainer has from the start of a run to its end, so that it says nothing of how far the run is
 _THE_SAME_ALL_THE_RUN = frozenset(
     {"strategy", "accelerator", "precision", "precision_plugin", "logger", "loggers", "datamodule", "max_epochs",
@@ -64,7 +66,7 @@ class _WatchedTrainer:
 @contextmanager
 def trainer_watched(module: pl.LightningModule, on_read: Callable[[], None]) -> Iterator[None]:
     """Within, ``on_read`` is called when the module, or one in it, asks its trainer for what changes in a run."""
-    trainer = module._trainer
+    trainer = trainer_of(module)
     if trainer is None:
         yield
         return
@@ -74,14 +76,16 @@ def trainer_watched(module: pl.LightningModule, on_read: Callable[[], None]) -> 
             on_read()
 
     watched: Any = _WatchedTrainer(trainer, note)
-    holders = [part for part in module.modules() if isinstance(part, pl.LightningModule) and part._trainer is trainer]
+    holders = [
+        part for part in module.modules() if isinstance(part, pl.LightningModule) and trainer_of(part) is trainer
+    ]
     for part in holders:
-        part._trainer = watched
+        set_trainer(part, watched)
     try:
         yield
     finally:
         for part in holders:
-            part._trainer = trainer
+            set_trainer(part, trainer)
 
 
 def reads_batch_idx(step: Callable[..., Any]) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.split.record.step_record import StepRecord
+from lightning_pp.strategy._lightning_private import synchronizes_layers
 from lightning_pp.strategy.parameters.precision import refuse_precision
 
 
@@ -32,7 +33,7 @@ def refuse_unsupported(
             "training_step and return the loss."
         )
     synchronized = [name for name, child in module.named_modules() if isinstance(child, nn.SyncBatchNorm)]
-    if synchronized or trainer._accelerator_connector._layer_sync is not None:
+    if synchronized or synchronizes_layers(trainer):
         what = f"{synchronized[0]} is a SyncBatchNorm" if synchronized else "sync_batchnorm=True"
         raise ConfigurationError(
             f"{what}: it takes its statistics over all ranks, and those of other stages never join in. Use BatchNorm, "

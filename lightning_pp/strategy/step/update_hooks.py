@@ -17,6 +17,7 @@ from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.split.data.tree import own_copy
 from lightning_pp.split.dry_run.weight_updates import Updates, updates_by
 from lightning_pp.split.fakes.parameters import FakeParameters
+from lightning_pp.strategy._lightning_private import results_of
 from lightning_pp.strategy.lightning.patching import replaced
 from lightning_pp.strategy.step.dry_steps import logging_to
 
@@ -123,7 +124,7 @@ class UpdateHooks:
 
 def _logged_by(module: pl.LightningModule, hook: str) -> dict[str, float | None]:
     """Names and values that the hook has logged by now; None for what is no single number, as an object's."""
-    results = module.trainer._results
+    results = results_of(module)
     if results is None:
         return {}
     found: dict[str, float | None] = {}

@@ -1,0 +1,34 @@
+"""The private names of Lightning that the callbacks use; nothing else in this layer uses any.
+
+Tried with Lightning 2.6.4 to 2.6.6. Importing fails, and says which name is missing, where a version has one no longer.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+import lightning.pytorch as pl
+
+from lightning_pp._private_names import private, private_of_instances
+
+try:
+    from lightning.pytorch.loops.fit_loop import _FitLoop
+    from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+except ImportError as error:
+    raise ImportError(
+        f"lightning_pp uses private names of Lightning, and Lightning {version('lightning')} has another set of them "
+        f"({error}). It was tried with Lightning 2.6.4 to 2.6.6."
+    ) from error
+
+private(_FitLoop, "_should_accumulate", of="lightning", tried="2.6.4 to 2.6.6")
+private_of_instances(_TrainingEpochLoop, "_batches_that_stepped", of="lightning", tried="2.6.4 to 2.6.6")
+
+
+def accumulates(trainer: pl.Trainer) -> bool:
+    """Whether gradients of the training batch under way are kept for a later update."""
+    return trainer.fit_loop._should_accumulate()
+
+
+def logged_step(trainer: pl.Trainer) -> int:
+    """The step under which Lightning logs training metrics."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
