@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from lightning_pp.split import StepRecord, discover_units, dry_run
 from lightning_pp.split.fakes.parameters import FakeParameters, has_data
+from lightning_pp.split.record.reduction import Kind
 from lightning_pp.split.record.step_record import InterUnitDraws, PassedOn, TensorSpec, Value
-from lightning_pp.split.reductions.functions import Kind
 
 # In these a unit hands on what it was given, which has no identity of its own in the record.
 HANDS_ON = {"structured"}

@@ -14,8 +14,9 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from lightning_pp.split.data.tree import tensors_of
 from lightning_pp.split.fakes.parameters import is_fake
+from lightning_pp.split.record.reduction import Kind
 from lightning_pp.split.record.source_lines import user_line
-from lightning_pp.split.reductions.functions import Kind, kind_of
+from lightning_pp.split.reductions.functions import kind_of
 from lightning_pp.split.reductions.recording import tensors_given
 from lightning_pp.split.reductions.scaling import degree_of
 from lightning_pp.split.unit_calls.interception import OutsideUnits, running_unit

@@ -12,10 +12,10 @@ from lightning_pp.split.data.tree import leaves_of
 from lightning_pp.split.dry_run.looks import LooksWatched, content_of
 from lightning_pp.split.dry_run.rehearsal import Rehearsed, rehearse
 from lightning_pp.split.fakes.parameters import FakeParameters, is_fake
+from lightning_pp.split.record.reduction import Place, Reduction
 from lightning_pp.split.record.step_record import PassedOn, StepRecord, UnitCall, spec_of
 from lightning_pp.split.record.unknown_numbers import UnknownNumber
-from lightning_pp.split.reductions.places import Place
-from lightning_pp.split.reductions.recording import Reduction, ReductionRecorder
+from lightning_pp.split.reductions.recording import ReductionRecorder
 from lightning_pp.split.side_effects.module_state import RehearsedState, preserved_state
 from lightning_pp.split.unit_calls.call_arguments import fingerprint_of, shapes_of
 from lightning_pp.split.unit_calls.compute_dtype import cast_activations

@@ -6,16 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_pp.split.data.tree import replace_leaves
+from lightning_pp.split.record.reduction import Reduction
 from lightning_pp.split.record.unknown_numbers import UnknownNumber
-
-if TYPE_CHECKING:
-    from lightning_pp.split.reductions.recording import Reduction
 
 
 class Value(NamedTuple):

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_pp.split.record.reduction import Kind, Place
 from lightning_pp.split.reductions.facts import Facts
-from lightning_pp.split.reductions.functions import GREATEST, Kind
-from lightning_pp.split.reductions.places import Place
+from lightning_pp.split.reductions.functions import GREATEST
 from lightning_pp.split.reductions.scaling import Count
 
 K = TypeVar("K")

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from lightning_pp.split.data.tree import tensors_of
-from lightning_pp.split.reductions.functions import REVERSED, Kind
+from lightning_pp.split.record.reduction import Kind
+from lightning_pp.split.reductions.functions import REVERSED
 
 _ESTIMATE = "_pp_estimate"
 

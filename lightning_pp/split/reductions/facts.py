@@ -8,9 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_pp.split.reductions.functions import Kind
-from lightning_pp.split.reductions.places import Place, Site
-from lightning_pp.split.reductions.recording import Reduction, Shape
+from lightning_pp.split.record.reduction import Kind, Place, Reduction, Shape, Site
 
 Name = tuple[Any, ...]
 """A place as other processes know it."""

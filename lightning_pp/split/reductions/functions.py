@@ -6,7 +6,6 @@ Names, because a :class:`torch.overrides.TorchFunctionMode` sees one operation u
 
 from __future__ import annotations
 
-import enum
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -16,30 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
-class Kind(enum.Enum):
-    """What a function does to the degree of what it is given."""
-
-    SUM = enum.auto()
-    """Adds up: over rows, one degree more."""
-    CONTRACTION = enum.auto()
-    """Adds up products: degrees are added, over rows one more."""
-    MEAN = enum.auto()
-    """Takes a mean of elements."""
-    LOSS = enum.auto()
-    """Has a ``reduction``."""
-    EXTREME = enum.auto()
-    """The least or greatest."""
-    PRODUCT = enum.auto()
-    QUOTIENT = enum.auto()
-    ADDITION = enum.auto()
-    """Operands must have one degree."""
-    NUMBER = enum.auto()
-    """Makes a tensor of a number."""
-    LINEAR = enum.auto()
-    """Keeps the degree."""
-    READING = enum.auto()
-    """Gives no tensor, or does not look at values."""
+from lightning_pp.split.record.reduction import Kind
 
 
 def _with_variants(*names: str) -> tuple[str, ...]:

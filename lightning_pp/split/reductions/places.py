@@ -8,10 +8,10 @@ import os
 import sys
 from functools import lru_cache
 from types import CodeType, FrameType
-from typing import NamedTuple
 
 import torch
 
+from lightning_pp.split.record.reduction import Place, Site
 from lightning_pp.split.record.source_lines import SKIPPED, running_autograd_function
 
 
@@ -22,38 +22,6 @@ def _folders(*packages: str) -> tuple[str, ...]:
 
 _NOT_THE_USERS = (*SKIPPED, *_folders("lightning", "lightning_utilities", "pytorch_lightning"))
 _METRICS = _folders("torchmetrics")
-
-
-class Site(NamedTuple):
-    """A call in the user's code.
-
-    Attributes:
-        code: The function that it stands in.
-        position: Where in its source: lines and columns, or the line alone on Python 3.10.
-        function: The name of what is called.
-    """
-
-    code: CodeType
-    position: tuple[int | None, ...]
-    function: str
-
-    def __hash__(self) -> int:
-        return hash((id(self.code), self.position, self.function))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Site) and (
-            self.code is other.code and self.position == other.position and self.function == other.function
-        )
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-
-class Place(NamedTuple):
-    """One of the times that a step comes to a site: the first, second, ..."""
-
-    site: Site
-    occurrence: int
 
 
 class Places:

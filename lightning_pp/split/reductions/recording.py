@@ -9,54 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pp.split.reductions.functions import Kind, LossCall, kind_of
-from lightning_pp.split.reductions.places import Place, Places, line_of
+from lightning_pp.split.record.reduction import Kind, Place, Reduction
+from lightning_pp.split.reductions.functions import LossCall, kind_of
+from lightning_pp.split.reductions.places import Places, line_of
 from lightning_pp.split.unit_calls.interception import OutsideUnits, running_unit
 
-Shape = tuple[int, ...]
 _NOTED = (
     Kind.SUM, Kind.CONTRACTION, Kind.MEAN, Kind.LOSS, Kind.EXTREME,
     Kind.PRODUCT, Kind.QUOTIENT, Kind.ADDITION, Kind.NUMBER,
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """One call of a function that matters.
-
-    Attributes:
-        place: Where.
-        kind: What it does.
-        line: The user's line.
-        is_mean: Whether it is a mean: one of elements, or a loss that takes it.
-        is_countable: Whether it is known what the mean divides by.
-        is_counted: Whether what it divides by depends on values of its target.
-        depends_on_weights: Whether its result does, and not on the batch alone.
-        given: Shapes of the tensors that it is given.
-        of_samples: Which of them were made of samples by weights: outputs of units, or what was made of these.
-        result: Shape of its result; None where that is no tensor.
-        numbers: Python numbers that it is given beside tensors.
-        value: Its result, where that depends on the batch alone.
-    """
-
-    place: Place
-    kind: Kind
-    line: str
-    is_mean: bool
-    is_countable: bool
-    is_counted: bool
-    depends_on_weights: bool
-    given: tuple[Shape, ...]
-    of_samples: tuple[bool, ...]
-    result: Shape | None
-    numbers: tuple[float, ...]
-    value: Tensor | None
-
-    @property
-    def is_integer(self) -> bool:
-        """Whether it gives integers of the batch, which code may use as places and sizes."""
-        value = self.value
-        return value is not None and not value.is_floating_point() and value.dtype != torch.bool
 
 
 @dataclass(frozen=True)

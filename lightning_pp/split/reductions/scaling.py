@@ -10,11 +10,12 @@ from torch import Tensor
 
 from lightning_pp.errors import SplitError
 from lightning_pp.split.data.tree import map_leaves
+from lightning_pp.split.record.reduction import Kind, Place
 from lightning_pp.split.record.source_lines import user_line
 from lightning_pp.split.reductions.estimates import follow
 from lightning_pp.split.reductions.facts import Fact, Facts
-from lightning_pp.split.reductions.functions import GREATEST, REVERSED, Kind, LossCall, kind_of
-from lightning_pp.split.reductions.places import Place, Places, line_of
+from lightning_pp.split.reductions.functions import GREATEST, REVERSED, LossCall, kind_of
+from lightning_pp.split.reductions.places import Places, line_of
 from lightning_pp.split.reductions.recording import INTEGERS, grown, is_number, tensors_given
 from lightning_pp.split.unit_calls.interception import OutsideUnits, running_unit
 

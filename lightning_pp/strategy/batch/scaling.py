@@ -18,12 +18,12 @@ from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.dry_run.rehearsal import Rehearsed, rehearse
 from lightning_pp.split.fakes.parameters import has_data
 from lightning_pp.split.record.plan import StepPlan
+from lightning_pp.split.record.reduction import Place
 from lightning_pp.split.record.source_lines import innermost_user_line
 from lightning_pp.split.record.step_record import StepRecord
 from lightning_pp.split.reductions.counting import Counts, are_equal, mapped, need_no_correction, total_of
 from lightning_pp.split.reductions.estimates import estimate_of
 from lightning_pp.split.reductions.facts import Facts
-from lightning_pp.split.reductions.places import Place
 from lightning_pp.split.reductions.recording import EarlierRun
 from lightning_pp.split.reductions.scaling import Count, Scale, ScaledStep
 from lightning_pp.split.side_effects.module_state import preserved_state
