@@ -10,8 +10,8 @@ from pathlib import Path
 # Before torch is imported, here and in the workers, which inherit the environment.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parent / "models"))
+# Test folders are no packages: what tests share is imported by name, from whichever folder it stands in.
+sys.path.extend(sorted({str(path.parent) for path in Path(__file__).parent.rglob("*.py")}))
 
 import pytest
 import torch

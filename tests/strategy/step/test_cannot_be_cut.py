@@ -255,8 +255,8 @@ here.fit_with(getattr(here, {name!r}))
 
 def process_of(rank: int, port: int, module: type[Blocks], log: Any) -> subprocess.Popen[bytes]:
     """One rank of a training in a process of its own, with what ``torchrun`` would tell it."""
-    tests = os.path.dirname(os.path.dirname(__file__))
-    folders = [os.path.dirname(__file__), tests, os.path.join(tests, "models")]
+    tests = Path(__file__).parents[2]
+    folders = sorted({str(path.parent) for path in tests.rglob("*.py")})
     told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
     told |= {"MASTER_ADDR": "127.0.0.1", "GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "refused"}
     return subprocess.Popen(
