@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
+from typing import Any, NamedTuple
 
 from lightning_pp.distributed.sizes import Auto
 from lightning_pp.errors import ConfigurationError, ScheduleError
@@ -21,6 +22,29 @@ from lightning_pp.schedule.registry import Family, is_schedule_file, schedule_fa
 from lightning_pp.schedule.search.auto import check_exact_is_practical
 
 _STAGES_PER_RANK_TRIED = (1, 2)
+
+
+class _Request(NamedTuple):
+    """What :meth:`ScheduleSource.program` is asked."""
+
+    placement: Placement
+    num_microbatches: int
+    costs: StageCosts | None
+    memory_limit: float | Sequence[float] | None
+    quick: bool
+    sharding: Sharding | None
+
+    def sizes_and_limits(self) -> dict[str, Any]:
+        """The arguments of :func:`build_schedule` that say for what it is to be."""
+        num_ranks, num_stages = self.placement.num_ranks, self.placement.num_stages
+        return {
+            "num_ranks": num_ranks,
+            "num_microbatches": self.num_microbatches,
+            "stages_per_rank": num_stages // num_ranks,
+            "costs": self.costs,
+            "memory_limit": self.memory_limit,
+            "placement": self.placement,
+        }
 
 
 @dataclass(frozen=True)
@@ -81,7 +105,6 @@ class ScheduleSource(ABC):
             stages_per_rank: What a search is to be for, where that is known and the user has not asked.
         """
 
-    @abstractmethod
     def program(
         self,
         placement: Placement,
@@ -105,6 +128,11 @@ class ScheduleSource(ABC):
         Raises:
             ScheduleError: There is none for so many microbatches, or none keeps the limit.
         """
+        return self._program(_Request(placement, num_microbatches, costs, memory_limit, quick, sharding))
+
+    @abstractmethod
+    def _program(self, request: _Request) -> Schedule:
+        """:meth:`program` of one kind of source."""
 
     def program_to_cut_by(self, placement: Placement, num_microbatches: int) -> Schedule:
         """The schedule whose step cuts are to make short, before the costs of stages are known."""
@@ -153,26 +181,10 @@ class Named(ScheduleSource):
         wanted = self.stages_per_rank or schedule_family(self.name).default_stages_per_rank
         return [build_schedule(self.name, num_ranks=num_ranks, num_microbatches=1, stages_per_rank=wanted).placement]
 
-    def program(
-        self,
-        placement: Placement,
-        num_microbatches: int,
-        costs: StageCosts | None = None,
-        memory_limit: float | Sequence[float] | None = None,
-        *,
-        quick: bool = False,
-        sharding: Sharding | None = None,
-    ) -> Schedule:
+    def _program(self, request: _Request) -> Schedule:
         """Built by name."""
         return build_schedule(
-            self.name,
-            num_ranks=placement.num_ranks,
-            num_microbatches=num_microbatches,
-            stages_per_rank=placement.num_stages // placement.num_ranks,
-            costs=costs,
-            memory_limit=memory_limit,
-            placement=placement,
-            whole_batch_loss=self.whole_batch_loss,
+            self.name, whole_batch_loss=self.whole_batch_loss, **request.sizes_and_limits()
         ).validate()
 
 
@@ -235,25 +247,16 @@ class FromFile(ScheduleSource):
         self.check_sizes(num_ranks)
         return [self.written.placement]
 
-    def program(
-        self,
-        placement: Placement,
-        num_microbatches: int,
-        costs: StageCosts | None = None,
-        memory_limit: float | Sequence[float] | None = None,
-        *,
-        quick: bool = False,
-        sharding: Sharding | None = None,
-    ) -> Schedule:
-        """The file's first ``num_microbatches``; the limit has to be kept by all that it has."""
-        most = self.written.num_microbatches
+    def _program(self, request: _Request) -> Schedule:
+        """The file's first microbatches; the limit has to be kept by all that it has."""
+        most, num_microbatches = self.written.num_microbatches, request.num_microbatches
         if num_microbatches > most:
             raise ScheduleError(
                 f"The batch is cut into {num_microbatches} microbatches, and {self.name} is for {most}: set "
                 f"num_microbatches={most} (or 'auto', which takes the file's), or write a schedule for "
                 f"{num_microbatches}."
             )
-        all_of_it = self.schedule.validate(costs=costs, memory_limit=memory_limit)
+        all_of_it = self.schedule.validate(costs=request.costs, memory_limit=request.memory_limit)
         return keep_first_microbatches(all_of_it, num_microbatches)
 
 
@@ -298,30 +301,16 @@ class Searched(ScheduleSource):
             found.append(Placement.interleaved(num_ranks, number))
         return found
 
-    def program(
-        self,
-        placement: Placement,
-        num_microbatches: int,
-        costs: StageCosts | None = None,
-        memory_limit: float | Sequence[float] | None = None,
-        *,
-        quick: bool = False,
-        sharding: Sharding | None = None,
-    ) -> Schedule:
-        """What is found on ``placement``."""
+    def _program(self, request: _Request) -> Schedule:
+        """What is found on the placement."""
         return build_schedule(
             self.name,
-            num_ranks=placement.num_ranks,
-            num_microbatches=num_microbatches,
-            stages_per_rank=placement.num_stages // placement.num_ranks,
-            costs=costs,
-            memory_limit=memory_limit,
-            exact=self.exact and not quick,
-            placement=placement,
-            quick=quick,
-            sharding=sharding,
+            exact=self.exact and not request.quick,
+            quick=request.quick,
+            sharding=request.sharding,
             whole_batch_loss=self.whole_batch_loss,
-        ).validate(costs=costs, memory_limit=memory_limit)
+            **request.sizes_and_limits(),
+        ).validate(costs=request.costs, memory_limit=request.memory_limit)
 
     def program_to_cut_by(self, placement: Placement, num_microbatches: int) -> Schedule:
         """One that is made by hand on this placement."""
