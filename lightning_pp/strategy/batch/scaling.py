@@ -129,8 +129,7 @@ class ScaledBatch:
                 f"`{estimate.bent_by}` with a sum or a mean over samples, and what that gives for microbatches does "
                 "not make what it gives for the batch. Set whole_batch_loss=True on the strategy, which runs the code "
                 "after the last unit once on the whole batch, at the price of memory and bubble that lightning-pp-plan "
-                "tells. "
-                "check_first_batches=False turns this check off."
+                "tells. check_first_batches=False turns this check off."
             )
 
     def drop_facts_without_use(self) -> None:
