@@ -31,7 +31,7 @@ class PipelineMonitor(Callback):
 
     In between a batch costs no collective. The numbers are those of the first replica's pipeline; throughput is that
     of all replicas, and losses are means over them. A logger that raises is left out from then on, with a warning.
-    Without a ``PipelineParallelStrategy`` the callback does nothing but warn.
+    Without a ``PipelineParallelStrategy``, or with one stage on one device, the callback does nothing but warn.
 
     Args:
         every_n_steps: How often to log, in optimizer steps; None for ``Trainer(log_every_n_steps=)``.
@@ -65,10 +65,7 @@ class PipelineMonitor(Callback):
         if pipeline is None:
             if not self._has_warned:
                 self._has_warned = True
-                rank_zero_warn(
-                    f"PipelineMonitor measures nothing, because the strategy is {type(trainer.strategy).__name__}, not "
-                    "PipelineParallelStrategy. Use Trainer(strategy='pipeline_parallel'), or remove the callback."
-                )
+                rank_zero_warn(f"PipelineMonitor measures nothing, {_why_none(trainer)}, or remove the callback.")
         else:
             self._measurement = FitMeasurement(pipeline)
             if trainer.is_global_zero:
@@ -122,10 +119,19 @@ class PipelineMonitor(Callback):
 def _pipeline_of(trainer: pl.Trainer) -> MeasurablePipeline | None:
     """What runs the pipeline on this rank, or None without one; known by what the strategy offers."""
     # looked up in the class, since the property raises before the pipeline is built
-    if not hasattr(type(trainer.strategy), "engine"):
+    if not hasattr(type(trainer.strategy), "engine") or trainer.strategy.is_plain:  # type: ignore[attr-defined]
         return None
     engine: MeasurablePipeline = trainer.strategy.engine  # type: ignore[attr-defined]
     return engine
+
+
+def _why_none(trainer: pl.Trainer) -> str:
+    if getattr(trainer.strategy, "is_plain", False):
+        return "because one stage on one device is trained plainly, without a pipeline. Use more devices"
+    return (
+        f"because the strategy is {type(trainer.strategy).__name__}, not PipelineParallelStrategy. Use "
+        "Trainer(strategy='pipeline_parallel')"
+    )
 
 
 def _loss_of(outputs: STEP_OUTPUT, trainer: pl.Trainer) -> Tensor | None:

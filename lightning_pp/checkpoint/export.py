@@ -11,7 +11,6 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +18,13 @@ import torch
 
 from lightning_pp.checkpoint._torch_private import tree_flatten, tree_map_only
 from lightning_pp.checkpoint.ownership.catalog import enumerate_names
+from lightning_pp.checkpoint.reading.alone import optimizer_states
 from lightning_pp.checkpoint.reading.opened import OpenedCheckpoint
-from lightning_pp.checkpoint.reading.opened_file import FileCheckpoint
 from lightning_pp.checkpoint.reading.opened_folder import FolderCheckpoint
 from lightning_pp.checkpoint.reading.stored_tensor import StoredTensor
 from lightning_pp.checkpoint.storage import folder
 from lightning_pp.checkpoint.storage.safetensors_file import INDEX_FILENAME, write_safetensors
 from lightning_pp.errors import CheckpointError
-
-
-def open_alone(path: Path, weights_only: bool | None = None) -> OpenedCheckpoint:
-    """Open a checkpoint of either format in a process without peers.
-
-    Raises:
-        CheckpointError: There is none, it is incomplete or damaged, or holds what ``weights_only`` forbids.
-    """
-    folder.recover(path)
-    if path.is_dir():
-        return FolderCheckpoint.open(path, weights_only, check_files=True)
-    return FileCheckpoint.open(path, weights_only)
 
 
 class Weights:
@@ -175,7 +162,7 @@ def export_ckpt(
         for name, value in opened.content["state_dict"].items()
     )
     if with_optimizers:
-        content["optimizer_states"] = _optimizer_states(opened)
+        content["optimizer_states"] = optimizer_states(opened)
     else:
         for key in ("lr_schedulers", "callbacks"):
             content.pop(key, None)
@@ -189,24 +176,6 @@ class _Cast:
     def __init__(self, weights: Weights, name: str) -> None:
         self.shape, self.dtype = weights.specs()[name]
         self.read = lambda: weights.read(name)
-
-
-def _optimizer_states(opened: OpenedCheckpoint) -> list[Any]:
-    if not isinstance(opened, FolderCheckpoint):
-        states: list[Any] = opened.content.get("optimizer_states", [])
-        return states
-    states = []
-    for index, groups in enumerate(opened.optimizer_groups()):
-        names = list(chain.from_iterable(group["params"] for group in groups))
-        numbers = {name: number for number, name in enumerate(names)}
-        kept = opened.optimizer_content(index)
-        states.append(
-            {
-                "state": {numbers[name]: kept[name] for name in names if name in kept},
-                "param_groups": [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups],
-            }
-        )
-    return states
 
 
 def _save_streaming(content: dict[str, Any], file: Path) -> None:

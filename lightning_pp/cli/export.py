@@ -17,6 +17,7 @@ from torch.nn import Module
 
 from lightning_pp.checkpoint import export as files
 from lightning_pp.checkpoint.ownership.catalog import enumerate_names
+from lightning_pp.checkpoint.reading.alone import open_alone
 from lightning_pp.errors import CheckpointError, ConfigurationError
 
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -58,7 +59,7 @@ def export(options: argparse.Namespace) -> str:
         raise CheckpointError(f"{options.source} does not exist (looked from {Path.cwd()})")
     kind = options.format or {".safetensors": "safetensors", ".ckpt": "ckpt"}.get(options.target.suffix, "folder")
     dtype = getattr(torch, options.dtype) if options.dtype else None
-    opened = files.open_alone(options.source, options.weights_only)
+    opened = open_alone(options.source, options.weights_only)
     if kind == "ckpt":
         if options.prefix:
             raise ConfigurationError("--prefix is for safetensors; a .ckpt keeps the names of the LightningModule")

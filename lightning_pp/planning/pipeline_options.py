@@ -76,6 +76,24 @@ class PipelineOptions:
         """Slices of a batch, which a schedule's file may say."""
         return self.schedule.source.num_microbatches(self.batches.num_microbatches)
 
+    @property
+    def allows_one_stage(self) -> bool:
+        """Whether one rank may have the module as one stage, which leaves nothing to record, cut or schedule.
+
+        Not if something is asked for that a pipeline's engine does with one stage too: activation checkpointing,
+        shards on the host, a limit of memory, costs in a file, named cuts.
+        """
+        asks_for_engine = (
+            self.activation_checkpointing is not False
+            or self.sharding.cpu_offload
+            or self.device_memory_gib is not None
+            or self.schedule.save_costs is not None
+            or bool(self.cut.split_points)
+        )
+        return not asks_for_engine and any(
+            placement.num_stages == 1 for placement in self.schedule.source.placements(1)
+        )
+
     def layout_request(self, num_ranks: int, num_microbatches: int, device_type: str) -> LayoutRequest:
         """What a layout is chosen from, without a limit of memory.
 

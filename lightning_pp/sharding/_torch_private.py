@@ -9,13 +9,14 @@ they are taken off again. The names of the hooks' handles have been the same fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.autograd.graph import Node
+from torch.distributed import _composable_state
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -48,6 +49,7 @@ unscale_all_: Callable[[list[Tensor], Tensor, Tensor], None] = private(
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+_states_of_modules: MutableMapping[nn.Module, object] = private(_composable_state, "_module_state_mapping")
 _HOOK_HANDLES = ("_pre_forward_hook_handle", "_post_forward_hook_handle")
 
 
@@ -94,6 +96,12 @@ def shard_together(
             )
         handle.remove()
     return leader
+
+
+def forget_sharding(modules: Iterable[nn.Module]) -> None:
+    """Lets ``modules`` be sharded again one day; hooks, attributes and classes of theirs stay."""
+    for module in modules:
+        _states_of_modules.pop(module, None)
 
 
 def backward_pass() -> int | None:

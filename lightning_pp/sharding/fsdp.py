@@ -17,6 +17,7 @@ from lightning_pp.sharding.units.gather_on_use import GatherOnUse
 from lightning_pp.sharding.units.group import UnitGroup, gathered_bytes, slots_of
 from lightning_pp.sharding.units.grouping import check_mesh, groups_sharing_parameters, never_sharded
 from lightning_pp.sharding.units.reduction import GradientReduction
+from lightning_pp.sharding.units.undo import UnitsBefore
 from lightning_pp.sharding.units.windows import UnitWindows
 
 
@@ -92,6 +93,7 @@ class ShardedUnits:
         self._device = _device_of(mesh)
         self._stream = None if mesh.device_type == "cpu" else torch.Stream(mesh.device_type)
         self._groups: list[UnitGroup] = []
+        self._before: list[UnitsBefore] = []
         self._group_of: dict[str, UnitGroup | None] = dict.fromkeys(units)
         self._hooks = GatherOnUse(free_after_use=reshard_after_use, mp_policy=self.mp_policy)
         self._reductions: list[GradientReduction] = []
@@ -272,6 +274,12 @@ class ShardedUnits:
         self._hooks.reset()
         self._is_in_batch = False
 
+    def take_apart(self) -> None:
+        """Makes the units ordinary modules again, which hold shards until the caller gives them whole parameters."""
+        self.discard_gradients()
+        for before in self._before:
+            before.restore()
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Within, calls of units neither gather nor free, as when fakes stand in for the parameters; casts remain."""
@@ -293,12 +301,15 @@ class ShardedUnits:
         num_bytes = gathered_bytes(
             (slot.registered for slot in slots), self.mesh.size(self.mesh.ndim - 1), self.mp_policy.param_dtype
         )
+        before = UnitsBefore(modules)
         leader = shard_together(modules, self.mesh, self.mp_policy, self._replicated, cpu_offload=self._cpu_offload)
         group = UnitGroup(tuple(units), leader, slots, self.mp_policy.reduce_dtype, num_bytes)
         self._groups.append(group)
         for name in units:
             self._group_of[name] = group
         self._hooks.attach(group, modules)
+        before.note_added()
+        self._before.append(before)
 
     def _group(self, unit: str) -> UnitGroup | None:
         try:

@@ -15,6 +15,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from lightning_pp.checkpoint import RankPart
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.distributed.fingerprints import Fingerprint, check_same_batch, fingerprint
 from lightning_pp.distributed.messages import RankStoppedError
@@ -43,6 +44,7 @@ from lightning_pp.strategy.connection import Connection
 from lightning_pp.strategy.lightning.gradient_norms import GradientNorms
 from lightning_pp.strategy.parameters.gradients import StageGradients
 from lightning_pp.strategy.parameters.precision import loss_scale, step_dtypes
+from lightning_pp.strategy.parameters.whole_module import make_whole
 from lightning_pp.strategy.results.metrics import PipelineMetrics
 from lightning_pp.strategy.results.outputs import loss_of
 from lightning_pp.strategy.results.reports import BatchReport
@@ -314,6 +316,15 @@ class PipelineEngine:
         if not self._failed and hasattr(self, "_executor"):
             self._executor.drain()
             self._connection.drain()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether an exception on this rank has ended the last run."""
+        return self._failed
+
+    def gather_module(self, part: RankPart) -> None:
+        """Makes the module whole on every rank; the engine cannot be used after it. Every rank has to call it."""
+        make_whole(part, self.split, self.gradients)
 
     def abandon(self) -> None:
         """After an exception: ends what the other ranks of the pipeline wait for.

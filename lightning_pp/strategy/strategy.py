@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,12 +15,14 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelSummary
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.types import STEP_OUTPUT
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
+from lightning_pp.checkpoint import read_alone
 from lightning_pp.distributed.sizes import Auto, check_size
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.activation_checkpointing import ActivationCheckpointing
@@ -46,6 +49,7 @@ from lightning_pp.strategy.checkpoints.rank_part import rank_part
 from lightning_pp.strategy.engine import PipelineEngine
 from lightning_pp.strategy.lightning.loop import PipelineOptimization
 from lightning_pp.strategy.lightning.mesh_strategy import MeshStrategy
+from lightning_pp.strategy.lightning.plain import with_stages
 from lightning_pp.strategy.lightning.sigterm import end_together_on_sigterm
 from lightning_pp.strategy.parameters.optimizers import keep_parameters, set_up_one_optimizer
 from lightning_pp.strategy.parameters.precision import agree_on_scale
@@ -61,6 +65,8 @@ class PipelineParallelStrategy(MeshStrategy):
     The module is cut into stages by running its step once on fake parameters; every rank then runs the user's own
     step, with fakes for what it does not own. Inside a stage parameters are sharded by FSDP2 over the
     data-parallel ranks, and gathered and reduced when the pipeline's program says so.
+
+    One stage on one device is plain training: :attr:`is_plain`.
 
     It is not a ``ModelParallelStrategy``, since Lightning refuses double precision to all of those.
 
@@ -198,12 +204,16 @@ class PipelineParallelStrategy(MeshStrategy):
         )
         self._meta_init = meta_init
         self._initial_weights = initial_weights
+        self._is_plain: bool | None = None
+        self._needs_engine = bool(compile or meta_init or async_checkpoint or initial_weights is not None)
         self._engine: PipelineEngine | None = None
         self._num_runs = 0
 
     @property
     def engine(self) -> PipelineEngine:
-        """What runs the pipeline on this rank; there from ``setup`` on."""
+        """What runs the pipeline on this rank; there from ``setup`` on, and never in a plain run."""
+        if self.is_plain:
+            raise RuntimeError("There is no pipeline: one stage on one device trains as a plain Trainer does.")
         if self._engine is None:
             raise RuntimeError("The pipeline is built in Strategy.setup, before training starts; it is not there yet.")
         return self._engine
@@ -217,16 +227,48 @@ class PipelineParallelStrategy(MeshStrategy):
         return None if costs is None else costs.stages
 
     @property
+    def is_plain(self) -> bool:
+        """Whether there is one stage on one device, and nothing is asked for that only a pipeline's engine does.
+
+        Then nothing is recorded, cut, checked or refused: steps, optimizers, loops and checkpoints are Lightning's own,
+        each batch runs whole, and ``save_distributed_checkpoint`` has no effect, since one process writes one file.
+        Pipelines resume from that file, and it from theirs. What needs an engine: ``compile``, ``meta_init``,
+        ``initial_weights``, ``async_checkpoint``, ``activation_checkpointing``, ``cpu_offload``, ``device_memory_gib``,
+        ``save_costs``, ``split_points``, or several stages. False before the trainer has given devices.
+        """
+        if self._is_plain is None and self.parallel_devices is not None:
+            is_one = self.sizes.pipeline == 1 and self.sizes.data_parallel == 1
+            self._is_plain = is_one and not self._needs_engine and self.options.allows_one_stage
+        return bool(self._is_plain)
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether Lightning is to give samplers a part of the data, and wait for other ranks."""
+        return not self.is_plain
+
+    @property
     def restore_checkpoint_after_setup(self) -> bool:
         """What a rank owns, and so what it reads, is known after ``setup``."""
-        return True
+        return not self.is_plain
 
     @property
     def lightning_restore_optimizer(self) -> bool:
         """The strategy loads optimizer states itself, by parameter name."""
-        return False
+        return self.is_plain
 
     # ---------------------------------------------------------------- building the pipeline
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if not self.is_plain:
+            return
+        self._launcher = None  # there is nothing to launch
+        number = self.options.num_microbatches
+        if number not in ("auto", 1):
+            rank_zero_info(
+                f"num_microbatches={number} has no effect with one stage on one device, where each batch runs whole. "
+                f"To save memory, give batches of 1/{number} of the size and set accumulate_grad_batches={number}."
+            )
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -234,12 +276,14 @@ class PipelineParallelStrategy(MeshStrategy):
         with super().tensor_init_context(self._meta_init if empty_init is None else empty_init):
             yield
 
+    @with_stages
     def setup_environment(self) -> None:
         """Joins the process group; callbacks that would copy the whole module are told not to."""
         super().setup_environment()
         assert self.lightning_module is not None
         leave_averages_to_strategy(self.lightning_module.trainer)
 
+    @with_stages
     def setup(self, trainer: pl.Trainer) -> None:
         """Cuts the module, keeps this rank's part of it, and makes optimizers over that part.
 
@@ -319,8 +363,8 @@ class PipelineParallelStrategy(MeshStrategy):
         if "_split_by_pipeline" in vars(module):
             raise ConfigurationError(
                 f"This {type(module).__name__} was split by another PipelineParallelStrategy, and most of its "
-                "parameters are on other ranks. Use the trainer that split it, or make a new module and load a "
-                "checkpoint."
+                "parameters are on other ranks. Use the trainer that split it, call gather_module() of its strategy on "
+                "every rank, or make a new module and load a checkpoint."
             )
         self._engine = engine
         try:
@@ -352,10 +396,14 @@ class PipelineParallelStrategy(MeshStrategy):
             gc.collect()  # a scheduler and its optimizer hold each other
 
     def model_to_device(self) -> None:
-        """Nothing: the engine moves what this rank owns."""
+        """Moves the module of a plain run; otherwise the engine moves what this rank owns."""
+        if self.is_plain:
+            assert self.model is not None
+            self.model.to(self.root_device)
 
     # ---------------------------------------------------------------- steps
 
+    @with_stages
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Runs the forward and backward of the whole batch through the pipeline.
 
@@ -368,16 +416,19 @@ class PipelineParallelStrategy(MeshStrategy):
         output: STEP_OUTPUT = self.engine.train(args, kwargs, accumulate=accumulate, reduce=is_last)
         return output
 
+    @with_stages
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Runs a validation batch through the pipeline."""
         output: STEP_OUTPUT = self.engine.evaluate("validation_step", args, kwargs)
         return output
 
+    @with_stages
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Runs a test batch through the pipeline."""
         output: STEP_OUTPUT = self.engine.evaluate("test_step", args, kwargs)
         return output
 
+    @with_stages
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a batch through the pipeline and returns its predictions on every rank."""
         return self.engine.evaluate("predict_step", args, kwargs)
@@ -388,6 +439,7 @@ class PipelineParallelStrategy(MeshStrategy):
             self._engine.note_batch(batch)
         return super().batch_to_device(batch, device, dataloader_idx)
 
+    @with_stages
     def process_dataloader(self, dataloader: object) -> object:
         """Seeds the loader's workers by replica."""
         seed_workers_by(dataloader, self.data_parallel_rank)
@@ -395,14 +447,17 @@ class PipelineParallelStrategy(MeshStrategy):
 
     # ---------------------------------------------------------------- checkpoints
 
+    @with_stages
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """This rank's part of the model, or with ``save_distributed_checkpoint=False`` all of it, on rank 0."""
         return self._checkpoints.model_state()
 
+    @with_stages
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """With ``save_distributed_checkpoint=False`` the optimizer's state as one device would have it, on rank 0."""
         return self._checkpoints.optimizer_state(optimizer)
 
+    @with_stages
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
@@ -419,23 +474,54 @@ class PipelineParallelStrategy(MeshStrategy):
         """
         self._checkpoints.wait()
 
+    @with_stages
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Removes a checkpoint, once one that is being written is in its place."""
         self._checkpoints.remove(filepath)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Opens a checkpoint of any layout, sharded or single-file; tensors are read when they are used."""
-        return self._checkpoints.open(checkpoint_path, self.weights_only if weights_only is None else weights_only)
+        weights_only = self.weights_only if weights_only is None else weights_only
+        if not self.is_plain:
+            return self._checkpoints.open(checkpoint_path, weights_only)
+        if os.path.isdir(checkpoint_path):
+            return read_alone(Path(checkpoint_path), weights_only)
+        return super().load_checkpoint(checkpoint_path, weights_only)
 
+    @with_stages
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads weights and optimizer state, as ``on_load_checkpoint`` has left them, into this rank's part."""
         self._checkpoints.load(checkpoint, strict=strict)
 
+    @with_stages
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Nothing: :meth:`load_model_state_dict` has loaded it."""
 
     # ---------------------------------------------------------------- end
 
+    def gather_module(self) -> None:
+        """Makes the module whole again, on the CPU of every rank, after a fit or its siblings: for another Trainer.
+
+        Every rank has to call it. It takes the memory of the whole model on every rank. This trainer's optimizers are
+        gone afterwards; to go on with them, save a checkpoint before. In a plain run there is nothing to do.
+
+        Raises:
+            RuntimeError: There is no pipeline, it is running, or an exception has ended it, in which case the ranks'
+                weights may be one step apart.
+            CheckpointError: On all ranks: a save in the background failed.
+        """
+        if self.is_plain:
+            return
+        engine = self.engine
+        if engine.has_failed:
+            raise RuntimeError("An exception has ended the run, and stages may be one step apart: load a checkpoint.")
+        if engine.module.trainer.state.status == TrainerStatus.RUNNING:
+            raise RuntimeError("gather_module() is for after a run of the trainer, and this one is running.")
+        engine.gather_module(self._checkpoints.hand_over())
+        self._engine, self.optimizers = None, []
+        del vars(engine.module)["_split_by_pipeline"]
+
+    @with_stages
     def on_exception(self, exception: BaseException) -> None:
         """Lets go of the other ranks, so that none waits for this one."""
         if self._engine is not None and not isinstance(exception, SIGTERMException):
@@ -443,6 +529,7 @@ class PipelineParallelStrategy(MeshStrategy):
         self._checkpoints.give_up()
         super().on_exception(exception)
 
+    @with_stages
     def teardown(self) -> None:
         """Puts the module's metrics back; its parameters stay where they are, for the next run of the trainer."""
         if self._engine is not None:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_pp.checkpoint import BackgroundSaver, ParameterCatalog, RankPart, make_stager, prepare_save
-from lightning_pp.checkpoint.export import open_alone
+from lightning_pp.checkpoint.reading.alone import open_alone
 from lightning_pp.checkpoint.storage.folder import staging_path
 from lightning_pp.errors import CheckpointError
 

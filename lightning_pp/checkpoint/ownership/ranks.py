@@ -114,6 +114,32 @@ def gather_to_root(entries: Mapping[Key, Any], ranks: Ranks) -> dict[Key, Any]:
     return gathered
 
 
+def give_to_all(entries: Mapping[Key, Any], ranks: Ranks) -> dict[Key, Any]:
+    """What the pipeline ranks hold, on every rank, sent one tensor at a time; arguments as :func:`gather_to_root`.
+
+    Returns:
+        All entries, whole and on the CPU.
+    """
+    objects = {key: _unsharded_on_cpu(value) for key, value in entries.items() if not isinstance(value, torch.Tensor)}
+    tensors = {key: value for key, value in entries.items() if isinstance(value, torch.Tensor)}
+    described: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(described, (objects, {key: (tuple(v.shape), v.dtype) for key, v in tensors.items()}))
+    found: dict[Key, Any] = {}
+    for number, row in enumerate(ranks.grid):
+        row_objects, specs = described[row[0]]
+        found.update(row_objects)
+        for key, (shape, dtype) in specs.items():
+            is_mine = number == ranks.pipeline_rank
+            whole = _unsharded_on_cpu(tensors[key]) if is_mine else torch.empty(shape, dtype=dtype)
+            found[key] = whole
+            if whole.numel():
+                data = whole.contiguous().reshape(-1).view(torch.uint8).to(_transport_device())
+                dist.broadcast(data, row[0])
+                if not is_mine:
+                    whole.reshape(-1).view(torch.uint8).copy_(data)
+    return found
+
+
 def _unsharded_on_cpu(value: Any) -> Any:
     """``value`` with every tensor in it unsharded, detached, and copied to the CPU."""
 

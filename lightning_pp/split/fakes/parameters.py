@@ -180,6 +180,27 @@ class FakeParameters:
             parameters_of(parent)[attribute] = self.parameter(name)
         self._sort()
 
+    def restore(self, values: Mapping[str, Tensor]) -> None:
+        """Undoes :meth:`release`: the module has all of its parameters again.
+
+        Args:
+            values: Whole tensors by canonical name, which become the data of new parameters.
+        """
+        self.restore_names()
+        restored: dict[str, nn.Parameter] = {}
+        replaced: dict[nn.Parameter, nn.Parameter] = {}
+        for name in self.names:
+            canonical = self.canonical_names[name]
+            parent, attribute = self._locate(name)
+            current = parameters_of(parent).get(attribute)
+            if current is None:
+                continue
+            if canonical not in restored:
+                restored[canonical] = nn.Parameter(values[canonical], requires_grad=current.requires_grad)
+            replaced[current] = parameters_of(parent)[attribute] = restored[canonical]
+        _replace_aliases(self.module, replaced)
+        self.released.clear()
+
     def tie_names(self, is_replaced: Callable[[nn.Parameter], bool]) -> None:
         """Makes all names of a parameter mean one object again, after it was replaced under some of them.
 

@@ -109,7 +109,10 @@ class Checkpoints:
     @property
     def _attached(self) -> _Run:
         if self._run is None:
-            raise RuntimeError("Checkpoints can be written and read from Strategy.setup on.")
+            raise RuntimeError(
+                "There is no pipeline whose checkpoint could be written or read: that is possible from Strategy.setup, "
+                "where a fit or its siblings begin, until gather_module()."
+            )
         return self._run
 
     # ---------------------------------------------------------------- saving
@@ -266,6 +269,16 @@ class Checkpoints:
         """
         run = self._attached
         load_weights(path, run.part, strict=run.engine.module.strict_loading)
+
+    def hand_over(self) -> RankPart:
+        """What this rank holds, for the module to be made whole: nothing can be saved or loaded any more.
+
+        Raises:
+            CheckpointError: On all ranks: a save in the background failed.
+        """
+        self.close()
+        part, self._run = self._attached.part, None
+        return part
 
     def close(self) -> None:
         """At the end of a run: waits for a save in the background, and lets go of what was opened.

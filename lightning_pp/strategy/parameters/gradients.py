@@ -158,6 +158,12 @@ class StageGradients:
         for parameter in self._module.parameters():
             parameter.grad = None
 
+    def take_apart(self) -> None:
+        """Drops gradients, and makes sharded units ordinary modules again, which hold shards until given others."""
+        self.abandon()
+        if isinstance(self._units, ShardedUnits):
+            self._units.take_apart()
+
     def install_clipping(self, precision: Precision) -> None:
         """Makes ``precision`` clip by the norm over all stages and shards, shared parameters counted once."""
 

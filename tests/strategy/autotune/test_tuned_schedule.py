@@ -193,7 +193,7 @@ def test_the_schedule_of_a_file_is_what_runs(pool: WorkerPool, tmp_path: Path) -
     assert first["costs"] == (None, None)
 
 
-@pytest.mark.parametrize("options", [{}, {"stages_per_rank": 2}])
+@pytest.mark.parametrize("options", [{"device_memory_gib": 1.0}, {"stages_per_rank": 2}])
 def test_one_rank(pool: WorkerPool, options: dict[str, Any]) -> None:
     settings = {"schedule": "auto", "num_microbatches": 2, "num_profiled_batches": 1, **options}
     (only,) = pool.run(run, settings, Blocks, 1, world_size=1, timeout=120)

@@ -1,0 +1,28 @@
+"""What a Trainer does with its callbacks, loops, loggers and hooks it does with a pipeline, on every rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from contract_scenarios import SCENARIOS, stochastic_weight_averaging
+from feature_parts import check_on_every_rank
+from parity_run import Layout
+from pool import WorkerPool
+
+ONE_STAGE, TWO_STAGES = Layout("1f1b", 1, 1, 1), Layout("1f1b", 2, 1, 3)
+LAYOUTS = [ONE_STAGE, TWO_STAGES, pytest.param(Layout("zb_h1", 3, 1, 4), marks=pytest.mark.nightly)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_as_with_a_plain_trainer(pool: WorkerPool, tmp_path: Path, name: str, layout: Layout) -> None:
+    assert check_on_every_rank(pool, SCENARIOS[name], layout, tmp_path)
+
+
+def test_stochastic_weight_averaging_needs_one_stage(pool: WorkerPool, tmp_path: Path) -> None:
+    report = pool.run(stochastic_weight_averaging, TWO_STAGES, tmp_path, expect_failure=True)
+    for failure in report.failures:
+        assert failure is not None and failure.type == "ConfigurationError"
+        assert "Use WeightAveraging (equal weights, as SWA) or EMAWeightAveraging" in failure.message
+    assert check_on_every_rank(pool, stochastic_weight_averaging, ONE_STAGE, tmp_path)
