@@ -35,8 +35,8 @@ COVERING = [
     ("values_of_earlier_stages", Layout("zb_h1", 3, 1, 3)),
     # what the code between units edits goes to another stage of its rank, and to other ranks
     ("values_of_earlier_stages", Layout("interleaved_1f1b", 3, 1, 3)),
-    ("contrastive", Layout("1f1b", 1, 1, 3)),
-    ("nt_xent", Layout("1f1b", 1, 1, 1)),
+    ("contrastive", Layout("interleaved_1f1b", 1, 1, 3)),
+    ("nt_xent", Layout("zb_v", 1, 1, 1)),
 ]
 
 

@@ -166,6 +166,7 @@ def layout(pipeline: int, replicas: int = 1, schedule: str = "1f1b", **options: 
         "data_parallel_size": replicas,
         "schedule": schedule,
         "num_microbatches": NUM_MICROBATCHES,
+        **({"device_memory_gib": 16.0} if pipeline == replicas == 1 else {}),  # not plain training
         **options,
     }
 
