@@ -40,6 +40,7 @@ class MessageLine:
     def __init__(self, groups: ControlGroups) -> None:
         self.groups = groups
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] | None = None
+        self._thread: threading.Thread | None = None
         self._number = 0
 
     def tell(self, produce: Callable[[], Any]) -> Future[Any]:
@@ -66,18 +67,25 @@ class MessageLine:
         self._number += 1
         if self._jobs is None:
             self._jobs = queue.SimpleQueue()
-            threading.Thread(target=_work, args=(self._jobs,), name="pipeline-results", daemon=True).start()
+            self._thread = threading.Thread(target=_work, args=(self._jobs,), name="pipeline-results", daemon=True)
+            self._thread.start()
             weakref.finalize(self, self._jobs.put, None)  # the thread ends with the line
         groups, tag = self.groups, 2 * (self._number % _TAG_RANGE)
         self._jobs.put(lambda: work(message, groups, tag, *args))
         return message
 
     def drain(self) -> None:
-        """Waits until all messages so far have left this rank, or arrived on it."""
+        """Waits until all messages so far have left this rank, or arrived on it; no thread is left then."""
+        thread = self._thread
+        self.close()
+        if thread is not None:
+            thread.join()
+
+    def close(self) -> None:
+        """Has the thread end once it has done what it was given."""
         if self._jobs is not None:
-            done = threading.Event()
-            self._jobs.put(done.set)
-            done.wait()
+            self._jobs.put(None)
+        self._jobs = self._thread = None
 
 
 def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:

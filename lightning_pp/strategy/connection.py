@@ -78,6 +78,7 @@ class Connection:
             self._is_open = False
             for groups in (self.groups, self.messages.groups, self._of_stages):
                 groups.abandon()
+            self.messages.close()
 
     def recover(self, counters: Sequence[int]) -> tuple[bool, list[int]]:
         """Brings the ranks together again, if one of them has failed since the last run.

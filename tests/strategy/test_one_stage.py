@@ -100,6 +100,19 @@ def test_a_module_goes_from_trainer_to_trainer_and_no_thread_stays() -> None:
     assert set(threading.enumerate()) == threads
 
 
+def threads_after_runs() -> list[str]:
+    before = set(threading.enumerate())
+    run = trainer(Layout("1f1b", 2, 1, 2).strategy(), devices=2)
+    model = Blocks()
+    run.fit(model, loader(), loader(seed=2))
+    run.validate(model, loader(), verbose=False)
+    return [thread.name for thread in set(threading.enumerate()) - before]
+
+
+def test_no_thread_of_two_stages_stays(pool: WorkerPool) -> None:
+    assert pool.run(threads_after_runs, world_size=2) == [[], []]
+
+
 def test_there_is_no_pipeline_to_ask_for(caplog: pytest.LogCaptureFixture) -> None:
     strategy = one_stage(num_microbatches=4)
     with caplog.at_level(logging.INFO):
