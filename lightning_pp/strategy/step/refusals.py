@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import Callback, ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 
@@ -15,23 +16,32 @@ from lightning_pp.split.record.step_record import StepRecord
 from lightning_pp.strategy._lightning_private import synchronizes_layers
 from lightning_pp.strategy.parameters.precision import refuse_precision
 
+_REFUSED_CALLBACKS: dict[type[Callback], str] = {
+    StochasticWeightAveraging: (
+        "copies the whole module before it is split and keeps the copy in its own state, of which a checkpoint has the "
+        "first rank's only. Use WeightAveraging (equal weights, as SWA) or EMAWeightAveraging, with a learning rate "
+        "schedule of your own."
+    ),
+    ModelPruning: (
+        "compares the weights of all layers and replaces parameters while training runs, and a stage has its own only. "
+        "Prune the module on one device, before or after training."
+    ),
+}
+
 
 def refuse_unsupported(
     trainer: pl.Trainer, module: pl.LightningModule, precision: Precision, device: torch.device
 ) -> None:
     """Raises :class:`ConfigurationError` for steps, optimization, layers and precision that a pipeline cannot run."""
     for step in ("training_step", "validation_step", "test_step", "predict_step"):
-        if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
+        function = getattr(module, step)
+        if function is not None and is_param_in_hook_signature(function, "dataloader_iter", explicit=True):
             raise ConfigurationError(
                 f"{step} of {type(module).__name__} takes dataloader_iter; a pipeline has to see the batch to cut it "
                 "into microbatches. Take (batch, batch_idx) instead."
             )
-    if trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
-        raise ConfigurationError(
-            f"{type(module).__name__} sets automatic_optimization=False. A pipeline interleaves the forward and "
-            "backward of many microbatches, so it must run them itself: remove manual_backward and optimizer.step from "
-            "training_step and return the loss."
-        )
+    if trainer.state.fn == TrainerFn.FITTING:
+        _refuse_own_backward(module)
     synchronized = [name for name, child in module.named_modules() if isinstance(child, nn.SyncBatchNorm)]
     if synchronized or synchronizes_layers(trainer):
         what = f"{synchronized[0]} is a SyncBatchNorm" if synchronized else "sync_batchnorm=True"
@@ -40,14 +50,27 @@ def refuse_unsupported(
             "which normalises each microbatch by itself, or a norm without statistics over samples (GroupNorm, "
             "LayerNorm)."
         )
-    callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
-    if any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks):
-        raise ConfigurationError(
-            "StochasticWeightAveraging copies the whole module before it is split and keeps the copy in its own state, "
-            "of which a checkpoint has the first rank's only. Use WeightAveraging (equal weights, as SWA) or "
-            "EMAWeightAveraging, with a learning rate schedule of your own."
-        )
+    callbacks: list[Callback] = getattr(trainer, "callbacks", [])
+    for callback in callbacks:
+        for kind, reason in _REFUSED_CALLBACKS.items():
+            if isinstance(callback, kind):
+                raise ConfigurationError(f"{type(callback).__name__} cannot be used in a pipeline: it {reason}")
     refuse_precision(precision, device)
+
+
+def _refuse_own_backward(module: pl.LightningModule) -> None:
+    if not module.automatic_optimization:
+        raise ConfigurationError(
+            f"{type(module).__name__} sets automatic_optimization=False. A pipeline interleaves the forward and "
+            "backward of many microbatches, so it must run them itself: remove manual_backward and optimizer.step from "
+            "training_step and return the loss."
+        )
+    if is_overridden("backward", module):
+        raise ConfigurationError(
+            f"{type(module).__name__} overrides backward, which a pipeline never calls: it runs the backward of many "
+            "microbatches, stage by stage. Remove it; put what it does to the loss into training_step, what it does to "
+            "gradients into on_after_backward."
+        )
 
 
 def refuse_carried_state(module: pl.LightningModule, step: str, record: StepRecord, num_microbatches: int) -> None:

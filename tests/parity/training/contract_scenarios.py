@@ -399,6 +399,16 @@ def hooks_around_the_update(layout: Layout | None, folder: Path) -> Any:
     return {"order": module.order, "losses": notes.losses}
 
 
+@scenario
+def steps_switched_off(layout: Layout | None, folder: Path) -> Any:
+    """``None`` in place of a step is none, as Lightning has it."""
+    module = make()
+    module.validation_step = None
+    trainer = make_trainer(layout)
+    trainer.fit(module, Data())
+    return plain(dict(trainer.callback_metrics)), trainer.global_step
+
+
 class Reduces(Classifier):
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         outputs = self(batch[0])

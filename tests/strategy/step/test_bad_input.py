@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelPruning
 from pipelined_fit import fit, loader, trainer
 from pool import WorkerPool
 from small_models import Blocks
@@ -22,6 +23,11 @@ class ManualOptimization(Blocks):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
+
+
+class OwnBackward(Blocks):
+    def backward(self, loss: torch.Tensor) -> None:
+        (2 * loss).backward()
 
 
 class TwoOptimizers(Blocks):
@@ -121,6 +127,10 @@ def fit_split_module() -> None:
     fit(module)
 
 
+def fit_pruning() -> None:
+    fit(Blocks(), callbacks=[ModelPruning("l1_unstructured", parameter_names=["weight"])])
+
+
 def check_everywhere(pool: WorkerPool, pattern: str, function: Any, *args: Any, **kwargs: Any) -> None:
     report = pool.run(function, *args, world_size=2, timeout=LONGEST_S, expect_failure=True, **kwargs)
     for rank, failure in enumerate(report.failures):
@@ -132,6 +142,7 @@ def check_everywhere(pool: WorkerPool, pattern: str, function: Any, *args: Any, 
     ("module", "pattern"),
     [
         (ManualOptimization, r"ManualOptimization sets automatic_optimization=False.*return the loss"),
+        (OwnBackward, r"OwnBackward overrides backward, which a pipeline never calls.*training_step"),
         (TwoOptimizers, r"TwoOptimizers returned several optimizers.*parameter groups"),
         (UsesLBFGS, r"LBFGS.*first-order optimizer"),
         (UsesClosure, r"EvaluatesTwice\.step needs a closure.*one forward and backward per step"),
@@ -145,6 +156,12 @@ def check_everywhere(pool: WorkerPool, pattern: str, function: Any, *args: Any, 
 )
 def test_module_that_cannot_be_pipelined(pool: WorkerPool, module: type[Blocks], pattern: str) -> None:
     check_everywhere(pool, pattern, fit_with, module)
+
+
+def test_callbacks_that_need_all_stages(pool: WorkerPool) -> None:
+    check_everywhere(
+        pool, r"ModelPruning cannot be used with several stages.*Prune the module on one device", fit_pruning
+    )
 
 
 @pytest.mark.parametrize(
