@@ -159,9 +159,7 @@ def test_module_that_cannot_be_pipelined(pool: WorkerPool, module: type[Blocks],
 
 
 def test_callbacks_that_need_all_stages(pool: WorkerPool) -> None:
-    check_everywhere(
-        pool, r"ModelPruning cannot be used with several stages.*Prune the module on one device", fit_pruning
-    )
+    check_everywhere(pool, r"ModelPruning cannot be used in a pipeline.*Prune the module on one device", fit_pruning)
 
 
 @pytest.mark.parametrize(
