@@ -79,10 +79,12 @@ __all__ = [
     "results_of",
     "set_average",
     "set_trainer",
+    "set_update_count",
     "set_value_on_batch",
     "synchronizes_layers",
     "trainer_of",
     "transferred_by_hook",
+    "update_count",
     "value_on_batch",
 ]
 
@@ -279,6 +281,18 @@ def computing_locally(metric: Metric) -> Iterator[None]:
         yield
     finally:
         metric._to_sync = before
+        forget_computed(metric)
+
+
+def update_count(metric: Metric) -> int:
+    """How often ``metric`` was updated since its reset."""
+    return metric._update_count
+
+
+def set_update_count(metric: Metric, count: int) -> None:
+    """Makes ``metric`` one that was updated ``count`` times."""
+    if count != metric._update_count:
+        metric._update_count = count
         forget_computed(metric)
 
 

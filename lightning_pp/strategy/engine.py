@@ -488,6 +488,7 @@ class PipelineEngine:
             num_samples=run.num_samples,
             fingerprint=mine,
             device=self.device,
+            metrics=self.metrics,
         )
 
     def _take_up(self, report: BatchReport, run: BatchRun) -> Any:

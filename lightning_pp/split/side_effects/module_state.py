@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,23 +21,27 @@ from lightning_pp.split._torch_private import (
     forward_hooks_of,
     forward_pre_hooks_of,
 )
+from lightning_pp.split.side_effects.reach import Reached, class_containers, reached_from
 
 Changes = Callable[[], list[tuple[str, str, Any]]]
 
-_CONTAINERS = (list, dict, set)
-# the content of an empty list, dict or set
-_EMPTY = ()
 # these belong to torch and Lightning, and no step keeps its results in them
 _SKIPPED = frozenset({*HELD_BY_MODULES, "_trainer", COMPILED_CALL, "forward"})
+# buffers, hooks and flags, of which none holds containers of the user's
+_OF_TORCH = frozenset(vars(nn.Module()))
+# most modules have no hooks, and nothing has to be kept of their dicts
+_WAS_EMPTY: Sequence[Reached] = [Reached("", {})]
 
 
 @contextmanager
 def preserved_state(module: nn.Module) -> Iterator[Changes]:
     """Within, the attributes and buffers of every submodule may change; afterwards all are as before.
 
+    So are the containers and objects that attributes hold, to any depth, and those that classes hold.
+
     Yields:
         A function that lists ``(module name, attribute, value)`` for everything changed so far: an attribute set anew,
-        or a list, dict or set whose content changed.
+        or one that holds, at whatever depth, a container or object whose content changed.
     """
     with _preserved(list(module.named_modules())) as changes:
         yield changes
@@ -48,15 +51,15 @@ def preserved_state(module: nn.Module) -> Iterator[Changes]:
 def _preserved(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[Changes]:
     saved = []
     generators = _generators_of(child for _, child in modules)
+    of_classes = {kind: class_containers(kind) for kind in {type(child) for _, child in modules}}
     for name, child in modules:
         attributes = child.__dict__
-        contents = {}
-        for key, value in attributes.items():
-            if key in _SKIPPED or not isinstance(value, _CONTAINERS):
-                continue
-            contents[key] = (value, copy.copy(value) if value else _EMPTY)
+        contents = {key: _held_by(key, value) for key, value in attributes.items() if not _is_kept_as_is(key, value)}
+        of_class = {
+            key: reached_from(value, key) for key, value in of_classes[type(child)].items() if key not in attributes
+        }
         tensors = {key: value for key, value in attributes.items() if isinstance(value, Tensor) and key not in _SKIPPED}
-        saved.append((name, child, dict(attributes), contents, tensors))
+        saved.append((name, child, dict(attributes), contents, of_class))
         # in-place updates (batch statistics, counters) go to copies
         buffers = buffers_of(child)
         with torch.no_grad():
@@ -70,16 +73,18 @@ def _preserved(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[Changes]:
 
     def changes() -> list[tuple[str, str, Any]]:
         changed = []
-        for (name, child, before, contents, _), at_start in zip(saved, working, strict=True):
+        for (name, child, before, contents, of_class), at_start in zip(saved, working, strict=True):
             for key, value in child.__dict__.items():
                 if key.startswith("_") and key not in before:
                     continue
                 if key in _SKIPPED or key == BUFFERS or _is_replaced_method(child, key, value):
                     continue
                 rebound = key not in before or value is not at_start.get(key)
-                edited = key in contents and not _same_content(value, contents[key][1])
-                if rebound or edited:
+                if rebound or (key in contents and _is_edited(before[key], contents[key])):
                     changed.append((name, key, value))
+            for key, held in of_class.items():
+                if _is_edited(held[0].container, held):
+                    changed.append((name, key, held[0].container))
         return changed
 
     try:
@@ -87,9 +92,14 @@ def _preserved(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[Changes]:
     finally:
         for restore in generators:
             restore()
-        for _, child, before, contents, _ in saved:
-            for value, content in contents.values():
-                _restore_content(value, content)
+        for _, child, before, contents, of_class in saved:
+            for key, held in contents.items():
+                if held is not _WAS_EMPTY:
+                    _restore(held)
+                elif before[key]:
+                    before[key].clear()
+            for held in of_class.values():
+                _restore(held)
             _put_back(child.__dict__, before)
 
 
@@ -125,6 +135,28 @@ class RehearsedState:
             for registered, keys in hooks:
                 for key in set(registered).difference(keys) if len(registered) != len(keys) else ():
                     del registered[key]
+
+
+def _is_kept_as_is(key: str, value: Any) -> bool:
+    return value is None or value is True or value is False or key in _SKIPPED
+
+
+def _held_by(key: str, value: Any) -> Sequence[Reached]:
+    """What an attribute of a module holds that can change."""
+    if key in _OF_TORCH:
+        if not isinstance(value, dict):
+            return ()
+        return (Reached(key, value),) if value else _WAS_EMPTY
+    return () if isinstance(value, (Tensor, nn.Module)) else reached_from(value, key)
+
+
+def _is_edited(value: Any, held: Sequence[Reached]) -> bool:
+    return bool(value) if held is _WAS_EMPTY else any(reached.is_changed for reached in held)
+
+
+def _restore(held: Sequence[Reached]) -> None:
+    for reached in held:
+        reached.restore()
 
 
 def _put_back(attributes: dict[str, Any], before: Mapping[str, Any]) -> None:
@@ -180,25 +212,3 @@ def preserved_random_state(device: torch.device) -> Iterator[None]:
         random.setstate(python_state)
         if numpy is not None:
             numpy.random.set_state(numpy_state)
-
-
-def _same_content(value: Any, content: Any) -> bool:
-    if content is _EMPTY:
-        return isinstance(value, _CONTAINERS) and not value
-    if type(value) is not type(content) or len(value) != len(content):
-        return False
-    if isinstance(value, dict):
-        return all(key in content and content[key] is item for key, item in value.items())
-    if isinstance(value, list):
-        return all(mine is theirs for mine, theirs in zip(value, content, strict=True))
-    return bool(value == content)
-
-
-def _restore_content(value: Any, content: Any) -> None:
-    if _same_content(value, content):
-        return
-    if isinstance(value, list):
-        value[:] = content
-    else:
-        value.clear()
-        value.update(content)

@@ -45,7 +45,7 @@ def observed(run: BatchRun, outputs: Sequence[Any]) -> Observed:
         losses[0].dtype if losses else None,
         run.weights,
         run.logs.merge(run.weights, run.num_samples),
-        dict(zip(run.attributes.names, (value for _, value in changes), strict=False)),
+        run.attributes.values_by_name(changes),
     )
 
 

@@ -18,10 +18,16 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_pp.split.side_effects.reach import Reached, class_containers, reached_from
 from lightning_pp.strategy.results.outputs import merge_outputs
 
 _LIGHTNINGS_OWN = frozenset(vars(pl.LightningModule()))
 _MISSING = object()
+
+# by path: what kind of change, and with what
+_Changes = dict[str, tuple[str, Any]]
+_KEPT: tuple[str, Any] = ("keep", None)
+_NOTHING: dict[str, tuple[str, Any]] = {"append": ("append", []), "set keys": ("set keys", {})}
 
 
 def kept_by_step(
@@ -55,14 +61,16 @@ class StepAttributes:
 
     def __init__(self, module: nn.Module, names: Sequence[tuple[str, str]]) -> None:
         self.names = [f"{name}.{attribute}" if name else attribute for name, attribute in names]
-        self._places = [(module.get_submodule(name).__dict__, attribute) for name, attribute in names]
-        self._before = [_Snapshot(attributes.get(key, _MISSING)) for attributes, key in self._places]
-        self._changes: dict[int, list[Any]] = {}
+        self._attributes: list[_Attribute] = []
+        seen: set[int] = set()
+        for (name, attribute), dotted in zip(names, self.names, strict=True):
+            self._attributes.append(_Attribute(module.get_submodule(name), attribute, dotted, seen))
+        self._changes: dict[int, list[_Changes]] = {}
 
     @property
     def are_kept(self) -> bool:
         """Whether there are any."""
-        return bool(self._places)
+        return bool(self._attributes)
 
     @contextmanager
     def of_microbatch(
@@ -77,79 +85,123 @@ class StepAttributes:
         """
         try:
             yield
-            if active and self._places:
-                self._changes[microbatch] = [
-                    before.change(attributes.get(key, _MISSING), of_whole_batch)
-                    for before, (attributes, key) in zip(self._before, self._places, strict=True)
-                ]
+            if active and self._attributes:
+                self._changes[microbatch] = [each.changes(of_whole_batch) for each in self._attributes]
         finally:
-            for before, (attributes, key) in zip(self._before, self._places, strict=True):
-                before.restore(attributes, key)
+            for each in self._attributes:
+                each.restore()
 
-    def merged(self, num_samples: Sequence[int], weights: Sequence[float]) -> list[Any]:
+    def merged(self, num_samples: Sequence[int], weights: Sequence[float]) -> list[_Changes]:
         """The batch's changes, from the microbatches'."""
         if not self._changes:
             return []
         per_attribute = zip(*(self._changes[index] for index in sorted(self._changes)), strict=True)
-        return [_merge(list(changes), num_samples, weights) for changes in per_attribute]
+        return [_merge_attribute(list(changes), num_samples, weights) for changes in per_attribute]
 
-    def apply(self, changes: Sequence[Any]) -> None:
+    def values_by_name(self, changes: Sequence[_Changes]) -> dict[str, Any]:
+        """What was appended or set, by the name of the attribute or of what it holds."""
+        named = zip(self.names, changes, strict=False)
+        return {path or name: value for name, change in named for path, (_, value) in change.items()}
+
+    def apply(self, changes: Sequence[_Changes]) -> None:
         """Makes ``changes``, the last stage's, on this rank."""
-        for change, before, (attributes, key) in zip(changes, self._before, self._places, strict=False):
-            before.apply(change, attributes, key)
+        for change, attribute in zip(changes, self._attributes, strict=False):
+            attribute.apply(change)
 
 
-class _Snapshot:
-    """One attribute before the batch."""
+class _Attribute:
+    """One attribute before the batch, with all that is reached from it and can change.
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
-        self.content = copy.copy(value) if isinstance(value, (list, dict, set)) else None
+    Args:
+        module: Whose attribute it is, or its class's.
+        key: Its name.
+        dotted: Its name for the user.
+        seen: Identities of what other attributes have; what is found is added.
+    """
 
-    def change(self, now: Any, of_whole_batch: Callable[[Any], Any] | None = None) -> tuple[str, Any]:
-        """What happened: append (entries), set keys (items), set (the value), delete or keep (None)."""
-        kind, value = self._change(now)
-        return kind, value if of_whole_batch is None else of_whole_batch(value)
+    def __init__(self, module: nn.Module, key: str, dotted: str, seen: set[int]) -> None:
+        self._held = vars(module)
+        self._key = key
+        self._value = self._held.get(key, _MISSING)
+        of_class = class_containers(type(module)).get(key, _MISSING)
+        start = of_class if self._value is _MISSING else self._value
+        found = [each for each in reached_from(start, dotted) if id(each.container) not in seen]
+        seen.update(id(each.container) for each in found)
+        self._reached = {each.path: each for each in found}
 
-    def _change(self, now: Any) -> tuple[str, Any]:
-        if now is _MISSING:
-            return ("keep" if self.value is _MISSING else "delete", None)
-        if isinstance(now, list) and now is self.value and len(now) >= len(self.content or ()):
-            kept = zip(now, self.content or (), strict=False)
-            if all(mine is theirs for mine, theirs in kept):
-                return ("append", now[len(self.content or ()) :])
-        before: Any = self.content or {}
-        if isinstance(now, dict) and now is self.value and not before.keys() - now.keys():
-            return ("set keys", {key: item for key, item in now.items() if before.get(key, _MISSING) is not item})
-        if now is self.value and not isinstance(now, (list, dict, set)):
-            return ("keep", None)
-        return ("set", copy.copy(now) if isinstance(now, (list, dict, set)) else now)
-
-    def restore(self, attributes: dict[str, Any], key: str) -> None:
-        if self.value is _MISSING:
-            attributes.pop(key, None)
-            return
-        if isinstance(self.value, list):
-            self.value[:] = self.content or []
-        elif isinstance(self.value, (dict, set)):
-            self.value.clear()
-            self.value.update(self.content or ())
-        attributes[key] = self.value
-
-    def apply(self, change: tuple[str, Any], attributes: dict[str, Any], key: str) -> None:
-        kind, value = change
-        if kind == "keep":
-            return
-        if kind == "delete":
-            attributes.pop(key, None)
-        elif kind == "append":
-            self.value.extend(value)
-        elif kind == "set keys":
-            self.value.update(value)
-        elif isinstance(value, list) and isinstance(self.value, list):
-            self.value[:] = value
+    def changes(self, of_whole_batch: Callable[[Any], Any] | None = None) -> _Changes:
+        """What happened, by path; under ``""`` to the attribute itself, if it is another object now, or gone."""
+        now = self._held.get(self._key, _MISSING)
+        if now is not self._value:
+            changes = {"": ("delete", None) if now is _MISSING else ("set", _detached_copy(now))}
         else:
-            attributes[key] = value
+            changes = {path: _change_of(each) for path, each in self._reached.items() if each.is_changed}
+        if of_whole_batch is None:
+            return changes
+        return {path: (kind, of_whole_batch(value)) for path, (kind, value) in changes.items()}
+
+    def restore(self) -> None:
+        """Undoes what happened."""
+        for each in self._reached.values():
+            each.restore()
+        if self._value is _MISSING:
+            self._held.pop(self._key, None)
+        else:
+            self._held[self._key] = self._value
+
+    def apply(self, changes: _Changes) -> None:
+        """Makes changes, in the same objects where those are still there."""
+        for path, (kind, value) in changes.items():
+            if path:
+                _apply(kind, value, self._reached[path])
+            elif kind == "delete":
+                self._held.pop(self._key, None)
+            elif kind == "set" and isinstance(value, list) and isinstance(self._value, list):
+                self._value[:] = value
+            elif kind == "set":
+                self._held[self._key] = value
+
+
+def _detached_copy(value: Any) -> Any:
+    """The value itself, or a copy of a container, whose content may be put back."""
+    return copy.copy(value) if isinstance(value, (list, dict, set)) else value
+
+
+def _change_of(reached: Reached) -> tuple[str, Any]:
+    """What happened to a container: append (entries), set keys (items), set (the content)."""
+    now, before = reached.container, reached.content
+    if isinstance(now, dict):
+        if before.keys() <= now.keys():
+            return ("set keys", {key: item for key, item in now.items() if before.get(key, _MISSING) is not item})
+    elif not isinstance(now, set):
+        number = reached.num_new()
+        if number is not None:
+            return ("append", list(now)[len(now) - number :])
+    return ("set", copy.copy(now))
+
+
+def _apply(kind: str, value: Any, reached: Reached) -> None:
+    if kind == "append":
+        reached.container.extend(value)
+    elif kind == "set keys":
+        reached.container.update(value)
+    elif kind == "set":
+        reached.set(value)
+
+
+def _merge_attribute(changes: list[_Changes], num_samples: Sequence[int], weights: Sequence[float]) -> _Changes:
+    """The batch's changes to one attribute, without those that are none."""
+    if len({"" in each for each in changes}) > 1:
+        return changes[-1]  # set anew in some microbatches only
+    paths = dict.fromkeys(path for each in changes for path in each)
+    return {path: _merge(_filled([each.get(path) for each in changes]), num_samples, weights) for path in paths}
+
+
+def _filled(changes: list[tuple[str, Any] | None]) -> list[tuple[str, Any]]:
+    """Changes of one container in all microbatches, with what is none for those in which it did not change."""
+    kinds = {change[0] for change in changes if change is not None}
+    nothing = _NOTHING.get(kinds.pop(), _KEPT) if len(kinds) == 1 else _KEPT
+    return [nothing if change is None else change for change in changes]
 
 
 def _merge(changes: list[tuple[str, Any]], num_samples: Sequence[int], weights: Sequence[float]) -> tuple[str, Any]:

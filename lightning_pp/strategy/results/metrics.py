@@ -5,15 +5,18 @@
 * Outside a step (Lightning at the end of an epoch, or the user in a hook), ``compute()`` is called on every rank. The
   last stages of all replicas sync their states, compute, and send the value down their pipelines.
 * ``reset()`` needs nothing: it happens on every rank.
+* ``update_called`` is that of the last stage, on every rank from the end of a batch on; ``update_count`` counts
+  microbatches.
 
 A metric belongs to the last stage. One that a pipelined block updates inside its own ``forward`` is not seen.
 """
 
 from __future__ import annotations
 
+import copy
 import enum
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -28,6 +31,8 @@ from lightning_pp.strategy._lightning_private import (
     forget_computed,
     is_computing_for_batch,
     keywords_for,
+    set_update_count,
+    update_count,
 )
 from lightning_pp.strategy.lightning.patching import replaced
 
@@ -76,6 +81,16 @@ class PipelineMetrics:
     def are_there(self) -> bool:
         """Whether the module has any."""
         return bool(self._collected)
+
+    def update_counts(self) -> list[int]:
+        """How often each metric was updated since its reset, where steps run to their end."""
+        return [update_count(metric) for metric in self._collected if isinstance(metric, Metric)]
+
+    def take_up_counts(self, counts: Sequence[int]) -> None:
+        """Makes other ranks know what :meth:`update_counts` gave on the last stage: code asks ``update_called``."""
+        metrics = (metric for metric in self._collected if isinstance(metric, Metric))
+        for metric, count in zip(metrics, counts, strict=True):
+            set_update_count(metric, count)
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -158,7 +173,7 @@ class PipelineMetrics:
 
 
 @contextmanager
-def metrics_suspended(module: nn.Module, returns: Returns | None = None) -> Iterator[None]:
+def metrics_suspended(module: nn.Module, returns: Returns | None = None, *, on_fakes: bool = False) -> Iterator[None]:
     """Within, no call reaches the metrics of ``module``, so a step on fake or partial values leaves them alone.
 
     ``forward``, ``update``, ``compute`` and ``reset`` of every :class:`torchmetrics.Metric` and of every
@@ -169,20 +184,24 @@ def metrics_suspended(module: nn.Module, returns: Returns | None = None) -> Iter
         returns: Called with the metric and all arguments (keyword arguments last, by value) at every ``forward``,
             ``update`` and ``compute``; what it returns is what ``forward`` and ``compute`` return. By default a
             zero on the metric's device.
+        on_fakes: Have ``forward`` of a differentiable metric give what a copy of it makes of its arguments, with their
+            graph, in case the step trains through it.
     """
-    with _suspended(_metrics_in(module), returns):
+    with _suspended(_metrics_in(module), returns, on_fakes=on_fakes):
         yield
 
 
 @contextmanager
-def _suspended(metrics: Iterable[Metric | MetricCollection], returns: Returns | None) -> Iterator[None]:
+def _suspended(
+    metrics: Iterable[Metric | MetricCollection], returns: Returns | None, *, on_fakes: bool = False
+) -> Iterator[None]:
     answer = returns or _zero
     with ExitStack() as stack:
         for metric in metrics:
             if isinstance(metric, MetricCollection):
                 replacements = _collection_replacements(metric, answer)
             else:
-                replacements = _metric_replacements(metric, answer)
+                replacements = _metric_replacements(metric, answer, on_fakes=on_fakes)
             stack.enter_context(replaced(metric, **replacements))
         yield
 
@@ -191,11 +210,34 @@ def _zero(metric: Metric, args: tuple[Any, ...]) -> Tensor:
     return torch.zeros((), device=metric.device)
 
 
-def _metric_replacements(metric: Metric, answer: Returns) -> dict[str, Callable[..., Any]]:
+def _metric_replacements(metric: Metric, answer: Returns, *, on_fakes: bool = False) -> dict[str, Callable[..., Any]]:
     def respond(*args: Any, **kwargs: Any) -> Any:
         return answer(metric, (*args, *kwargs.values()))
 
-    return {"forward": respond, "compute": respond, "update": _silently(respond), "reset": _do_nothing}
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        value = respond(*args, **kwargs)
+        return _value_of_copy(metric, args, kwargs, value) if metric.is_differentiable else value
+
+    return {
+        "forward": forward if on_fakes else respond,
+        "compute": respond,
+        "update": _silently(respond),
+        "reset": _do_nothing,
+    }
+
+
+def _value_of_copy(metric: Metric, args: tuple[Any, ...], kwargs: dict[str, Any], otherwise: Any) -> Any:
+    """What ``metric`` would make of one batch; ``otherwise`` where that cannot be told without the batch's values."""
+    if not torch.is_grad_enabled():
+        return otherwise
+    twin = copy.deepcopy(metric)
+    for name in ("forward", "reset"):
+        vars(twin).pop(name)  # those that stand in for the metric's own
+    try:
+        with computing_locally(twin):
+            return twin(*args, **kwargs)
+    except (RuntimeError, TypeError, ValueError):
+        return otherwise
 
 
 def _collection_replacements(collection: MetricCollection, answer: Returns) -> dict[str, Callable[..., Any]]:

@@ -19,6 +19,7 @@ from lightning_pp.distributed.messages import MessageLine
 from lightning_pp.strategy.results.host_copies import HostCopies
 from lightning_pp.strategy.results.log_calls import LogCall
 from lightning_pp.strategy.results.logs import StepLogs, replay
+from lightning_pp.strategy.results.metrics import PipelineMetrics
 from lightning_pp.strategy.results.outputs import packed_outputs, unpacked_outputs
 
 Merged = tuple[Any, list[Any]]
@@ -34,12 +35,14 @@ class _Content:
         num_samples: Samples of the global batch.
         merged: :data:`Merged` of the replica's batch, packed to be sent.
         fingerprint: Of the batch that the last stage saw.
+        update_counts: Of the module's metrics.
     """
 
     calls: Sequence[LogCall]
     num_samples: int
     merged: Any
     fingerprint: Fingerprint | None
+    update_counts: Sequence[int]
 
 
 class BatchReport:
@@ -53,6 +56,7 @@ class BatchReport:
         num_samples: Samples of the replica's batch.
         fingerprint: Of the batch that this rank saw.
         device: Where this rank computes.
+        metrics: Those of the module, whose counts of updates are told; None for none.
     """
 
     def __init__(
@@ -65,8 +69,10 @@ class BatchReport:
         num_samples: int,
         fingerprint: Fingerprint | None,
         device: torch.device,
+        metrics: PipelineMetrics | None = None,
     ) -> None:
         self._line = line
+        self._metrics = metrics
         self._logs = logs
         self._merge = merge
         self._weights = weights
@@ -92,13 +98,14 @@ class BatchReport:
         except Exception as error:  # every rank of the pipeline raises it at the end of its step
             failure = error
         copies.end()
+        counts = [] if self._metrics is None else self._metrics.update_counts()
 
         def produce() -> _Content:
             copies.wait()
             calls, total = self._logs.merge_over_replicas(self._weights, self._num_samples, self._line.groups)
             if failure is not None:
                 raise failure
-            return _Content(calls, total, packed, self._fingerprint)
+            return _Content(calls, total, packed, self._fingerprint, counts)
 
         self._message = self._line.tell(produce)
 
@@ -123,5 +130,7 @@ class BatchReport:
         replay(module, content.calls, content.num_samples)
         if self._own is not None:
             return self._own
+        if self._metrics is not None:
+            self._metrics.take_up_counts(content.update_counts)
         merged: Merged = unpacked_outputs(content.merged, self._device)
         return merged

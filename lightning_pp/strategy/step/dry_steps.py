@@ -115,7 +115,7 @@ def recorded_step(
             stack.enter_context(precision.forward_context())
             stack.enter_context(logging_to(module, dry.need_at_end))
             stack.enter_context(loggers_muted(trainer_of(module)))
-            stack.enter_context(metrics_suspended(module, metric_returns))
+            stack.enter_context(metrics_suspended(module, metric_returns, on_fakes=step == "training_step"))
             if reads_batch_idx(getattr(module, step)):
                 dry.note_progress_read()
             own, shared = dry.own(batch), dict(entries_of(batch, "batch"))

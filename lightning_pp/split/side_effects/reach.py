@@ -1,0 +1,156 @@
+"""What code reaches from an attribute and can change: lists, dicts, sets, deques and the attributes of objects."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterator
+from operator import is_not
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_pp.split.side_effects.argument_objects import attributes_of
+
+MUTABLE = (list, dict, set, deque)
+# Objects of these packages look after themselves, and may be at work on other threads.
+_LIBRARIES = frozenset(
+    {
+        *(set(sys.stdlib_module_names) - {"__main__"}),
+        *("torch", "lightning", "lightning_pp", "lightning_fabric", "pytorch_lightning", "torchmetrics", "numpy"),
+        *("wandb", "tensorboard", "omegaconf", "hydra"),
+    }
+)
+_PLAIN = frozenset({int, float, bool, str, bytes, complex, type(None), Tensor, nn.Parameter})
+
+
+class Reached:
+    """A container or the attributes of an object, with what it held when this was made.
+
+    Attributes:
+        path: How it is reached, as a user would write it: ``outs[0]``, ``meter.sums``.
+        container: A list, dict, set or deque; for an object its ``__dict__``.
+        content: A shallow copy.
+    """
+
+    def __init__(self, path: str, container: Any) -> None:
+        self.path = path
+        self.container = container
+        self.content: Any = container.copy() if type(container) in MUTABLE else _copied(container)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether entries were added, removed or replaced; what entries hold themselves is not looked at."""
+        now, before = self.container, self.content
+        if len(now) != len(before):
+            return True
+        if isinstance(now, dict):
+            return now.keys() != before.keys() or any(map(is_not, map(before.__getitem__, now), now.values()))
+        if isinstance(now, set):
+            return bool(now != before)
+        return any(map(is_not, now, before))
+
+    def restore(self) -> None:
+        """Puts the content back, into the same object."""
+        if self.is_changed:
+            self.set(self.content)
+
+    def set(self, content: Any) -> None:
+        """Replaces the content."""
+        container = self.container
+        if isinstance(container, list):
+            container[:] = content
+        else:
+            container.clear()
+            container.extend(content) if isinstance(container, deque) else container.update(content)
+
+    def num_new(self) -> int | None:
+        """How many entries were appended to a list or deque; None if something else has happened.
+
+        A deque that is full has lost as many at its other end.
+        """
+        now, before = self.container, self.content
+        dropped = 0
+        if isinstance(now, deque) and now.maxlen is not None:
+            dropped = _num_dropped(list(now), list(before), now.maxlen)
+        kept = list(before)[dropped:]
+        if len(now) < len(kept) or any(mine is not theirs for mine, theirs in zip(now, kept, strict=False)):
+            return None
+        return len(now) - len(kept)
+
+
+def reached_from(value: Any, name: str) -> list[Reached]:
+    """All that ``value`` holds, to any depth, and itself first if it is a container or an object; each once.
+
+    Not looked into: tensors, modules, functions, objects of libraries and those without a ``__dict__``.
+    """
+    found: list[Reached] = []
+    seen: set[int] = set()
+    waiting: list[tuple[str, Any]] = [(name, value)]
+    while waiting:
+        path, node = waiting.pop()
+        if type(node) in _PLAIN or id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, tuple):
+            waiting += _children(path, node)
+            continue
+        if isinstance(node, MUTABLE):
+            found.append(Reached(path, node))
+            waiting += _children(path, node)
+        elif (attributes := _attributes_of_users(node)) is not None:
+            found.append(Reached(path, attributes))
+            waiting += ((f"{path}.{key}", child) for key, child in attributes.items())
+    return found
+
+
+def class_containers(kind: type) -> dict[str, Any]:
+    """The containers that a user's class and those that it inherits from hold, by name."""
+    found: dict[str, Any] = {}
+    for each in reversed(kind.__mro__):
+        if each.__module__.partition(".")[0] in _LIBRARIES:
+            continue
+        for name, value in vars(each).items():
+            if isinstance(value, MUTABLE) and not name.startswith("__"):
+                found[name] = value
+            else:
+                found.pop(name, None)
+    return found
+
+
+def _children(path: str, node: Any) -> Iterator[tuple[str, Any]]:
+    """The entries of a container that can hold something themselves."""
+    if isinstance(node, set):
+        return
+    entries = node.values() if isinstance(node, dict) else node
+    if _PLAIN.issuperset(map(type, entries)):
+        return
+    items = node.items() if isinstance(node, dict) else enumerate(node)
+    for key, child in items:
+        if type(child) not in _PLAIN:
+            yield f"{path}[{key!r}]", child
+
+
+def _attributes_of_users(node: Any) -> dict[str, Any] | None:
+    """The attributes of an object of a user's class."""
+    kind = type(node)
+    if kind is not SimpleNamespace and kind.__module__.partition(".")[0] in _LIBRARIES:
+        return None
+    return attributes_of(node)
+
+
+def _copied(container: Any) -> Any:
+    """The content of a container of some other class, whose own copying may do more."""
+    if isinstance(container, dict):
+        return dict(container)
+    return set(container) if isinstance(container, set) else list(container)
+
+
+def _num_dropped(now: list[Any], before: list[Any], maxlen: int) -> int:
+    """How many of ``before`` a deque of ``maxlen`` has lost at its start."""
+    for dropped in range(len(before) + 1):
+        kept = before[dropped:]
+        if len(now) >= len(kept) and all(mine is theirs for mine, theirs in zip(now, kept, strict=False)):
+            return dropped if dropped == 0 or len(now) == maxlen else 0
+    return 0
