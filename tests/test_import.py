@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -33,3 +34,29 @@ strategy = StrategyRegistry.get("pipeline_parallel")
 trainer = pl.Trainer(accelerator="cpu", devices=1, strategy="pipeline_parallel", logger=False)
 print(type(strategy).__name__, type(trainer.strategy).__name__)"""
     assert run(code).splitlines()[-1] == "PipelineParallelStrategy PipelineParallelStrategy"
+
+
+def test_the_documented_alias_makes_pytorch_lightning_the_same_package() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "lightning.md").read_text()
+    snippet = page.partition("```python\n")[2].partition("```")[0]
+    code = f"""{snippet}
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks.model_checkpoint import ModelCheckpoint
+from pytorch_lightning.utilities.types import STEP_OUTPUT
+import torch
+from lightning_pp import PipelineParallelStrategy
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+trainer = lightning.pytorch.Trainer(
+    accelerator="cpu", strategy=PipelineParallelStrategy(1), devices=1, max_steps=1, logger=False,
+    enable_checkpointing=False, enable_progress_bar=False,
+)
+trainer.fit(Module(), torch.utils.data.DataLoader(torch.zeros(2, 2)))
+print(trainer.global_step, ModelCheckpoint is lightning.pytorch.callbacks.ModelCheckpoint)"""
+    assert run(code).splitlines()[-1] == "1 True"

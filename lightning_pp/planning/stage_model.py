@@ -22,6 +22,7 @@ from lightning_pp.split.fakes.parameters import FakeParameters
 from lightning_pp.split.memory.state_memory import ParameterSize, parameter_sizes
 from lightning_pp.split.record.plan import build_plan, direct_parameters
 from lightning_pp.split.record.step_record import StepRecord
+from lightning_pp.split.record.unfinished import with_units_not_reached
 from lightning_pp.split.unit_calls.units import discover_units, is_block_list, refine_unit
 
 _MOST_REFINEMENTS = 32
@@ -96,7 +97,7 @@ class RecordedModel:
     @property
     def num_parameters(self) -> dict[str, int]:
         """Parameters in each unit."""
-        return {name: sum(p.numel() for p in unit.parameters()) for name, unit in self.units.items()}
+        return _num_parameters(self.units)
 
 
 def record_model(
@@ -109,6 +110,7 @@ def record_model(
     num_stages: int,
     compute_dtype: torch.dtype | None = None,
     activation_checkpointing: ActivationCheckpointing = False,
+    may_fail: bool = False,
 ) -> RecordedModel:
     """Finds the units of ``module``, at least ``num_stages`` of them if there are so many, and records ``step``.
 
@@ -123,6 +125,8 @@ def record_model(
         num_stages: How many stages there are to be.
         compute_dtype: The dtype of parameters while their unit runs; None: their own.
         activation_checkpointing: The strategy's.
+        may_fail: Whether a step that raises an exception is recorded up to there, and its other units by their
+            parameters; see :func:`~lightning_pp.split.record.unfinished.with_units_not_reached`.
 
     Raises:
         ConfigurationError, SplitError: As :func:`~lightning_pp.planning.activation_checkpointing.recomputation_of` and
@@ -132,14 +136,20 @@ def record_model(
     fake_parameters = FakeParameters(module, device)
     fake_parameters.set_compute_dtype(compute_dtype)
     unnamed = Recomputation((), policy_of(activation_checkpointing))
-    units, record = _recorded(
-        module, discover_units(module, patterns), fake_parameters, step, with_gradients, patterns, num_stages, unnamed
-    )
+
+    def recorded(units: Mapping[str, nn.Module]) -> StepRecord:
+        plans = StepPlanCache(module, units, fake_parameters, unnamed)
+        record = plans.record(step, with_gradients=with_gradients, may_fail=may_fail)
+        if record.failure is None:
+            return record
+        return with_units_not_reached(record, _num_parameters(units), _outside_units(fake_parameters, units))
+
+    units, record = _recorded(module, discover_units(module, patterns), fake_parameters, recorded, patterns, num_stages)
     used_outside = record.parameters_used_outside()
     if compute_dtype is not None and used_outside:
         # nobody casts these for their unit, and it runs with them as they are
         fake_parameters.set_compute_dtype(compute_dtype, used_outside)
-        record = StepPlanCache(module, units, fake_parameters, unnamed).record(step, with_gradients=with_gradients)
+        record = recorded(units)
     recomputation = recomputation_of(activation_checkpointing, module, units, record)
     record.recomputed_units = frozenset() if recomputation is None else recomputation.units
     return RecordedModel(module, units, fake_parameters, record, recomputation)
@@ -175,11 +185,11 @@ def assign_stages(
         partition = partition_units(
             record, placement=placement, num_parameters=recording.num_parameters, split_points=split_points
         )
-    # what cannot be cut is raised before anything changes
-    build_plan(record, partition.stage_of_unit, placement.num_stages)
+    if record.failure is None:  # what cannot be cut is raised before anything changes
+        build_plan(record, partition.stage_of_unit, placement.num_stages)
     places = places_of(recording, partition, updates)
     plans = StepPlanCache(module, units, fake_parameters, recording.recomputation)
-    plans.set_partition(places.partition.stage_of_unit, placement.num_stages, places.owners)
+    plans.set_partition(places.partition.stage_of_unit, placement.num_stages, places.owners, record.failure)
     return SplitModel(
         module,
         units,
@@ -226,7 +236,8 @@ def places_of(recording: RecordedModel, partition: Partition, updates: Updates =
         for other in others:
             if missing := set(owners[name]) - set(owners[other]):
                 direct.setdefault(other, set()).update(missing)
-    for name in _kept_whole_with_others([updates, record.updates], direct, in_units=set(_unit_of(recording))):
+    in_units = set(_unit_of(fake_parameters, units))
+    for name in _kept_whole_with_others([updates, record.updates], direct, in_units):
         direct.setdefault(name, set())
     return Places(partition, _owners(fake_parameters, units, record, partition, direct), frozenset(direct))
 
@@ -239,7 +250,7 @@ def parameter_sizes_of(recording: RecordedModel, places: Places) -> tuple[Parame
 def _beside_what_they_follow(recording: RecordedModel, partition: Partition, updates: Updates) -> Partition:
     """Moves units that the step does not call (an averaged copy of the model) to the stages of what they follow."""
     called = recording.record.first_calls()
-    unit_of = _unit_of(recording)
+    unit_of = _unit_of(recording.fake_parameters, recording.units)
     stages = dict(partition.stage_of_unit)
     for name, others in updates.items():
         unit = unit_of.get(name)
@@ -249,13 +260,23 @@ def _beside_what_they_follow(recording: RecordedModel, partition: Partition, upd
     return replace(partition, stage_of_unit=stages)
 
 
-def _unit_of(recording: RecordedModel) -> dict[str, str]:
+def _unit_of(fake_parameters: FakeParameters, units: Mapping[str, nn.Module]) -> dict[str, str]:
     """Canonical names of the parameters in units to their unit."""
     return {
-        recording.fake_parameters.canonical_names[f"{unit}.{key}"]: unit
-        for unit, module in recording.units.items()
+        fake_parameters.canonical_names[f"{unit}.{key}"]: unit
+        for unit, module in units.items()
         for key, _ in module.named_parameters(remove_duplicate=False)
     }
+
+
+def _outside_units(fake_parameters: FakeParameters, units: Mapping[str, nn.Module]) -> set[str]:
+    """Canonical names of the parameters of no unit."""
+    return set(fake_parameters.canonical_names.values()) - set(_unit_of(fake_parameters, units))
+
+
+def _num_parameters(units: Mapping[str, nn.Module]) -> dict[str, int]:
+    """Parameters in each unit."""
+    return {name: sum(p.numel() for p in unit.parameters()) for name, unit in units.items()}
 
 
 def _kept_whole_with_others(updates: Iterable[Updates], direct: Collection[str], in_units: Collection[str]) -> set[str]:
@@ -274,17 +295,13 @@ def _recorded(
     module: nn.Module,
     units: dict[str, nn.Module],
     fake_parameters: FakeParameters,
-    step: Callable[[DryRun], Any],
-    with_gradients: bool,
+    recorded: Callable[[Mapping[str, nn.Module]], StepRecord],
     patterns: Sequence[str] | None,
     num_stages: int,
-    recomputation: Recomputation,
 ) -> tuple[dict[str, nn.Module], StepRecord]:
     """Records the step; goes a level down where units are not called as such, or are too few."""
     for _ in range(_MOST_REFINEMENTS):
-        record = StepPlanCache(module, units, fake_parameters, recomputation).record(
-            step, with_gradients=with_gradients
-        )
+        record = recorded(units)
         if patterns is not None:
             break
         finer = _finer_units(module, units, fake_parameters, record, num_stages)

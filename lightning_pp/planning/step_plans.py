@@ -17,7 +17,7 @@ from lightning_pp.split.dry_run.run import DryRun, dry_run
 from lightning_pp.split.dry_run.same_path import PathComparison, places_of
 from lightning_pp.split.fakes.parameters import FakeParameters
 from lightning_pp.split.record.plan import StepPlan, build_plan
-from lightning_pp.split.record.step_record import StepRecord
+from lightning_pp.split.record.step_record import Failure, StepRecord
 from lightning_pp.split.reductions.recording import EarlierRun
 
 _TEXT = "text"
@@ -114,12 +114,21 @@ class StepPlanCache:
         self._stage_of_unit: Mapping[str, int] = {}
         self._num_stages = 0
         self._owners: Mapping[str, Collection[int]] = {}
+        self._failure: Failure | None = None
         self._paths = PathComparison(module, units, fake_parameters)
 
     def set_partition(
-        self, stage_of_unit: Mapping[str, int], num_stages: int, owners: Mapping[str, Collection[int]]
+        self,
+        stage_of_unit: Mapping[str, int],
+        num_stages: int,
+        owners: Mapping[str, Collection[int]],
+        failure: Failure | None = None,
     ) -> None:
-        """Fixes which stage each unit is on, and which stages hold each parameter, by canonical name."""
+        """Fixes which stage each unit is on, and which stages hold each parameter, by canonical name.
+
+        If the step for which that was decided could not be recorded whole, ``failure`` says why.
+        """
+        self._failure = failure
         self._stage_of_unit, self._num_stages, self._owners = stage_of_unit, num_stages, owners
         self._plans.clear()
 
@@ -130,6 +139,7 @@ class StepPlanCache:
         with_gradients: bool,
         seed_inter_unit: Callable[[int], None] | None = None,
         earlier: EarlierRun | None = None,
+        may_fail: bool = False,
     ) -> StepRecord:
         """A dry run of ``step``; see :func:`lightning_pp.split.dry_run.run`."""
         record = dry_run(
@@ -141,6 +151,7 @@ class StepPlanCache:
             seed_inter_unit=seed_inter_unit,
             policy=self._recomputation.policy if with_gradients else None,
             earlier=earlier,
+            may_fail=may_fail,
         )
         record.recomputed_units = self._recomputation.units
         return record
@@ -180,8 +191,7 @@ class StepPlanCache:
             record = self.record(step, with_gradients=with_gradients, seed_inter_unit=seed_inter_unit)
             used = next((used for used in plans if _course_of(used.plan.record) == _course_of(record)), None)
             if used is None:
-                plan = build_plan(record, self._stage_of_unit, self._num_stages)
-                self._check_parameters(record)
+                plan = self._built(record)
                 used = _UsedPlan(plan, conditions, set())
                 plans.append(used)
             used.note_use(conditions, record.looks)
@@ -192,6 +202,21 @@ class StepPlanCache:
         while len(self._plans) > MAX_PLANS:
             self._plans.popitem(last=False)
         return used.plan
+
+    def _built(self, record: StepRecord) -> StepPlan:
+        """The plan of a recorded step."""
+        try:
+            plan = build_plan(record, self._stage_of_unit, self._num_stages)
+            self._check_parameters(record)
+        except SplitError as error:
+            if self._failure is None:
+                raise
+            raise SplitError(
+                f"{error}\nThe model was cut before the step could be recorded, since the step raised {self._failure} "
+                "when it was run at set-up: the order of its units, and what uses a parameter outside of them, were "
+                "not known. Set in __init__ or setup() what the step needs, so that it can be run before training."
+            ) from error
+        return plan
 
     def _serves(
         self,

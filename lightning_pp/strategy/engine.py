@@ -49,7 +49,7 @@ from lightning_pp.strategy.results.metrics import PipelineMetrics
 from lightning_pp.strategy.results.outputs import loss_of
 from lightning_pp.strategy.results.reports import BatchReport
 from lightning_pp.strategy.step.dry_steps import first_arguments, recorded_step
-from lightning_pp.strategy.step.refusals import refuse_carried_state
+from lightning_pp.strategy.step.refusals import refuse_carried_state, refuse_unrecorded
 from lightning_pp.strategy.step.update_hooks import UpdateHooks
 
 _BATCHES_CHECKED_BEFOREHAND = 2
@@ -161,6 +161,7 @@ class PipelineEngine:
         with self._in_mode_of(step):
             with beforehand as optimizer:
                 recording = self._record(batch, microbatches, step, request.fewest_stages)
+                refuse_unrecorded(step, recording.record.failure, self._options, broadcast)
                 self._device_memory = self._limit_of_memory(recording, step, optimizer)
                 del optimizer
             request = replace(request, memory=self._device_memory)
@@ -218,6 +219,7 @@ class PipelineEngine:
                 num_stages=num_stages,
                 compute_dtype=step_dtypes(self._precision).compute,
                 activation_checkpointing=self._options.activation_checkpointing,
+                may_fail=True,
             )
         refuse_carried_state(self.module, step, recording.record, len(microbatches))
         self._update_hooks = UpdateHooks(self.module, recording.fake_parameters, batch)

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pp.errors import SplitError
+from lightning_pp.errors import BatchError, ConfigurationError, ScheduleError, SplitError
 from lightning_pp.split.dry_run.carried_state import Left, LeftTensors, buffers_outside, rebound
 from lightning_pp.split.dry_run.recording import DryRun
 from lightning_pp.split.fakes.conversion import convertible_fakes
 from lightning_pp.split.fakes.parameters import FakeParameters
 from lightning_pp.split.record.source_lines import innermost_user_line
 from lightning_pp.split.record.sources import Parameter, set_sources
-from lightning_pp.split.record.step_record import CarriedState, StepRecord
+from lightning_pp.split.record.step_record import CarriedState, Failure, StepRecord
 from lightning_pp.split.reductions.recording import EarlierRun, ReductionRecorder
 from lightning_pp.split.side_effects.module_state import preserved_random_state, preserved_state
 from lightning_pp.split.unit_calls.compilation import uncompiled
@@ -29,6 +29,8 @@ from lightning_pp.split.unit_calls.interception import UnitCalls
 from lightning_pp.split.unit_calls.selective_policy import Policy
 
 __all__ = ["DryRun", "dry_run"]
+
+_OWN_ERRORS = (BatchError, ConfigurationError, ScheduleError, SplitError)
 
 
 def dry_run(
@@ -41,6 +43,7 @@ def dry_run(
     seed_inter_unit: Callable[[int], None] | None = None,
     policy: Policy | None = None,
     earlier: EarlierRun | None = None,
+    may_fail: bool = False,
 ) -> StepRecord:
     """Runs ``step`` with every parameter fake, and records unit calls, what they read, and what the end needs.
 
@@ -60,6 +63,7 @@ def dry_run(
             it.
         policy: What units save that are run again in backward, for the memory in the record.
         earlier: A dry run of the step on fewer samples; see :class:`ReductionRecorder`.
+        may_fail: Whether an exception of the user's code gives the record up to there, with its ``failure``.
 
     Raises:
         SplitError: The step looks at a weight-dependent value before its last unit call, or the outputs of a unit have
@@ -85,6 +89,11 @@ def dry_run(
         raise
     except Exception as error:
         failure = error
+    if may_fail and _is_of_user(first_failure, failure):
+        line = innermost_user_line(failure)
+        record = run.finish_opaque(line)
+        record.failure = Failure(failure, line)
+        return record
     return _of_failed_end(run, units, with_gradients, first_failure, failure)
 
 
@@ -113,6 +122,14 @@ def _of_failed_end(
             "after the last unit call of a validation step."
         ) from failure
     raise first_failure
+
+
+def _is_of_user(first_failure: Exception, failure: Exception) -> bool:
+    """Whether it makes no difference to the failure what values the end of the step is run on."""
+    same = type(first_failure) is type(failure) and str(first_failure) == str(failure)
+    if not same or isinstance(failure, _OWN_ERRORS) or _is_about_fakes(failure):
+        return False
+    return innermost_user_line(first_failure) == innermost_user_line(failure)
 
 
 def _is_about_fakes(failure: Exception) -> bool:

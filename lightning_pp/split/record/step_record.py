@@ -291,6 +291,23 @@ class CarriedState(NamedTuple):
     is_buffer: bool
 
 
+@dataclass(frozen=True)
+class Failure:
+    """Why a step could not be recorded to its end.
+
+    Attributes:
+        error: What it raised.
+        line: The user's line.
+    """
+
+    error: Exception
+    line: str
+
+    def __str__(self) -> str:
+        message = str(self.error).partition("\n")[0]
+        return f"{type(self.error).__name__} at {self.line}{f': {message}' if message else ''}"
+
+
 @dataclass
 class StepRecord:
     """One step as seen by a dry run.
@@ -320,6 +337,7 @@ class StepRecord:
         compute_dtype: The dtype in which units get their activations and parameters; None: as they are.
         updates: Parameters that code outside units writes into, and those that their new values are computed from.
         recomputed_units: Units that keep their inputs, and what a policy saves, and are run again in backward.
+        failure: What ended the step before its end; None for a step that was recorded whole.
     """
 
     calls: list[UnitCall] = field(default_factory=list)
@@ -341,6 +359,7 @@ class StepRecord:
     compute_dtype: torch.dtype | None = None
     updates: Mapping[str, frozenset[str]] = field(default_factory=dict)
     recomputed_units: frozenset[str] = frozenset()
+    failure: Failure | None = None
 
     def first_calls(self) -> dict[str, int]:
         """Unit name to the index of its first call, in call order."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, ModelPruning, StochasticWeightAveraging
@@ -9,10 +12,12 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.split.record.step_record import StepRecord
+from lightning_pp.planning.pipeline_options import PipelineOptions
+from lightning_pp.split.record.step_record import Failure, StepRecord
 from lightning_pp.strategy._lightning_private import synchronizes_layers
 from lightning_pp.strategy.parameters.precision import refuse_precision
 
@@ -91,6 +96,51 @@ def refuse_carried_state(module: pl.LightningModule, step: str, record: StepReco
                 "what the whole batch before it has left, not from its own rows. Set num_microbatches=1, which "
                 "carries such state from batch to batch as one device does, or start each step from a new state."
             )
+
+
+def refuse_unrecorded(
+    step: str, failure: Failure | None, options: PipelineOptions, broadcast: Callable[[Any], Any]
+) -> None:
+    """Tells that ``step`` could not be run before training; raises where the cut cannot do without it.
+
+    Args:
+        step: The step's name.
+        failure: What it raised; None if it could be run.
+        options: The strategy's.
+        broadcast: Gives rank 0's argument to every rank.
+
+    Raises:
+        ConfigurationError: What the step holds in memory has to be known, or rank 0 fared differently.
+    """
+    first = broadcast(None if failure is None else str(failure))
+    if (first is None) != (failure is None):
+        raise ConfigurationError(
+            f"{step} was run before training, to find the stages. On rank 0 it {_ended_as(first)}, and on this rank it "
+            f"{_ended_as(failure)}. Stages are only found where the step does the same on every rank."
+        )
+    if failure is None:
+        return
+    needs = {
+        "schedule='auto'": options.schedule.source.is_searched,
+        "memory_limit_gib": options.schedule.memory_limit_gib is not None,
+        "device_memory_gib": options.device_memory_gib is not None,
+    }
+    for option, is_set in needs.items():
+        if is_set:
+            raise ConfigurationError(
+                f"{step} raised {failure} when it was run before training, to find the stages, and {option} needs to "
+                "know what it holds in memory. If a hook sets what it needs, set that in __init__ or setup()."
+            ) from failure.error
+    rank_zero_info(
+        f"{step} raised {failure} when it was run before training, to find the stages. If a hook sets what it needs, "
+        "that is fine: the step is recorded with its first batch. Units that it has not come to are cut in the order "
+        "in which the module defines them, by their parameters. Set in __init__ or setup() what it needs, and the cut "
+        "goes by what they cost."
+    )
+
+
+def _ended_as(failure: object) -> str:
+    return "ran to its end" if failure is None else f"raised {failure}"
 
 
 def check_loss(loss: Tensor, module: pl.LightningModule) -> None:

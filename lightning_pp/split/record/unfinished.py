@@ -1,0 +1,41 @@
+"""The record of a step that fails when it is first run: what the cut is made from until the step can be recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from lightning_pp.split.record.step_record import Reads, StepRecord, UnitCall
+
+# of a dense layer, per parameter and row; what else is unknown is assumed to be like it
+_FLOPS_PER_PARAMETER = 2.0
+
+
+def with_units_not_reached(
+    record: StepRecord, num_parameters: Mapping[str, int], outside_units: Iterable[str]
+) -> StepRecord:
+    """Adds calls of the units that the step has not come to, in the order in which the module defines them.
+
+    Their costs go by their parameters, as those of the units that were called do; what flows between them is not
+    known. Parameters outside of units may be used in any of them.
+
+    Args:
+        record: What was recorded until the step failed; it is changed.
+        num_parameters: Name of each unit to its number of parameters, in the order of definition.
+        outside_units: Canonical names of the parameters of no unit.
+    """
+    if record.calls and not record.calls[-1].leaves:
+        record.calls.pop()  # the step has failed in it
+    called = record.first_calls()
+    known = sum(num_parameters[unit] for unit in called)
+    flops = sum(call.flops for call in record.calls)
+    ratio = flops / known if known and flops else _FLOPS_PER_PARAMETER
+    outside_units = list(outside_units)
+    line = "a line that the step has not come to"
+    for unit, number in num_parameters.items():
+        if unit in called:
+            continue
+        call = UnitCall(len(record.calls), unit, Reads(parameters=dict.fromkeys(outside_units, line)), line)
+        call.flops = call.weight_flops = int(ratio * number)
+        record.calls.append(call)
+    record.tail.parameters.update(dict.fromkeys(outside_units, line))
+    return record
