@@ -2,8 +2,9 @@
 
 Private is a name with a leading underscore in an import, as an attribute, or given to ``getattr`` and the like: also
 ``torch._subclasses``, ``torch.utils._pytree``, ``sys._getframe`` and the dicts of a module (``_parameters``). Not
-private are what a file's own classes define (``self._x``, and ``other._x`` of the same class), what named tuples
-document (``_replace``), and names of operations in ``torch.ops``, which saved graphs hold and torch therefore keeps.
+private are what a file's own classes define (``self._x``, and ``other._x`` of the same class), what named tuples,
+``os`` and ``sys`` document (``_replace``, ``_exit``), and names of operations in ``torch.ops``, which saved graphs hold
+and torch therefore keeps.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ LAYERS = [
 ]
 HOMES = {"_torch_private.py", "_lightning_private.py", "_omegaconf_private.py"}
 
-DOCUMENTED = {"_replace", "_make", "_fields", "_asdict", "_field_defaults"}
+DOCUMENTED = {"_replace", "_make", "_fields", "_asdict", "_field_defaults", "_exit", "_current_frames"}
 # of torch's tensors, modules, autograd nodes and operations: private also where a file has a name of its own like it,
 # and in the dict of an object, by which attributes are set past a class
 TORCHS = {

@@ -28,6 +28,8 @@ from lightning_pp.split.record.step_record import Value
 from lightning_pp.split.unit_calls.interception import UnitCalls
 
 _MOST_PROGRAMS = 256
+# an attribute of exceptions
+_FAILED_ACTION = "_lightning_pp_action"
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,7 @@ class PipelineExecutor:
         step = _Step(inputs, self._transport, self._device)
         program = self._program(schedule, inputs.plans)
         self._transport.begin(program.route)
+        running: Action | _Entry | None = None
         try:
             with ExitStack() as stack:
                 stack.enter_context(host_generators_untouched(inputs.seed * 4096 + self._rank, self._device))
@@ -127,6 +130,7 @@ class PipelineExecutor:
                 if program.splits_backward:
                     stack.enter_context(weight_gradients_deferrable())
                 for entry in program.entries:
+                    running = entry
                     if isinstance(entry, Action):
                         step.shard(entry)
                         continue
@@ -139,8 +143,10 @@ class PipelineExecutor:
                         step.backward(entry)
                     step.end(entry)
                 step.finish()
-        except BaseException:
+        except BaseException as error:
             step.abandon()
+            if running is not None:
+                vars(error)[_FAILED_ACTION] = str(running if isinstance(running, Action) else running.stop.action)
             raise
         return step.outputs, step.timer
 
@@ -344,6 +350,11 @@ class _Step:
         if not plan.record.inter_unit_draws.after:
             return self._no_randomness
         return StepRandomness.of_microbatch(self._inputs.seed, number, self._device)
+
+
+def failed_action(error: BaseException) -> str:
+    """The action (``1F3``: stage, kind, microbatch) in which ``error`` was raised; empty if it was in none."""
+    return str(vars(error).get(_FAILED_ACTION, ""))
 
 
 def _nothing() -> Iterable[tuple[Value, Tensor]]:

@@ -49,7 +49,7 @@ from lightning_pp.strategy.results.metrics import PipelineMetrics
 from lightning_pp.strategy.results.outputs import loss_of
 from lightning_pp.strategy.results.reports import BatchReport
 from lightning_pp.strategy.step.dry_steps import first_arguments, recorded_step
-from lightning_pp.strategy.step.refusals import refuse_carried_state, refuse_unrecorded
+from lightning_pp.strategy.step.refusals import raise_own, refuse_carried_state, refuse_unrecorded
 from lightning_pp.strategy.step.update_hooks import UpdateHooks
 
 _BATCHES_CHECKED_BEFOREHAND = 2
@@ -144,6 +144,8 @@ class PipelineEngine:
         step: str,
         *,
         broadcast: Callable[[Any], Any],
+        all_or_none: Callable[[Callable[[], Any]], Any],
+        is_everywhere: Callable[[bool], bool],
         beforehand: AbstractContextManager[Optimizer | None],
     ) -> None:
         """Cuts the module by a dry run of ``step`` on ``batch`` and drops what this rank does not own.
@@ -152,6 +154,8 @@ class PipelineEngine:
             batch: A whole batch on the device.
             step: Name of the module's step.
             broadcast: Returns rank 0's argument on every rank.
+            all_or_none: Calls the user's code, and raises on every rank if it does on one.
+            is_everywhere: Whether its argument is true on every rank.
             beforehand: Around the dry run; gives the user's optimizer over the whole module, to ask it for what it
                 keeps of a parameter. It must not outlive the context, for it holds all parameters.
         """
@@ -159,11 +163,20 @@ class PipelineEngine:
         request = self._options.layout_request(self.sizes.pipeline, len(microbatches), self.device.type)
         self._seed = broadcast(int(torch.initial_seed() % (1 << 40)))
         with self._in_mode_of(step):
-            with beforehand as optimizer:
-                recording = self._record(batch, microbatches, step, request.fewest_stages)
-                refuse_unrecorded(step, recording.record.failure, self._options, broadcast)
-                self._device_memory = self._limit_of_memory(recording, step, optimizer)
-                del optimizer
+
+            def look() -> RecordedModel:
+                with beforehand as optimizer:
+                    recording = self._record(batch, microbatches, step, request.fewest_stages)
+                    self._device_memory = self._limit_of_memory(recording, step, optimizer)
+                    del optimizer
+                return recording
+
+            recording = all_or_none(look)
+            failure = recording.record.failure
+            if is_everywhere(failure is not None):
+                refuse_unrecorded(step, failure, self._options)
+            else:
+                all_or_none(lambda: raise_own(failure))
             request = replace(request, memory=self._device_memory)
             layout = decided_by_one(
                 lambda: choose_layout(recording.record, recording.num_parameters, request),

@@ -47,6 +47,8 @@ from lightning_pp.strategy.checkpoints.averaging import average_own_part, leave_
 from lightning_pp.strategy.checkpoints.checkpoints import Checkpoints
 from lightning_pp.strategy.checkpoints.rank_part import rank_part
 from lightning_pp.strategy.engine import PipelineEngine
+from lightning_pp.strategy.faults.failed_run import FailedRuns
+from lightning_pp.strategy.lightning.launcher import RunLauncher
 from lightning_pp.strategy.lightning.loop import PipelineOptimization
 from lightning_pp.strategy.lightning.mesh_strategy import MeshStrategy
 from lightning_pp.strategy.lightning.plain import with_stages
@@ -208,6 +210,7 @@ class PipelineParallelStrategy(MeshStrategy):
         self._needs_engine = bool(compile or meta_init or async_checkpoint or initial_weights is not None)
         self._engine: PipelineEngine | None = None
         self._num_runs = 0
+        self._failed_runs = FailedRuns()
 
     @property
     def engine(self) -> PipelineEngine:
@@ -281,6 +284,13 @@ class PipelineParallelStrategy(MeshStrategy):
         """Joins the process group; callbacks that would copy the whole module are told not to."""
         super().setup_environment()
         assert self.lightning_module is not None
+        self._failed_runs.start(
+            self.global_rank,
+            self.num_ranks,
+            self.broadcast,
+            wake=lambda: None if self._engine is None else self._engine.abandon(),
+            exit_codes=self._exit_codes,
+        )
         leave_averages_to_strategy(self.lightning_module.trainer)
 
     @with_stages
@@ -313,7 +323,7 @@ class PipelineParallelStrategy(MeshStrategy):
             # optimizers are made as on one device, over all names; what is not owned goes afterwards
             if is_fitting:
                 self._reset_optimizers_and_schedulers()
-                set_up_one_optimizer(self, trainer)
+                self.all_or_none(lambda: set_up_one_optimizer(self, trainer))
             optimizers = self.optimizers if is_fitting else []
             part = rank_part(engine.split, self.device_mesh, optimizers)
         if is_fitting:
@@ -369,9 +379,11 @@ class PipelineParallelStrategy(MeshStrategy):
         self._engine = engine
         try:
             engine.build(
-                first_batch(trainer),
+                self.all_or_none(lambda: first_batch(trainer)),
                 step,
                 broadcast=self.broadcast,
+                all_or_none=self.all_or_none,
+                is_everywhere=self.reduce_boolean_decision,
                 beforehand=self._optimizers_beforehand(trainer),
             )
         except BaseException:
@@ -523,7 +535,8 @@ class PipelineParallelStrategy(MeshStrategy):
 
     @with_stages
     def on_exception(self, exception: BaseException) -> None:
-        """Lets go of the other ranks, so that none waits for this one."""
+        """Tells the other ranks, and lets go of them, so that none waits for this one."""
+        self._failed_runs.note(exception, self._place())
         if self._engine is not None and not isinstance(exception, SIGTERMException):
             self._engine.abandon()
         self._checkpoints.give_up()
@@ -532,6 +545,8 @@ class PipelineParallelStrategy(MeshStrategy):
     @with_stages
     def teardown(self) -> None:
         """Puts the module's metrics back; its parameters stay where they are, for the next run of the trainer."""
+        self.barrier()  # who leaves the run is no longer watched; not after an exception
+        self._failed_runs.end()
         if self._engine is not None:
             self._engine.detach()
         self._checkpoints.close()
@@ -540,6 +555,23 @@ class PipelineParallelStrategy(MeshStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
+
+    def _place(self) -> str:
+        """Where this rank is, and how far it has come."""
+        if self._engine is None or self._sizes is None:
+            return ""
+        stages = ""
+        if hasattr(self._engine, "placement"):
+            numbers = self._engine.placement.stages_of_rank(self.pipeline_rank)
+            stages = f"stage{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))} of "
+        return f"{stages}pipeline {self.data_parallel_rank}, after {self._engine.num_batches_trained} training batches"
+
+    def _exit_codes(self) -> dict[int, int]:
+        """Global rank to exit code of processes that this one has started."""
+        if not isinstance(self.launcher, RunLauncher):
+            return {}
+        first = self.node_rank * self.num_processes
+        return {first + place: code for place, code in self.launcher.exit_codes().items()}
 
 
 def _summarize_whole_model(trainer: pl.Trainer, engine: PipelineEngine) -> None:

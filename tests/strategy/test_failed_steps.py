@@ -133,8 +133,10 @@ def check(ranks: list[list[Outcome]], cases: list[tuple[str, int]]) -> None:
                 "logged value": "MisconfigurationException.*odd",
                 "output": "TypeError.*cannot be sent",
             }.get(place, "the user's own error")
+            cause = "raised KeyboardInterrupt" if place == "interrupt" else own
+            told = rf"This rank ended because rank {culprit if culprit >= 0 else '.'} .*{cause}"
             # where all fail, one that waits may hear of another first
-            pattern = {rank: own, -1: f"{own}|has stopped"}.get(culprit, "has stopped")
+            pattern = {rank: own, -1: f"{own}|{told}"}.get(culprit, told)
             if place in ("logged value", "output"):  # of the last stage's report, which all ranks take up
                 pattern = own
                 assert batch == FAILING_BATCH, where

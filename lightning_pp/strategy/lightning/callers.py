@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import lightning.pytorch as pl
 
-_NOT_THE_USERS = ("lightning", "lightning_pp", "lightning_utilities", "torch", "contextlib")
+_NOT_THE_USERS = ("lightning", "lightning_pp", "lightning_utilities", "torch", "contextlib", "hydra")
 # in a dry run what the user asks of the trainer passes through here
 _STANDS_FOR_TRAINERS = "lightning_pp.strategy.step.progress"
 _TRAINERS_WORLD_SIZE = cast(Any, pl.Trainer.world_size).fget.__code__
@@ -20,7 +20,7 @@ _TRAINERS_WORLD_SIZE = cast(Any, pl.Trainer.world_size).fget.__code__
 def line_of_user() -> str:
     """``file:line in function`` of the innermost caller that is the user's."""
     frames = _outwards(inspect.currentframe())
-    return next((_line(frame) for frame in frames if _is_users(frame)), "an unknown line")
+    return next((line_of(frame) for frame in frames if is_of_user(frame)), "an unknown line")
 
 
 def user_reading_world_size() -> str | None:
@@ -31,9 +31,9 @@ def user_reading_world_size() -> str | None:
     frames = islice(_outwards(inspect.currentframe()), 2, None)  # past this function and the strategy's property
     trainers = next(frames, None)
     reader = next((frame for frame in frames if frame.f_globals.get("__name__") != _STANDS_FOR_TRAINERS), None)
-    if trainers is None or trainers.f_code is not _TRAINERS_WORLD_SIZE or reader is None or not _is_users(reader):
+    if trainers is None or trainers.f_code is not _TRAINERS_WORLD_SIZE or reader is None or not is_of_user(reader):
         return None
-    return _line(reader)
+    return line_of(reader)
 
 
 def namespaces_of_user() -> list[dict[str, Any]]:
@@ -53,9 +53,11 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _is_users(frame: FrameType) -> bool:
+def is_of_user(frame: FrameType) -> bool:
+    """Whether the running code is neither Lightning's, torch's, Hydra's nor this package's."""
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _NOT_THE_USERS
 
 
-def _line(frame: FrameType) -> str:
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+def line_of(frame: FrameType, line: int | None = None) -> str:
+    """``file:line in function``, with the running line if none is given."""
+    return f"{frame.f_code.co_filename}:{line or frame.f_lineno} in {frame.f_code.co_name}"

@@ -28,6 +28,10 @@ class RunLauncher(SubprocessScriptLauncher):
         """Nothing is started where processes are there already, so a notebook may be one of them."""
         return self.cluster_environment.creates_processes_externally
 
+    def exit_codes(self) -> dict[int, int]:
+        """Local rank to exit code of the processes that this one has started and that have ended."""
+        return {place: code for place, process in enumerate(self.procs, 1) if (code := process.poll()) is not None}
+
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         """Runs ``function``, in as many processes as the job has."""
         self.weights_only = inspect.signature(function).bind(*args, **kwargs).arguments.get("weights_only")

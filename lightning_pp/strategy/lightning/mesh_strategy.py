@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,11 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_pp.distributed.gathering import gathered
 from lightning_pp.distributed.meshes import make_meshes
+from lightning_pp.distributed.messages import RankStoppedError
 from lightning_pp.distributed.sizes import Auto, ParallelSizes
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.strategy._lightning_private import give_device_mesh, init_process_group, reduced, trainer_of
 from lightning_pp.strategy.lightning.callers import line_of_user, user_reading_world_size
 from lightning_pp.strategy.lightning.launcher import RunLauncher
+
+T = TypeVar("T")
 
 
 class MeshStrategy(ParallelStrategy):
@@ -310,6 +313,30 @@ class MeshStrategy(ParallelStrategy):
                 "ranks would wait for others that never come. Use self.log, which averages over replicas, or call it "
                 "in a hook (on_train_batch_end), where every rank has what the step returned."
             )
+
+    def all_or_none(self, work: Callable[[], T]) -> T:
+        """What ``work``, which may be the user's code, returns; if it raises on one rank, every rank raises.
+
+        Every rank has to call it, and ``work`` must wait for no other rank.
+
+        Raises:
+            Exception: On the ranks where ``work`` raised, what it raised.
+            RankStoppedError: On the others.
+        """
+        outcome, failure = None, None
+        try:
+            outcome = work()
+        except Exception as error:
+            failure = error
+        if self.num_ranks > 1 and dist.is_initialized():
+            failed = torch.tensor(self.num_ranks if failure is None else self.global_rank, device=self.root_device)
+            dist.all_reduce(failed, dist.ReduceOp.MIN)
+            if failure is None and (rank := int(failed)) < self.num_ranks:
+                failure = RankStoppedError(f"Rank {rank} has stopped in the set-up; look for its own error.")
+        if failure is not None:
+            raise failure
+        result: Any = outcome
+        return cast(T, result)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, ModelPruning, StochasticWeightAveraging
@@ -98,26 +95,17 @@ def refuse_carried_state(module: pl.LightningModule, step: str, record: StepReco
             )
 
 
-def refuse_unrecorded(
-    step: str, failure: Failure | None, options: PipelineOptions, broadcast: Callable[[Any], Any]
-) -> None:
+def refuse_unrecorded(step: str, failure: Failure | None, options: PipelineOptions) -> None:
     """Tells that ``step`` could not be run before training; raises where the cut cannot do without it.
 
     Args:
         step: The step's name.
         failure: What it raised; None if it could be run.
         options: The strategy's.
-        broadcast: Gives rank 0's argument to every rank.
 
     Raises:
-        ConfigurationError: What the step holds in memory has to be known, or rank 0 fared differently.
+        ConfigurationError: What the step holds in memory has to be known.
     """
-    first = broadcast(None if failure is None else str(failure))
-    if (first is None) != (failure is None):
-        raise ConfigurationError(
-            f"{step} was run before training, to find the stages. On rank 0 it {_ended_as(first)}, and on this rank it "
-            f"{_ended_as(failure)}. Stages are only found where the step does the same on every rank."
-        )
     if failure is None:
         return
     needs = {
@@ -139,8 +127,10 @@ def refuse_unrecorded(
     )
 
 
-def _ended_as(failure: object) -> str:
-    return "ran to its end" if failure is None else f"raised {failure}"
+def raise_own(failure: Failure | None) -> None:
+    """Raises what the user's step raised, if it did: on other ranks it did not, so it is not for want of a hook."""
+    if failure is not None:
+        raise failure.error
 
 
 def check_loss(loss: Tensor, module: pl.LightningModule) -> None:

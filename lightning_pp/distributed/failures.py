@@ -1,0 +1,128 @@
+"""The first failure of a run, told to every rank by the job's key-value store."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+_POLL_S = 0.05
+
+
+class Store(Protocol):
+    """What is used of a ``torch.distributed.Store``."""
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """How a rank failed.
+
+    Attributes:
+        rank: Global rank.
+        place: Where it is: host, pipeline, replica, stages; and what it was doing.
+        what: What happened to it, as a part of a sentence: ``raised ValueError: ...``, ``was killed by SIGKILL``.
+        lines: The user's lines that led there, outermost first.
+        is_gone: Whether its process is no more, or does nothing any more.
+    """
+
+    rank: int
+    place: str
+    what: str
+    lines: tuple[str, ...] = ()
+    is_gone: bool = False
+
+    def __str__(self) -> str:
+        at = f" at {self.lines[-1]}" if self.lines else ""
+        return f"rank {self.rank}{f' ({self.place})' if self.place else ''} {self.what}{at}"
+
+
+class FailureBoard:
+    """Where the first failure of one run of the job is written, once.
+
+    Args:
+        store: The job's key-value store, for this object alone.
+        run: Number of the run among those of the job; the same on all ranks.
+        num_ranks: Ranks of the job.
+        rank: This one.
+    """
+
+    def __init__(self, store: Store, run: int, num_ranks: int, rank: int) -> None:
+        self._store = store
+        self._prefix = f"lightning_pp/run/{run}"
+        self.num_ranks = num_ranks
+        self.rank = rank
+        self._first: RankFailure | None = None
+
+    def post(self, failure: RankFailure) -> RankFailure:
+        """Writes ``failure`` unless another came first; returns the one that did."""
+        if self._first is None:
+            try:
+                raw = self._store.compare_set(f"{self._prefix}/failure", "", json.dumps(asdict(failure)))
+                self._first = _read(raw)
+            except (RuntimeError, ValueError):  # the store has gone with its process
+                self._first = failure
+        return self._first
+
+    def first(self) -> RankFailure | None:
+        """The first failure, if there is one by now.
+
+        Raises:
+            RuntimeError: The store cannot be reached.
+        """
+        if self._first is None and self._store.check([f"{self._prefix}/failure"]):
+            self._first = _read(self._store.get(f"{self._prefix}/failure"))
+        return self._first
+
+    def wait(self, seconds: float) -> RankFailure | None:
+        """:meth:`first`, once it is there, or None after so many seconds."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            try:
+                if (found := self.first()) is not None:
+                    return found
+            except RuntimeError:  # what the process of the store died of is still looked for on this host
+                if self._first is not None:
+                    return self._first
+            time.sleep(_POLL_S)
+        return None
+
+    def tell(self, name: str, value: str = "") -> None:
+        """Notes something of this rank for the others."""
+        self._store.set(f"{self._prefix}/{name}/{self.rank}", value)
+
+    def ask(self) -> None:
+        """Has every rank tell where it is, under ``where``."""
+        self._store.set(f"{self._prefix}/asked", "")
+
+    def is_asked(self) -> bool:
+        """Whether a rank has called :meth:`ask`."""
+        return self._store.check([f"{self._prefix}/asked"])
+
+    def told(self, name: str, rank: int) -> str | None:
+        """What ``rank`` has noted under ``name``; None if nothing yet."""
+        key = f"{self._prefix}/{name}/{rank}"
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+
+def _read(raw: bytes) -> RankFailure:
+    fields: dict[str, Any] = json.loads(raw)
+    return RankFailure(**{**fields, "lines": tuple(fields["lines"])})
+
+
+def is_about_others(error: BaseException) -> bool:
+    """Whether ``error`` says no more than that another rank did not answer."""
+    if isinstance(error, dist.DistError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(
+        sign in text
+        for sign in ("gloo", "Gloo", "NCCL", "has stopped", "Connection closed", "Connection reset", "Broken pipe")
+    )

@@ -1,0 +1,231 @@
+"""Watching the other ranks of a run, so that no rank waits for one that has failed, died or been stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+
+from lightning_pp.distributed.failures import FailureBoard, RankFailure
+from lightning_pp.distributed.processes import exit_code_of, is_gone, is_stopped, this_machine, told_by
+
+_POLL_S = 0.25
+# a process that is stopped for less may be one that somebody looks at
+_STOPPED_S = 3.0
+# until a rank that has not heard of a failure by itself is woken, and until its process is ended
+_WAKE_S = 2.0
+_END_S = 6.0
+_STORE_ANSWERS_S = 2.0
+_WAITS = "waits"
+
+
+class Watchdog:
+    """Two threads of a rank: one asks the job's store, one the host, and what they find ends the run here.
+
+    * A failure on the board, or a neighbour on this host that is gone without having left the run, or is stopped.
+    * A rank is left alone for two seconds, for most hear of it by the connections that end. Then ``wake`` ends those
+      that the rank may still wait in.
+    * If the rank that failed is gone and this one is still in the run after six seconds, this process is ended, with
+      exit code 1 and one line.
+
+    The thread that asks the store may have to wait for it for ever, if its process is stopped; the other one does not
+    need it.
+
+    Args:
+        board: Of the run, with a connection of its own to the store.
+        wake: Ends what this rank waits for.
+        exit_codes: Asks the launcher, where this process has started others: rank to exit code, negative for a signal.
+        where: Where this rank's main thread is; empty if it waits for others.
+        store_is_of_rank_0: Whether the store ends with the process of rank 0.
+    """
+
+    def __init__(
+        self,
+        board: FailureBoard,
+        wake: Callable[[], None],
+        exit_codes: Callable[[], Mapping[int, int]],
+        where: Callable[[], str],
+        *,
+        store_is_of_rank_0: bool,
+    ) -> None:
+        self._board = board
+        self._wake = wake
+        self._exit_codes = exit_codes
+        self._where = where
+        self._store_is_of_rank_0 = store_is_of_rank_0
+        self._ended = threading.Event()
+        self._pids: dict[int, int] = {}
+        self._left: set[int] = set()
+        self._num_polls = 0
+        self._store_lost_at: float | None = None
+        self._found: RankFailure | None = None
+        machine = this_machine()
+        board.tell("process", json.dumps([machine, os.getpid()]))
+        self._threads = [
+            threading.Thread(target=self._ask_store, args=(machine,), name="pipeline-watch-store", daemon=True),
+            threading.Thread(target=self._watch, name="pipeline-watch", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def wait(self, seconds: float) -> RankFailure | None:
+        """The first failure of the run, once it is known here, or None after so many seconds."""
+        end = time.monotonic() + seconds
+        while self._found is None and time.monotonic() < end:
+            time.sleep(_POLL_S / 4)
+        return self._found
+
+    def not_waiting(self, seconds: float) -> dict[int, str]:
+        """The ranks that do not wait for others, with where they are; those that do not answer, with nothing.
+
+        Args:
+            seconds: How long they have to answer.
+        """
+        self._board.ask()
+        time.sleep(seconds)
+        told = {rank: self._board.told("where", rank) for rank in range(self._board.num_ranks)}
+        return {rank: where or "" for rank, where in told.items() if where != _WAITS and rank != self._board.rank}
+
+    def post(self, failure: RankFailure) -> None:
+        """Tells the others, unless another failure came first."""
+        if failure.is_gone and failure.rank == 0 and self._store_is_of_rank_0:
+            self._found = self._found or failure
+            return
+
+        def post() -> None:
+            self._found = self._found or self._board.post(failure)
+
+        # the store's process may be the one that does not answer
+        thread = threading.Thread(target=post, daemon=True)
+        thread.start()
+        thread.join(_STORE_ANSWERS_S)
+        self._found = self._found or failure
+
+    def wait_until_known(self) -> None:
+        """Returns when every rank knows of the failure, or has had two seconds, if the store ends with this process."""
+        if not self._store_is_of_rank_0 or self._board.rank != 0:
+            return
+        unknown, end = set(range(1, self._board.num_ranks)), time.monotonic() + _STORE_ANSWERS_S
+        with contextlib.suppress(RuntimeError):
+            while unknown and time.monotonic() < end:
+                time.sleep(_POLL_S / 4)
+                gone = {rank for rank in unknown if rank in self._pids and is_gone(self._pids[rank])}
+                unknown -= gone | {rank for rank in unknown if self._board.told("knows", rank) is not None}
+
+    def end(self, *, failed: bool = False) -> None:
+        """This rank has left the run; nothing happens to it any more.
+
+        Args:
+            failed: Whether it has told of a failure; otherwise the others take its end for the run's.
+        """
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        for thread in self._threads:
+            thread.join(_POLL_S)  # one that waits for the store ends with the process
+        if not failed:
+            with contextlib.suppress(RuntimeError):
+                self._board.tell("left")
+
+    def _ask_store(self, machine: str) -> None:
+        unknown = {rank for rank in range(self._board.num_ranks) if rank != self._board.rank}
+        has_answered = False
+        while not self._ended.wait(_POLL_S):
+            if self._is_without_store():
+                return
+            try:
+                if not has_answered and self._board.is_asked():
+                    has_answered = True
+                    self._board.tell("where", self._where() or _WAITS)
+                for rank in list(unknown):
+                    if (told := self._board.told("process", rank)) is not None:
+                        unknown.remove(rank)
+                        its_machine, pid = json.loads(told)
+                        if machine and its_machine == machine:
+                            self._pids[rank] = pid
+                self._left |= {rank for rank in self._pids if self._board.told("left", rank) is not None}
+                self._found = self._found or self._board.first()
+                if self._found is not None:
+                    self._board.tell("knows")
+                    return
+            except RuntimeError:
+                self._store_lost_at = time.monotonic()
+                return
+            self._num_polls += 1
+
+    def _is_without_store(self) -> bool:
+        return self._store_is_of_rank_0 and 0 in self._pids and is_gone(self._pids[0])
+
+    def _watch(self) -> None:
+        since: float | None = None
+        is_woken = False
+        stopped_since: dict[int, float] = {}
+        while not self._ended.wait(_POLL_S):
+            if self._found is None:
+                failure = self._failure_of_neighbour(stopped_since) or self._failure_of_store()
+                if failure is not None:
+                    self.post(failure)
+            failure = self._found
+            if failure is None:
+                continue
+            since = time.monotonic() if since is None else since
+            waited = time.monotonic() - since
+            if waited > _WAKE_S and not is_woken:
+                is_woken = True
+                self._wake()
+            if waited > _END_S and self._is_gone(failure) and not self._ended.is_set():
+                print(f"lightning_pp: this rank ended because {failure}", file=sys.stderr, flush=True)  # noqa: T201
+                os._exit(1)
+
+    def _is_gone(self, failure: RankFailure) -> bool:
+        pid = self._pids.get(failure.rank)
+        return failure.is_gone or (pid is not None and is_gone(pid))
+
+    def _failure_of_neighbour(self, stopped_since: dict[int, float]) -> RankFailure | None:
+        for rank, pid in list(self._pids.items()):
+            if rank in self._left:
+                continue
+            if is_gone(pid):
+                code = exit_code_of(pid)
+                if not self._leaves(rank):
+                    return RankFailure(rank, "", told_by(self._exit_codes().get(rank, code)), is_gone=True)
+            elif not is_stopped(pid):
+                stopped_since.pop(rank, None)
+            elif time.monotonic() - stopped_since.setdefault(rank, time.monotonic()) > _STOPPED_S:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)  # or it would stay when all others have ended
+                what = f"was stopped by a signal and did not go on for {_STOPPED_S:.0f} s"
+                return RankFailure(rank, f"process {pid}", what, is_gone=True)
+        return None
+
+    def _failure_of_store(self) -> RankFailure | None:
+        """The end of the store, if nobody can see of what it died."""
+        lost = self._store_lost_at
+        if lost is None or time.monotonic() - lost < _STORE_ANSWERS_S:
+            return None
+        keeper = "its process keeps" if self._store_is_of_rank_0 else "torchrun's agent keeps"
+        return RankFailure(
+            0, "", f"cannot be reached: the job's key-value store, which {keeper}, is gone", is_gone=True
+        )
+
+    def _leaves(self, rank: int) -> bool:
+        """Whether a rank whose process is gone has left the run before, or told of its failure."""
+        number, end = self._num_polls, time.monotonic() + _STORE_ANSWERS_S
+        while self._num_polls < number + 2 and time.monotonic() < end:
+            if self._found is not None or self._ended.is_set():
+                break
+            time.sleep(_POLL_S / 4)
+        return rank in self._left or self._found is not None or self._ended.is_set()
+
+
+def board_of(store: object, run: int, num_ranks: int, rank: int) -> FailureBoard:
+    """A board with a connection of its own to the job's store."""
+    own = store.clone()  # type: ignore[attr-defined]
+    own.set_timeout(timedelta(seconds=30))
+    return FailureBoard(own, run, num_ranks, rank)

@@ -1,0 +1,1 @@
+"""How a run ends that fails: the first failure is told on every rank, and no rank waits for one that has failed."""

@@ -1,0 +1,126 @@
+"""What a failure on one rank means for the others: they hear of it, say whose it was, and end."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_pp.distributed.control import hang_up
+from lightning_pp.distributed.failures import RankFailure, is_about_others
+from lightning_pp.distributed.watchdog import Watchdog, board_of
+from lightning_pp.runtime.executor import failed_action
+from lightning_pp.strategy._torch_private import store_of_job
+from lightning_pp.strategy.faults.tracebacks import lines_of_user, say, tell_shortly, where_main_thread_is
+
+# what others died of is known by then: an exception is told at once, a killed process is seen in a second
+_CAUSE_S = 6.0
+_ANSWER_S = 1.5
+
+_numbers = itertools.count(1)
+
+
+class FailedRuns:
+    """The failures of one strategy's runs, between :meth:`start` and :meth:`end` of each."""
+
+    def __init__(self) -> None:
+        self._watchdog: Watchdog | None = None
+        self._rank = 0
+
+    def start(
+        self,
+        rank: int,
+        num_ranks: int,
+        broadcast: Callable[[Any], Any],
+        wake: Callable[[], None],
+        exit_codes: Callable[[], Mapping[int, int]],
+    ) -> None:
+        """Watches the other ranks from here on; every rank has to call it.
+
+        Args:
+            rank: This one.
+            num_ranks: Of the job.
+            broadcast: Gives rank 0's argument to every rank.
+            wake: Ends what this rank may wait for.
+            exit_codes: What the launcher knows of processes that it has started: rank to exit code.
+        """
+        self.end()
+        if num_ranks == 1 or not dist.is_initialized():
+            return
+        run = broadcast(next(_numbers))
+        self._rank = rank
+
+        def wake_all() -> None:
+            wake()
+            hang_up(dist.group.WORLD)
+
+        self._watchdog = Watchdog(
+            board_of(store_of_job(), run, num_ranks, rank),
+            wake_all,
+            exit_codes,
+            where_main_thread_is,
+            store_is_of_rank_0=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        )
+        atexit.register(self.end)
+
+    def note(self, error: BaseException, place: str) -> None:
+        """Tells the others of ``error``, which ends the run on this rank; or has it say which rank's failure it is.
+
+        An error that says no more than that another rank has gone gets a new message.
+
+        Args:
+            error: The exception.
+            place: Where the rank is and what it was doing.
+        """
+        watchdog = self._watchdog
+        if watchdog is None:
+            return
+        if is_about_others(error):
+            failure = watchdog.wait(_CAUSE_S) or self._one_that_is_stuck(watchdog, str(error))
+            if failure is not None and failure.rank != self._rank:
+                error.args = (f"This rank ended because {failure}.",)
+                tell_shortly(error, f"rank {self._rank} ended because {failure}.")
+                watchdog.wait_until_known()
+                self.end(failed=True)
+                return
+        what = f"raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        if isinstance(error, SystemExit):
+            what = f"called exit({error.code!r})"
+            error.code = error.code or 1  # the job has not finished
+        action = failed_action(error)
+        place = ", ".join(part for part in (f"on {socket.gethostname()}", place, action) if part)
+        failure = RankFailure(self._rank, place, what, lines_of_user(error))
+        watchdog.post(failure)
+        watchdog.wait_until_known()
+        if isinstance(error, SystemExit):
+            say(f"{failure}, in the middle of the run.")
+        else:
+            tell_shortly(error, f"rank {failure.rank} ({place}) failed.", with_frames=True)
+        self.end(failed=True)
+
+    def _one_that_is_stuck(self, watchdog: Watchdog, text: str) -> RankFailure | None:
+        """After a time-out: a rank that waits for nobody, and that others have waited for."""
+        if "imed out" not in text and "imeout" not in text:
+            return None
+        for rank, where in watchdog.not_waiting(_ANSWER_S).items():
+            what = (
+                "has kept the others waiting until they timed out; it is"
+                if where
+                else ("does not answer, and the others have waited for it until they timed out")
+            )
+            failure = RankFailure(rank, "", what, (where,) if where else (), is_gone=True)
+            watchdog.post(failure)
+            return failure
+        return None
+
+    def end(self, *, failed: bool = False) -> None:
+        """The run has ended on this rank, one way or the other."""
+        watchdog, self._watchdog = self._watchdog, None
+        if watchdog is not None:
+            watchdog.end(failed=failed)
+            atexit.unregister(self.end)

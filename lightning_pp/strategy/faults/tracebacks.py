@@ -1,0 +1,85 @@
+"""What is printed of an exception that ends a process: what its user can act on, and no frames of libraries."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from types import FrameType, TracebackType
+from typing import NamedTuple
+
+from lightning_pp.strategy.lightning.callers import is_of_user, line_of
+
+WHOLE_TRACEBACK = "LIGHTNING_PP_TRACEBACK"
+"""Environment variable: 1 prints tracebacks whole."""
+
+_MOST_LINES = 4
+_TOLD = "_lightning_pp_told"
+
+
+class _Told(NamedTuple):
+    sentence: str
+    with_frames: bool
+
+
+def lines_of_user(error: BaseException) -> tuple[str, ...]:
+    """``file:line in function`` of the frames of ``error`` that are the user's, outermost first, at most four."""
+    lines = [line_of(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if is_of_user(frame)]
+    return tuple(lines[-_MOST_LINES:])
+
+
+def tell_shortly(error: BaseException, sentence: str, *, with_frames: bool = False) -> None:
+    """If nobody catches ``error``, its process ends with ``sentence`` in place of the whole traceback.
+
+    Nothing changes where somebody else prints exceptions (a notebook, a debugger), or if the environment variable
+    ``LIGHTNING_PP_TRACEBACK`` is 1.
+
+    Args:
+        error: An exception on its way to the user.
+        sentence: What is printed.
+        with_frames: Whether the user's frames, and the exception's own message, follow.
+    """
+    if os.environ.get(WHOLE_TRACEBACK, "0") not in ("", "0"):
+        return
+    hook = sys.excepthook
+    # torch.distributed has one that prints as Python does
+    if hook is sys.__excepthook__ or getattr(hook, "__module__", "").startswith("torch."):
+        sys.excepthook = _print_shortly
+    vars(error)[_TOLD] = _Told(sentence, with_frames)
+
+
+def say(sentence: str) -> None:
+    """Prints ``sentence`` now."""
+    sys.stderr.write(f"lightning_pp: {sentence}\n")
+    sys.stderr.flush()
+
+
+def where_main_thread_is() -> str:
+    """``file:line in function`` of the user's code that the main thread runs; empty if it waits for others."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frames: list[FrameType] = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    names = (str(each.f_globals.get("__name__", "")) for each in frames)
+    innermost = next((name for name in names if name.partition(".")[0] not in sys.stdlib_module_names), "")
+    if innermost.startswith(("lightning_pp.", "torch.distributed.")):
+        return ""
+    return next((line_of(each) for each in frames if is_of_user(each)), innermost)
+
+
+def _print_shortly(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    told: _Told | None = vars(error).get(_TOLD)
+    if told is None:
+        sys.__excepthook__(kind, error, trace)
+        return
+    text = f"lightning_pp: {told.sentence}\n"
+    if told.with_frames:
+        frames = [frame for frame, _ in traceback.walk_tb(trace)]
+        entries = zip(frames, traceback.extract_tb(trace), strict=True)
+        text += "".join(traceback.format_list([entry for frame, entry in entries if is_of_user(frame)]))
+        text += "".join(traceback.format_exception_only(kind, error))
+        text += f"({WHOLE_TRACEBACK}=1 prints the whole traceback.)\n"
+    sys.stderr.write(text)
+    sys.stderr.flush()

@@ -1,0 +1,223 @@
+"""Jobs whose ranks fail: processes forked from one that has imported everything, so that each job starts at once.
+
+Run as a program, it reads a job as a line of JSON from its standard input and answers with a line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_pp import PipelineParallelStrategy
+
+BATCH = 3
+_LONGEST_S = 60.0
+
+
+def _exhaust() -> None:
+    raise MemoryError("cannot allocate 80 GiB")
+
+
+def _loop() -> None:
+    while True:
+        time.sleep(0.05)
+
+
+def _fail() -> None:
+    raise ValueError("the user's own error")
+
+
+FAULTS: dict[str, Callable[[], Any]] = {
+    "exception": _fail,
+    "memory": _exhaust,
+    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "SIGSTOP": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "exit(0)": lambda: sys.exit(0),
+    "loop": _loop,
+}
+
+
+class Samples(Dataset[Tensor]):
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index == 8 * BATCH:
+            self.job.reached("loading")
+        return torch.full((6,), 1.0 + index / 64)
+
+
+class GradientFault(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, reached: Callable[[], None]) -> Tensor:
+        ctx.reached = reached
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.reached()
+        return grads[0], None
+
+
+class Block(nn.Module):
+    def __init__(self, reached: Callable[[str], None]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.reached = reached
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.reached("forward")
+        x = GradientFault.apply(x, lambda: self.reached("backward"))
+        return x + torch.tanh(self.linear(x))
+
+
+class Job(L.LightningModule):
+    """Reaches every place where something can fail, and fails at one of them, on one rank."""
+
+    def __init__(self, fault: str, place: str, rank: int) -> None:
+        super().__init__()
+        self.fault, self.place, self.rank = fault, place, rank
+        self.blocks = nn.Sequential(*(Block(self.reached_in_batch) for _ in range(8)))
+        self.runs = False
+
+    def at_batch(self) -> bool:
+        return self.runs and self.trainer.training and self.trainer.global_step == BATCH
+
+    def reached_in_batch(self, place: str) -> None:
+        if self.at_batch():
+            self.reached(place)
+
+    def reached(self, place: str) -> None:
+        if self.place == place and int(os.environ["RANK"]) == self.rank:
+            FAULTS[self.fault]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if not self.runs:
+            self.reached("dry run")
+        return self.blocks(batch).pow(2).mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.blocks(batch).pow(2).mean())
+
+    def configure_optimizers(self) -> Any:
+        self.reached("configure_optimizers")
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    def on_train_start(self) -> None:
+        self.runs = True
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        if self.at_batch():
+            self.reached("optimizer")
+
+    def on_validation_batch_end(self, *_: Any) -> None:
+        self.reached("validation")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.reached("saving")
+
+
+class FaultyCallback(L.Callback):
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+        if trainer.global_step == BATCH:
+            module.reached("callback")
+
+
+def run_rank(job: dict[str, Any], rank: int, num_ranks: int, port: int, folder: Path) -> None:
+    """The life of one rank, in a process of its own."""
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks),
+        GROUP_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="job",
+    )  # fmt: skip
+    torch.manual_seed(5)
+    schedule, pipeline, replicas = job["layout"]
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=num_ranks,
+        strategy=PipelineParallelStrategy(
+            pipeline, replicas, 2, schedule=schedule, timeout=timedelta(seconds=job["timeout"])
+        ),
+        max_epochs=1,
+        num_sanity_val_steps=0,
+        val_check_interval=6,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[FaultyCallback()],
+        default_root_dir=folder,
+    )
+    module = Job(job["fault"], job["place"], job["rank"])
+    trainer.fit(module, DataLoader(Samples(module), 4), DataLoader(Samples(Job("none", "none", -1)), 4))
+
+
+def fork_rank(job: dict[str, Any], rank: int, num_ranks: int, port: int, folder: Path) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    output = os.open(folder / f"{rank}.txt", os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    code = 0
+    try:
+        run_rank(job, rank, num_ranks, port, folder)
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+    except BaseException as error:  # as the interpreter does
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def run_job(job: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Exit codes, the seconds from the first process's end to the last's, and what each rank has printed."""
+    _, pipeline, replicas = job["layout"]
+    num_ranks = pipeline * replicas
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    waiting = {fork_rank(job, rank, num_ranks, port, folder): rank for rank in range(num_ranks)}
+    codes: dict[int, int] = {}
+    ends: list[float] = []
+    deadline = time.monotonic() + _LONGEST_S
+    while waiting and time.monotonic() < deadline:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            time.sleep(0.02)
+            continue
+        codes[waiting.pop(pid)] = os.waitstatus_to_exitcode(status)
+        ends.append(time.monotonic())
+    left = sorted(waiting.values())
+    for pid in waiting:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    texts = [(folder / f"{rank}.txt").read_text() for rank in range(num_ranks)]
+    took = ends[-1] - ends[0] if ends else _LONGEST_S
+    return {"codes": [codes.get(rank) for rank in range(num_ranks)], "left": left, "took": took, "texts": texts}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        request = json.loads(line)
+        answer = run_job(request, Path(request["folder"]))
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()

@@ -1,0 +1,106 @@
+"""A rank fails, somewhere, somehow: all processes end soon, none with exit code 0, and each says whose fault it was."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+LAYOUTS = {"2x1": ("1f1b", 2, 1), "4x1": ("zb_v", 4, 1), "2x2": ("zb_h1", 2, 2)}
+PLACES = [
+    "configure_optimizers", "dry run", "loading", "forward", "backward", "optimizer", "callback", "validation", "saving"
+]  # fmt: skip
+FAULTS = ["exception", "memory", "SIGKILL", "SIGSTOP", "exit(0)", "loop"]
+# seconds from the end of the first process to that of the last
+SOON = 10.0
+
+Jobs = Callable[[dict[str, Any], Path], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def jobs() -> Iterator[Jobs]:
+    process = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("faulty_job.py"))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    stdin, stdout = process.stdin, process.stdout
+
+    def run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
+        stdin.write(json.dumps({**job, "folder": str(folder)}) + "\n")
+        stdin.flush()
+        answer: dict[str, Any] = json.loads(stdout.readline())
+        return answer
+
+    yield run
+    stdin.close()
+    process.wait(30)
+
+
+CAUSES = {
+    "exception": r"raised ValueError: the user's own error at .*faulty_job\.py:\d+ in _fail",
+    "memory": r"raised MemoryError: cannot allocate 80 GiB",
+    "SIGKILL": r"has ended without a word: killed|was killed by SIGKILL",
+    "SIGSTOP": r"was stopped by a signal and did not go on for 3 s",
+    "exit(0)": r"called exit\(0\)",
+    "loop": r"has kept the others waiting until they timed out; it is at .*faulty_job\.py:\d+ in _loop",
+}
+
+
+def check(jobs: Jobs, folder: Path, layout: str, fault: str, place: str, rank: int) -> None:
+    timeout = 2 if fault == "loop" else 60
+    job = {"layout": LAYOUTS[layout], "fault": fault, "place": place, "rank": rank, "timeout": timeout}
+    result = jobs(job, folder)
+    printed = "\n".join(f"--- rank {number}\n{text}" for number, text in enumerate(result["texts"]))
+    assert not result["left"], f"ranks {result['left']} stayed:\n{printed}"
+    assert 0 not in result["codes"], f"exit codes {result['codes']}:\n{printed}"
+    assert result["took"] < SOON, f"{result['took']:.1f} s from the first end to the last:\n{printed}"
+    told = rf"rank \d ended because rank {rank} .*({CAUSES[fault]})"
+    for number, text in enumerate(result["texts"]):
+        lines = [line for line in text.splitlines() if line.startswith("lightning_pp: ")]
+        if number != rank:
+            assert any(re.search(told, line) for line in lines), f"rank {number} does not say why:\n{printed}"
+            assert "Traceback" not in text, printed
+        elif fault in ("exception", "memory"):
+            assert re.search(rf"rank {rank} \(on .*\) failed\.", text) and "faulty_job.py" in text, printed
+
+
+# every fault, place, layout and end of the pipeline at least once
+USUAL = [
+    ("2x1", "exception", "dry run", 1),
+    ("2x1", "SIGKILL", "forward", 0),
+    ("2x1", "SIGSTOP", "loading", 1),
+    ("2x1", "loop", "callback", 0),
+    ("2x1", "exit(0)", "optimizer", 0),
+    ("4x1", "SIGKILL", "backward", 2),
+    ("4x1", "exception", "forward", 3),
+    ("2x2", "exception", "saving", 3),
+    ("2x2", "memory", "configure_optimizers", 2),
+    ("2x2", "SIGKILL", "validation", 1),
+]
+
+
+@pytest.mark.parametrize(("layout", "fault", "place", "rank"), USUAL)
+def test_every_rank_ends_and_says_why(
+    jobs: Jobs, tmp_path: Path, layout: str, fault: str, place: str, rank: int
+) -> None:
+    check(jobs, tmp_path, layout, fault, place, rank)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("fault", "place"), list(product(FAULTS, PLACES)))
+@pytest.mark.parametrize("where", ["first", "middle", "last"])
+def test_the_product(jobs: Jobs, tmp_path: Path, layout: str, fault: str, place: str, where: str) -> None:
+    _, pipeline, replicas = LAYOUTS[layout]
+    rank = {"first": 0, "middle": pipeline * replicas // 2, "last": pipeline * replicas - 1}[where]
+    check(jobs, tmp_path, layout, fault, place, rank)
