@@ -27,6 +27,7 @@ try:
     from lightning.fabric.utilities.distributed import _init_dist_connection as init_process_group
     from lightning.fabric.utilities.distributed import _sync_ddp_if_available as reduced
     from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
+    from lightning.pytorch.core.optimizer import _MockOptimizer as NoOptimizer
     from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
     from lightning.pytorch.loops.fit_loop import _FitLoop
     from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization as AutomaticOptimization
@@ -34,6 +35,7 @@ try:
     from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
     from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessScriptLauncher
     from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning_module_hook
+    from lightning.pytorch.trainer.call import _call_strategy_hook as call_strategy
     from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
     from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource as DataLoaderSource
     from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader as request_dataloader
@@ -53,11 +55,13 @@ __all__ = [
     "AutomaticOptimization",
     "DataLoaderSource",
     "EndOfFit",
+    "NoOptimizer",
     "ResultCollection",
     "SubprocessScriptLauncher",
     "accumulates",
     "averaging_options",
     "call_hooks",
+    "call_strategy",
     "computing_locally",
     "data_source_of",
     "forget_computed",
@@ -100,7 +104,10 @@ for _owner, _name in (
     (ModelSummary, "_summary"),
     (ModelCheckpoint, "_link_checkpoint"),
     # what classes of this package override or call in their base classes
-    *((AutomaticOptimization, name) for name in ("_make_closure", "_make_step_fn", "_make_zero_grad_fn")),
+    *(
+        (AutomaticOptimization, name)
+        for name in ("_make_closure", "_make_step_fn", "_make_zero_grad_fn", "_training_step")
+    ),
     *((Strategy, name) for name in ("_configure_launcher", "_reset_optimizers_and_schedulers")),
 ):
     private(_owner, _name, **_LIGHTNING)

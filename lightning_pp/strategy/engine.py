@@ -20,6 +20,7 @@ from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.distributed.fingerprints import Fingerprint, check_same_batch, fingerprint
 from lightning_pp.distributed.messages import RankStoppedError
 from lightning_pp.distributed.sizes import ParallelSizes
+from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.memory.limit import DeviceMemory
 from lightning_pp.planning.memory.model import MemoryModel
 from lightning_pp.planning.pipeline_options import PipelineOptions
@@ -46,9 +47,10 @@ from lightning_pp.strategy.parameters.gradients import StageGradients
 from lightning_pp.strategy.parameters.precision import loss_scale, step_dtypes
 from lightning_pp.strategy.parameters.whole_module import make_whole
 from lightning_pp.strategy.results.metrics import PipelineMetrics
-from lightning_pp.strategy.results.outputs import loss_of
+from lightning_pp.strategy.results.outputs import NoLossError, loss_of
 from lightning_pp.strategy.results.reports import BatchReport
 from lightning_pp.strategy.step.dry_steps import first_arguments, recorded_step
+from lightning_pp.strategy.step.frozen import FrozenParameters
 from lightning_pp.strategy.step.refusals import raise_own, refuse_carried_state, refuse_unrecorded
 from lightning_pp.strategy.step.update_hooks import UpdateHooks
 
@@ -219,7 +221,8 @@ class PipelineEngine:
 
     def _record(self, batch: Any, microbatches: Sequence[Microbatch], step: str, num_stages: int) -> RecordedModel:
         """A dry run of ``step`` on the first microbatch, with units for ``num_stages``."""
-        recorded = self._recorded_step(step, microbatches[0], first_arguments(self.module, step))
+        trains = step == "training_step"
+        recorded = self._recorded_step(step, microbatches[0], first_arguments(self.module, step), trains=trains)
         if self._options.schedule.whole_batch_loss and step != "predict_step":
             recorded = ending_with_batch(recorded)
         with lengths_noted(batch, len(microbatches)):
@@ -227,7 +230,7 @@ class PipelineEngine:
                 self.module,
                 device=self.device,
                 step=recorded,
-                with_gradients=step == "training_step",
+                with_gradients=trains,
                 patterns=self._options.cut.units,
                 num_stages=num_stages,
                 compute_dtype=step_dtypes(self._precision).compute,
@@ -270,6 +273,7 @@ class PipelineEngine:
             self.groups,
             step_dtypes(self._precision),
         )
+        self._frozen = FrozenParameters(self.module, self.split.fake_parameters)
         self._preparation = BatchPreparation(
             self.module,
             self.split,
@@ -279,7 +283,10 @@ class PipelineEngine:
             self.rank,
             self.device,
             self._cutter,
-            lambda call, microbatch: self._recorded_step(call.step, microbatch, call.rest, call.kwargs),
+            self._frozen,
+            lambda call, microbatch: self._recorded_step(
+                call.step, microbatch, call.rest, call.kwargs, trains=call.training
+            ),
             ends_with_batch=options.schedule.whole_batch_loss,
         )
         self._checks = BatchChecks(
@@ -374,7 +381,21 @@ class PipelineEngine:
     def train(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, accumulate: int, reduce: bool) -> Any:
         """Forward and backward of one batch; returns what the user's step would have returned for it."""
         factor = loss_scale(self._precision, self.device) / accumulate
-        return self._run("training_step", args, kwargs, factor, trains=True, reduce=reduce)
+        try:
+            return self._run("training_step", args, kwargs, factor, trains=True, reduce=reduce)
+        except NoLossError:
+            # told by the dry run of the batch, hence on every rank, and before anything was run
+            if self.has_failed or self.sizes.data_parallel > 1 or accumulate > 1:
+                raise
+        return self._skip(args, kwargs)
+
+    def _skip(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A batch for which the training step returns None: only what it logs and keeps."""
+        if self._run("training_step", args, kwargs, 1.0, trains=False, reduce=False) is not None:
+            raise ConfigurationError(
+                "training_step returned None for some microbatches of a batch and a loss for others. On one device it "
+                "would have returned one of them for the whole batch: decide by what all of its samples share."
+            )
 
     def evaluate(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forward of one batch; returns what the user's step would have returned for it."""
@@ -394,6 +415,8 @@ class PipelineEngine:
     def _abandoning(self) -> Iterator[None]:
         try:
             yield
+        except NoLossError:
+            raise
         except BaseException as error:
             self.abandon()
             if isinstance(error, RuntimeError) and "gloo" in str(error) and "has stopped" not in str(error):
@@ -410,7 +433,7 @@ class PipelineEngine:
             self._failed = False
         if call.training and self._compiled_backward is not None:
             self._compiled_backward.tell()
-        self._check_same_batch(call.batch_idx)
+        self._compare_ranks(call)
         is_checked = self._checks.check(call, batch, microbatches, self._seed)
         return self._preparation.prepare(
             call,
@@ -522,15 +545,24 @@ class PipelineEngine:
     def _cut(self, batch: Any, *, for_training: bool) -> list[Microbatch]:
         return self._cutter.cut(batch, for_training=for_training)
 
-    def _check_same_batch(self, batch_idx: int) -> None:
-        """In a run's first batches; later ones are checked by the report that ends a batch anyway."""
+    def _compare_ranks(self, call: StepCall) -> None:
+        """In the first batches of an epoch; later ones are checked by the report that ends a batch anyway."""
         mine = self._fingerprint
-        if mine is not None and batch_idx < _BATCHES_CHECKED_BEFOREHAND:
-            others = [each for each in self.groups.gather_in_pipeline(mine) if each.rank != mine.rank]
-            check_same_batch([mine, *others], batch_idx)
+        if mine is not None and call.batch_idx < _BATCHES_CHECKED_BEFOREHAND:
+            told = self.groups.gather_in_pipeline((mine, self._frozen.tell()))
+            check_same_batch([mine, *(each for each, _ in told if each.rank != mine.rank)], call.batch_idx)
+            self._frozen.take_up(frozen for _, frozen in told)
+        elif call.training and self.sizes.pipeline > 1:
+            self._frozen.check(call.batch_idx)
 
     def _recorded_step(
-        self, step: str, microbatch: Microbatch, rest: Sequence[Any], kwargs: dict[str, Any] | None = None
+        self,
+        step: str,
+        microbatch: Microbatch,
+        rest: Sequence[Any],
+        kwargs: dict[str, Any] | None = None,
+        *,
+        trains: bool,
     ) -> Callable[[DryRun], Any]:
         return recorded_step(
             self.module,
@@ -540,6 +572,7 @@ class PipelineEngine:
             kwargs,
             precision=self._precision,
             device=self.device,
+            trains=trains,
             around=self.gradients.dry if hasattr(self, "gradients") else nullcontext,
         )
 

@@ -87,7 +87,9 @@ class DryStrategy(SingleDeviceStrategy):
         batches = self._options.batches
         cutter = BatchCutter(self._options.num_microbatches, self._sizes.pipeline, batches.split_batch)
         microbatches = cutter.cut(batch, for_training=True)
-        step = recorded_step(module, "training_step", microbatches[0].data, arguments, precision=precision, device=_CPU)
+        step = recorded_step(
+            module, "training_step", microbatches[0].data, arguments, precision=precision, device=_CPU, trains=True
+        )
         self._look(
             ModelCutter(
                 module,

@@ -53,7 +53,13 @@ from lightning_pp.strategy.lightning.loop import PipelineOptimization
 from lightning_pp.strategy.lightning.mesh_strategy import MeshStrategy
 from lightning_pp.strategy.lightning.plain import with_stages
 from lightning_pp.strategy.lightning.sigterm import end_together_on_sigterm
-from lightning_pp.strategy.parameters.optimizers import keep_parameters, set_up_one_optimizer
+from lightning_pp.strategy.parameters.finetuning import finetune_whole_module, resume_finetuning
+from lightning_pp.strategy.parameters.optimizers import (
+    OriginalParameters,
+    WholeGroups,
+    keep_parameters,
+    set_up_one_optimizer,
+)
 from lightning_pp.strategy.parameters.precision import agree_on_scale
 from lightning_pp.strategy.step.data import first_batch, seed_workers_by
 from lightning_pp.strategy.step.refusals import refuse_unsupported
@@ -324,7 +330,9 @@ class PipelineParallelStrategy(MeshStrategy):
             if is_fitting:
                 self._reset_optimizers_and_schedulers()
                 self.all_or_none(lambda: set_up_one_optimizer(self, trainer))
+                self._originals.replace_in(self.optimizers, module)
             optimizers = self.optimizers if is_fitting else []
+            self._groups = WholeGroups(optimizers, module)
             part = rank_part(engine.split, self.device_mesh, optimizers)
         if is_fitting:
             engine.check_memory(self.optimizers)
@@ -336,10 +344,23 @@ class PipelineParallelStrategy(MeshStrategy):
         engine.gradients.install_clipping(self.precision_plugin)
         self._checkpoints.attach(trainer, engine, part, self.checkpoint_io)
         if is_fitting:
+            finetune_whole_module(trainer, self._of_all_parameters)
             average_own_part(trainer, module, self._checkpoints)
         if is_new and self._initial_weights is not None:
             self._checkpoints.load_initial_weights(self._initial_weights)
         self.barrier()
+
+    @contextmanager
+    def _of_all_parameters(self) -> Iterator[None]:
+        """Within, optimizers may get parameters of any stage; afterwards they have this rank's."""
+        engine = self.engine
+        with engine.split.fake_parameters.all_parameters():
+            self._groups.fill(self.optimizers, engine.module)
+            yield
+            self._groups = WholeGroups(self.optimizers, engine.module)
+            part = rank_part(engine.split, self.device_mesh, self.optimizers)
+        keep_parameters(self.optimizers, list(engine.module.parameters()))
+        self._checkpoints.hold(part)
 
     def _prepare_loops(self, trainer: pl.Trainer) -> None:
         evaluations = (trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
@@ -377,6 +398,7 @@ class PipelineParallelStrategy(MeshStrategy):
                 "every rank, or make a new module and load a checkpoint."
             )
         self._engine = engine
+        self._originals = OriginalParameters(module)
         try:
             engine.build(
                 self.all_or_none(lambda: first_batch(trainer)),
@@ -503,6 +525,8 @@ class PipelineParallelStrategy(MeshStrategy):
     @with_stages
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads weights and optimizer state, as ``on_load_checkpoint`` has left them, into this rank's part."""
+        assert self.lightning_module is not None
+        resume_finetuning(self.lightning_module.trainer, checkpoint.get("callbacks", {}))
         self._checkpoints.load(checkpoint, strict=strict)
 
     @with_stages

@@ -41,12 +41,19 @@ class RankPart:
         FSDP2 modules are brought to their sharded form.
 
         Returns:
-            Canonical names in the catalogue's order, with tensors that share the storage of the module's.
+            Canonical names in the catalogue's order, with what the module's ``state_dict()`` gives: tensors that share
+            the storage of the module's, unless the user's class overrides it.
 
         Raises:
             CheckpointError: The module has names that the catalogue lacks.
         """
         return by_canonical_name(self.module.state_dict(), self.catalog)
+
+    def own_state(self) -> dict[str, Any]:
+        """The same, with the module's own tensors also where its class gives copies: what is loaded into."""
+        own = {**dict(self.module.named_buffers()), **dict(self.module.named_parameters())}
+        tensors = {self.catalog.canonical_name(name): tensor.detach() for name, tensor in own.items()}
+        return {name: tensors.get(name, value) for name, value in self.local_state_dict().items()}
 
     def parameters(self) -> dict[str, Parameter]:
         """The parameters that this rank owns, by canonical name; FSDP2 modules are brought to their sharded form."""

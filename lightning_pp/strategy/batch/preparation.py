@@ -40,6 +40,7 @@ from lightning_pp.strategy.batch.whole_batch import (
 from lightning_pp.strategy.results.attributes import StepAttributes, kept_by_step
 from lightning_pp.strategy.results.logs import StepLogs
 from lightning_pp.strategy.results.metrics import PipelineMetrics
+from lightning_pp.strategy.step.frozen import FrozenParameters
 from lightning_pp.strategy.step.progress import progress_of
 from lightning_pp.strategy.step.refusals import refuse_carried_state
 
@@ -60,6 +61,7 @@ class BatchPreparation:
         rank: This rank's place in the pipeline.
         device: Where it computes.
         cutter: Cuts batches.
+        frozen: Knows which parameters require a gradient.
         recorded_step: Makes steps for dry runs.
         ends_with_batch: Whether steps end once, on the whole batch (``whole_batch_loss``).
     """
@@ -74,6 +76,7 @@ class BatchPreparation:
         rank: int,
         device: torch.device,
         cutter: BatchCutter,
+        frozen: FrozenParameters,
         recorded_step: RecordedStep,
         *,
         ends_with_batch: bool,
@@ -87,7 +90,7 @@ class BatchPreparation:
         self._cutter = cutter
         self._recorded_step = recorded_step
         self._ends_with_batch = ends_with_batch
-        self._parameters = list(module.parameters())
+        self._parameters = frozen.all()
         self._scaling = BatchScaling(module, split.units, groups, metrics, device)
         self._whole_batches = WholeBatchPlans()
         self._attributes = AttributesOutsideUnits(module, split.units, _LIGHTNINGS_ATTRIBUTES)

@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,7 @@ from lightning_pp.distributed.groups import group_of_hosts
 from lightning_pp.errors import CheckpointError, ConfigurationError
 from lightning_pp.strategy._lightning_private import replace_link
 from lightning_pp.strategy.checkpoints.run_state import own_run_state, restore_run_state
+from lightning_pp.strategy.parameters.optimizers import steps_nothing
 
 if TYPE_CHECKING:
     from lightning_pp.strategy.engine import PipelineEngine
@@ -106,6 +107,10 @@ class Checkpoints:
             if isinstance(callback, ModelCheckpoint):
                 self._follow(callback, trainer)
 
+    def hold(self, part: RankPart) -> None:
+        """Takes ``part`` in place of the one that the run began with, after an optimizer has got other parameters."""
+        self._run = replace(self._attached, part=part)
+
     @property
     def _attached(self) -> _Run:
         if self._run is None:
@@ -137,6 +142,8 @@ class Checkpoints:
         if self._is_interrupted() or self._is_sharded:
             return {}
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        if steps_nothing(inner):
+            return {}
         return gather_full_optimizer_state(self._attached.part, inner)
 
     def save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None) -> None:

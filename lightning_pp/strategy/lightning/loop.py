@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from torch.optim import Optimizer
 
-from lightning_pp.strategy._lightning_private import AutomaticOptimization, call_hooks
+from lightning_pp.strategy._lightning_private import AutomaticOptimization, call_hooks, call_strategy
 
 
 class PipelineClosure(Closure):
@@ -31,8 +31,9 @@ class PipelineClosure(Closure):
         if self._zero_grad is not None:
             self._zero_grad()
         result = self._step()
-        call_hooks(self._trainer, "on_before_backward", result.closure_loss)
-        call_hooks(self._trainer, "on_after_backward")
+        if result.closure_loss is not None:
+            call_hooks(self._trainer, "on_before_backward", result.closure_loss)
+            call_hooks(self._trainer, "on_after_backward")
         return result
 
 
@@ -64,6 +65,11 @@ class PipelineOptimization(AutomaticOptimization):
 
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
         return PipelineClosure(self.trainer, self._make_step_fn(kwargs), self._make_zero_grad_fn(batch_idx, optimizer))
+
+    def _training_step(self, kwargs: OrderedDict[str, Any]) -> ClosureResult:
+        """Lightning's refuses None with several processes, for some of them may train; here all of a pipeline skip."""
+        output = call_strategy(self.trainer, "training_step", *kwargs.values())
+        return self.output_result_cls.from_training_step_output(output, self.trainer.accumulate_grad_batches)
 
     @classmethod
     def install(cls, trainer: pl.Trainer) -> None:

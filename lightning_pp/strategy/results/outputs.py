@@ -246,12 +246,17 @@ def _all_equal(values: Sequence[Any]) -> bool:
         return False
 
 
+class NoLossError(ConfigurationError):
+    """A training step has returned None."""
+
+
 def loss_of(output: Any) -> Tensor:
     """The loss in what ``training_step`` returned; raises :class:`ConfigurationError` if there is none."""
     loss = output.get("loss") if hasattr(output, "get") else output
     if not isinstance(loss, Tensor):
-        raise ConfigurationError(
+        raise (NoLossError if output is None else ConfigurationError)(
             f"training_step returned {type(output).__name__}{' without a loss' if hasattr(output, 'get') else ''}; "
-            "in a pipeline every batch needs a loss: return a tensor, or a dict with the key 'loss'."
+            "in a pipeline every batch needs a loss: return a tensor, or a dict with the key 'loss'. Only without "
+            "replicas and accumulation, not in the first batch, and for all microbatches of it, may None skip a batch."
         )
     return loss

@@ -86,6 +86,7 @@ def recorded_step(
     *,
     precision: Precision,
     device: torch.device,
+    trains: bool,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Callable[[DryRun], Any]:
     """The user's step on one microbatch, for :func:`lightning_pp.split.dry_run.run`.
@@ -101,6 +102,7 @@ def recorded_step(
         kwargs: Keyword arguments of the call.
         precision: Its forward context is entered around the step.
         device: Where the step computes.
+        trains: Whether the step has to return a loss.
         around: Makes a context to enter around the step.
     """
 
@@ -115,7 +117,7 @@ def recorded_step(
             stack.enter_context(precision.forward_context())
             stack.enter_context(logging_to(module, dry.need_at_end))
             stack.enter_context(loggers_muted(trainer_of(module)))
-            stack.enter_context(metrics_suspended(module, metric_returns, on_fakes=step == "training_step"))
+            stack.enter_context(metrics_suspended(module, metric_returns, on_fakes=trains))
             if reads_batch_idx(getattr(module, step)):
                 dry.note_progress_read()
             own, shared = dry.own(batch), dict(entries_of(batch, "batch"))
@@ -124,7 +126,7 @@ def recorded_step(
             _refuse_shared_writes(step, shared, batch)
             if isinstance(dry, DryRun):
                 _tell_what_hooks_see(module, step, places_written(batch, own), edits_contents=dry.edits_batch)
-        if step == "training_step":
+        if trains:
             check_loss(loss_of(output), module)  # here every rank sees it, in the step only the last stage
         return output
 

@@ -1,0 +1,77 @@
+"""Lightning's ``BaseFinetuning``, whose callbacks freeze parts of the module and add them to the optimizer later."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import BaseFinetuning
+from torch import nn
+from torch.optim import Optimizer
+
+_HOOKS = ("on_fit_start", "on_train_epoch_start")
+
+
+def finetune_whole_module(trainer: pl.Trainer, of_all_parameters: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Has the callbacks of ``trainer`` that thaw and add parameters see those of all stages.
+
+    So every rank's optimizer has the groups that one device would have, and knows what trains.
+
+    Args:
+        trainer: The trainer, whose fit begins.
+        of_all_parameters: Makes a context in which the module has all parameters, with fakes for those of other
+            stages; afterwards optimizers have this rank's only.
+    """
+    callbacks: list[Any] = getattr(trainer, "callbacks", [])
+    for callback in callbacks:
+        if isinstance(callback, BaseFinetuning):
+            for name in _HOOKS:
+                vars(callback)[name] = _within(of_all_parameters, getattr(type(callback), name), callback)
+
+
+def resume_finetuning(trainer: pl.Trainer, states: dict[str, Any]) -> None:
+    """Adds the groups that such callbacks had added when a checkpoint was written, so that its states fit.
+
+    Lightning restores callbacks after the optimizer where a strategy loads after its set-up, and these would do it at
+    the start of the next fit only.
+
+    Args:
+        trainer: The trainer.
+        states: Of its callbacks, as the checkpoint has them.
+    """
+    callbacks: list[Any] = getattr(trainer, "callbacks", [])
+    for callback in callbacks:
+        if isinstance(callback, BaseFinetuning) and callback.state_key in states:
+            callback.load_state_dict(states[callback.state_key])
+            callback.on_fit_start(trainer, trainer.lightning_module)
+
+
+@contextmanager
+def _filtered_by_identity() -> Iterator[None]:
+    """Within, a parameter counts as in the optimizer if it is, and not if one with the same values is."""
+
+    def not_in(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        present = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return [parameter for parameter in params if id(parameter) not in present]
+
+    original = BaseFinetuning.filter_on_optimizer
+    # it compares the values of all parameters, which no stage has
+    BaseFinetuning.filter_on_optimizer = staticmethod(not_in)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        BaseFinetuning.filter_on_optimizer = staticmethod(original)  # type: ignore[method-assign]
+
+
+def _within(
+    of_all_parameters: Callable[[], AbstractContextManager[Any]], hook: Callable[..., Any], callback: BaseFinetuning
+) -> Callable[..., Any]:
+    @functools.wraps(hook)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with of_all_parameters(), _filtered_by_identity():
+            return hook(callback, *args, **kwargs)
+
+    return call
