@@ -299,7 +299,7 @@ class PipelineEngine:
         self._trainer = trainer
         self._checks.start()
         self._recover()
-        self._num_batches_before = sum(self._num_batches_run.values())
+        self._num_batches_before = self.num_batches_run
         self._attached.enter_context(self._update_hooks.attached(self.groups))
         norms = GradientNorms(self.module, self.split.fake_parameters, self.groups)
         self._attached.enter_context(norms.in_place_of_lightnings())
@@ -348,6 +348,11 @@ class PipelineEngine:
             if self.device.type == "cpu":
                 self._make_executor()
             self._connection.align_generators()
+
+    @property
+    def num_batches_run(self) -> int:
+        """Batches of training and evaluation that the ranks have run together, this rank's last one included."""
+        return sum(self._num_batches_run.values())
 
     @property
     def costs(self) -> StageCosts | None:
@@ -414,7 +419,7 @@ class PipelineEngine:
     def note_batch(self, batch: Any) -> None:
         """Remembers the fingerprint of the batch that is about to be run: of all of it in a run's first batches."""
         if self.sizes.pipeline > 1:
-            number = sum(self._num_batches_run.values())
+            number = self.num_batches_run
             is_read_whole = number - self._num_batches_before < _BATCHES_CHECKED_BEFOREHAND
             self._fingerprint = fingerprint(batch, self.mesh.get_rank(), None if is_read_whole else number)
 

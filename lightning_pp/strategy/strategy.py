@@ -42,15 +42,21 @@ from lightning_pp.strategy._lightning_private import (
     leave_samplers_alone,
     optimizers_to_device,
     replace_summary,
+    trainer_of,
 )
 from lightning_pp.strategy.checkpoints.averaging import average_own_part, leave_averages_to_strategy
 from lightning_pp.strategy.checkpoints.checkpoints import Checkpoints
 from lightning_pp.strategy.checkpoints.rank_part import rank_part
 from lightning_pp.strategy.engine import PipelineEngine
+from lightning_pp.strategy.lightning.ends import (
+    end_at_once_when_interrupted_again,
+    refuse_code_zero,
+    warn_of_nothing_trained,
+)
 from lightning_pp.strategy.lightning.loop import PipelineOptimization
 from lightning_pp.strategy.lightning.mesh_strategy import MeshStrategy
 from lightning_pp.strategy.lightning.plain import with_stages
-from lightning_pp.strategy.lightning.sigterm import end_together_on_sigterm
+from lightning_pp.strategy.lightning.preemption import Preemption
 from lightning_pp.strategy.parameters.optimizers import keep_parameters, set_up_one_optimizer
 from lightning_pp.strategy.parameters.precision import agree_on_scale
 from lightning_pp.strategy.step.data import first_batch, seed_workers_by
@@ -200,7 +206,8 @@ class PipelineParallelStrategy(MeshStrategy):
             is_sharded=save_distributed_checkpoint,
             in_background=async_checkpoint,
             timeout=timeout,
-            is_interrupted=lambda: self._is_interrupted,
+            # after a signal all ranks leave together, between two batches
+            is_interrupted=lambda: self._is_interrupted and not self._is_preempted,
         )
         self._meta_init = meta_init
         self._initial_weights = initial_weights
@@ -208,6 +215,8 @@ class PipelineParallelStrategy(MeshStrategy):
         self._needs_engine = bool(compile or meta_init or async_checkpoint or initial_weights is not None)
         self._engine: PipelineEngine | None = None
         self._num_runs = 0
+        self._num_trained_before = 0
+        self._preemption: Preemption | None = None
 
     @property
     def engine(self) -> PipelineEngine:
@@ -296,10 +305,11 @@ class PipelineParallelStrategy(MeshStrategy):
         agree_on_scale(self.precision_plugin)
         self._checkpoints.refuse_plugin(self.checkpoint_io)
         self._num_runs += 1
-        end_together_on_sigterm(
+        self._preemption = Preemption(
             trainer,
             self._num_runs,
-            num_batches=lambda: self.engine.num_batches_trained,
+            num_batches=lambda: self.engine.num_batches_run,
+            wait_for_checkpoint=self.wait_for_checkpoint,
         )
         self._prepare_loops(trainer)
         is_new = self._engine is None or self._engine.module is not module
@@ -307,6 +317,7 @@ class PipelineParallelStrategy(MeshStrategy):
             self._build(trainer, module)
         engine = self.engine
         engine.attach(trainer)
+        self._num_trained_before = engine.num_batches_trained
         _summarize_whole_model(trainer, engine)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         with engine.split.fake_parameters.all_parameters():
@@ -419,19 +430,24 @@ class PipelineParallelStrategy(MeshStrategy):
     @with_stages
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Runs a validation batch through the pipeline."""
-        output: STEP_OUTPUT = self.engine.evaluate("validation_step", args, kwargs)
+        output: STEP_OUTPUT = self._evaluate("validation_step", args, kwargs)
         return output
 
     @with_stages
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Runs a test batch through the pipeline."""
-        output: STEP_OUTPUT = self.engine.evaluate("test_step", args, kwargs)
+        output: STEP_OUTPUT = self._evaluate("test_step", args, kwargs)
         return output
 
     @with_stages
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a batch through the pipeline and returns its predictions on every rank."""
-        return self.engine.evaluate("predict_step", args, kwargs)
+        return self._evaluate("predict_step", args, kwargs)
+
+    def _evaluate(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._preemption is not None:
+            self._preemption.end_evaluation_if_time()
+        return self.engine.evaluate(step, args, kwargs)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Moves a batch, and notes its fingerprint while it is still on the host."""
@@ -524,6 +540,8 @@ class PipelineParallelStrategy(MeshStrategy):
     @with_stages
     def on_exception(self, exception: BaseException) -> None:
         """Lets go of the other ranks, so that none waits for this one."""
+        end_at_once_when_interrupted_again(exception, self.launcher)
+        refuse_code_zero(exception, self.global_rank)
         if self._engine is not None and not isinstance(exception, SIGTERMException):
             self._engine.abandon()
         self._checkpoints.give_up()
@@ -534,12 +552,24 @@ class PipelineParallelStrategy(MeshStrategy):
         """Puts the module's metrics back; its parameters stay where they are, for the next run of the trainer."""
         if self._engine is not None:
             self._engine.detach()
+            self._tell_of_nothing_trained(self._engine)
         self._checkpoints.close()
         self.checkpoint_io.teardown()
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
+
+    def _tell_of_nothing_trained(self, engine: PipelineEngine) -> None:
+        trainer = engine.module.trainer
+        has_trained = engine.num_batches_trained > self._num_trained_before
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.interrupted and not has_trained:
+            warn_of_nothing_trained(trainer)
+
+    @property
+    def _is_preempted(self) -> bool:
+        trainer = None if self.lightning_module is None else trainer_of(self.lightning_module)
+        return trainer is not None and trainer.received_sigterm
 
 
 def _summarize_whole_model(trainer: pl.Trainer, engine: PipelineEngine) -> None:
