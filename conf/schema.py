@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
 
 
 class Mode(Enum):
@@ -253,7 +253,11 @@ class PlanConf(RunConf):
 
 
 def register() -> None:
-    """Put the schema into Hydra's ConfigStore: ``run_schema``, and ``<group>/<name>_schema`` for each group."""
+    """Put the schema into Hydra's ConfigStore: ``run_schema``, and ``<group>/<name>_schema`` for each group.
+
+    Recipes may write ``${quarter_of:${trainer.max_steps}}``: a quarter of a number, rounded down, and at least 1.
+    """
+    OmegaConf.register_new_resolver("quarter_of", lambda number: max(1, number // 4), replace=True)
     store = ConfigStore.instance()
     store.store(name="run_schema", node=RunConf)
     store.store(name="plan_schema", node=PlanConf)

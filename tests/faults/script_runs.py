@@ -18,6 +18,7 @@ import lightning_pp
 SCRIPT = Path(__file__).with_name("training_script.py")
 LAUNCHERS = {
     "trainer": (),
+    "srun": (str(Path(__file__).with_name("two_tasks.py")),),
     "torchrun": ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
 }
 _SET_BY_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED")
@@ -84,13 +85,18 @@ def when_batches_are_done(folder: Path, number: int, action: Callable[[subproces
     """For ``meanwhile``: ``action`` once rank 1 has done so many batches."""
 
     def wait_and_act(process: subprocess.Popen[str]) -> None:
-        deadline = time.monotonic() + 60
-        while len(losses(folder, 1)) < number:
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.02)
+        wait_until(lambda: len(losses(folder, 1)) >= number, process)
         action(process)
 
     return wait_and_act
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    """Returns when ``condition`` holds; ``process`` has to run until then."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.02)
 
 
 def losses(folder: Path, rank: int) -> list[list[float]]:

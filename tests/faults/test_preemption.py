@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,12 @@ def fit(folder: Path, devices: int = 1, ckpt_path: Path | None = None, **options
     trainer.fit(Regression(), loader(), ckpt_path=ckpt_path)
 
 
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
 def check_ended(folder: Path, ended: Any, name: str, checkpoints: Path, num_batches: int) -> Path:
     """The one line that tells of it is true; returns the checkpoint."""
     told = re.findall(rf"{name} on rank (\d): training has ended after (\d+) batches of epoch (\d+) .*", ended.output)
@@ -46,7 +54,7 @@ def check_ended(folder: Path, ended: Any, name: str, checkpoints: Path, num_batc
     ("launcher", "name", "ranks", "at", "accumulate"),
     [
         ("trainer", "SIGTERM", (0,), 2, 1),
-        ("trainer", "SIGTERM", (1,), 4, 1),  # the end lies where an epoch begins
+        ("trainer", "SIGTERM", (1,), 4, 1),  # not where an epoch begins
         ("trainer", "SIGUSR1", (0, 1), 2, 1),
         ("torchrun", "SIGTERM", (1,), 1, 3),  # not within an accumulation
     ],
@@ -63,12 +71,14 @@ def test_a_signal_in_a_step_saves_the_training_which_goes_on_as_one_device(
     else:
         assert ended.code == 1 and f"exitcode  : {code}" in ended.output, ended.output
     num_batches = len(losses(tmp_path, 0))
-    assert num_batches % accumulate == 0 and at + 1 <= num_batches <= at + 1 + accumulate
+    assert num_batches % accumulate == 0 and at + 1 <= num_batches <= at + 2 + accumulate
+    assert num_batches % BATCHES_PER_EPOCH > 0
     saved = check_ended(tmp_path, ended, name, dirpath, num_batches)
     pool.run(fit, tmp_path, 2, saved, accumulate_grad_batches=accumulate, world_size=2)
     (tmp_path / "one").mkdir()
     fit(tmp_path / "one", **options)
     expected = losses(tmp_path / "one", 0)
+    assert [number for number, _ in expected] == list(range(3 * BATCHES_PER_EPOCH))
     for rank in range(2):
         assert [number for number, _ in losses(tmp_path, rank)] == [number for number, _ in expected]
         found = [loss for _, loss in losses(tmp_path, rank)]
@@ -89,3 +99,25 @@ def test_a_signal_to_the_process_that_was_started_is_enough(tmp_path: Path, laun
     assert ended.code == (143 if launcher == "trainer" else 1), ended.output
     check_ended(tmp_path, ended, "SIGTERM", tmp_path, len(losses(tmp_path, 0)))
     assert len(losses(tmp_path, 0)) < 3 * BATCHES_PER_EPOCH
+
+
+def test_lightnings_requeueing_under_slurm_acts_between_two_batches(tmp_path: Path) -> None:
+    """The checkpoint that Lightning looks for is there, the job is requeued once, and training goes on meanwhile."""
+    command = tmp_path / "bin" / "scontrol"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/requeued\n')
+    command.chmod(0o755)
+    environment = {"PATH": f"{command.parent}{os.pathsep}{os.environ['PATH']}", "MASTER_PORT": str(free_port())}
+    asked: dict[str, Any] = {"environment": environment}
+    ended = run_script("srun", tmp_path, event="SIGUSR1", ranks=(0, 1), at=2, **asked)
+    assert ended.code == 0, ended.output
+    assert (tmp_path / "requeued").read_text() == "requeue 4711\n"
+    assert [number for number, _ in losses(tmp_path, 1)] == list(range(3 * BATCHES_PER_EPOCH))
+    before = losses(tmp_path, 0)
+    for rank in range(2):
+        (tmp_path / f"losses-{rank}.jsonl").unlink()
+    ended = run_script("srun", tmp_path, **asked)  # the job that Slurm starts again
+    assert ended.code == 0, ended.output
+    for rank in range(2):
+        assert losses(tmp_path, rank) == [pytest.approx(each) for each in before[-len(losses(tmp_path, rank)) :]]
+        assert losses(tmp_path, rank)[0][0] == 4  # told in the third, and set by the time of the next

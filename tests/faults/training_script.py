@@ -17,6 +17,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -27,20 +28,20 @@ BATCHES_PER_EPOCH = 6
 class ResumableLoader(DataLoader[Any]):
     """Goes on where it stood when its state was taken."""
 
-    position = 0
+    start = position = 0
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        start, self.start = self.start, 0
         for number, batch in enumerate(super().__iter__()):
-            if number >= self.position:
+            if number >= start:
                 self.position = number + 1
                 yield batch
-        self.position = 0
 
     def state_dict(self) -> dict[str, int]:
         return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
+        self.start = state["position"]
 
 
 def loader() -> ResumableLoader:
@@ -94,6 +95,18 @@ class Losses(pl.Callback):
         time.sleep(self.pause_s)
 
 
+class SlowLogger(DummyLogger):
+    """Takes a minute at the end, as one that uploads."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def finalize(self, status: str) -> None:
+        (self.folder / "finalizing").touch()
+        time.sleep(60)
+
+
 def main(asked: dict[str, Any]) -> None:
     from lightning_pp import PipelineParallelStrategy
 
@@ -107,7 +120,7 @@ def main(asked: dict[str, Any]) -> None:
         devices=devices,
         strategy=strategy,
         default_root_dir=folder,
-        logger=False,
+        logger=SlowLogger(folder) if asked.get("ends_slowly") else False,
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[Losses(folder, asked.get("pause_s", 0.0)), *keeper],

@@ -14,8 +14,6 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 _log = logging.getLogger(__name__)
 
-_INTERRUPTED_CODE = 128 + signal.SIGINT
-
 
 def refuse_code_zero(exception: BaseException, rank: int) -> None:
     """Has ``exit()`` and ``exit(0)`` within a run end the process with 1, since what it is part of is not finished.
@@ -44,7 +42,8 @@ def end_at_once_when_interrupted_again(exception: BaseException, launcher: Any) 
         for process in getattr(launcher, "procs", []):
             process.kill()
         os.write(2, b"\nInterrupted again: ended at once.\n")
-        os._exit(_INTERRUPTED_CODE)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)  # without Python's own end, which waits for threads
 
     signal.signal(signal.SIGINT, leave)
 

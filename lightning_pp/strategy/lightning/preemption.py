@@ -94,8 +94,10 @@ class Preemption:
     other ranks wait for this one, and its loop has one before every batch. Here the handler only notes the signal.
 
     A fit ends where no gradients wait for an update, so that nothing is lost: after an optimizer's step, and not within
-    a validation. Its state is saved there. The process ends as one that the signal has ended, with the code 128 + its
-    number: 143 for SIGTERM, 138 for SIGUSR1.
+    a validation. It does not end where an epoch begins either, but after the next step: many loaders that have a state
+    take it there for that of the epoch before, and would skip the epoch when they go on. Its state is saved where it
+    ends. The process ends as one that the signal has ended, with the code 128 + its number: 143 for SIGTERM, 138 for
+    SIGUSR1.
 
     Where Lightning requeues Slurm's jobs itself (:class:`SLURMEnvironment`), its own handler of that signal is called
     at such a place, on all ranks, and the training goes on until Slurm ends it. A handler of the user's own for SIGUSR1
@@ -117,16 +119,18 @@ class Preemption:
     ) -> None:
         self._trainer = trainer
         self._wait_for_checkpoint = wait_for_checkpoint
+        self._is_past_beginning = False
         store = store_of_job() if dist.is_initialized() and trainer.world_size > 1 else None
         self._end = CommonEnd(store, f"lightning_pp/end/{number}", num_batches, trainer.global_rank)
         replace_signal_handling(trainer, self._note, self._note_requeue, self._end_fit_if_time)
 
     def end_evaluation_if_time(self) -> None:
         """Before a batch of ``validate``, ``test`` or ``predict``, of which nothing is saved."""
-        if self._trainer.state.fn == TrainerFn.FITTING or not self._end.has_come():
+        what = self._trainer.state.fn
+        if what is None or what == TrainerFn.FITTING or not self._end.has_come():
             return
         name, rank = self._end.cause
-        rank_zero_info(f"{name} on rank {rank}: {self._trainer.state.fn} has ended before its last batch.")
+        rank_zero_info(f"{name} on rank {rank}: {what.value} has ended before its last batch.")
         self._leave(name)
 
     def _note(self, signum: int, _: Any) -> None:
@@ -138,10 +142,14 @@ class Preemption:
     def _end_fit_if_time(self) -> None:
         if not self._end.has_come() or accumulates(self._trainer):
             return
+        if self._trainer.fit_loop.epoch_loop.batch_progress.current.ready == 0 and not self._is_past_beginning:
+            self._is_past_beginning = True  # with one batch in an epoch, the next question comes at a beginning too
+            return
         name, rank = self._end.cause
         if name == _REQUEUE:
             requeue_by_slurm(self._trainer)
             self._end.start_over()
+            self._is_past_beginning = False
             return
         progress = self._trainer.fit_loop.epoch_loop.batch_progress.current
         told = (
