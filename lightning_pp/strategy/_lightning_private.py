@@ -16,6 +16,7 @@ from typing import Any, cast
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, WeightAveraging
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
@@ -59,6 +60,7 @@ __all__ = [
     "SubprocessScriptLauncher",
     "accumulates",
     "averaging_options",
+    "call_before_update",
     "call_hooks",
     "computing_locally",
     "data_source_of",
@@ -102,6 +104,7 @@ for _owner, _name in (
     (_FitLoop, "_should_accumulate"),
     (_TrainingEpochLoop, "_broadcast_sigterm_tensor"),
     (ModelSummary, "_summary"),
+    (Precision, "_after_closure"),
     (ModelCheckpoint, "_link_checkpoint"),
     # what classes of this package override or call in their base classes
     *((AutomaticOptimization, name) for name in ("_make_closure", "_make_step_fn", "_make_zero_grad_fn")),
@@ -153,6 +156,16 @@ def call_hooks(trainer: pl.Trainer, name: str, *args: Any) -> None:
     """Calls the hook ``name`` of the callbacks, then that of the module."""
     _call_callback_hooks(trainer, name, *args)
     _call_lightning_module_hook(trainer, name, *args)
+
+
+def call_before_update(precision: Precision, function: Callable[[], None]) -> None:
+    """Has ``precision`` call ``function()`` right before the optimizer's step: after hooks and clipping."""
+
+    def after_closure(model: pl.LightningModule, optimizer: Any) -> None:
+        type(precision)._after_closure(precision, model, optimizer)
+        function()
+
+    precision.__dict__["_after_closure"] = after_closure
 
 
 def synchronizes_layers(trainer: pl.Trainer) -> bool:

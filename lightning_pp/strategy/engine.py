@@ -42,9 +42,11 @@ from lightning_pp.strategy.batch.run import BatchRun, StepCall
 from lightning_pp.strategy.batch.whole_batch import ending_with_batch
 from lightning_pp.strategy.connection import Connection
 from lightning_pp.strategy.lightning.gradient_norms import GradientNorms
+from lightning_pp.strategy.parameters.finite_gradients import FiniteGradients
 from lightning_pp.strategy.parameters.gradients import StageGradients
 from lightning_pp.strategy.parameters.precision import loss_scale, step_dtypes
 from lightning_pp.strategy.parameters.whole_module import make_whole
+from lightning_pp.strategy.results.finite_losses import LossCheck
 from lightning_pp.strategy.results.metrics import PipelineMetrics
 from lightning_pp.strategy.results.outputs import loss_of
 from lightning_pp.strategy.results.reports import BatchReport
@@ -275,6 +277,9 @@ class PipelineEngine:
             self._forward,
             is_on=options.batches.check_first_batches,
         )
+        self.finite = FiniteGradients(
+            options.batches.on_nonfinite, self.split, self.rank, self.device, lambda: self._trainer
+        )
         self._programs.sharding = self.gradients.sharding
         if self._compile_options is not None:
             self._compiled_units = CompiledUnits(self.split.units_of(self.rank), self._compile_options)
@@ -494,7 +499,15 @@ class PipelineEngine:
             fingerprint=mine,
             device=self.device,
             metrics=self.metrics,
+            losses=self._loss_check(run),
         )
+
+    def _loss_check(self, run: BatchRun) -> LossCheck | None:
+        if not run.call.training or self.finite.mode == "ignore":
+            return None
+        stage = self.split.partition.num_stages - 1
+        where = f"{self.finite.where()}, on rank {self.mesh.get_rank()} (stage {stage}, the last)"
+        return LossCheck(self.finite.mode == "error", where, run.whole is not None)
 
     def _take_up(self, report: BatchReport, run: BatchRun) -> Any:
         """What the step returned for the batch; what it logged and changed on the module is there from now on."""
@@ -507,6 +520,7 @@ class PipelineEngine:
                 self._executor.drain()  # who still waits for a gradient of this rank's is to hear of this error, too
             raise
         run.attributes.apply(changes)
+        self.finite.note_loss(report.nonfinite)
         return output
 
     def _cut(self, batch: Any, *, for_training: bool) -> list[Microbatch]:

@@ -27,7 +27,7 @@ from lightning_pp.distributed.sizes import Auto, check_size
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.activation_checkpointing import ActivationCheckpointing
 from lightning_pp.planning.cuts import CutOptions, names_of
-from lightning_pp.planning.pipeline_options import BatchOptions, PipelineOptions
+from lightning_pp.planning.pipeline_options import BatchOptions, OnNonFinite, PipelineOptions
 from lightning_pp.planning.schedules.given_costs import given_costs
 from lightning_pp.planning.schedules.options import DEFAULT_NUM_PROFILED_BATCHES, ScheduleOptions
 from lightning_pp.planning.schedules.source import schedule_source
@@ -103,6 +103,10 @@ class PipelineParallelStrategy(MeshStrategy):
         check_first_batches: In the first two training batches of a fit, and the first of validation, a part is also run
             in one piece and in two, forward only. If loss, logged values, outputs or changed attributes differ, the run
             ends with an error that says where samples are coupled. False: nothing is compared.
+        on_nonfinite: What happens when a loss, or a gradient before an update, is NaN or infinite. ``"error"``: the run
+            ends with a :class:`~lightning_pp.errors.NonFiniteError` that says where, before anything is updated with
+            it. ``"skip"``: all ranks skip this update, with a warning. ``"ignore"``: nothing is looked at. With
+            ``"error"`` and ``"skip"`` weights that are not finite are not saved. ``16-mixed`` skips by its scaler.
         units: Names or shell patterns of modules that live whole on one stage; by default discovered.
         split_points: Names of the units that start stages 1, 2, ...; by default the cut with the shortest step, by
             measured costs that are given, else by FLOPs and parameters.
@@ -162,6 +166,7 @@ class PipelineParallelStrategy(MeshStrategy):
         exact_search: bool = False,
         whole_batch_loss: bool = False,
         check_first_batches: bool = True,
+        on_nonfinite: OnNonFinite = "error",
         units: Sequence[str] | str | None = None,
         split_points: Sequence[str] | str | None = None,
         unit_weights: Mapping[str, float] | None = None,
@@ -194,7 +199,7 @@ class PipelineParallelStrategy(MeshStrategy):
         source.check_sizes(pipeline_parallel_size)
         self.options = PipelineOptions(
             ScheduleOptions(source, memory_limit_gib, given_costs(costs), num_profiled_batches, save_costs),
-            BatchOptions(num_microbatches, split_batch, check_first_batches),
+            BatchOptions(num_microbatches, split_batch, check_first_batches, on_nonfinite),
             CutOptions(names_of(split_points), unit_weights, rank_speeds, names_of(units)),
             ShardingSettings(sharding, unshard_budget, cpu_offload, data_parallel_replicate_size),
             activation_checkpointing,
@@ -334,7 +339,8 @@ class PipelineParallelStrategy(MeshStrategy):
                 optimizers_to_device(self.optimizers, self.root_device)
             PipelineOptimization.install(trainer)
         self.setup_precision_plugin()
-        engine.gradients.install_clipping(self.precision_plugin)
+        engine.gradients.install_clipping(self.precision_plugin, engine.finite.note_norm)
+        engine.finite.install(self.precision_plugin)
         self._checkpoints.attach(trainer, engine, part, self.checkpoint_io)
         if is_fitting:
             average_own_part(trainer, module, self._checkpoints)
