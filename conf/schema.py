@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
 
 
 class Mode(Enum):
@@ -95,6 +95,7 @@ class PipelineStrategyConf:
     exact_search: bool = False
     whole_batch_loss: bool = False
     check_first_batches: bool = True
+    on_nonfinite: str = "error"
     units: list[str] | None = None
     split_points: list[str] | None = None
     unit_weights: Any = None  # a dict of names to numbers: of a typed one that is None nothing can be set
@@ -253,7 +254,11 @@ class PlanConf(RunConf):
 
 
 def register() -> None:
-    """Put the schema into Hydra's ConfigStore: ``run_schema``, and ``<group>/<name>_schema`` for each group."""
+    """Put the schema into Hydra's ConfigStore: ``run_schema``, and ``<group>/<name>_schema`` for each group.
+
+    Recipes may write ``${quarter_of:${trainer.max_steps}}``: a quarter of a number, rounded down, and at least 1.
+    """
+    OmegaConf.register_new_resolver("quarter_of", lambda number: max(1, number // 4), replace=True)
     store = ConfigStore.instance()
     store.store(name="run_schema", node=RunConf)
     store.store(name="plan_schema", node=PlanConf)

@@ -19,5 +19,22 @@ class BatchError(ValueError):
     """A batch cannot be cut into microbatches, or differs between the ranks of one pipeline."""
 
 
+class NonFiniteError(ArithmeticError):
+    """A loss or a gradient is NaN or infinite.
+
+    Args:
+        what: What is, and where.
+    """
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        return (
+            f"{super().__str__()} Nothing is updated with it; go on from the last checkpoint. on_nonfinite='skip' "
+            "skips such updates on all ranks, on_nonfinite='ignore' looks at nothing."
+        )
+
+
 class CheckpointError(RuntimeError):
     """A checkpoint does not fit the model, or is damaged."""

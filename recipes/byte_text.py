@@ -8,7 +8,7 @@ from __future__ import annotations
 import glob
 import os
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import lightning.pytorch as L
@@ -112,11 +112,36 @@ class ByteCrops(Dataset[dict[str, Tensor]]):
         return {"input_ids": self.text[start : start + self.seq_len].long()}
 
 
+class ResumableLoader(DataLoader[dict[str, Tensor]]):
+    """Goes on within an epoch where it stood when its state was taken, as Lightning does with the loaders of a fit."""
+
+    _start = _position = 0
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:  # type: ignore[override] # a generator is an iterator, too
+        start, self._start = self._start, 0
+        self._position = start
+        return self._from(start)
+
+    def _from(self, start: int) -> Iterator[dict[str, Tensor]]:
+        for number, batch in enumerate(super().__iter__()):
+            if number >= start:
+                self._position = number + 1
+                yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        """How many batches of the epoch have been taken."""
+        return {"position": self._position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Has the next epoch begin after as many batches; after none, where it had been taken whole."""
+        self._start = state["position"] % len(self)
+
+
 class ByteTextDataModule(L.LightningDataModule):
     """Random crops of text files for training, evenly spaced crops of their last part for evaluation.
 
     Batches are ``{"input_ids": int64 [B, T]}`` of byte values. Which crops an epoch holds depends only on the files and
-    on ``seed``, so every process, and a resumed run, sees the same.
+    on ``seed``, so every process sees the same, and a resumed run those that come next.
 
     Args:
         files: Paths and glob patterns. Empty: the source code of the running Python's standard library.
@@ -206,7 +231,8 @@ class ByteTextDataModule(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         """Batches of random crops."""
-        return self._loader(self._train)
+        loader = self._loader(self._train)
+        return ResumableLoader(loader.dataset, batch_size=self.batch_size, num_workers=self.num_workers)
 
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         """Batches of evenly spaced crops of the last part of the text."""

@@ -17,9 +17,18 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from lightning_pp.cli import launch
 from lightning_pp.cli._omegaconf_private import root_of
-from lightning_pp.errors import BatchError, CheckpointError, ConfigurationError, ScheduleError, SplitError
+from lightning_pp.errors import (
+    BatchError,
+    CheckpointError,
+    ConfigurationError,
+    NonFiniteError,
+    ScheduleError,
+    SplitError,
+)
 
-OWN_ERRORS: tuple[type[Exception], ...] = (BatchError, CheckpointError, ConfigurationError, ScheduleError, SplitError)
+OWN_ERRORS: tuple[type[Exception], ...] = (
+    *(BatchError, CheckpointError, ConfigurationError, NonFiniteError, ScheduleError, SplitError),
+)
 _RANK_ZERO_SPEAKS_FIRST_SECONDS = 10.0
 
 

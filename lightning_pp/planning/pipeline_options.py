@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 from lightning_pp.distributed.sizes import Auto, check_size
 from lightning_pp.errors import ConfigurationError
@@ -14,6 +15,8 @@ from lightning_pp.planning.sharded_stages import ShardingSettings
 from lightning_pp.planning.tuning import LayoutRequest
 from lightning_pp.split.data.microbatch import SplitBatch
 
+OnNonFinite = Literal["error", "skip", "ignore"]
+
 
 @dataclass(frozen=True)
 class BatchOptions:
@@ -23,6 +26,7 @@ class BatchOptions:
         num_microbatches: Slices of a batch.
         split_batch: Cuts a batch; None: along dimension 0.
         check_first_batches: Whether a run's first batches are compared with parts of them.
+        on_nonfinite: What a loss or a gradient comes to that is not finite: ``"error"``, ``"skip"`` or ``"ignore"``.
 
     Raises:
         ConfigurationError: A value is not of its kind.
@@ -31,9 +35,14 @@ class BatchOptions:
     num_microbatches: int | Auto = "auto"
     split_batch: SplitBatch | None = None
     check_first_batches: bool = True
+    on_nonfinite: OnNonFinite = "error"
 
     def __post_init__(self) -> None:
         check_size("num_microbatches", self.num_microbatches)
+        if self.on_nonfinite not in get_args(OnNonFinite):
+            raise ConfigurationError(
+                f"on_nonfinite={self.on_nonfinite!r} is unknown; it is one of {', '.join(get_args(OnNonFinite))}."
+            )
         if self.split_batch is not None and not callable(self.split_batch):
             raise ConfigurationError(
                 f"split_batch={self.split_batch!r} must be a function of a batch and the largest number of "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -75,14 +75,17 @@ def clip_by_norm_(
     group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
     norm_type: float = 2.0,
+    note: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
     """Scales gradients in place so that :func:`global_norm` is at most ``max_norm``; returns the norm before.
 
-    Arguments are those of :func:`global_norm`. A non-finite norm makes gradients NaN or zero, as
-    ``torch.nn.utils.clip_grad_norm_(error_if_nonfinite=False)`` does.
+    Arguments are those of :func:`global_norm`; ``note`` gets the norm before anything is scaled. A non-finite norm
+    makes gradients NaN or zero, as ``torch.nn.utils.clip_grad_norm_(error_if_nonfinite=False)`` does.
     """
     parameters = list(parameters)
     total = global_norm(parameters, group=group, mesh=mesh, norm_type=norm_type)
+    if note is not None:
+        note(total)
     coefficient = torch.clamp(max_norm / (total + _EPSILON), max=1.0)
     gradients = _local_gradients(parameter for parameter, _ in parameters)
     for device_gradients in _by_kind(gradients):

@@ -6,14 +6,17 @@ version has one no longer.
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, WeightAveraging
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
@@ -60,6 +63,7 @@ __all__ = [
     "SubprocessScriptLauncher",
     "accumulates",
     "averaging_options",
+    "call_before_update",
     "call_hooks",
     "call_strategy",
     "computing_locally",
@@ -77,9 +81,10 @@ __all__ = [
     "optimizers_to_device",
     "reduced",
     "replace_link",
-    "replace_sigterm_handling",
+    "replace_signal_handling",
     "replace_summary",
     "request_dataloader",
+    "requeue_by_slurm",
     "results_of",
     "set_average",
     "set_trainer",
@@ -99,9 +104,11 @@ for _owner, _name in (
     (pl.LightningModule, "_on_before_batch_transfer"),
     (pl.Trainer, "_results"),
     (_SignalConnector, "_sigterm_notifier_fn"),
+    (_SignalConnector, "_slurm_sigusr_handler_fn"),
     (_FitLoop, "_should_accumulate"),
     (_TrainingEpochLoop, "_broadcast_sigterm_tensor"),
     (ModelSummary, "_summary"),
+    (Precision, "_after_closure"),
     (ModelCheckpoint, "_link_checkpoint"),
     # what classes of this package override or call in their base classes
     *(
@@ -158,20 +165,50 @@ def call_hooks(trainer: pl.Trainer, name: str, *args: Any) -> None:
     _call_lightning_module_hook(trainer, name, *args)
 
 
+def call_before_update(precision: Precision, function: Callable[[], None]) -> None:
+    """Has ``precision`` call ``function()`` right before the optimizer's step: after hooks and clipping."""
+
+    def after_closure(model: pl.LightningModule, optimizer: Any) -> None:
+        type(precision)._after_closure(precision, model, optimizer)
+        function()
+
+    precision.__dict__["_after_closure"] = after_closure
+
+
 def synchronizes_layers(trainer: pl.Trainer) -> bool:
     """Whether ``sync_batchnorm``, or a plugin like it, was asked for."""
     return trainer._accelerator_connector._layer_sync is not None
 
 
-def replace_sigterm_handling(
-    trainer: pl.Trainer, on_signal: Callable[[int, Any], None], before_batch: Callable[[], None]
+def replace_signal_handling(
+    trainer: pl.Trainer,
+    on_signal: Callable[[int, Any], None],
+    on_requeue: Callable[[int, Any], None],
+    before_batch: Callable[[], None],
 ) -> None:
-    """Has a SIGTERM call ``on_signal(number, frame)``, and training ``before_batch()`` before every batch.
+    """Has signals call ``on_signal(number, frame)``, and training ``before_batch()`` before every batch.
 
-    Lightning has a collective in each of these places.
+    These signals are SIGTERM, and SIGUSR1 unless it has a handler. What Lightning takes for Slurm's word that the job
+    is about to end calls ``on_requeue(number, frame)``. Lightning has a collective in each of these places.
     """
-    trainer._signal_connector.__dict__["_sigterm_notifier_fn"] = on_signal
+    connector = trainer._signal_connector
+
+    def register() -> None:
+        type(connector).register_signal_handlers(connector)
+        has_signal = hasattr(signal, "SIGUSR1") and threading.current_thread() is threading.main_thread()
+        if has_signal and signal.getsignal(signal.SIGUSR1) in (None, signal.SIG_DFL):
+            signal.signal(signal.SIGUSR1, on_signal)
+
+    connector.__dict__["_sigterm_notifier_fn"] = on_signal
+    connector.__dict__["_slurm_sigusr_handler_fn"] = on_requeue
+    connector.__dict__["register_signal_handlers"] = register
     trainer.fit_loop.epoch_loop.__dict__["_broadcast_sigterm_tensor"] = before_batch
+
+
+def requeue_by_slurm(trainer: pl.Trainer) -> None:
+    """What Lightning does at Slurm's signal: it saves a checkpoint, and has the job requeued; all ranks call it."""
+    connector = trainer._signal_connector
+    type(connector)._slurm_sigusr_handler_fn(connector, signal.SIGUSR1, cast(Any, None))
 
 
 def note_sigterm(trainer: pl.Trainer) -> None:

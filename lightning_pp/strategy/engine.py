@@ -43,9 +43,11 @@ from lightning_pp.strategy.batch.run import BatchRun, StepCall
 from lightning_pp.strategy.batch.whole_batch import ending_with_batch
 from lightning_pp.strategy.connection import Connection
 from lightning_pp.strategy.lightning.gradient_norms import GradientNorms
+from lightning_pp.strategy.parameters.finite_gradients import FiniteGradients
 from lightning_pp.strategy.parameters.gradients import StageGradients
 from lightning_pp.strategy.parameters.precision import loss_scale, step_dtypes
 from lightning_pp.strategy.parameters.whole_module import make_whole
+from lightning_pp.strategy.results.finite_losses import LossCheck
 from lightning_pp.strategy.results.metrics import PipelineMetrics
 from lightning_pp.strategy.results.outputs import NoLossError, loss_of
 from lightning_pp.strategy.results.reports import BatchReport
@@ -297,6 +299,9 @@ class PipelineEngine:
             self._forward,
             is_on=options.batches.check_first_batches,
         )
+        self.finite = FiniteGradients(
+            options.batches.on_nonfinite, self.split, self.rank, self.device, lambda: self._trainer
+        )
         self._programs.sharding = self.gradients.sharding
         if self._compile_options is not None:
             self._compiled_units = CompiledUnits(self.split.units_of(self.rank), self._compile_options)
@@ -321,7 +326,7 @@ class PipelineEngine:
         self._trainer = trainer
         self._checks.start()
         self._recover()
-        self._num_batches_before = sum(self._num_batches_run.values())
+        self._num_batches_before = self.num_batches_run
         self._attached.enter_context(self._update_hooks.attached(self.groups))
         norms = GradientNorms(self.module, self.split.fake_parameters, self.groups)
         self._attached.enter_context(norms.in_place_of_lightnings())
@@ -370,6 +375,11 @@ class PipelineEngine:
             if self.device.type == "cpu":
                 self._make_executor()
             self._connection.align_generators()
+
+    @property
+    def num_batches_run(self) -> int:
+        """Batches of training and evaluation that the ranks have run together, this rank's last one included."""
+        return sum(self._num_batches_run.values())
 
     @property
     def costs(self) -> StageCosts | None:
@@ -452,7 +462,7 @@ class PipelineEngine:
     def note_batch(self, batch: Any) -> None:
         """Remembers the fingerprint of the batch that is about to be run: of all of it in a run's first batches."""
         if self.sizes.pipeline > 1:
-            number = sum(self._num_batches_run.values())
+            number = self.num_batches_run
             is_read_whole = number - self._num_batches_before < _BATCHES_CHECKED_BEFOREHAND
             self._fingerprint = fingerprint(batch, self.mesh.get_rank(), None if is_read_whole else number)
 
@@ -527,7 +537,15 @@ class PipelineEngine:
             fingerprint=mine,
             device=self.device,
             metrics=self.metrics,
+            losses=self._loss_check(run),
         )
+
+    def _loss_check(self, run: BatchRun) -> LossCheck | None:
+        if not run.call.training or self.finite.mode == "ignore":
+            return None
+        stage = self.split.partition.num_stages - 1
+        where = f"{self.finite.where()}, on rank {self.mesh.get_rank()} (stage {stage}, the last)"
+        return LossCheck(self.finite.mode == "error", where, run.whole is not None)
 
     def _take_up(self, report: BatchReport, run: BatchRun) -> Any:
         """What the step returned for the batch; what it logged and changed on the module is there from now on."""
@@ -540,6 +558,7 @@ class PipelineEngine:
                 self._executor.drain()  # who still waits for a gradient of this rank's is to hear of this error, too
             raise
         run.attributes.apply(changes)
+        self.finite.note_loss(report.nonfinite)
         return output
 
     def _cut(self, batch: Any, *, for_training: bool) -> list[Microbatch]:

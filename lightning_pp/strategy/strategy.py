@@ -27,7 +27,7 @@ from lightning_pp.distributed.sizes import Auto, check_size
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.activation_checkpointing import ActivationCheckpointing
 from lightning_pp.planning.cuts import CutOptions, names_of
-from lightning_pp.planning.pipeline_options import BatchOptions, PipelineOptions
+from lightning_pp.planning.pipeline_options import BatchOptions, OnNonFinite, PipelineOptions
 from lightning_pp.planning.schedules.given_costs import given_costs
 from lightning_pp.planning.schedules.options import DEFAULT_NUM_PROFILED_BATCHES, ScheduleOptions
 from lightning_pp.planning.schedules.source import schedule_source
@@ -42,17 +42,23 @@ from lightning_pp.strategy._lightning_private import (
     leave_samplers_alone,
     optimizers_to_device,
     replace_summary,
+    trainer_of,
 )
 from lightning_pp.strategy.checkpoints.averaging import average_own_part, leave_averages_to_strategy
 from lightning_pp.strategy.checkpoints.checkpoints import Checkpoints
 from lightning_pp.strategy.checkpoints.rank_part import rank_part
 from lightning_pp.strategy.engine import PipelineEngine
 from lightning_pp.strategy.faults.failed_run import FailedRuns
+from lightning_pp.strategy.lightning.ends import (
+    end_at_once_when_interrupted_again,
+    refuse_code_zero,
+    warn_of_nothing_trained,
+)
 from lightning_pp.strategy.lightning.launcher import RunLauncher
 from lightning_pp.strategy.lightning.loop import PipelineOptimization
 from lightning_pp.strategy.lightning.mesh_strategy import MeshStrategy
 from lightning_pp.strategy.lightning.plain import with_stages
-from lightning_pp.strategy.lightning.sigterm import end_together_on_sigterm
+from lightning_pp.strategy.lightning.preemption import Preemption
 from lightning_pp.strategy.parameters.finetuning import finetune_whole_module, resume_finetuning
 from lightning_pp.strategy.parameters.optimizers import (
     OriginalParameters,
@@ -105,6 +111,10 @@ class PipelineParallelStrategy(MeshStrategy):
         check_first_batches: In the first two training batches of a fit, and the first of validation, a part is also run
             in one piece and in two, forward only. If loss, logged values, outputs or changed attributes differ, the run
             ends with an error that says where samples are coupled. False: nothing is compared.
+        on_nonfinite: What happens when a loss, or a gradient before an update, is NaN or infinite. ``"error"``: the run
+            ends with a :class:`~lightning_pp.errors.NonFiniteError` that says where, before anything is updated with
+            it. ``"skip"``: all ranks skip this update, with a warning. ``"ignore"``: nothing is looked at. With
+            ``"error"`` and ``"skip"`` weights that are not finite are not saved. ``16-mixed`` skips by its scaler.
         units: Names or shell patterns of modules that live whole on one stage; by default discovered.
         split_points: Names of the units that start stages 1, 2, ...; by default the cut with the shortest step, by
             measured costs that are given, else by FLOPs and parameters.
@@ -164,6 +174,7 @@ class PipelineParallelStrategy(MeshStrategy):
         exact_search: bool = False,
         whole_batch_loss: bool = False,
         check_first_batches: bool = True,
+        on_nonfinite: OnNonFinite = "error",
         units: Sequence[str] | str | None = None,
         split_points: Sequence[str] | str | None = None,
         unit_weights: Mapping[str, float] | None = None,
@@ -196,7 +207,7 @@ class PipelineParallelStrategy(MeshStrategy):
         source.check_sizes(pipeline_parallel_size)
         self.options = PipelineOptions(
             ScheduleOptions(source, memory_limit_gib, given_costs(costs), num_profiled_batches, save_costs),
-            BatchOptions(num_microbatches, split_batch, check_first_batches),
+            BatchOptions(num_microbatches, split_batch, check_first_batches, on_nonfinite),
             CutOptions(names_of(split_points), unit_weights, rank_speeds, names_of(units)),
             ShardingSettings(sharding, unshard_budget, cpu_offload, data_parallel_replicate_size),
             activation_checkpointing,
@@ -208,7 +219,8 @@ class PipelineParallelStrategy(MeshStrategy):
             is_sharded=save_distributed_checkpoint,
             in_background=async_checkpoint,
             timeout=timeout,
-            is_interrupted=lambda: self._is_interrupted,
+            # after a signal all ranks leave together, between two batches
+            is_interrupted=lambda: self._is_interrupted and not self._is_preempted,
         )
         self._meta_init = meta_init
         self._initial_weights = initial_weights
@@ -217,6 +229,8 @@ class PipelineParallelStrategy(MeshStrategy):
         self._engine: PipelineEngine | None = None
         self._num_runs = 0
         self._failed_runs = FailedRuns()
+        self._num_trained_before = 0
+        self._preemption: Preemption | None = None
 
     @property
     def engine(self) -> PipelineEngine:
@@ -312,10 +326,11 @@ class PipelineParallelStrategy(MeshStrategy):
         agree_on_scale(self.precision_plugin)
         self._checkpoints.refuse_plugin(self.checkpoint_io)
         self._num_runs += 1
-        end_together_on_sigterm(
+        self._preemption = Preemption(
             trainer,
             self._num_runs,
-            num_batches=lambda: self.engine.num_batches_trained,
+            num_batches=lambda: self.engine.num_batches_run,
+            wait_for_checkpoint=self.wait_for_checkpoint,
         )
         self._prepare_loops(trainer)
         is_new = self._engine is None or self._engine.module is not module
@@ -323,6 +338,7 @@ class PipelineParallelStrategy(MeshStrategy):
             self._build(trainer, module)
         engine = self.engine
         engine.attach(trainer)
+        self._num_trained_before = engine.num_batches_trained
         _summarize_whole_model(trainer, engine)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         with engine.split.fake_parameters.all_parameters():
@@ -341,7 +357,8 @@ class PipelineParallelStrategy(MeshStrategy):
                 optimizers_to_device(self.optimizers, self.root_device)
             PipelineOptimization.install(trainer)
         self.setup_precision_plugin()
-        engine.gradients.install_clipping(self.precision_plugin)
+        engine.gradients.install_clipping(self.precision_plugin, engine.finite.note_norm)
+        engine.finite.install(self.precision_plugin)
         self._checkpoints.attach(trainer, engine, part, self.checkpoint_io)
         if is_fitting:
             finetune_whole_module(trainer, self._of_all_parameters)
@@ -453,19 +470,24 @@ class PipelineParallelStrategy(MeshStrategy):
     @with_stages
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Runs a validation batch through the pipeline."""
-        output: STEP_OUTPUT = self.engine.evaluate("validation_step", args, kwargs)
+        output: STEP_OUTPUT = self._evaluate("validation_step", args, kwargs)
         return output
 
     @with_stages
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Runs a test batch through the pipeline."""
-        output: STEP_OUTPUT = self.engine.evaluate("test_step", args, kwargs)
+        output: STEP_OUTPUT = self._evaluate("test_step", args, kwargs)
         return output
 
     @with_stages
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a batch through the pipeline and returns its predictions on every rank."""
-        return self.engine.evaluate("predict_step", args, kwargs)
+        return self._evaluate("predict_step", args, kwargs)
+
+    def _evaluate(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._preemption is not None:
+            self._preemption.end_evaluation_if_time()
+        return self.engine.evaluate(step, args, kwargs)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Moves a batch, and notes its fingerprint while it is still on the host."""
@@ -560,7 +582,9 @@ class PipelineParallelStrategy(MeshStrategy):
     @with_stages
     def on_exception(self, exception: BaseException) -> None:
         """Tells the other ranks, and lets go of them, so that none waits for this one."""
+        end_at_once_when_interrupted_again(exception, self.launcher)
         self._failed_runs.note(exception, self._place())
+        refuse_code_zero(exception, self.global_rank)
         if self._engine is not None and not isinstance(exception, SIGTERMException):
             self._engine.abandon()
         self._checkpoints.give_up()
@@ -573,6 +597,7 @@ class PipelineParallelStrategy(MeshStrategy):
         self._failed_runs.end()
         if self._engine is not None:
             self._engine.detach()
+            self._tell_of_nothing_trained(self._engine)
         self._checkpoints.close()
         self.checkpoint_io.teardown()
         assert self.cluster_environment is not None and self.accelerator is not None
@@ -596,6 +621,17 @@ class PipelineParallelStrategy(MeshStrategy):
             return {}
         first = self.node_rank * self.num_processes
         return {first + place: code for place, code in self.launcher.exit_codes().items()}
+
+    def _tell_of_nothing_trained(self, engine: PipelineEngine) -> None:
+        trainer = engine.module.trainer
+        has_trained = engine.num_batches_trained > self._num_trained_before
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.interrupted and not has_trained:
+            warn_of_nothing_trained(trainer)
+
+    @property
+    def _is_preempted(self) -> bool:
+        trainer = None if self.lightning_module is None else trainer_of(self.lightning_module)
+        return trainer is not None and trainer.received_sigterm
 
 
 def _summarize_whole_model(trainer: pl.Trainer, engine: PipelineEngine) -> None:

@@ -58,7 +58,7 @@ def run_command(
     process = subprocess.Popen(
         [sys.executable, *launcher, "-m", module, *arguments],
         cwd=folder,
-        env=_environment(),
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -98,7 +98,7 @@ def run_forked(
     ]
     with tempfile.NamedTemporaryFile("r") as output:
         processes = [
-            context.Process(target=_run_module, args=(module, arguments, folder, _environment() | of_rank, output.name))
+            context.Process(target=_run_module, args=(module, arguments, folder, environment() | of_rank, output.name))
             for of_rank in told
         ]
         for process in processes:
@@ -128,7 +128,7 @@ def _run_module(module: str, arguments: list[str], folder: Path, environment: di
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if name not in _SET_BY_LAUNCHERS}
     package_parent = str(Path(lightning_pp.__file__).parents[1])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")]))

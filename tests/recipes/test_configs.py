@@ -44,7 +44,7 @@ TINY = {
     ],
 }
 TINY_RUN = [
-    *("trainer.accelerator=cpu", "trainer.devices=2", "trainer.max_steps=2", "trainer.val_check_interval=1.0"),
+    *("trainer.accelerator=cpu", "trainer.devices=2", "trainer.max_steps=2", "trainer.val_check_interval=2"),
     *("trainer.enable_progress_bar=false", "trainer.enable_model_summary=false", "trainer.default_root_dir=null"),
     *("data.batch_size=4", "data.seq_len=16", "data.num_val_crops=2", "data.max_bytes=100000"),
     *("strategy.num_microbatches=2", "logger=none", "callbacks=none", "+trainer.enable_checkpointing=false"),

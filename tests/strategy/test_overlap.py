@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -350,24 +351,31 @@ class Signalled(Logs):
         return super().training_step(batch, batch_idx)
 
 
-def signalled_fits(replicas: int, accumulate: int) -> list[tuple[int, int, bool]]:
+def signalled_fits(replicas: int, accumulate: int, folder: Path) -> list[tuple[int, int, bool, Any]]:
     ends = []
     for rank in range(2 * replicas):
-        run = trainer(2 * replicas, strategy(replicas), accumulate_grad_batches=accumulate)
+        root = folder / str(rank)
+        run = trainer(2 * replicas, strategy(replicas), accumulate_grad_batches=accumulate, default_root_dir=root)
         try:
             run.fit(Signalled(rank, 2), loader(num_samples=4 * 30 * replicas, batch_size=4))
-        except SIGTERMException:
-            ends.append(
-                (run.fit_loop.epoch_loop.batch_progress.current.completed, run.global_step, run.received_sigterm)
-            )
+        except SIGTERMException as end:
+            completed = run.fit_loop.epoch_loop.batch_progress.current.completed
+            ends.append((completed, run.global_step, run.received_sigterm, end.code))
     return ends
 
 
 @pytest.mark.parametrize(("replicas", "accumulate"), [(1, 1), (2, 3)])
-def test_a_sigterm_ends_all_ranks_before_the_same_batch(pool: WorkerPool, replicas: int, accumulate: int) -> None:
-    ranks = pool.run(signalled_fits, replicas, accumulate, world_size=2 * replicas)
+def test_a_sigterm_ends_all_ranks_before_the_same_batch(
+    pool: WorkerPool, replicas: int, accumulate: int, tmp_path: Path
+) -> None:
+    ranks = pool.run(signalled_fits, replicas, accumulate, tmp_path, world_size=2 * replicas)
     for ends in ranks:
         assert ends == ranks[0] and len(ends) == 2 * replicas
-    for num_batches, num_steps, received in ranks[0]:
-        assert received and num_steps == num_batches // accumulate
-        assert num_batches == 4  # told in the third, and set by the time of the next
+    for num_batches, num_steps, received, code in ranks[0]:
+        assert received and code == 143
+        # told in the third, set by the time of the next, and not within an accumulation
+        assert num_batches == {1: 4, 3: 6}[accumulate] and num_steps == num_batches // accumulate
+    for rank in range(2 * replicas):
+        assert [path.name for path in (tmp_path / str(rank)).iterdir()] == [
+            f"preempted-epoch=0-step={ranks[0][rank][1]}.ckpt"
+        ]

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from lightning_pp.errors import CheckpointError
+
 if TYPE_CHECKING:
     from lightning_pp.strategy.engine import PipelineEngine
 
@@ -21,11 +23,19 @@ def own_run_state(checkpoint: Mapping[str, Any], engine: PipelineEngine) -> dict
     """What to add to a checkpoint; every rank calls it.
 
     Lightning keeps the loaders' state of rank 0. Where those of the replicas differ, all are kept.
+
+    Raises:
+        CheckpointError: On all ranks: a weight is not finite, and the strategy is to look at that.
     """
     loaders = _loader_states(checkpoint)
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (engine.rank, engine.replica, pickle.dumps(loaders)))
-    of_replica = {replica: state for rank, replica, state in gathered if rank == 0}
+    dist.all_gather_object(gathered, (engine.rank, engine.replica, pickle.dumps(loaders), engine.finite.bad_weight()))
+    if bad := [weight for _, _, _, weight in gathered if weight is not None]:
+        raise CheckpointError(
+            f"{bad[0]} Nothing is saved, so that no good checkpoint is replaced by it: go on from the last one. "
+            "on_nonfinite='ignore' saves such weights, too."
+        )
+    of_replica = {replica: state for rank, replica, state, _ in gathered if rank == 0}
     own: dict[str, Any] = {"random": engine.random_state()}
     if len(set(of_replica.values())) > 1:
         own["loaders"] = [pickle.loads(of_replica[replica]) for replica in sorted(of_replica)]

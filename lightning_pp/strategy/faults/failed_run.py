@@ -10,13 +10,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pp.distributed.control import hang_up
 from lightning_pp.distributed.failures import RankFailure, is_about_others
 from lightning_pp.distributed.watchdog import Watchdog, board_of
 from lightning_pp.runtime.executor import failed_action
 from lightning_pp.strategy._torch_private import store_of_job
-from lightning_pp.strategy.faults.tracebacks import lines_of_user, say, tell_shortly, where_main_thread_is
+from lightning_pp.strategy.faults.tracebacks import lines_of_user, tell_shortly, where_main_thread_is
 
 # what others died of is known by then: an exception is told at once, a killed process is seen in a second
 _CAUSE_S = 6.0
@@ -80,6 +81,9 @@ class FailedRuns:
         watchdog = self._watchdog
         if watchdog is None:
             return
+        if isinstance(error, SIGTERMException):  # all ranks end before the same batch
+            self.end()
+            return
         if is_about_others(error):
             failure = watchdog.wait(_CAUSE_S) or self._one_that_is_stuck(watchdog, str(error))
             if failure is not None and failure.rank != self._rank:
@@ -91,15 +95,12 @@ class FailedRuns:
         what = f"raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         if isinstance(error, SystemExit):
             what = f"called exit({error.code!r})"
-            error.code = error.code or 1  # the job has not finished
         action = failed_action(error)
         place = ", ".join(part for part in (f"on {socket.gethostname()}", place, action) if part)
         failure = RankFailure(self._rank, place, what, lines_of_user(error))
         watchdog.post(failure)
         watchdog.wait_until_known()
-        if isinstance(error, SystemExit):
-            say(f"{failure}, in the middle of the run.")
-        else:
+        if not isinstance(error, SystemExit):
             tell_shortly(error, f"rank {failure.rank} ({place}) failed.", with_frames=True)
         self.end(failed=True)
 

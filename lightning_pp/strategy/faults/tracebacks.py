@@ -49,12 +49,6 @@ def tell_shortly(error: BaseException, sentence: str, *, with_frames: bool = Fal
     vars(error)[_TOLD] = _Told(sentence, with_frames)
 
 
-def say(sentence: str) -> None:
-    """Prints ``sentence`` now."""
-    sys.stderr.write(f"lightning_pp: {sentence}\n")
-    sys.stderr.flush()
-
-
 def where_main_thread_is() -> str:
     """``file:line in function`` of the user's code that the main thread runs; empty if it waits for others."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)

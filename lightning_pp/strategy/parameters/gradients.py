@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -164,13 +165,18 @@ class StageGradients:
         if isinstance(self._units, ShardedUnits):
             self._units.take_apart()
 
-    def install_clipping(self, precision: Precision) -> None:
-        """Makes ``precision`` clip by the norm over all stages and shards, shared parameters counted once."""
+    def install_clipping(self, precision: Precision, note_norm: Callable[[Tensor], None]) -> None:
+        """Makes ``precision`` clip by the norm over all stages and shards, shared parameters counted once.
+
+        Args:
+            precision: The plugin.
+            note_norm: Gets the norm before gradients are scaled, on every rank.
+        """
 
         def clip_by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
             parameters = list(precision.main_params(optimizer))
             owned = [(p, True) for p in parameters] if self._shared is None else self._shared.with_ownership(parameters)
-            clip_by_norm_(owned, clip_val, mesh=self._data_parallel)
+            clip_by_norm_(owned, clip_val, mesh=self._data_parallel, note=note_norm)
 
         def clip_by_value(optimizer: Optimizer, clip_val: int | float) -> None:
             clip_by_value_(precision.main_params(optimizer), clip_val)

@@ -8,7 +8,7 @@ Life of one batch's logs, on every rank::
             logs.begin(index if this rank holds the last stage else None)
             module.training_step(microbatch, batch_idx)
             logs.end()
-    on the last stage: calls, num_samples = logs.merge_over_replicas(weights, num_samples, groups)
+    on the last stage: calls, num_samples, _ = logs.merge_over_replicas(weights, num_samples, groups)
     replay(module, calls, num_samples)
 
 Between ``begin`` and ``replay`` Lightning's own ``log`` does all the checking and resolving; only the last thing it
@@ -189,8 +189,8 @@ class StepLogs:
         return merge_calls(parts)
 
     def merge_over_replicas(
-        self, weights: Sequence[float], num_samples: int, groups: ControlGroups
-    ) -> tuple[list[LogCall], int]:
+        self, weights: Sequence[float], num_samples: int, groups: ControlGroups, finding: str | None = None
+    ) -> tuple[list[LogCall], int, str | None]:
         """What the global batch logged: the last stages of all replicas gather their calls and merge them alike.
 
         Every last stage has to call this once per batch, and to share the result with its pipeline.
@@ -199,9 +199,10 @@ class StepLogs:
             weights: Share of each microbatch in this replica's batch.
             num_samples: Number of samples in this replica's batch.
             groups: The control groups.
+            finding: What was found in this replica's batch, in words.
 
         Returns:
-            The merged calls, and the number of samples in the global batch.
+            The merged calls, the number of samples in the global batch, and the finding of the first replica with one.
 
         Raises:
             Exception: What :meth:`merge` raised on any replica.
@@ -212,13 +213,14 @@ class StepLogs:
         except Exception as error:
             mine = error
         replicas: list[Sequence[LogCall]] = []
-        total = 0
-        for calls, samples in groups.gather((mine, num_samples)):
+        total, first = 0, None
+        for calls, samples, found in groups.gather((mine, num_samples, finding)):
             if isinstance(calls, Exception):
                 raise calls
             replicas.append(calls)
             total += samples
-        return merge_calls(replicas, by_batch_size=True), total
+            first = first or found
+        return merge_calls(replicas, by_batch_size=True), total, first
 
 
 def replay(module: LightningModule, calls: Sequence[LogCall], batch_size: int) -> None:

@@ -16,6 +16,8 @@ import torch
 
 from lightning_pp.distributed.fingerprints import Fingerprint, check_same_batch
 from lightning_pp.distributed.messages import MessageLine
+from lightning_pp.errors import NonFiniteError
+from lightning_pp.strategy.results.finite_losses import LossCheck
 from lightning_pp.strategy.results.host_copies import HostCopies
 from lightning_pp.strategy.results.log_calls import LogCall
 from lightning_pp.strategy.results.logs import StepLogs, replay
@@ -36,6 +38,7 @@ class _Content:
         merged: :data:`Merged` of the replica's batch, packed to be sent.
         fingerprint: Of the batch that the last stage saw.
         update_counts: Of the module's metrics.
+        nonfinite: Which loss is not finite, of any replica; None for none.
     """
 
     calls: Sequence[LogCall]
@@ -43,6 +46,7 @@ class _Content:
     merged: Any
     fingerprint: Fingerprint | None
     update_counts: Sequence[int]
+    nonfinite: str | None = None
 
 
 class BatchReport:
@@ -57,6 +61,10 @@ class BatchReport:
         fingerprint: Of the batch that this rank saw.
         device: Where this rank computes.
         metrics: Those of the module, whose counts of updates are told; None for none.
+        losses: Looks at the losses; None for not.
+
+    Attributes:
+        nonfinite: Once it is taken up, which loss of the global batch is not finite, in words; None for none.
     """
 
     def __init__(
@@ -70,7 +78,10 @@ class BatchReport:
         fingerprint: Fingerprint | None,
         device: torch.device,
         metrics: PipelineMetrics | None = None,
+        losses: LossCheck | None = None,
     ) -> None:
+        self.nonfinite: str | None = None
+        self._losses = losses
         self._line = line
         self._metrics = metrics
         self._logs = logs
@@ -97,15 +108,21 @@ class BatchReport:
             packed = packed_outputs(self._own, copies) if self._line.groups.pipeline_size > 1 else None
         except Exception as error:  # every rank of the pipeline raises it at the end of its step
             failure = error
+        found = None if self._losses is None else self._losses.begin(outputs, copies)
         copies.end()
         counts = [] if self._metrics is None else self._metrics.update_counts()
 
         def produce() -> _Content:
             copies.wait()
-            calls, total = self._logs.merge_over_replicas(self._weights, self._num_samples, self._line.groups)
+            finding = None if found is None else found()
+            calls, total, finding = self._logs.merge_over_replicas(
+                self._weights, self._num_samples, self._line.groups, finding
+            )
             if failure is not None:
                 raise failure
-            return _Content(calls, total, packed, self._fingerprint, counts)
+            if finding is not None and self._losses is not None and self._losses.raises:
+                raise NonFiniteError(finding)
+            return _Content(calls, total, packed, self._fingerprint, counts, finding)
 
         self._message = self._line.tell(produce)
 
@@ -121,10 +138,12 @@ class BatchReport:
 
         Raises:
             BatchError: This rank saw another batch than the last stage.
+            NonFiniteError: A loss of a replica is not finite.
             Exception: What making the report raised on the last stage.
         """
         assert self._message is not None
         content = self._message.result()
+        self.nonfinite = content.nonfinite
         if self._fingerprint is not None and content.fingerprint is not None:
             check_same_batch([self._fingerprint, content.fingerprint], batch_idx)
         replay(module, content.calls, content.num_samples)

@@ -1,0 +1,188 @@
+"""Ending a run at the same batch on all ranks when one of them is told to, and saving the training there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_pp.strategy._lightning_private import (
+    accumulates,
+    note_sigterm,
+    replace_signal_handling,
+    requeue_by_slurm,
+)
+from lightning_pp.strategy._torch_private import store_of_job
+
+_REQUEUE = "requeue"
+
+
+class CommonEnd:
+    """Before every batch each rank asks the job's key-value store whether an end was set; a signal sets one.
+
+    A rank ends batch n - 1 with the report of it, for which every rank of its pipeline has run forwards, and with
+    replicas the last stage of each. So a rank that asks before batch n knows two things:
+
+    * Every rank has asked before batch n - 1, so nobody is behind by more than one batch.
+    * Nobody has asked before batch n + 1, for that takes this rank's part of batch n, which comes after the question.
+
+    So when it sets the end before batch n + 1, that lies ahead of all ranks, and each of them sees it when it asks
+    before that batch, if not earlier. Batches of training and of evaluation count alike.
+
+    Args:
+        store: The store of the job; None for one process.
+        key: Of this run's ends.
+        num_batches: Batches that this rank has run, of all that the ranks run together.
+        rank: This rank's number.
+
+    Attributes:
+        requested: The name of the signal that has told this rank to end; None without one.
+    """
+
+    def __init__(self, store: Any, key: str, num_batches: Callable[[], int], rank: int = 0) -> None:
+        self._store = store
+        self._key = key
+        self._num_batches = num_batches
+        self._rank = rank
+        self._num_ends = 0
+        self._end: tuple[int, str, int] | None = None
+        self.requested: str | None = None
+
+    def has_come(self) -> bool:
+        """Whether all ranks end here; to be asked before every batch."""
+        now = self._num_batches()
+        if self._end is None and self.requested is not None:
+            mine = f"{now if self._store is None else now + 1} {self.requested} {self._rank}"
+            self._take_up(mine if self._store is None else self._store.compare_set(self._this_key, "", mine))
+        elif self._end is None and self._store is not None and self._store.check([self._this_key]):
+            self._take_up(self._store.get(self._this_key))
+        return self._end is not None and now >= self._end[0]
+
+    @property
+    def cause(self) -> tuple[str, int]:
+        """The signal that the end comes of, and the rank that got it: the same on all ranks, once the end has come."""
+        assert self._end is not None
+        return self._end[1], self._end[2]
+
+    def start_over(self) -> None:
+        """After an end at which all ranks go on nevertheless."""
+        self._num_ends += 1
+        self._end = self.requested = None
+
+    @property
+    def _this_key(self) -> str:
+        return f"{self._key}/{self._num_ends}"
+
+    def _take_up(self, told: str | bytes) -> None:
+        number, name, rank = (told.decode() if isinstance(told, bytes) else told).split()
+        self._end = int(number), name, int(rank)
+
+
+class Preemption:
+    """Has a SIGTERM or SIGUSR1 to any rank end a run between two batches, on all ranks before the same one.
+
+    Lightning's handler starts a collective wherever the signal finds it, also in the middle of a step, in which the
+    other ranks wait for this one, and its loop has one before every batch. Here the handler only notes the signal.
+
+    A fit ends where no gradients wait for an update, so that nothing is lost: after an optimizer's step, and not within
+    a validation. It does not end where an epoch begins either, but after the next step: many loaders that have a state
+    take it there for that of the epoch before, and would skip the epoch when they go on. Its state is saved where it
+    ends. The process ends as one that the signal has ended, with the code 128 + its number: 143 for SIGTERM, 138 for
+    SIGUSR1.
+
+    Where Lightning requeues Slurm's jobs itself (:class:`SLURMEnvironment`), its own handler of that signal is called
+    at such a place, on all ranks, and the training goes on until Slurm ends it. A handler of the user's own for SIGUSR1
+    stays.
+
+    Args:
+        trainer: The trainer, about to run.
+        number: Of this run among those of the processes.
+        num_batches: Batches that this rank has run.
+        wait_for_checkpoint: Returns when what was saved is in its place.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        number: int,
+        num_batches: Callable[[], int],
+        wait_for_checkpoint: Callable[[], None],
+    ) -> None:
+        self._trainer = trainer
+        self._wait_for_checkpoint = wait_for_checkpoint
+        self._is_past_beginning = False
+        store = store_of_job() if dist.is_initialized() and trainer.world_size > 1 else None
+        self._end = CommonEnd(store, f"lightning_pp/end/{number}", num_batches, trainer.global_rank)
+        replace_signal_handling(trainer, self._note, self._note_requeue, self._end_fit_if_time)
+
+    def end_evaluation_if_time(self) -> None:
+        """Before a batch of ``validate``, ``test`` or ``predict``, of which nothing is saved."""
+        what = self._trainer.state.fn
+        if what is None or what == TrainerFn.FITTING or not self._end.has_come():
+            return
+        name, rank = self._end.cause
+        rank_zero_info(f"{name} on rank {rank}: {what.value} has ended before its last batch.")
+        self._leave(name)
+
+    def _note(self, signum: int, _: Any) -> None:
+        self._end.requested = self._end.requested or signal.Signals(signum).name
+
+    def _note_requeue(self, signum: int, _: Any) -> None:
+        self._end.requested = self._end.requested or _REQUEUE
+
+    def _end_fit_if_time(self) -> None:
+        if not self._end.has_come() or accumulates(self._trainer):
+            return
+        if self._trainer.fit_loop.epoch_loop.batch_progress.current.ready == 0 and not self._is_past_beginning:
+            self._is_past_beginning = True  # with one batch in an epoch, the next question comes at a beginning too
+            return
+        name, rank = self._end.cause
+        if name == _REQUEUE:
+            requeue_by_slurm(self._trainer)
+            self._end.start_over()
+            self._is_past_beginning = False
+            return
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress.current
+        told = (
+            f"{name} on rank {rank}: training has ended after {progress.completed} batches of epoch "
+            f"{self._trainer.current_epoch} (step {self._trainer.global_step})"
+        )
+        if getattr(self._trainer, "fast_dev_run", False):
+            rank_zero_info(f"{told}; nothing is saved in a fast_dev_run.")
+        else:
+            started = time.monotonic()
+            path = self._save()
+            seconds = time.monotonic() - started
+            rank_zero_info(f"{told}, and was saved in {seconds:.1f} s. Go on from it with ckpt_path={path!r}.")
+        self._leave(name)
+
+    def _save(self) -> str:
+        trainer = self._trainer
+        folder = trainer.default_root_dir
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.dirpath:
+                folder = os.fspath(callback.dirpath)
+                break
+        path = os.path.join(folder, f"preempted-epoch={trainer.current_epoch}-step={trainer.global_step}.ckpt")
+        trainer.save_checkpoint(path)
+        self._wait_for_checkpoint()
+        return path
+
+    def _leave(self, name: str) -> NoReturn:
+        # Lightning's watcher of the processes that it has started kills this one when one of them ends with a code
+        # that is not 0. From here on they all end by themselves.
+        processes = getattr(self._trainer.strategy.launcher, "procs", None)
+        if processes:
+            processes.clear()
+        self._trainer.strategy.barrier()
+        note_sigterm(self._trainer)
+        raise SIGTERMException(128 + signal.Signals[name])

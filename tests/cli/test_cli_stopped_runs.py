@@ -1,0 +1,83 @@
+"""The command is told to stop and goes on, goes on with more steps as documented, and says when it trains nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from command import TINY_RUN, environment, run_forked
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "my.txt").write_text("It is a truth universally acknowledged. " * 400)
+    return tmp_path
+
+
+TEXT = ["data.files=[my.txt]", "logger=none"]
+
+
+def checkpoint_of(output: str) -> str:
+    match = re.search(r"^checkpoint\s+(\S+)$", output, flags=re.MULTILINE)
+    assert match, output
+    return match.group(1)
+
+
+def test_a_finished_run_goes_on_with_more_steps_as_documented(folder: Path) -> None:
+    run = [*TINY_RUN, *TEXT]
+    finished = run_forked(run, folder, num_processes=2)
+    assert finished.code == 0, finished.output
+    first = checkpoint_of(finished.output)
+    assert first.endswith("step4.ckpt")
+    finished = run_forked([*run, "trainer.max_steps=8", f"ckpt_path={first}"], folder, num_processes=2)
+    assert finished.code == 0, finished.output
+    assert checkpoint_of(finished.output).endswith("step8.ckpt")
+    finished = run_forked([*run, f"ckpt_path={first}"], folder, num_processes=2)
+    assert finished.code == 0, finished.output
+    assert finished.output.count("This fit has trained no batch") == 1, finished.output
+    assert re.search(r"step 4 of\s+max_steps=4. All steps are done: set max_steps above 4", finished.output)
+
+
+def test_a_signal_to_the_command_saves_and_ends_with_143(folder: Path) -> None:
+    """The processes that the command has started end with it, and the checkpoint's name is one for Hydra."""
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "lightning_pp",
+            *TINY_RUN,
+            *TEXT,
+            "trainer.max_steps=100000",
+            "trainer.val_check_interval=3",
+        ],
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not list(folder.glob("outputs/*/*/checkpoints/step*.ckpt")):
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 143, output
+    match = re.search(r"SIGTERM on rank 0: training has ended after (\d+) batches", output)
+    (saved,) = folder.glob("outputs/*/*/checkpoints/preempted-*.ckpt")
+    assert match and str(saved) in output.replace("\n", ""), output
+    steps = int(match.group(1)) + 2
+    resumed = run_forked([*TINY_RUN, *TEXT, f"trainer.max_steps={steps}", f"ckpt_path='{saved}'"], folder, 2)
+    assert resumed.code == 0 and checkpoint_of(resumed.output).endswith(f"step{steps}.ckpt"), resumed.output

@@ -1,0 +1,46 @@
+"""Runs that end before their time, not by a signal that saves them: the code says so, and nobody waits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from script_runs import losses, run_script, wait_until, when_batches_are_done
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ranks"), [("trainer", (0,)), ("trainer", (1,)), ("trainer", (0, 1)), ("torchrun", (0, 1))]
+)
+def test_a_rank_that_leaves_by_exit_makes_the_job_fail(tmp_path: Path, launcher: str, ranks: tuple[int, ...]) -> None:
+    ended = run_script(launcher, tmp_path, event="exit", ranks=ranks, at=2)
+    assert ended.code != 0, ended.output
+    for rank in ranks:
+        told = f"exit() has ended the run on rank {rank} before it was finished"
+        # a launcher that sees the first failure may end the others before they speak
+        assert told in ended.output or len(ranks) > 1, ended.output
+    assert "exit() has ended the run" in ended.output
+    assert max(len(losses(tmp_path, rank)) for rank in range(2)) <= 3
+
+
+def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
+    """Both come from the terminal, to all processes, while Lightning waits for a logger after the first."""
+
+    def interrupt(process: subprocess.Popen[str]) -> None:
+        os.killpg(process.pid, signal.SIGINT)
+        wait_until((tmp_path / "finalizing").exists, process)
+        os.killpg(process.pid, signal.SIGINT)
+
+    meanwhile = when_batches_are_done(tmp_path, 2, interrupt)
+    ended = run_script("trainer", tmp_path, meanwhile, pause_s=0.2, ends_slowly=True)
+    assert ended.code == -signal.SIGINT, ended.output  # a shell says 130
+    assert ended.seconds < 4 and "Interrupted again: ended at once." in ended.output
+
+
+def test_a_signal_ends_an_evaluation_on_all_ranks(tmp_path: Path) -> None:
+    ended = run_script("trainer", tmp_path, method="test", event="SIGTERM", ranks=(1,), at=2)
+    assert ended.code == 143, ended.output
+    assert "SIGTERM on rank 1: test has ended before its last batch." in ended.output
+    assert not list(tmp_path.rglob("*.ckpt"))
