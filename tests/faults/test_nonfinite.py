@@ -321,3 +321,16 @@ def test_weights_that_are_not_finite_replace_no_checkpoint(pool: WorkerPool, tmp
     state = read_alone(tmp_path / "kept.ckpt")["state_dict"]
     assert all(bool(value.isfinite().all()) for value in state.values())
     assert pool.run(save_bad_weights, tmp_path, sharded, "ignore", world_size=2) == [None, None]
+
+
+def fit_with_replicas_and_raise(folder: Path) -> None:
+    trainer = make_trainer(4, PipelineParallelStrategy(2, 2, 2), folder)
+    trainer.fit(Module(1), loader(2, None))
+
+
+def test_a_gradient_in_one_shard_ends_the_ranks_of_all_replicas(pool: WorkerPool, tmp_path: Path) -> None:
+    """Only the rank with the last shard of the vector finds it, and leaves; the others end when they need it."""
+    report = pool.run(fit_with_replicas_and_raise, tmp_path, world_size=4, expect_failure=True, grace=20.0)
+    kinds = [None if failure is None else failure.type for failure in report.failures]
+    assert kinds.count("NonFiniteError") == 1 and None not in kinds, report.failures
+    assert report.seconds < 30

@@ -11,6 +11,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from pool import WorkerPool
 from script_runs import losses, run_script, when_batches_are_done
 from training_script import BATCHES_PER_EPOCH, Losses, Regression, loader
@@ -121,3 +123,29 @@ def test_lightnings_requeueing_under_slurm_acts_between_two_batches(tmp_path: Pa
     for rank in range(2):
         assert losses(tmp_path, rank) == [pytest.approx(each) for each in before[-len(losses(tmp_path, rank)) :]]
         assert losses(tmp_path, rank)[0][0] == 4  # told in the third, and set by the time of the next
+
+
+def fit_that_saves_on_exceptions(folder: Path) -> tuple[int, bool]:
+    keeper = ModelCheckpoint(folder, "on_exception", save_top_k=-1, every_n_epochs=50, save_on_exception=True)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=PipelineParallelStrategy(num_microbatches=2),
+        max_epochs=3,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[keeper],
+    )
+    try:
+        trainer.fit(Regression("SIGTERM", (1,), 2), loader())
+    except SIGTERMException as end:
+        return int(str(end.code)), trainer.received_sigterm
+    raise AssertionError("the signal has not ended the training")
+
+
+def test_callbacks_that_save_on_exceptions_may_save_where_all_ranks_end(pool: WorkerPool, tmp_path: Path) -> None:
+    assert pool.run(fit_that_saves_on_exceptions, tmp_path, world_size=2) == [(143, True)] * 2
+    assert len(list(tmp_path.glob("preempted-*.ckpt"))) == 1
+    others = [path for path in tmp_path.iterdir() if not path.name.startswith("preempted")]
+    assert [bool(re.search(r"exception", path.name)) for path in others] == [True], list(tmp_path.iterdir())
