@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +143,33 @@ def test_a_failure_of_one_rank_is_told_on_all(pool: WorkerPool, store: ObjectSto
     assert [(result["error"], result["step"]) for result in resumed] == [("", 8)] * 2
 
 
+def fit_where_nothing_is_removed(url: str, options: dict[str, Any], saved: dict[str, Any]) -> str:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError("Access Denied")
+
+    filesystem = fsspec.get_filesystem_class("s3")
+    originals = filesystem.rm, filesystem.rm_file
+    filesystem.rm = filesystem.rm_file = refuse
+    try:
+        error: str = fit(url, (2, 1), 1, options, saved)["error"]
+        return error
+    finally:
+        filesystem.rm, filesystem.rm_file = originals
+
+
+@pytest.mark.parametrize("in_background", [False, True], ids=["waiting", "async"])
+@pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "single_file"])
+def test_a_removal_that_fails_is_told_on_all(
+    pool: WorkerPool, store: ObjectStore, sharded: bool, in_background: bool
+) -> None:
+    url = f"s3://{BUCKET}/unremovable_{sharded}_{in_background}"
+    options = {"async_checkpoint": in_background, "save_distributed_checkpoint": sharded}
+    saved = {**EVERY_STEP, "save_top_k": 1, "dirpath": url}
+    for error in pool.run(fit_where_nothing_is_removed, url, options, saved, environ=store.environ):
+        assert error.startswith(f"CheckpointError: {url}/step=1.ckpt"), error
+        assert "cannot be removed (PermissionError: Access Denied) (on rank 0)" in error
+
+
 def test_a_folder_without_its_table_is_no_checkpoint(pool: WorkerPool, store: ObjectStore) -> None:
     """As a job that was killed leaves it: not the last one, refused by name, and written over by the next save."""
     url = f"s3://{BUCKET}/partial"
@@ -166,13 +196,19 @@ def test_a_missing_shard_is_named(pool: WorkerPool, store: ObjectStore) -> None:
 
 
 def test_a_folder_is_read_and_exported_by_one_process(
-    pool: WorkerPool, store: ObjectStore, in_this_process: None, tmp_path: Path
+    pool: WorkerPool, store: ObjectStore, in_this_process: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url = f"s3://{BUCKET}/alone"
     results = pool.run(fit, url, (2, 1), 1, {}, {"dirpath": url, "filename": "model"}, environ=store.environ)
     expected = together([result["weights"] for result in results])
     fsspec.get_filesystem_class("s3").clear_instance_cache()
     assert largest_difference(read_alone(f"{url}/model.ckpt")["state_dict"], expected) == 0
+    for target in (f"{url}/plain.ckpt", str(tmp_path / "missing.ckpt")):
+        source = f"{url}/{'model' if target.startswith('s3') else 'missing'}.ckpt"
+        with pytest.raises(SystemExit):
+            export([source, target])
+    told = capsys.readouterr().err
+    assert "is a URL; give a target on this machine" in told and f"{url}/missing.ckpt does not exist" in told
     export([f"{url}/model.ckpt", str(tmp_path / "plain.ckpt")])
     assert largest_difference(torch.load(tmp_path / "plain.ckpt")["state_dict"], expected) == 0
     # what is downloaded is a checkpoint as well
@@ -180,6 +216,24 @@ def test_a_folder_is_read_and_exported_by_one_process(
     for name in store.names("alone/model.ckpt/"):
         (tmp_path / "model.ckpt" / name).write_bytes(store.get(f"alone/model.ckpt/{name}"))
     assert largest_difference(read_alone(tmp_path / "model.ckpt")["state_dict"], expected) == 0
+
+
+def test_a_file_of_a_web_server(tmp_path: Path) -> None:
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    torch.save({"state_dict": {"a": torch.ones(3)}}, tmp_path / "model.ckpt")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert torch.equal(read_alone(f"{url}/model.ckpt")["state_dict"]["a"], torch.ones(3))
+        with pytest.raises(CheckpointError, match=f"{url}/other.ckpt does not exist"):
+            read_alone(f"{url}/other.ckpt")
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def start(url: str) -> dict[str, Any]:

@@ -27,7 +27,7 @@ _OF_FILES_ONLY = ("http", "https")
 
 
 def locate(path: str | os.PathLike[str] | UPath) -> Location:
-    """The location of a path or URL, with no memory of what was there before.
+    """The location of a path or URL.
 
     Raises:
         CheckpointError: The package that reads the URL is missing, or a URL went through :class:`pathlib.Path`.
@@ -38,14 +38,13 @@ def locate(path: str | os.PathLike[str] | UPath) -> Location:
         _refuse_crushed_url(Path(text))
         return Path(text)
     try:
-        filesystem, stripped = url_to_fs(text)
+        _, stripped = url_to_fs(text)
     except ImportError as error:
         raise CheckpointError(f"{text} needs a package that is not installed here. {error}") from error
     except Exception as error:
         raise CheckpointError(f"{text} cannot be opened ({_told(error)}); give a path or a URL of fsspec") from error
     if protocol in ("file", "local"):
         return Path(stripped)
-    filesystem.invalidate_cache()  # other processes write there
     return UPath(text)
 
 
@@ -87,7 +86,7 @@ def is_folder(location: Location) -> bool:
 
 
 def is_file(location: Location) -> bool:
-    """Whether there is a file.
+    """Whether there is a file; of a web server that is not asked, but taken to be so.
 
     Raises:
         CheckpointError: A remote storage does not answer.
@@ -173,10 +172,11 @@ def on_disk(file: Location) -> Iterator[Path]:
 def _kind(location: Location) -> str | None:
     if isinstance(location, Path):
         return "directory" if location.is_dir() else "file" if location.is_file() else None
-    with naming(location, "found"):
-        if location.protocol in _OF_FILES_ONLY:  # a folder there is a page with links
-            return "file" if location.fs.exists(location.path) else None
+    if location.protocol in _OF_FILES_ONLY:
+        return "file"  # reading it tells whether it is there; a folder is a page with links
+    with naming(location, "looked up"):
         try:
+            location.fs.invalidate_cache()  # other processes and threads write there
             kind: str = location.fs.info(location.path)["type"]
         except FileNotFoundError:
             return None

@@ -256,6 +256,8 @@ class Checkpoints:
                 return True
             if not is_url(str(filepath)):
                 return bool(original(filepath, trainer))
+            if self._is_interrupted():
+                return False  # nothing is written
             box = [False]
             with fail_together():
                 if self._attached.is_root:

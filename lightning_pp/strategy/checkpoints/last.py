@@ -15,15 +15,18 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_pp.checkpoint.storage.folder import TABLE_FILENAME
 from lightning_pp.checkpoint.storage.location import is_file, is_folder, is_remote, is_url, locate, names_in
 from lightning_pp.strategy._lightning_private import folder_of, replace_search_for_last
+from lightning_pp.strategy.lightning.mesh_strategy import MeshStrategy
 
 
 def find_last_at_urls() -> None:
-    """Has every :class:`ModelCheckpoint` of this process find its last checkpoints at URLs; done once."""
+    """Has each :class:`ModelCheckpoint` of a pipeline find its last checkpoints at URLs; done once for all."""
     replace_search_for_last(_last_at_url)
 
 
 def _last_at_url(callback: ModelCheckpoint, trainer: pl.Trainer) -> set[str] | None:
-    """The files, and tables of complete folders, that may be the last checkpoint; None if the folder is no URL."""
+    """The files, and tables of complete folders, that may be the last checkpoint; None where Lightning is to look."""
+    if not isinstance(trainer.strategy, MeshStrategy):
+        return None
     folder = str(folder_of(callback, trainer))
     if not is_url(folder) or not is_remote(location := locate(folder)):
         return None
