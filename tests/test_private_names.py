@@ -40,7 +40,8 @@ LIGHTNINGS = {
     "_logger_connector", "_signal_connector", "_accelerator_connector", "_layer_sync", "_sigterm_notifier_fn",
     "_slurm_sigusr_handler_fn", "_after_closure",
     "_should_accumulate", "_broadcast_sigterm_tensor", "_batches_that_stepped", "_data_source", "_mode", "_launcher",
-    "_summary", "_link_checkpoint", "_average_model", "_device", "_use_buffers", "_kwargs", "_step_fn", "_zero_grad_fn",
+    "_summary", "_link_checkpoint", "_find_last_checkpoints", "_average_model", "_device", "_use_buffers", "_kwargs",
+    "_step_fn", "_zero_grad_fn",
     "_forward_cache", "_to_sync", "_computed", "_should_unsync", "_filter_kwargs",
 }  # fmt: skip
 KNOWN = TORCHS | LIGHTNINGS

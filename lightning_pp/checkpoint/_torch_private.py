@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import _fsspec_filesystem
 from torch.utils import _pytree
 
 from lightning_pp._private_names import private
@@ -17,6 +18,8 @@ from lightning_pp._private_names import private
 tree_flatten = private(_pytree, "tree_flatten")
 tree_leaves = private(_pytree, "tree_leaves")
 tree_map_only = private(_pytree, "tree_map_only")
+# the files of torch.distributed.checkpoint at URLs
+FsspecFiles: Any = private(_fsspec_filesystem, "FileSystem")
 # a ``__torch_function__`` for tensor classes that want none
 without_torch_function: Any = private(torch._C, "_disabled_torch_function_impl")
 _make_wrapper: Any = private(Tensor, "_make_wrapper_subclass")

@@ -18,6 +18,8 @@ from torch.nn import Module
 from lightning_pp.checkpoint import export as files
 from lightning_pp.checkpoint.ownership.catalog import enumerate_names
 from lightning_pp.checkpoint.reading.alone import open_alone
+from lightning_pp.checkpoint.storage.folder import checkpoint_at
+from lightning_pp.checkpoint.storage.location import Location, is_remote, is_url
 from lightning_pp.errors import CheckpointError, ConfigurationError
 
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -55,24 +57,26 @@ def export(options: argparse.Namespace) -> str:
         CheckpointError: The source is no whole checkpoint, does not fit the module, or the target exists.
         ConfigurationError: The options contradict each other, or the module cannot be made.
     """
-    if not options.source.exists():
-        raise CheckpointError(f"{options.source} does not exist (looked from {Path.cwd()})")
-    kind = options.format or {".safetensors": "safetensors", ".ckpt": "ckpt"}.get(options.target.suffix, "folder")
+    source = checkpoint_at(options.source)
+    if not is_remote(source) and not source.exists():
+        raise CheckpointError(f"{source} does not exist (looked from {Path.cwd()})")
+    if is_url(options.target):
+        raise CheckpointError(f"{options.target} is a URL; give a target on this machine, and upload what is written")
+    target = Path(options.target)
+    kind = options.format or {".safetensors": "safetensors", ".ckpt": "ckpt"}.get(target.suffix, "folder")
     dtype = getattr(torch, options.dtype) if options.dtype else None
-    opened = open_alone(options.source, options.weights_only)
+    opened = open_alone(source, options.weights_only)
     if kind == "ckpt":
         if options.prefix:
             raise ConfigurationError("--prefix is for safetensors; a .ckpt keeps the names of the LightningModule")
         weights = files.Weights(opened, "", dtype)
-        files.export_ckpt(
-            opened, weights, options.target, with_optimizers=not options.model_only, overwrite=options.overwrite
-        )
-        return _told(weights, options.target)
+        files.export_ckpt(opened, weights, target, with_optimizers=not options.model_only, overwrite=options.overwrite)
+        return _told(weights, target)
     if kind == "safetensors":
         weights = files.Weights(opened, options.prefix or "", dtype)
-        files.export_safetensors_file(weights, options.target, overwrite=options.overwrite)
-        return _told(weights, options.target)
-    module = _module(options.module, options.source, opened.content)
+        files.export_safetensors_file(weights, target, overwrite=options.overwrite)
+        return _told(weights, target)
+    module = _module(options.module, source, opened.content)
     wrapped = None if module is None else _wrapped_model(module)
     if wrapped is None and (kind == "hf" or options.module):
         reason = (
@@ -87,15 +91,15 @@ def export(options: argparse.Namespace) -> str:
     prefix = options.prefix if options.prefix is not None else f"{name}." if name else ""
     weights = files.Weights(opened, prefix, dtype)
     if model is not None:
-        _check_names(weights, model, options.source)
+        _check_names(weights, model, source)
     files.export_safetensors_folder(
         weights,
-        options.target,
+        target,
         max_shard_bytes=options.max_shard_size,
         overwrite=options.overwrite,
         also=lambda folder: None if model is None else _save_configuration(model, weights, folder),
     )
-    return _told(weights, options.target) + ("" if model is None else f" ({type(model).__name__})")
+    return _told(weights, target) + ("" if model is None else f" ({type(model).__name__})")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -105,8 +109,8 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("source", type=Path, help="a sharded checkpoint folder, or a .ckpt file")
-    parser.add_argument("target", type=Path, help="what to write; must not exist")
+    parser.add_argument("source", help="a sharded checkpoint folder, or a .ckpt file; a path or a URL (s3://...)")
+    parser.add_argument("target", help="what to write on this machine; must not exist")
     parser.add_argument("--format", choices=("safetensors", "ckpt", "folder", "hf"), help="instead of TARGET's suffix")
     parser.add_argument("--module", metavar="PKG.MOD:CLASS", help="LightningModule of the checkpoint")
     parser.add_argument("--prefix", help="take the names that start with it, without it (default: found by --module)")
@@ -138,7 +142,7 @@ def _told(weights: Any, target: Path) -> str:
     return f"{target}: {len(weights.names)} tensors{tied}{left_out}"
 
 
-def _module(spec: str | None, source: Path, content: dict[str, Any]) -> Module | None:
+def _module(spec: str | None, source: Location, content: dict[str, Any]) -> Module | None:
     """The module on the meta device: named, or from the config that a run of ``lightning-pp`` left above ``source``."""
     with torch.device("meta"):
         if spec is not None:
@@ -180,7 +184,9 @@ def _hyper_parameters(found: Any, content: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kept.items() if name in parameters}
 
 
-def _config_of_run(source: Path) -> Any:
+def _config_of_run(source: Location) -> Any:
+    if not isinstance(source, Path):
+        return None  # the config lies beside the run, not beside the upload
     for folder in source.absolute().parents:
         file = folder / ".hydra" / "config.yaml"
         if file.is_file():
@@ -198,7 +204,7 @@ def _wrapped_model(module: Module) -> tuple[str, Any] | None:
     return next(((name, child) for name, child in module.named_modules() if isinstance(child, PreTrainedModel)), None)
 
 
-def _check_names(weights: Any, model: Any, source: Path) -> None:
+def _check_names(weights: Any, model: Any, source: Location) -> None:
     expected = model.state_dict()
     there = {*weights.names, *weights.tied}
     missing = [name for name in expected if name not in there]

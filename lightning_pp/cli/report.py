@@ -27,7 +27,7 @@ class RunSummary:
 
     report: PipelineReport | None
     metrics: dict[str, float]
-    checkpoint: Path | None
+    checkpoint: str | None
     output_folder: Path
     tracking: dict[str, Path] = field(default_factory=dict)
 

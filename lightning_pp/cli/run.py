@@ -77,7 +77,7 @@ class Run:
         return RunSummary(
             report=monitor.report if monitor is not None and fitted else None,
             metrics={name: float(value) for name, value in self.trainer.callback_metrics.items()},
-            checkpoint=Path(checkpoint) if checkpoint else None,
+            checkpoint=str(checkpoint) if checkpoint else None,
             tracking={_tracker_name(logger): path for logger in self.trainer.loggers if (path := _log_folder(logger))},
             output_folder=Path(HydraConfig.get().runtime.output_dir),
         )

@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from importlib.metadata import version
 from typing import Any, cast
 
@@ -68,6 +69,7 @@ __all__ = [
     "call_strategy",
     "computing_locally",
     "data_source_of",
+    "folder_of",
     "forget_computed",
     "give_device_mesh",
     "goes_through_loaders_in_turn",
@@ -81,6 +83,7 @@ __all__ = [
     "optimizers_to_device",
     "reduced",
     "replace_link",
+    "replace_search_for_last",
     "replace_signal_handling",
     "replace_summary",
     "request_dataloader",
@@ -110,6 +113,8 @@ for _owner, _name in (
     (ModelSummary, "_summary"),
     (Precision, "_after_closure"),
     (ModelCheckpoint, "_link_checkpoint"),
+    (ModelCheckpoint, "_find_last_checkpoints"),
+    (ModelCheckpoint, "_ModelCheckpoint__resolve_ckpt_dir"),
     # what classes of this package override or call in their base classes
     *(
         (AutomaticOptimization, name)
@@ -281,6 +286,29 @@ def replace_summary(callback: ModelSummary, make: Callable[[Callable[..., Any]],
 def replace_link(callback: ModelCheckpoint, link: Callable[[pl.Trainer, str, str], None]) -> None:
     """Has ``callback`` make links to checkpoints by ``link(trainer, filepath, linkpath)``."""
     vars(callback)["_link_checkpoint"] = link
+
+
+def folder_of(callback: ModelCheckpoint, trainer: pl.Trainer) -> str:
+    """The folder that ``callback`` saves to, before or after its ``setup``."""
+    folder: str = callback._ModelCheckpoint__resolve_ckpt_dir(trainer)  # type: ignore[attr-defined]
+    return folder
+
+
+def replace_search_for_last(search: Callable[[ModelCheckpoint, pl.Trainer], set[str] | None]) -> None:
+    """Has all callbacks find their last checkpoints by ``search`` where that returns any set; done once.
+
+    The class is changed, since Lightning looks for the checkpoint before it tells a strategy of trainer and callbacks.
+    """
+    original = ModelCheckpoint._find_last_checkpoints
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @wraps(original)
+    def find(self: ModelCheckpoint, trainer: pl.Trainer) -> set[str]:
+        found = search(self, trainer)
+        return original(self, trainer) if found is None else found
+
+    ModelCheckpoint._find_last_checkpoints = find  # type: ignore[method-assign]
 
 
 def averaging_options(callback: WeightAveraging) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -23,6 +22,8 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from lightning_pp.checkpoint import read_alone
+from lightning_pp.checkpoint.storage.folder import checkpoint_at
+from lightning_pp.checkpoint.storage.location import is_folder
 from lightning_pp.distributed.sizes import Auto, check_size
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.activation_checkpointing import ActivationCheckpointing
@@ -46,6 +47,7 @@ from lightning_pp.strategy._lightning_private import (
 )
 from lightning_pp.strategy.checkpoints.averaging import average_own_part, leave_averages_to_strategy
 from lightning_pp.strategy.checkpoints.checkpoints import Checkpoints
+from lightning_pp.strategy.checkpoints.last import find_last_at_urls
 from lightning_pp.strategy.checkpoints.rank_part import rank_part
 from lightning_pp.strategy.engine import PipelineEngine
 from lightning_pp.strategy.faults.failed_run import FailedRuns
@@ -141,9 +143,9 @@ class PipelineParallelStrategy(MeshStrategy):
         meta_init: Run ``configure_model`` without memory for parameters, as ``trainer.init_module(empty_init=True)``
             does: a rank gives memory to what it owns, filled by ``_init_weights`` or ``reset_parameters``. The values
             are not those of one device, which draws them one after the other.
-        initial_weights: What to start from in place of the module's own values: a ``.safetensors`` file, a Hugging Face
-            model directory, a checkpoint of any kind, or a ``state_dict``; every rank reads what it owns. The names may
-            lack a prefix (``model.``) that all of the module's have.
+        initial_weights: What to start from in place of the module's own values, by path or URL: a ``.safetensors``
+            file, a Hugging Face model directory, a checkpoint of any kind, or a ``state_dict``; every rank reads what
+            it owns. The names may lack a prefix that all the module's names have.
         process_group_backend: ``"nccl"``, ``"gloo"``, ...; by default what suits the device.
         timeout: How long a collective may wait.
         split_batch: ``split_batch(batch, n)`` cuts a batch, on the device, into at most ``n`` microbatches, where
@@ -215,6 +217,7 @@ class PipelineParallelStrategy(MeshStrategy):
         )
         """What is asked of the pipeline, checked."""
         self._compile_options = check_compile_options(compile)
+        find_last_at_urls()
         self._checkpoints = Checkpoints(
             is_sharded=save_distributed_checkpoint,
             in_background=async_checkpoint,
@@ -540,8 +543,8 @@ class PipelineParallelStrategy(MeshStrategy):
         weights_only = self.weights_only if weights_only is None else weights_only
         if not self.is_plain:
             return self._checkpoints.open(checkpoint_path, weights_only)
-        if os.path.isdir(checkpoint_path):
-            return read_alone(Path(checkpoint_path), weights_only)
+        if is_folder(location := checkpoint_at(checkpoint_path)):
+            return read_alone(location, weights_only)
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     @with_stages

@@ -68,7 +68,7 @@ def test_report_has_the_table_the_timeline_the_loss_and_the_paths() -> None:
         RunSummary(
             report=report(),
             metrics={"val_loss": 2.34567, "train_loss": 2.2},
-            checkpoint=Path("/runs/a/checkpoints/step200.ckpt"),
+            checkpoint="/runs/a/checkpoints/step200.ckpt",
             output_folder=Path("/runs/a"),
             tracking={"W&B run": Path("/runs/a/wandb/" + "long-" * 30)},
         )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from itertools import chain
-from pathlib import Path
 from typing import Any
+
+from upath import UPath
 
 from lightning_pp.checkpoint._torch_private import tree_map_only
 from lightning_pp.checkpoint.reading.opened import OpenedCheckpoint
@@ -12,21 +14,23 @@ from lightning_pp.checkpoint.reading.opened_file import FileCheckpoint
 from lightning_pp.checkpoint.reading.opened_folder import FolderCheckpoint
 from lightning_pp.checkpoint.reading.stored_tensor import StoredTensor
 from lightning_pp.checkpoint.storage import folder
+from lightning_pp.checkpoint.storage.location import is_folder
 
 
-def open_alone(path: Path, weights_only: bool | None = None) -> OpenedCheckpoint:
+def open_alone(path: str | os.PathLike[str] | UPath, weights_only: bool | None = None) -> OpenedCheckpoint:
     """Open a checkpoint of either format in a process without peers.
 
     Raises:
         CheckpointError: There is none, it is incomplete or damaged, or holds what ``weights_only`` forbids.
     """
-    folder.recover(path)
-    if path.is_dir():
-        return FolderCheckpoint.open(path, weights_only, check_files=True)
-    return FileCheckpoint.open(path, weights_only)
+    location = folder.checkpoint_at(path)
+    folder.recover(location)
+    if is_folder(location):
+        return FolderCheckpoint.open(location, weights_only, check_files=True)
+    return FileCheckpoint.open(location, weights_only)
 
 
-def read_alone(path: Path, weights_only: bool | None = None) -> dict[str, Any]:
+def read_alone(path: str | os.PathLike[str] | UPath, weights_only: bool | None = None) -> dict[str, Any]:
     """A whole checkpoint in memory, as one device would have written it.
 
     Raises:

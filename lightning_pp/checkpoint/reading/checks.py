@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from lightning_pp.checkpoint.ownership.catalog import OptimizerGroups, ParameterCatalog, enumerate_names
+from lightning_pp.checkpoint.storage.location import Location
 from lightning_pp.errors import CheckpointError
 
 
-def check_model(path: Path, saved: Mapping[str, Any], catalog: ParameterCatalog, strict: bool) -> None:
+def check_model(path: Location, saved: Mapping[str, Any], catalog: ParameterCatalog, strict: bool) -> None:
     """Compare the names and shapes in a checkpoint with those of the model.
 
     Args:
@@ -50,7 +50,7 @@ def check_model(path: Path, saved: Mapping[str, Any], catalog: ParameterCatalog,
         raise CheckpointError(f"{path} does not fit the model: {'; '.join(problems)}. To fix it, {fix}")
 
 
-def check_num_optimizers(path: Path, num_saved: int, num_optimizers: int) -> None:
+def check_num_optimizers(path: Location, num_saved: int, num_optimizers: int) -> None:
     """Compare the numbers of optimizers.
 
     Raises:
@@ -68,7 +68,7 @@ def check_num_optimizers(path: Path, num_saved: int, num_optimizers: int) -> Non
         )
 
 
-def check_group_sizes(path: Path, index: int, sizes: Sequence[int], groups: OptimizerGroups) -> None:
+def check_group_sizes(path: Location, index: int, sizes: Sequence[int], groups: OptimizerGroups) -> None:
     """Compare the numbers of parameters in the groups of optimizer ``index``.
 
     Raises:
@@ -82,7 +82,7 @@ def check_group_sizes(path: Path, index: int, sizes: Sequence[int], groups: Opti
         )
 
 
-def check_group_names(path: Path, index: int, saved: Sequence[Sequence[str]], groups: OptimizerGroups) -> None:
+def check_group_names(path: Location, index: int, saved: Sequence[Sequence[str]], groups: OptimizerGroups) -> None:
     """Compare the parameters in the groups of optimizer ``index``, whatever their order.
 
     Raises:

@@ -18,6 +18,7 @@ from lightning_pp.checkpoint.reading.opened import load_state
 from lightning_pp.checkpoint.reading.opened_folder import FolderCheckpoint
 from lightning_pp.checkpoint.reading.torch_file import read_file
 from lightning_pp.checkpoint.storage import folder
+from lightning_pp.checkpoint.storage.location import Location, is_file, is_folder, is_remote, sizes_of_files
 from lightning_pp.checkpoint.storage.safetensors_file import map_folder, map_safetensors
 from lightning_pp.checkpoint.storage.torch_storage import NamingReader
 from lightning_pp.errors import CheckpointError
@@ -32,8 +33,9 @@ def load_weights(
     do; tied parameters need one of their names.
 
     Args:
-        path: A ``.safetensors`` file; a folder with ``model.safetensors`` or an index; a sharded checkpoint; a file by
-            ``torch.save`` with tensors by name, or with such a ``state_dict``. The root's path counts.
+        path: A path or URL, of a ``.safetensors`` file, of a folder with ``model.safetensors`` or an index, of a
+            sharded checkpoint, or of a file by ``torch.save`` with tensors by name or with such a ``state_dict``. The
+            root's counts.
         part: What this rank holds; parameters and all buffers are overwritten in place, optimizers are left alone.
         strict: Whether names that are missing in the file or in the model are errors.
         weights_only: As in ``torch.load``; None is True.
@@ -41,28 +43,31 @@ def load_weights(
     Raises:
         CheckpointError: On all ranks: the weights are missing or damaged, or do not fit the model.
     """
-    path = Path(from_root(os.fspath(path), Ranks.from_mesh(part.mesh)))
+    path = from_root(str(path), Ranks.from_mesh(part.mesh))
     with fail_together():
-        found, reader = _open(path, weights_only)
+        location = folder.checkpoint_at(path)
+        found, reader = _open(location, weights_only)
         saved = _by_name_of_model(found, part.catalog)
-        check_model(path, saved, part.catalog, strict)
+        check_model(location, saved, part.catalog, strict)
     load_state(saved, part, reader)
 
 
-def _open(path: Path, weights_only: bool | None) -> tuple[Mapping[str, Any], NamingReader | None]:
-    if path.is_dir():
+def _open(path: Location, weights_only: bool | None) -> tuple[Mapping[str, Any], NamingReader | None]:
+    if is_folder(path):
         if folder.is_sharded_checkpoint(path):
             opened = FolderCheckpoint.open(path, weights_only, check_files=True)
             return opened.content[MODEL], opened.reader
-        if any(path.glob("*.safetensors")):
+        if any(name.endswith(".safetensors") for name in sizes_of_files(path)):
             return map_folder(path), None
         folder.check_finished(path)
-    if not path.exists():
+    if not is_file(path):
+        if is_remote(path):
+            raise CheckpointError(f"The weights to start from, {path}, do not exist; give the URL of a file or folder")
         raise CheckpointError(
             f"The weights to start from, {path}, do not exist (looked from {Path.cwd()}). They are read from a path of "
             "this machine: a model of a hub has to be downloaded first"
         )
-    if path.suffix == ".safetensors" and path.is_file():
+    if path.suffix == ".safetensors":
         return map_safetensors(path), None
     content = read_file(path, weights_only, mmap=True)
     found = content.get(MODEL, content) if isinstance(content, Mapping) else None

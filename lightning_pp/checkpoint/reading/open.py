@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -12,6 +11,7 @@ from lightning_pp.checkpoint.reading.opened import OpenedCheckpoint
 from lightning_pp.checkpoint.reading.opened_file import FileCheckpoint
 from lightning_pp.checkpoint.reading.opened_folder import FolderCheckpoint
 from lightning_pp.checkpoint.storage import folder
+from lightning_pp.checkpoint.storage.location import is_folder
 
 
 def open_checkpoint(
@@ -30,15 +30,17 @@ def open_checkpoint(
     """
     ranks = Ranks.from_mesh(mesh)
     with fail_together():
-        is_folder = False
+        is_sharded = False
         if ranks.is_root:
-            folder.recover(Path(path))
-            is_folder = Path(path).is_dir()
-    path, is_folder = from_root((os.fspath(path), is_folder), ranks)
+            location = folder.checkpoint_at(path)
+            folder.recover(location)
+            is_sharded = is_folder(location)
+    path, is_sharded = from_root((str(path), is_sharded), ranks)
     with fail_together():
         opened: OpenedCheckpoint
-        if is_folder:
-            opened = FolderCheckpoint.open(Path(path), weights_only, check_files=ranks.is_root)
+        location = folder.checkpoint_at(path)
+        if is_sharded:
+            opened = FolderCheckpoint.open(location, weights_only, check_files=ranks.is_root)
         else:
-            opened = FileCheckpoint.open(Path(path), weights_only)
+            opened = FileCheckpoint.open(location, weights_only)
     return opened

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from lightning_pp.checkpoint.ownership.ranks import fail_together
 from lightning_pp.checkpoint.reading.checks import check_model
 from lightning_pp.checkpoint.reading.stored_tensor import StoredTensor
 from lightning_pp.checkpoint.storage import torch_storage as storage
+from lightning_pp.checkpoint.storage.location import Location
 from lightning_pp.checkpoint.storage.torch_storage import NamingReader
 from lightning_pp.errors import CheckpointError
 
@@ -34,7 +34,7 @@ class OpenedCheckpoint(ABC):
             used: mapped into memory (a file), or :class:`StoredTensor` (a folder).
     """
 
-    def __init__(self, path: Path, content: dict[str, Any]) -> None:
+    def __init__(self, path: Location, content: dict[str, Any]) -> None:
         self.path = path
         self.content = content
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,14 +17,15 @@ from lightning_pp.checkpoint.ownership.ranks import fail_together
 from lightning_pp.checkpoint.reading.checks import check_group_sizes, check_num_optimizers
 from lightning_pp.checkpoint.reading.opened import OpenedCheckpoint
 from lightning_pp.checkpoint.reading.torch_file import read_file
+from lightning_pp.checkpoint.storage.location import Location
 from lightning_pp.errors import CheckpointError
 
 
 class FileCheckpoint(OpenedCheckpoint):
-    """A single file of any Trainer, mapped into memory."""
+    """A single file of any Trainer, mapped into memory; of one at a URL, a download."""
 
     @classmethod
-    def open(cls, path: Path, weights_only: bool | None) -> FileCheckpoint:
+    def open(cls, path: Location, weights_only: bool | None) -> FileCheckpoint:
         """Map a file; every rank does.
 
         Raises:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,19 +18,21 @@ from lightning_pp.checkpoint.reading.table import Table
 from lightning_pp.checkpoint.reading.torch_file import read_file
 from lightning_pp.checkpoint.storage import folder
 from lightning_pp.checkpoint.storage import torch_storage as storage
+from lightning_pp.checkpoint.storage.location import Location
+from lightning_pp.checkpoint.storage.remote_folder import trainer_state_file
 from lightning_pp.checkpoint.storage.torch_storage import NamingReader
 
 
 class FolderCheckpoint(OpenedCheckpoint):
     """A sharded checkpoint of any layout."""
 
-    def __init__(self, path: Path, content: dict[str, Any], table: Table, reader: NamingReader) -> None:
+    def __init__(self, path: Location, content: dict[str, Any], table: Table, reader: NamingReader) -> None:
         super().__init__(path, content)
         self.table = table
         self._reader = reader
 
     @classmethod
-    def open(cls, path: Path, weights_only: bool | None, *, check_files: bool) -> FolderCheckpoint:
+    def open(cls, path: Location, weights_only: bool | None, *, check_files: bool) -> FolderCheckpoint:
         """Read what is in a folder but its tensors.
 
         Args:
@@ -47,7 +48,7 @@ class FolderCheckpoint(OpenedCheckpoint):
         table = Table(reader.read_metadata(), path)
         if check_files:
             folder.check_complete(path, table.metadata)
-        trainer_state: dict[str, Any] = read_file(path / folder.TRAINER_STATE_FILENAME, weights_only)
+        trainer_state: dict[str, Any] = read_file(trainer_state_file(path, table.metadata), weights_only)
         objects = {key: None for keys in table.states().values() for key in keys.values() if not table.tensor(key)}
         loaded = storage.load(objects, reader, alone=True)
 

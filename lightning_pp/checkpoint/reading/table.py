@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch.distributed.tensor import empty as empty_dtensor
 from lightning_pp.checkpoint.content import MODEL
 from lightning_pp.checkpoint.ownership.rank_part import state_placements
 from lightning_pp.checkpoint.storage import folder
+from lightning_pp.checkpoint.storage.location import Location
 from lightning_pp.checkpoint.storage.torch_storage import KeyPath, unflatten
 from lightning_pp.errors import CheckpointError
 
@@ -21,7 +21,7 @@ from lightning_pp.errors import CheckpointError
 class Table:
     """What a sharded checkpoint holds: its keys, taken apart into paths."""
 
-    def __init__(self, metadata: Metadata, path: Path) -> None:
+    def __init__(self, metadata: Metadata, path: Location) -> None:
         if not isinstance(metadata.planner_data, Mapping):
             raise CheckpointError(
                 f"{path / folder.TABLE_FILENAME} has no paths of its keys; it was saved by another tool"

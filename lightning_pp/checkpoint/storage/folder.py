@@ -10,7 +10,7 @@ aside for a moment, and moved back by the next load or save if the job died in t
 
 Inside, ``meta.pt`` (Lightning's name for it) has what the Trainer keeps beside model and optimizers, ``*.distcp`` the
 shards, and ``.metadata``, which torch.distributed.checkpoint writes when all ranks are done, the table of what is
-where.
+where. Folders at URLs, where nothing can be renamed, are :mod:`.remote_folder`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,28 @@ import shutil
 from pathlib import Path
 
 from torch.distributed.checkpoint.metadata import Metadata
+from upath import UPath
 
+from lightning_pp.checkpoint.storage.location import Location, is_file, locate, sizes_of_files
 from lightning_pp.errors import CheckpointError
 
 TRAINER_STATE_FILENAME = "meta.pt"
 TABLE_FILENAME = ".metadata"
 
 
-def is_sharded_checkpoint(path: Path) -> bool:
+def checkpoint_at(path: str | os.PathLike[str] | UPath) -> Location:
+    """The location of a checkpoint; a table of contents stands for the folder that it is in.
+
+    Raises:
+        CheckpointError: It is a URL that cannot be opened.
+    """
+    location = locate(path)
+    return location.parent if location.name == TABLE_FILENAME else location
+
+
+def is_sharded_checkpoint(path: Location) -> bool:
     """Whether this is a folder that a sharded checkpoint was saved to, complete or not."""
-    return any((path / name).is_file() for name in (TABLE_FILENAME, TRAINER_STATE_FILENAME))
+    return any(is_file(path / name) for name in (TABLE_FILENAME, TRAINER_STATE_FILENAME))
 
 
 def staging_path(path: Path) -> Path:
@@ -64,42 +76,50 @@ def abandon(path: Path) -> None:
     shutil.rmtree(staging_path(path), ignore_errors=True)
 
 
-def recover(path: Path) -> None:
+def recover(path: Location) -> None:
     """On the root: undo the first of the two renames if the job died between them."""
+    if not isinstance(path, Path):
+        return  # nothing is renamed there
     previous = _previous_path(path)
     if previous.exists() and not path.exists():
         previous.rename(path)
 
 
-def check_complete(path: Path, table: Metadata) -> None:
+def check_complete(path: Location, table: Metadata) -> None:
     """Find missing and truncated files.
 
     Raises:
         CheckpointError: Names the file.
     """
-    ends: dict[str, int] = {}
-    for stored in (table.storage_data or {}).values():
-        end = stored.offset + stored.length
-        ends[stored.relative_path] = max(end, ends.get(stored.relative_path, 0))
-    for name, end in sorted(ends.items()):
+    sizes = sizes_of_files(path)
+    for name, end in sorted(sizes_needed(table).items()):
         file = path / name
-        if not file.is_file():
+        if name not in sizes:
             raise CheckpointError(f"{file} is missing, so the checkpoint {path} cannot be loaded; use another one")
-        if (size := file.stat().st_size) < end:
+        if (size := sizes[name]) < end:
             raise CheckpointError(
                 f"{file} is truncated: it has {size} bytes of at least {end}, so the checkpoint {path} cannot be "
                 "loaded; use another one"
             )
 
 
-def check_finished(path: Path) -> None:
+def sizes_needed(table: Metadata) -> dict[str, int]:
+    """By the name of each file of tensors, the bytes that it has at least."""
+    ends: dict[str, int] = {}
+    for stored in (table.storage_data or {}).values():
+        end = stored.offset + stored.length
+        ends[stored.relative_path] = max(end, ends.get(stored.relative_path, 0))
+    return ends
+
+
+def check_finished(path: Location) -> None:
     """Refuse a folder whose save did not finish.
 
     Raises:
         CheckpointError: Names the file that is missing.
     """
     for name in (TABLE_FILENAME, TRAINER_STATE_FILENAME):
-        if not (path / name).is_file():
+        if not is_file(path / name):
             raise CheckpointError(
                 f"{path} is not a complete checkpoint: {path / name} is missing, so its save was interrupted or it is "
                 "another kind of folder; use another checkpoint"

@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
+from lightning_pp.checkpoint.storage.location import Location, is_file, on_disk
 from lightning_pp.errors import CheckpointError
 
 INDEX_FILENAME = "model.safetensors.index.json"
@@ -61,34 +62,36 @@ def write_safetensors(
         os.fsync(stream.fileno())
 
 
-def map_safetensors(file: Path) -> dict[str, torch.Tensor]:
+def map_safetensors(file: Location) -> dict[str, torch.Tensor]:
     """Map a file's tensors into memory, as the library does; only what is used is read.
 
     Raises:
         CheckpointError: The file is damaged or no such file.
     """
     try:
-        return load_file(file)
+        with on_disk(file) as here:
+            return load_file(here)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"{file} is damaged or not a safetensors file ({type(error).__name__}: {error}); use another one"
         ) from error
 
 
-def map_folder(folder: Path) -> dict[str, torch.Tensor]:
+def map_folder(folder: Location) -> dict[str, torch.Tensor]:
     """Map the weights of a Hugging Face model directory: ``model.safetensors``, or the files that its index names.
 
     Raises:
         CheckpointError: There are none, or a file of the index is missing.
     """
     index = folder / INDEX_FILENAME
-    if not index.is_file():
+    if not is_file(index):
         single = folder / "model.safetensors"
-        if not single.is_file():
+        if not is_file(single):
             raise CheckpointError(f"{folder} has neither {single.name} nor {INDEX_FILENAME}")
         return map_safetensors(single)
     try:
-        places: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        with on_disk(index) as here:
+            places: dict[str, str] = json.loads(here.read_text())["weight_map"]
     except (ValueError, KeyError) as error:
         raise CheckpointError(f"{index} is damaged ({type(error).__name__}: {error})") from error
     files = {name: map_safetensors(folder / name) for name in sorted(set(places.values()))}

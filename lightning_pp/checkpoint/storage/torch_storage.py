@@ -11,26 +11,32 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import os
 import pickle
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from fsspec import AbstractFileSystem
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
+from upath import UPath
 
-from lightning_pp.checkpoint._torch_private import tree_leaves
+from lightning_pp.checkpoint._torch_private import FsspecFiles, tree_leaves
 from lightning_pp.checkpoint.storage.folder import TABLE_FILENAME
+from lightning_pp.checkpoint.storage.location import Location, is_remote, naming
 from lightning_pp.checkpoint.storage.trusted_pickle import load_table
 from lightning_pp.errors import CheckpointError
 
@@ -182,25 +188,75 @@ class TyingWriter(FileSystemWriter):
             for result in rank_results
             for key in further.get(result.index.fqn, ())
         ]
-        super().finish(metadata, [*results, shared])
+        self.write_table(metadata, [*results, shared])
+
+    def write_table(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Writes the table of contents; on the first rank, when all have written."""
+        super().finish(metadata, results)
+
+
+class RemoteWriter(TyingWriter):
+    """Writes shards to a URL under names of their own, so that those of an earlier save there stay.
+
+    Attributes:
+        table: On the first rank, after a save, the table of contents, which is not written yet.
+
+    The arguments are those of :class:`TyingWriter`.
+    """
+
+    def __init__(self, path: UPath, tied: Mapping[KeyPath, KeyPath], order: Sequence[KeyPath] = ()) -> None:
+        super().__init__(Path(), tied, order)
+        self.fs = FsspecFiles()
+        self.path = self.fs.init_path(str(path))
+        self.sync_files = False
+        self.table = Metadata({})
+        self._folder = path
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        def named_by_save(prefix: Any) -> Any:
+            return dataclasses.replace(prefix, prefix=f"{self.save_id}{prefix.prefix}")
+
+        return [
+            dataclasses.replace(plan, storage_data=named_by_save(plan.storage_data))
+            for plan in super().prepare_global_plan(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        with naming(self._folder, "written"):
+            return super().write_data(plan, planner)
+
+    def write_table(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        with TemporaryDirectory(prefix="lightning_pp_") as unused:
+            FileSystemWriter(unused, sync_files=False).finish(metadata, results)  # completes it
+        metadata.storage_meta = self.storage_meta()
+        self.table = metadata
 
 
 class NamingReader(FileSystemReader):
     """Raises :class:`CheckpointError` with the name of the file that cannot be read.
 
     Args:
-        path: The folder.
+        path: The folder; of one at a URL, what is needed of a file is read, piece by piece.
         weights_only: As in ``torch.load``: run no code that the folder contains.
     """
 
-    def __init__(self, path: Path, weights_only: bool = True) -> None:
-        super().__init__(path)
+    def __init__(self, path: Location, weights_only: bool = True) -> None:
+        super().__init__(Path() if is_remote(path) else path)
+        self._pieces: Any = None
+        if is_remote(path):
+            self.fs = self._pieces = _Pieces(path.fs)
+            self.path = path.path
         self.weights_only = weights_only
+        self._folder = path
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        file = Path(self.path) / TABLE_FILENAME
+        file = self._folder / TABLE_FILENAME
         try:
-            with file.open("rb") as stream:
+            with naming(file, "read"), file.open("rb") as content:
+                stream = io.BytesIO(content.read())
                 table: Metadata = load_table(stream, self.weights_only)
             if not isinstance(table, Metadata):
                 raise TypeError(f"it holds a {type(table).__name__}")
@@ -213,19 +269,55 @@ class NamingReader(FileSystemReader):
         return table
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        by_file: dict[str, list[Any]] = {}
+        together: dict[tuple[str, int, int], list[Any]] = {}
         for item in plan.items:
-            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
-        for name, items in by_file.items():
+            stored = self.storage_data[item.storage_index]
+            piece = (stored.offset, stored.length) if self._pieces else (0, 0)
+            together.setdefault((stored.relative_path, *piece), []).append(item)
+        for (name, offset, length), items in together.items():
+            file = self._folder / name
+            if self._pieces is not None and is_remote(file):
+                with naming(file, "read"):
+                    self._pieces.fetch(file.path, offset, length)
             try:
                 super().read_data(dataclasses.replace(plan, items=items), planner)
             except CheckpointError:
                 raise
             except Exception as error:
-                raise _damaged(Path(self.path) / name, error) from error
+                raise _damaged(file, error) from error
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+
+class _Piece(io.BytesIO):
+    """Bytes of a file from an offset on, at the places that they have in the file."""
+
+    def __init__(self, content: bytes, offset: int) -> None:
+        super().__init__(content)
+        self._offset = offset
+
+    def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
+        return super().seek(position - self._offset if whence == os.SEEK_SET else position, whence) + self._offset
+
+    def tell(self) -> int:
+        return super().tell() + self._offset
+
+
+class _Pieces(FsspecFiles):  # type: ignore[misc]
+    """Opens files of which one piece has been fetched: one request for a tensor, and no more of the file than that."""
+
+    def __init__(self, filesystem: AbstractFileSystem) -> None:
+        super().__init__()
+        self.fs = filesystem
+        self._piece = _Piece(b"", 0)
+
+    def fetch(self, file: str, offset: int, length: int) -> None:
+        self._piece = _Piece(self.fs.cat_file(file, start=offset, end=offset + length), offset)
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        yield self._piece
 
 
 def _together(error: CheckpointException) -> CheckpointError:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from lightning_pp.errors import CheckpointError
+from lightning_pp.checkpoint.ownership.ranks import fail_together
 
 
 class BackgroundSaver:
@@ -17,10 +17,10 @@ class BackgroundSaver:
 
         save(write):     wait for the save before; start ``write`` in a thread
         then(action):    when the save is in its place, or now if none is under way
-        wait():          until the save is in its place; raises what it raised
+        wait():          until the save is in its place; raises what it or an action of any rank raised
 
     An action depends on the save: what it replaces is removed only when it is there, and stays if it fails. All ranks
-    call :meth:`save` and :meth:`wait` alike.
+    call :meth:`save` and :meth:`wait` alike, and any of them :meth:`then`.
 
     Args:
         group: All ranks, and used by nobody else: collectives of two threads over one group would mix.
@@ -32,6 +32,12 @@ class BackgroundSaver:
         self._lock = threading.Lock()
         self._actions: list[Callable[[], None]] = []
         self._error: BaseException | None = None
+        self._error_of_action: Exception | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether there is a save that nobody has waited for; the same on all ranks."""
+        return self._thread is not None
 
     def save(self, write: Callable[[dist.ProcessGroup | None], None]) -> None:
         """Start a save.
@@ -55,21 +61,40 @@ class BackgroundSaver:
                 return
         action()
 
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for the save that is under way, if any.
+    def wait(self) -> None:
+        """Wait for the save that is under way, if any. Collective over all ranks.
 
         Raises:
-            CheckpointError: It failed, or is not done after ``timeout_s``.
+            CheckpointError: On all ranks: it failed, or an action after it did on one of them.
         """
-        thread = self._thread
-        if thread is None:
+        if self._thread is None:
             return
-        thread.join(timeout_s)
-        if thread.is_alive():
-            raise CheckpointError(f"a checkpoint is still being written after {timeout_s} s; it is given up")
+        actions = self._join()
+        with fail_together(self.group):
+            self._act(actions)
+
+    def wait_alone(self) -> None:
+        """Wait without the other ranks, which may have failed.
+
+        Raises:
+            CheckpointError: The save failed, or an action of this rank after it.
+        """
+        if self._thread is not None:
+            self._act(self._join())
+
+    def _join(self) -> list[Callable[[], None]]:
+        """Waits for the thread; returns what it has left to do."""
+        assert self._thread is not None
+        self._thread.join()
         with self._lock:
             actions, self._actions, self._thread = self._actions, [], None
         error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return actions
+
+    def _act(self, actions: list[Callable[[], None]]) -> None:
+        error, self._error_of_action = self._error_of_action, None
         if error is not None:
             raise error
         for action in actions:
@@ -83,7 +108,10 @@ class BackgroundSaver:
                     if not self._actions:
                         return
                     action = self._actions.pop(0)
-                action()
+                try:
+                    action()
+                except Exception as error:  # raised by wait(), on all ranks
+                    self._error_of_action = self._error_of_action or error
         except BaseException as error:  # raised by wait(), in the thread that asked for the save
             self._error = error
             with self._lock:

@@ -12,13 +12,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from upath import UPath
 
 from lightning_pp.checkpoint.content import CURRENT_MODEL, MODEL, OPTIMIZERS
 from lightning_pp.checkpoint.ownership.rank_part import RankPart, by_canonical_name, read_optimizer, to_save
 from lightning_pp.checkpoint.ownership.ranks import Ranks, fail_together, from_root
-from lightning_pp.checkpoint.storage import folder
+from lightning_pp.checkpoint.storage import folder, remote_folder
 from lightning_pp.checkpoint.storage import torch_storage as storage
-from lightning_pp.checkpoint.storage.torch_storage import KeyPath, TyingWriter
+from lightning_pp.checkpoint.storage.location import Location, locate
+from lightning_pp.checkpoint.storage.torch_storage import KeyPath, RemoteWriter, TyingWriter
 from lightning_pp.errors import CheckpointError
 
 
@@ -35,7 +37,7 @@ class ShardedSave:
         is_root: Whether this rank makes and moves the folder.
     """
 
-    path: Path
+    path: Location
     entries: Mapping[KeyPath, Any]
     trainer_state: bytes
     tied: Mapping[KeyPath, KeyPath]
@@ -45,11 +47,16 @@ class ShardedSave:
     def write(self, group: dist.ProcessGroup | None = None) -> None:
         """Write the folder and put it in its place. Collective over all ranks.
 
-        ::
+        At a path::
 
             root:  make an empty folder beside ``path``; write ``trainer_state`` into it
             all:   write own shards; the first owner of a name writes it, spread over its data-parallel ranks
             root:  write the table of contents; move the folder to ``path``; remove the one that was there
+
+        At a URL::
+
+            all:   write own shards under new names
+            root:  write ``trainer_state``, and then the table; remove the files of the checkpoint that was there
 
         Args:
             group: All ranks; for a thread beside the training a group of its own, which it may not share.
@@ -57,11 +64,17 @@ class ShardedSave:
         Raises:
             CheckpointError: On all ranks, if one of them failed; what was at ``path`` is untouched then.
         """
-        staged = folder.staging_path(self.path)
+        if isinstance(self.path, Path):
+            self._write_local(self.path, group)
+        else:
+            self._write_remote(self.path, group)
+
+    def _write_local(self, path: Path, group: dist.ProcessGroup | None) -> None:
+        staged = folder.staging_path(path)
         try:
             with fail_together(group):
                 if self.is_root:
-                    folder.begin(self.path)
+                    folder.begin(path)
                     _write_through(self.trainer_state, staged / folder.TRAINER_STATE_FILENAME)
             with fail_together(group):
                 if not staged.is_dir():
@@ -72,11 +85,30 @@ class ShardedSave:
             storage.save(self.entries, TyingWriter(staged, self.tied, self.order), group)
             with fail_together(group):
                 if self.is_root:
-                    folder.commit(self.path)
+                    folder.commit(path)
         except BaseException:
             if self.is_root:
-                folder.abandon(self.path)
+                folder.abandon(path)
             raise
+
+    def _write_remote(self, path: UPath, group: dist.ProcessGroup | None) -> None:
+        writer = RemoteWriter(path, self.tied, self.order)
+        try:
+            with fail_together(group):
+                if self.is_root:
+                    remote_folder.begin(path)
+            storage.save(self.entries, writer, group)
+            with fail_together(group):
+                if self.is_root:
+                    remote_folder.stage(path, writer.save_id, self.trainer_state, writer.table)
+        except BaseException:
+            if self.is_root:
+                remote_folder.abandon(path, writer.save_id)
+            raise
+        # whether a table whose put fails is there is not known, so what it names stays
+        with fail_together(group):
+            if self.is_root:
+                remote_folder.commit(path, writer.save_id, self.trainer_state, writer.table)
 
 
 def prepare_save(
@@ -85,7 +117,7 @@ def prepare_save(
     """Collect what a sharded checkpoint is to hold. Collective over all ranks; nothing is written yet.
 
     Args:
-        path: On a file system that all ranks share; the root's counts.
+        path: A path on a file system that all ranks share, or a URL; the root's counts.
         part: What this rank holds; its optimizers are saved if ``checkpoint`` has ``optimizer_states``, of whatever
             content.
         checkpoint: What the Trainer has put together. Its ``state_dict``, and ``current_model_state`` if it is there,
@@ -97,8 +129,9 @@ def prepare_save(
         CheckpointError: On all ranks: a name is missing or unknown, or something cannot be pickled.
     """
     ranks, catalog = Ranks.from_mesh(part.mesh), part.catalog
-    path = _local_path(from_root(os.fspath(path), ranks))
+    path = from_root(str(path), ranks)
     with fail_together():
+        location = locate(path)
         entries: dict[KeyPath, Any] = {}
         tied: dict[KeyPath, KeyPath] = {}
         order: list[KeyPath] = []
@@ -115,7 +148,7 @@ def prepare_save(
         pickled = _pickled(trainer_state) if ranks.is_root else b""
         if stager is not None:
             entries = dict(zip(entries, _staged(list(entries.values()), stager), strict=True))
-    return ShardedSave(path, entries, pickled, tied, order, ranks.is_root)
+    return ShardedSave(location, entries, pickled, tied, order, ranks.is_root)
 
 
 def make_stager() -> DefaultStager:
@@ -163,11 +196,3 @@ def _write_through(content: bytes, file: Path) -> None:
         stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def _local_path(path: str) -> Path:
-    if "://" in path:
-        raise CheckpointError(
-            f"{path} is not a path: sharded checkpoints are saved to and loaded from file systems only"
-        )
-    return Path(path)

@@ -17,7 +17,8 @@ from lightning_pp.checkpoint._torch_private import keep_module_versions, tree_ma
 from lightning_pp.checkpoint.ownership.catalog import OptimizerGroups
 from lightning_pp.checkpoint.ownership.rank_part import RankPart, by_canonical_name, read_optimizer, to_save
 from lightning_pp.checkpoint.ownership.ranks import Ranks, fail_together, gather_to_root
-from lightning_pp.checkpoint.storage import folder
+from lightning_pp.checkpoint.storage import folder, remote_folder
+from lightning_pp.checkpoint.storage.location import Location, is_folder
 
 
 def gather_full_state(part: RankPart, state_dict: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -107,16 +108,19 @@ def _numbered(
     return {"state": state, "param_groups": groups}
 
 
-def make_room_for_file(path: Path) -> None:
+def make_room_for_file(path: Location) -> None:
     """Remove a sharded checkpoint from where a single file is to be written; on the root.
 
     Raises:
         IsADirectoryError: Another folder is there.
     """
-    if path.is_dir():
+    if is_folder(path):
         if not folder.is_sharded_checkpoint(path):
             raise IsADirectoryError(f"A single-file checkpoint cannot replace the folder {path}.")
-        shutil.rmtree(path)
+        if isinstance(path, Path):
+            shutil.rmtree(path)
+        else:
+            remote_folder.remove_folder(path)
 
 
 def _merge(labels: dict[str, str]) -> dict[str, str]:

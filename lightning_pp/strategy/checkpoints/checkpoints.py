@@ -36,6 +36,9 @@ from lightning_pp.checkpoint import (
 )
 from lightning_pp.checkpoint.content import MODEL, OPTIMIZERS
 from lightning_pp.checkpoint.ownership.ranks import Ranks, fail_together, from_root
+from lightning_pp.checkpoint.storage.folder import TABLE_FILENAME
+from lightning_pp.checkpoint.storage.location import Location, is_file, is_folder, is_remote, is_url, locate, naming
+from lightning_pp.checkpoint.storage.remote_folder import remove_folder
 from lightning_pp.distributed.groups import group_of_hosts
 from lightning_pp.errors import CheckpointError, ConfigurationError
 from lightning_pp.strategy._lightning_private import replace_link
@@ -164,7 +167,7 @@ class Checkpoints:
             )
             return
         run = self._attached
-        path = Path(from_root(os.fspath(filepath), Ranks.from_mesh(run.part.mesh)))
+        path = from_root(str(filepath), Ranks.from_mesh(run.part.mesh))
         checkpoint = {**checkpoint, **own_run_state(checkpoint, run.engine)}
         write: Callable[[dist.ProcessGroup | None], None]
         if self._is_sharded:
@@ -184,12 +187,15 @@ class Checkpoints:
             write(None)
         else:
             self._background.save(write)
-            self._promised = {os.path.abspath(path)}
+            self._promised = {_key(path)}
 
     def remove(self, filepath: str | Path) -> None:
-        """Removes a checkpoint, once a save under way is in its place."""
-        if self._attached.is_root:
-            self._then(partial(self._attached.checkpoint_io.remove_checkpoint, Path(filepath)))
+        """Removes a checkpoint, once a save under way is in its place. After an exception nothing is removed.
+
+        Raises:
+            CheckpointError: On all ranks: it cannot be removed; with a save in the background, when that is waited for.
+        """
+        self._then(partial(self._remove, str(filepath)))
 
     def wait(self) -> None:
         """Waits until a save in the background is in its place.
@@ -203,35 +209,67 @@ class Checkpoints:
     def give_up(self) -> None:
         """After an exception: lets a save in the background finish; that it failed is logged, not raised."""
         try:
-            self.wait()
+            if self._background is not None:
+                self._background.wait_alone()
         except Exception as error:
             _log.error(f"The checkpoint that was being written when the run failed is lost: {error}")
 
     def _write_file(
-        self, checkpoint: dict[str, Any], path: Path, storage_options: Any, group: dist.ProcessGroup | None
+        self, checkpoint: dict[str, Any], path: str, storage_options: Any, group: dist.ProcessGroup | None
     ) -> None:
         with fail_together(group):
             if self._attached.is_root:
-                make_room_for_file(path)
-                self._attached.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+                location = locate(path)
+                make_room_for_file(location)
+                with naming(location, "written"):
+                    self._attached.checkpoint_io.save_checkpoint(
+                        checkpoint, str(location) if is_remote(location) else location, storage_options=storage_options
+                    )
+
+    def _remove(self, path: str) -> None:
+        location = locate(path)
+        if is_remote(location):
+            if is_folder(location):
+                remove_folder(location)
+                return
+            with naming(location, "removed"):
+                self._attached.checkpoint_io.remove_checkpoint(str(location))
+        else:
+            self._attached.checkpoint_io.remove_checkpoint(location)
 
     def _then(self, action: Callable[[], None]) -> None:
-        if self._background is None:
-            action()
-        else:
-            self._background.then(action)
+        """Does something on the root when the save under way is in its place; every rank calls it."""
+        if self._is_interrupted():
+            return  # nothing has been saved
+        if self._background is not None and self._background.is_under_way:
+            if self._attached.is_root:
+                self._background.then(action)
+            return
+        with fail_together():
+            if self._attached.is_root:
+                action()
 
     def _follow(self, callback: ModelCheckpoint, trainer: pl.Trainer) -> None:
         """Has links made when what they point to is in its place, and names not taken that are promised to a save."""
 
         def link(_: pl.Trainer, filepath: str, linkpath: str) -> None:
-            if self._attached.is_root and os.path.abspath(filepath) != os.path.abspath(linkpath):
+            if _key(filepath) != _key(linkpath):
                 self._then(partial(_link, filepath, linkpath))
-            self._promised.add(os.path.abspath(linkpath))
+            self._promised.add(_key(linkpath))
             trainer.strategy.barrier()
 
         def exists(filepath: str, _: pl.Trainer, original: Any = callback.file_exists) -> bool:
-            return os.path.abspath(filepath) in self._promised or bool(original(filepath, trainer))
+            if _key(filepath) in self._promised:
+                return True
+            if not is_url(str(filepath)):
+                return bool(original(filepath, trainer))
+            if self._is_interrupted():
+                return False  # nothing is written
+            box = [False]
+            with fail_together():
+                if self._attached.is_root:
+                    box = [_is_checkpoint(locate(filepath))]
+            return bool(trainer.strategy.broadcast(box[0]))
 
         if "file_exists" not in vars(callback):
             replace_link(callback, link)
@@ -314,6 +352,16 @@ class _Run:
     @property
     def is_root(self) -> bool:
         return dist.get_rank() == 0
+
+
+def _key(path: str | Path) -> str:
+    """One name for each place."""
+    return str(path) if is_url(str(path)) else os.path.abspath(path)
+
+
+def _is_checkpoint(location: Location) -> bool:
+    """Whether a save would take the place of something; what is left of one that was interrupted is nothing."""
+    return is_file(location / TABLE_FILENAME) if is_folder(location) else is_file(location)
 
 
 def _link(filepath: str, linkpath: str) -> None:
