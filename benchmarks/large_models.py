@@ -115,7 +115,7 @@ def plan() -> dict[str, float]:
             module.configure_model()
         whole = bytes_of(module)
         step = recorded_step(
-            module, "training_step", batch_of(vocabulary, 1), [0], precision=Precision(), device=device
+            module, "training_step", batch_of(vocabulary, 1), [0], precision=Precision(), trains=True, device=device
         )
         split = assign_stages(
             record_model(
