@@ -27,6 +27,7 @@ try:
     from lightning.fabric.utilities.distributed import _init_dist_connection as init_process_group
     from lightning.fabric.utilities.distributed import _sync_ddp_if_available as reduced
     from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
+    from lightning.pytorch.core.optimizer import _MockOptimizer as NoOptimizer
     from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
     from lightning.pytorch.loops.fit_loop import _FitLoop
     from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization as AutomaticOptimization
@@ -53,6 +54,7 @@ __all__ = [
     "AutomaticOptimization",
     "DataLoaderSource",
     "EndOfFit",
+    "NoOptimizer",
     "ResultCollection",
     "SubprocessScriptLauncher",
     "accumulates",

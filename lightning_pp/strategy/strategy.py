@@ -51,7 +51,12 @@ from lightning_pp.strategy.lightning.loop import PipelineOptimization
 from lightning_pp.strategy.lightning.mesh_strategy import MeshStrategy
 from lightning_pp.strategy.lightning.plain import with_stages
 from lightning_pp.strategy.lightning.sigterm import end_together_on_sigterm
-from lightning_pp.strategy.parameters.optimizers import keep_parameters, set_up_one_optimizer
+from lightning_pp.strategy.parameters.optimizers import (
+    KeptOptimizers,
+    keep_parameters,
+    set_up_one_optimizer,
+    training_ones,
+)
 from lightning_pp.strategy.parameters.precision import agree_on_scale
 from lightning_pp.strategy.step.data import first_batch, seed_workers_by
 from lightning_pp.strategy.step.refusals import refuse_unsupported
@@ -208,6 +213,7 @@ class PipelineParallelStrategy(MeshStrategy):
         self._needs_engine = bool(compile or meta_init or async_checkpoint or initial_weights is not None)
         self._engine: PipelineEngine | None = None
         self._num_runs = 0
+        self._kept_optimizers = KeptOptimizers()
 
     @property
     def engine(self) -> PipelineEngine:
@@ -314,10 +320,12 @@ class PipelineParallelStrategy(MeshStrategy):
             if is_fitting:
                 self._reset_optimizers_and_schedulers()
                 set_up_one_optimizer(self, trainer)
-            optimizers = self.optimizers if is_fitting else []
+            optimizers = training_ones(self.optimizers) if is_fitting else []
+            self._kept_optimizers.complete(optimizers, engine.split.fake_parameters)
             part = rank_part(engine.split, self.device_mesh, optimizers)
+            self._kept_optimizers.note(optimizers, part.catalog.optimizer_groups)
         if is_fitting:
-            engine.check_memory(self.optimizers)
+            engine.check_memory(optimizers)
             keep_parameters(self.optimizers, list(engine.module.parameters()))
             if not self.options.sharding.cpu_offload:  # states are made where their parameters are
                 optimizers_to_device(self.optimizers, self.root_device)
@@ -368,11 +376,13 @@ class PipelineParallelStrategy(MeshStrategy):
             )
         self._engine = engine
         try:
+            first = first_batch(trainer)
             engine.build(
-                first_batch(trainer),
+                first.batch,
                 step,
                 broadcast=self.broadcast,
                 beforehand=self._optimizers_beforehand(trainer),
+                has_several_loaders=first.has_several_loaders,
             )
         except BaseException:
             self._engine = None
@@ -390,7 +400,7 @@ class PipelineParallelStrategy(MeshStrategy):
             with preserved_random_state(self.root_device):
                 set_up_one_optimizer(self, trainer)
         try:
-            yield next(iter(self.optimizers), None)
+            yield next(iter(training_ones(self.optimizers)), None)
         finally:
             self._reset_optimizers_and_schedulers()
             gc.collect()  # a scheduler and its optimizer hold each other
@@ -518,6 +528,7 @@ class PipelineParallelStrategy(MeshStrategy):
         if engine.module.trainer.state.status == TrainerStatus.RUNNING:
             raise RuntimeError("gather_module() is for after a run of the trainer, and this one is running.")
         engine.gather_module(self._checkpoints.hand_over())
+        self._kept_optimizers.make_whole(training_ones(self.optimizers), engine.module)
         self._engine, self.optimizers = None, []
         del vars(engine.module)["_split_by_pipeline"]
 

@@ -38,7 +38,7 @@ from lightning_pp.checkpoint.content import MODEL, OPTIMIZERS
 from lightning_pp.checkpoint.ownership.ranks import Ranks, fail_together, from_root
 from lightning_pp.distributed.groups import group_of_hosts
 from lightning_pp.errors import CheckpointError, ConfigurationError
-from lightning_pp.strategy._lightning_private import replace_link
+from lightning_pp.strategy._lightning_private import NoOptimizer, replace_link
 from lightning_pp.strategy.checkpoints.run_state import own_run_state, restore_run_state
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class Checkpoints:
 
         A sharded checkpoint collects the state when it is written, without a copy of it all.
         """
-        if self._is_interrupted() or self._is_sharded:
+        if self._is_interrupted() or self._is_sharded or isinstance(optimizer, NoOptimizer):
             return {}
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return gather_full_optimizer_state(self._attached.part, inner)
