@@ -151,6 +151,7 @@ class PipelineEngine:
         all_or_none: Callable[[Callable[[], Any]], Any],
         is_everywhere: Callable[[bool], bool],
         beforehand: AbstractContextManager[Optimizer | None],
+        has_several_loaders: bool = False,
     ) -> None:
         """Cuts the module by a dry run of ``step`` on ``batch`` and drops what this rank does not own.
 
@@ -162,15 +163,17 @@ class PipelineEngine:
             is_everywhere: Whether its argument is true on every rank.
             beforehand: Around the dry run; gives the user's optimizer over the whole module, to ask it for what it
                 keeps of a parameter. It must not outlive the context, for it holds all parameters.
+            has_several_loaders: Whether the step is told which of several loaders a batch is from.
         """
         microbatches = self._cut(batch, for_training=step == "training_step")
         request = self._options.layout_request(self.sizes.pipeline, len(microbatches), self.device.type)
         self._seed = broadcast(int(torch.initial_seed() % (1 << 40)))
+        arguments = first_arguments(self.module, step, has_several_loaders=has_several_loaders)
         with self._in_mode_of(step):
 
             def look() -> RecordedModel:
                 with beforehand as optimizer:
-                    recording = self._record(batch, microbatches, step, request.fewest_stages)
+                    recording = self._record(batch, microbatches, step, arguments, request.fewest_stages)
                     self._device_memory = self._limit_of_memory(recording, step, optimizer)
                     del optimizer
                 return recording
@@ -221,10 +224,12 @@ class PipelineEngine:
             for child, mode in modes:
                 child.training = mode
 
-    def _record(self, batch: Any, microbatches: Sequence[Microbatch], step: str, num_stages: int) -> RecordedModel:
+    def _record(
+        self, batch: Any, microbatches: Sequence[Microbatch], step: str, arguments: Sequence[Any], num_stages: int
+    ) -> RecordedModel:
         """A dry run of ``step`` on the first microbatch, with units for ``num_stages``."""
         trains = step == "training_step"
-        recorded = self._recorded_step(step, microbatches[0], first_arguments(self.module, step), trains=trains)
+        recorded = self._recorded_step(step, microbatches[0], arguments, trains=trains)
         if self._options.schedule.whole_batch_loss and step != "predict_step":
             recorded = ending_with_batch(recorded)
         with lengths_noted(batch, len(microbatches)):

@@ -80,7 +80,7 @@ class DryStrategy(SingleDeviceStrategy):
         self.accelerator.setup(trainer)
         refuse_unsupported(trainer, module, self.precision_plugin, torch.device("cuda"))  # planned for, not run
         self.model = self.precision_plugin.convert_module(module)
-        batch = first_batch(trainer)
+        batch = first_batch(trainer).batch
         set_up_one_optimizer(self, trainer)
 
         precision, arguments = self.precision_plugin, first_arguments(module, "training_step")

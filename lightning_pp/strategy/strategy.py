@@ -63,10 +63,10 @@ from lightning_pp.strategy.lightning.plain import with_stages
 from lightning_pp.strategy.lightning.preemption import Preemption
 from lightning_pp.strategy.parameters.finetuning import finetune_whole_module, resume_finetuning
 from lightning_pp.strategy.parameters.optimizers import (
-    OriginalParameters,
-    WholeGroups,
+    KeptOptimizers,
     keep_parameters,
     set_up_one_optimizer,
+    training_ones,
 )
 from lightning_pp.strategy.parameters.precision import agree_on_scale
 from lightning_pp.strategy.step.data import first_batch, seed_workers_by
@@ -234,6 +234,7 @@ class PipelineParallelStrategy(MeshStrategy):
         self._failed_runs = FailedRuns()
         self._num_trained_before = 0
         self._preemption: Preemption | None = None
+        self._kept_optimizers = KeptOptimizers()
 
     @property
     def engine(self) -> PipelineEngine:
@@ -349,12 +350,12 @@ class PipelineParallelStrategy(MeshStrategy):
             if is_fitting:
                 self._reset_optimizers_and_schedulers()
                 self.all_or_none(lambda: set_up_one_optimizer(self, trainer))
-                self._originals.replace_in(self.optimizers, module)
-            optimizers = self.optimizers if is_fitting else []
-            self._groups = WholeGroups(optimizers, module)
+            optimizers = training_ones(self.optimizers) if is_fitting else []
+            self._kept_optimizers.complete(optimizers, engine.split.fake_parameters)
             part = rank_part(engine.split, self.device_mesh, optimizers)
+            self._kept_optimizers.note(optimizers, part.catalog.optimizer_groups)
         if is_fitting:
-            engine.check_memory(self.optimizers)
+            engine.check_memory(optimizers)
             keep_parameters(self.optimizers, list(engine.module.parameters()))
             if not self.options.sharding.cpu_offload:  # states are made where their parameters are
                 optimizers_to_device(self.optimizers, self.root_device)
@@ -375,10 +376,11 @@ class PipelineParallelStrategy(MeshStrategy):
         """Within, optimizers may get parameters of any stage; afterwards they have this rank's."""
         engine = self.engine
         with engine.split.fake_parameters.all_parameters():
-            self._groups.fill(self.optimizers, engine.module)
+            optimizers = training_ones(self.optimizers)
+            self._kept_optimizers.complete(optimizers, engine.split.fake_parameters)
             yield
-            self._groups = WholeGroups(self.optimizers, engine.module)
-            part = rank_part(engine.split, self.device_mesh, self.optimizers)
+            part = rank_part(engine.split, self.device_mesh, optimizers)
+            self._kept_optimizers.note(optimizers, part.catalog.optimizer_groups)
         keep_parameters(self.optimizers, list(engine.module.parameters()))
         self._checkpoints.hold(part)
 
@@ -418,15 +420,16 @@ class PipelineParallelStrategy(MeshStrategy):
                 "every rank, or make a new module and load a checkpoint."
             )
         self._engine = engine
-        self._originals = OriginalParameters(module)
         try:
+            first = self.all_or_none(lambda: first_batch(trainer))
             engine.build(
-                self.all_or_none(lambda: first_batch(trainer)),
+                first.batch,
                 step,
                 broadcast=self.broadcast,
                 all_or_none=self.all_or_none,
                 is_everywhere=self.reduce_boolean_decision,
                 beforehand=self._optimizers_beforehand(trainer),
+                has_several_loaders=first.has_several_loaders,
             )
         except BaseException:
             self._engine = None
@@ -444,7 +447,7 @@ class PipelineParallelStrategy(MeshStrategy):
             with preserved_random_state(self.root_device):
                 set_up_one_optimizer(self, trainer)
         try:
-            yield next(iter(self.optimizers), None)
+            yield next(iter(training_ones(self.optimizers)), None)
         finally:
             self._reset_optimizers_and_schedulers()
             gc.collect()  # a scheduler and its optimizer hold each other
@@ -579,6 +582,7 @@ class PipelineParallelStrategy(MeshStrategy):
         if engine.module.trainer.state.status == TrainerStatus.RUNNING:
             raise RuntimeError("gather_module() is for after a run of the trainer, and this one is running.")
         engine.gather_module(self._checkpoints.hand_over())
+        self._kept_optimizers.make_whole(training_ones(self.optimizers), engine.module)
         self._engine, self.optimizers = None, []
         del vars(engine.module)["_split_by_pipeline"]
 

@@ -89,6 +89,11 @@ def partition_units(
     """
     num_stages = placement.num_stages
     order = list(record.first_calls())
+    if not order:
+        raise ConfigurationError(
+            f"The step calls no layer, so the model cannot be cut by it into {num_stages} stages. Run a fit first, or "
+            "another step that calls the layers, with the same trainer; or run this step with a Trainer on one device."
+        )
     unit_costs = dict(costs) if costs is not None else estimate_unit_costs(record, num_parameters)
     unit_costs = weighted(unit_costs, unit_weights or {})
     speeds = _checked_speeds(rank_speeds, placement.num_ranks)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.split._torch_private import PARAMETERS, FakeTensor, parameters_of
@@ -62,8 +63,10 @@ class FakeParameters:
         self.names: dict[str, nn.Parameter] = dict(module.named_parameters(remove_duplicate=False))
         self.canonical_names: dict[str, str] = {}
         first: dict[nn.Parameter, str] = {}
+        self._originals: Any = WeakIdKeyDictionary()  # of whoever keeps them: name by parameter
         for name, parameter in self.names.items():
             self.canonical_names[name] = first.setdefault(parameter, name)
+            self._originals[parameter] = self.canonical_names[name]
         self._order = {
             prefix: list(parameters_of(child)) for prefix, child in module.named_modules() if prefix not in scripted
         }
@@ -78,6 +81,11 @@ class FakeParameters:
         """A fake of the given shape and dtype on this rank's device."""
         with self.mode:
             return torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+
+    def name_of_original(self, parameter: Tensor) -> str | None:
+        """The canonical name of a parameter that the module had when this was made; None for any other tensor."""
+        name: str | None = self._originals.get(parameter)
+        return name
 
     def parameter(self, name: str) -> nn.Parameter:
         """The fake that stands in for the parameter ``name``; tied names share one."""

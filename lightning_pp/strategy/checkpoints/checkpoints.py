@@ -41,9 +41,8 @@ from lightning_pp.checkpoint.storage.location import Location, is_file, is_folde
 from lightning_pp.checkpoint.storage.remote_folder import remove_folder
 from lightning_pp.distributed.groups import group_of_hosts
 from lightning_pp.errors import CheckpointError, ConfigurationError
-from lightning_pp.strategy._lightning_private import replace_link
+from lightning_pp.strategy._lightning_private import NoOptimizer, replace_link
 from lightning_pp.strategy.checkpoints.run_state import own_run_state, restore_run_state
-from lightning_pp.strategy.parameters.optimizers import steps_nothing
 
 if TYPE_CHECKING:
     from lightning_pp.strategy.engine import PipelineEngine
@@ -142,11 +141,9 @@ class Checkpoints:
 
         A sharded checkpoint collects the state when it is written, without a copy of it all.
         """
-        if self._is_interrupted() or self._is_sharded:
+        if self._is_interrupted() or self._is_sharded or isinstance(optimizer, NoOptimizer):
             return {}
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        if steps_nothing(inner):
-            return {}
         return gather_full_optimizer_state(self._attached.part, inner)
 
     def save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None) -> None:

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from lightning_pp.checkpoint import ParameterCatalog, RankPart
 from lightning_pp.planning.stage_model import SplitModel
-from lightning_pp.strategy.parameters.optimizers import steps_nothing
+from lightning_pp.strategy.parameters.optimizers import training_ones
 
 
 def rank_part(split: SplitModel, mesh: DeviceMesh, optimizers: Sequence[Optimizer]) -> RankPart:
@@ -20,7 +20,7 @@ def rank_part(split: SplitModel, mesh: DeviceMesh, optimizers: Sequence[Optimize
         mesh: Axes ``pipeline`` and then those of data parallelism.
         optimizers: This rank's, which keep only its own parameters afterwards.
     """
-    optimizers = [optimizer for optimizer in optimizers if not steps_nothing(optimizer)]
+    optimizers = training_ones(optimizers)
 
     def owners(name: str) -> tuple[int, ...]:
         if name in split.owners:

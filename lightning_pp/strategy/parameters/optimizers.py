@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import compress
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import Strategy
 from torch import nn
 from torch.optim import LBFGS, Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_pp.checkpoint.ownership.catalog import OptimizerGroups
+from lightning_pp.checkpoint.ownership.rank_part import shard_like
 from lightning_pp.errors import ConfigurationError
+from lightning_pp.split.fakes.parameters import FakeParameters, is_fake
 from lightning_pp.strategy._lightning_private import NoOptimizer
 
 
@@ -48,65 +52,6 @@ def _needs_closure(optimizer: Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-class OriginalParameters:
-    """The module's parameters before it was split, which an optimizer made in ``__init__`` holds.
-
-    Args:
-        module: The whole module.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._names: MutableMapping[nn.Parameter, str] = WeakIdKeyDictionary()
-        for name, parameter in module.named_parameters():
-            self._names[parameter] = name
-
-    def replace_in(self, optimizers: Sequence[Optimizer], module: nn.Module) -> None:
-        """Puts what stands for them now in their places; to be called while all names are parameters."""
-        current = dict(module.named_parameters())
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                for place, parameter in enumerate(group["params"]):
-                    name = self._names.get(parameter)
-                    if name is not None and current[name] is not parameter:
-                        group["params"][place] = current[name]
-                        optimizer.state.pop(parameter, None)
-
-
-class WholeGroups:
-    """The parameter groups of optimizers as one device would have them, by name, while each rank's hold its own part.
-
-    Args:
-        optimizers: With all parameters, as are those of ``module``.
-        module: While all names are parameters.
-    """
-
-    def __init__(self, optimizers: Sequence[Optimizer], module: nn.Module) -> None:
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
-        self._names = [
-            [[names[id(parameter)] for parameter in group["params"] if id(parameter) in names] for group in groups]
-            for groups in (optimizer.param_groups for optimizer in optimizers)
-        ]
-        # the user's own names, of an optimizer made from named_parameters()
-        self._labels = [
-            [list(group.get("param_names", ())) for group in optimizer.param_groups] for optimizer in optimizers
-        ]
-
-    def fill(self, optimizers: Sequence[Optimizer], module: nn.Module) -> None:
-        """Puts all parameters back into the groups; to be called while all names are parameters."""
-        parameters = dict(module.named_parameters())
-        for optimizer, names, labels in zip(optimizers, self._names, self._labels, strict=True):
-            for group, its_names, its_labels in zip(optimizer.param_groups, names, labels, strict=False):
-                if its_names:
-                    group["params"][:] = [parameters[name] for name in its_names]
-                if its_labels:
-                    group["param_names"][:] = its_labels
-
-
-def steps_nothing(optimizer: Optimizer) -> bool:
-    """Whether it stands for no optimizer: ``configure_optimizers`` returned None."""
-    return isinstance(optimizer, NoOptimizer)
-
-
 def keep_parameters(optimizers: Sequence[Optimizer], owned: Collection[nn.Parameter]) -> None:
     """Takes all but ``owned`` out of the optimizers' groups; the groups themselves stay, even empty ones."""
     ids = {id(parameter) for parameter in owned}
@@ -118,3 +63,80 @@ def keep_parameters(optimizers: Sequence[Optimizer], owned: Collection[nn.Parame
                     group[key][:] = compress(group[key], kept)
         for parameter in [parameter for parameter in optimizer.state if id(parameter) not in ids]:
             del optimizer.state[parameter]
+
+
+def training_ones(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    """Without what Lightning puts where ``configure_optimizers`` returns None."""
+    return [optimizer for optimizer in optimizers if not isinstance(optimizer, NoOptimizer)]
+
+
+class KeptOptimizers:
+    """Optimizers that user code keeps, and returns from ``configure_optimizers`` again and again.
+
+    One that was made in ``__init__`` holds the parameters that the module had before it was cut and sharded; one that
+    has trained holds those of this rank only. Each is brought to hold all parameters as they are now.
+    """
+
+    def __init__(self) -> None:
+        self._groups: WeakKeyDictionary[Optimizer, OptimizerGroups] = WeakKeyDictionary()
+        # the user's own names, of an optimizer made from named_parameters()
+        self._labels: WeakKeyDictionary[Optimizer, list[list[str]]] = WeakKeyDictionary()
+
+    def complete(self, optimizers: Sequence[Optimizer], fake_parameters: FakeParameters) -> None:
+        """To be called while all names are parameters; the groups hold all of theirs afterwards.
+
+        Raises:
+            ConfigurationError: An optimizer holds a parameter that is not the module's.
+        """
+        current = dict(fake_parameters.module.named_parameters())
+        for optimizer in optimizers:
+            if optimizer in self._groups:
+                for group, names in zip(optimizer.param_groups, self._groups[optimizer], strict=False):
+                    group["params"][:] = [current[name] for name in names]
+                for group, labels in zip(optimizer.param_groups, self._labels[optimizer], strict=False):
+                    if labels:
+                        group["param_names"][:] = labels
+            _replace_originals(optimizer, fake_parameters, current)
+            _refuse_strangers(optimizer, fake_parameters.module, current)
+
+    def note(self, optimizers: Sequence[Optimizer], groups: Sequence[OptimizerGroups]) -> None:
+        """Remembers the canonical names that each optimizer has in its groups, before others' parameters go."""
+        self._groups.update(zip(optimizers, groups, strict=True))
+        for optimizer in optimizers:
+            self._labels[optimizer] = [list(group.get("param_names", ())) for group in optimizer.param_groups]
+
+    def make_whole(self, optimizers: Sequence[Optimizer], module: nn.Module) -> None:
+        """Gives each the parameters of the whole module, without state: the trainer that has it next starts anew."""
+        current = dict(module.named_parameters())
+        for optimizer in optimizers:
+            optimizer.state.clear()
+            for group, names in zip(optimizer.param_groups, self._groups.pop(optimizer, ()), strict=False):
+                group["params"][:] = [current[name] for name in names]
+
+
+def _replace_originals(
+    optimizer: Optimizer, fake_parameters: FakeParameters, current: Mapping[str, nn.Parameter]
+) -> None:
+    """Replaces parameters that the module had before it was cut; their state comes along, in this rank's shards."""
+    state: Any = optimizer.state
+    for group in optimizer.param_groups:
+        for index, parameter in enumerate(group["params"]):
+            name = fake_parameters.name_of_original(parameter)
+            if name is None or name not in current or current[name] is parameter:
+                continue
+            group["params"][index] = current[name]
+            kept = state.pop(parameter, None)
+            if kept is not None and not is_fake(current[name]):
+                state[current[name]] = shard_like(kept, current[name])
+
+
+def _refuse_strangers(optimizer: Optimizer, module: nn.Module, current: Mapping[str, nn.Parameter]) -> None:
+    known = {id(parameter) for parameter in current.values()}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if shapes := [tuple(parameter.shape) for parameter in held if id(parameter) not in known]:
+        raise ConfigurationError(
+            f"configure_optimizers of {type(module).__name__} returned {type(optimizer).__name__} with {len(shapes)} "
+            f"parameters that are not the module's, of shapes {', '.join(map(str, shapes[:5]))}. A pipeline moves and "
+            "shards parameters by their names in the module. Make them parameters of the module (self.name = "
+            "nn.Parameter(...)), and make the optimizer from self.parameters()."
+        )

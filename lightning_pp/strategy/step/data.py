@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import numpy as np
@@ -18,7 +19,6 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.split._torch_private import tree_map
 from lightning_pp.split.data.tree import own_copy
 from lightning_pp.strategy._lightning_private import (
     DataLoaderSource,
@@ -29,7 +29,19 @@ from lightning_pp.strategy._lightning_private import (
 )
 
 
-def first_batch(trainer: pl.Trainer) -> Any:
+class FirstBatch(NamedTuple):
+    """A batch to learn from.
+
+    Attributes:
+        batch: As the step will see it, on the device.
+        has_several_loaders: Whether the loop goes through several loaders in turn, and tells the step which.
+    """
+
+    batch: Any
+    has_several_loaders: bool
+
+
+def first_batch(trainer: pl.Trainer) -> FirstBatch:
     """The first batch of what the trainer is about to run over, as the step will see it, on the device.
 
     The loader is made (and kept: its hook is called once) and one batch read in this process; the random generators are
@@ -40,13 +52,15 @@ def first_batch(trainer: pl.Trainer) -> Any:
     """
     with generators_untouched():
         loop = _loop_of(trainer)
-        loader = _kept_loader(data_source_of(loop))
+        is_training = trainer.state.fn == TrainerFn.FITTING
+        loader = _combined(_kept_loader(data_source_of(loop)), is_training=is_training)
         # a copy: hooks write into batches, and a dataset or a stream may hand out the same one again
-        batch = own_copy(_first_of(loader, is_training=trainer.state.fn == TrainerFn.FITTING))
+        batch = own_copy(_first_of(loader))
         module = trainer.lightning_module
         batch = trainer.precision_plugin.convert_input(batch)
         batch = transferred_by_hook(module, batch)
-        return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+        batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+        return FirstBatch(batch, goes_through_loaders_in_turn(loader) and len(loader.flattened) > 1)
 
 
 def _loop_of(trainer: pl.Trainer) -> Any:
@@ -91,14 +105,19 @@ def _repeatable(loader: Any) -> Any:
     return loader
 
 
-def _first_of(loader: Any, *, is_training: bool) -> Any:
+def _combined(loader: Any, *, is_training: bool) -> CombinedLoader:
+    """What Lightning's loops make of a loader, or of several in lists and dicts."""
     if isinstance(loader, CombinedLoader):
-        iterables, in_turn = loader.iterables, goes_through_loaders_in_turn(loader)
-    else:
-        iterables, in_turn = loader, not is_training
-    if in_turn and isinstance(iterables, (list, tuple)) and not isinstance(iterables, DataLoader):
-        return _first_item(iterables[0])
-    return tree_map(_first_item, iterables, is_leaf=lambda item: not isinstance(item, (list, tuple, dict)))
+        return loader
+    return CombinedLoader(loader, "max_size_cycle" if is_training else "sequential")
+
+
+def _first_of(loader: CombinedLoader) -> Any:
+    if goes_through_loaders_in_turn(loader) and loader.flattened:
+        return _first_item(loader.flattened[0])
+    items = copy(loader)
+    items.flattened = [_first_item(each) for each in loader.flattened]
+    return items.iterables
 
 
 def _first_item(loader: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -11,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
@@ -70,11 +70,16 @@ def collectives_refused(module: pl.LightningModule, step: str) -> AbstractContex
     return strategy.within_step(step) if isinstance(strategy, MeshStrategy) else nullcontext()
 
 
-def first_arguments(module: pl.LightningModule, step: str) -> list[Any]:
-    """What follows the batch in the step's first call."""
-    parameters = inspect.signature(getattr(module, step)).parameters
-    takes_index = "batch_idx" in parameters or len(parameters) > 1
-    return [0] if takes_index else []
+def first_arguments(module: pl.LightningModule, step: str, *, has_several_loaders: bool = False) -> list[Any]:
+    """What follows the batch in the step's first call, as Lightning's loops give it.
+
+    Args:
+        module: The user's module.
+        step: Name of its step.
+        has_several_loaders: Whether the loop goes through several loaders in turn, and tells which.
+    """
+    takes_index = is_param_in_hook_signature(getattr(module, step), "batch_idx", min_args=2)
+    return [0] * (takes_index + has_several_loaders)
 
 
 def recorded_step(
