@@ -21,6 +21,7 @@ from small_models import Stack
 from trained_parts import largest_difference, loader, make_trainer, together, weights
 
 from lightning_pp.checkpoint import read_alone
+from lightning_pp.checkpoint.storage import remote_folder
 from lightning_pp.checkpoint.storage.location import locate
 from lightning_pp.cli.export import main as export
 from lightning_pp.errors import CheckpointError
@@ -141,6 +142,25 @@ def test_a_failure_of_one_rank_is_told_on_all(pool: WorkerPool, store: ObjectSto
     assert store.names(f"{name}/") == before
     resumed = pool.run(fit, url, (2, 1), 2, options, None, f"{url}/model.ckpt", environ=store.environ)
     assert [(result["error"], result["step"]) for result in resumed] == [("", 8)] * 2
+
+
+def die_before_the_table(url: str, saved: dict[str, Any]) -> None:
+    remote_folder.commit = lambda *_: os._exit(1)
+    fit(url, (2, 1), 2, {}, saved, f"{url}/model.ckpt")
+
+
+def test_a_job_that_is_killed_leaves_the_checkpoint_before(pool: WorkerPool, store: ObjectStore) -> None:
+    """The first rank dies when all shards of the next checkpoint of that name are there, and its table is not."""
+    url = f"s3://{BUCKET}/killed"
+    saved = {"dirpath": url, "filename": "model", "enable_version_counter": False}
+    pool.run(fit, url, (2, 1), 1, {}, saved, environ=store.environ)
+    before = set(store.names("killed/"))
+    pool.run(die_before_the_table, url, saved, environ=store.environ, expect_failure=True)
+    left = set(store.names("killed/")) - before
+    assert before <= set(store.names("killed/")) and len(left) == 3, left
+    results = pool.run(fit, url, (2, 1), 2, {}, saved, f"{url}/model.ckpt", environ=store.environ)
+    assert [(result["error"], result["step"]) for result in results] == [("", 8)] * 2
+    assert len(store.names("killed/")) == len(before) and not left & set(store.names("killed/"))
 
 
 def fit_where_nothing_is_removed(url: str, options: dict[str, Any], saved: dict[str, Any]) -> str:
