@@ -401,6 +401,8 @@ class PipelineEngine:
         if call.training and self._compiled_backward is not None:
             self._compiled_backward.tell()
         self._check_same_batch(call.batch_idx)
+        if call.training and call.batch_idx == 0:
+            self._tell_what_trains()
         is_checked = self._checks.check(call, batch, microbatches, self._seed)
         return self._preparation.prepare(
             call,
@@ -410,6 +412,14 @@ class PipelineEngine:
             factor,
             follows_estimates=is_checked and call.training,
         )
+
+    def _tell_what_trains(self) -> None:
+        """At the start of an epoch, which hooks may use to freeze or unfreeze what the other stages have as fakes."""
+        fakes = self.split.fake_parameters
+        own = {fakes.canonical_names[name]: each.requires_grad for name, each in self.module.named_parameters()}
+        for part in self.groups.gather_in_pipeline(own):
+            for name, requires_grad in part.items():
+                fakes.parameter(name).requires_grad_(requires_grad)
 
     def _next_seed(self, *, training: bool) -> int:
         self._num_batches_run[training] += 1

@@ -48,6 +48,10 @@ class RankPart:
         """
         return by_canonical_name(self.module.state_dict(), self.catalog)
 
+    def destinations(self) -> dict[str, Any]:
+        """Where to load what :meth:`local_state_dict` names: the module's own, where user code overrides that."""
+        return by_canonical_name(Module.state_dict(self.module), self.catalog)
+
     def parameters(self) -> dict[str, Parameter]:
         """The parameters that this rank owns, by canonical name; FSDP2 modules are brought to their sharded form."""
         self.module.state_dict()

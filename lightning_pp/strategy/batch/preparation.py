@@ -228,7 +228,11 @@ class BatchPreparation:
         conditions: Conditions,
         end_of_batch: StepRecord | None = None,
     ) -> StepPlan:
-        trainable = tuple(parameter.requires_grad for parameter in self._parameters) if call.training else None
+        trainable = None
+        if call.training:
+            fakes = self.split.fake_parameters
+            elsewhere = (fakes.parameter(name) for name in fakes.names if name in fakes.released)
+            trainable = tuple(parameter.requires_grad for parameter in (*self._parameters, *elsewhere))
         signature = (signature_of(microbatch.data), end_of_batch is not None)
         key = (call.step, signature_of(call.rest[1:]), trainable, signature)
         recorded = self._recorded_step(call, microbatch)
