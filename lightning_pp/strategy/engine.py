@@ -401,8 +401,6 @@ class PipelineEngine:
         if call.training and self._compiled_backward is not None:
             self._compiled_backward.tell()
         self._check_same_batch(call.batch_idx)
-        if call.training and call.batch_idx == 0:
-            self._tell_what_trains()
         is_checked = self._checks.check(call, batch, microbatches, self._seed)
         return self._preparation.prepare(
             call,
@@ -412,14 +410,6 @@ class PipelineEngine:
             factor,
             follows_estimates=is_checked and call.training,
         )
-
-    def _tell_what_trains(self) -> None:
-        """At the start of an epoch, which hooks may use to freeze or unfreeze what the other stages have as fakes."""
-        fakes = self.split.fake_parameters
-        own = {fakes.canonical_names[name]: each.requires_grad for name, each in self.module.named_parameters()}
-        for part in self.groups.gather_in_pipeline(own):
-            for name, requires_grad in part.items():
-                fakes.parameter(name).requires_grad_(requires_grad)
 
     def _next_seed(self, *, training: bool) -> int:
         self._num_batches_run[training] += 1
@@ -523,11 +513,19 @@ class PipelineEngine:
         return self._cutter.cut(batch, for_training=for_training)
 
     def _check_same_batch(self, batch_idx: int) -> None:
-        """In a run's first batches; later ones are checked by the report that ends a batch anyway."""
+        """In the first batches of an epoch; later ones are checked by the report that ends a batch anyway.
+
+        The stages also tell which of their parameters train: hooks may freeze and unfreeze at the start of an epoch.
+        """
         mine = self._fingerprint
         if mine is not None and batch_idx < _BATCHES_CHECKED_BEFOREHAND:
-            others = [each for each in self.groups.gather_in_pipeline(mine) if each.rank != mine.rank]
-            check_same_batch([mine, *others], batch_idx)
+            fakes = self.split.fake_parameters
+            own = {fakes.canonical_names[name]: each.requires_grad for name, each in self.module.named_parameters()}
+            told = self.groups.gather_in_pipeline((mine, own))
+            check_same_batch([mine, *(each for each, _ in told if each.rank != mine.rank)], batch_idx)
+            for _, trains in told:
+                for name, requires_grad in trains.items():
+                    fakes.parameter(name).requires_grad_(requires_grad)
 
     def _recorded_step(
         self, step: str, microbatch: Microbatch, rest: Sequence[Any], kwargs: dict[str, Any] | None = None

@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
 from feature_parts import Data, check_on_every_rank, make, make_trainer
 from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelCheckpoint, OnExceptionCheckpoint
 from parity_run import Layout
@@ -23,6 +24,30 @@ class Unfreezes(Classifier):
     def on_train_epoch_start(self) -> None:
         for parameter in self.layers[:4].parameters():
             parameter.requires_grad_(self.current_epoch == 1)
+
+
+class AddsGroup(Classifier):
+    """Trains more from the second epoch on; a run that resumes adds the group before its optimizer is loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.layers[4:].parameters(), lr=0.3, momentum=0.9)
+
+    def add(self) -> None:
+        optimizer = self.trainer.optimizers[0]
+        if len(optimizer.param_groups) == 1:
+            optimizer.add_param_group({"params": list(self.layers[:4].parameters()), "lr": 0.05})
+
+    def on_fit_start(self) -> None:
+        if self.trainer.max_epochs == 3:
+            self.add()
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.add()
 
 
 class Copied(Classifier):
@@ -71,6 +96,25 @@ def test_copies_in_on_fit_start(pool: WorkerPool) -> None:
 @pytest.mark.parametrize("as_file", [False, True], ids=["folder", "file"])
 def test_state_dict_of_copies(pool: WorkerPool, as_file: bool, tmp_path: Any) -> None:
     check_on_every_rank(pool, trained_twice, TWO_STAGES, Copied, as_file, str(tmp_path))
+
+
+@pytest.mark.parametrize("as_file", [False, True], ids=["folder", "file"])
+@pytest.mark.parametrize("layout", [TWO_STAGES, Layout("1f1b", 2, 2, 2)], ids=str)
+def test_groups_added_in_training(pool: WorkerPool, layout: Layout, as_file: bool, tmp_path: Any) -> None:
+    check_on_every_rank(pool, resumed, layout, as_file, str(tmp_path))
+
+
+def resumed(layout: Layout | None, as_file: bool, folder: str) -> Any:
+    path = f"{folder}/{'one' if layout is None else 'many'}.ckpt"
+    options = {} if layout is None else {"strategy": layout.strategy(save_distributed_checkpoint=not as_file)}
+    module, trainer = make(AddsGroup), make_trainer(layout, **options)
+    trainer.fit(module, Data())
+    trainer.save_checkpoint(path)
+    before = whole_weights(trainer, module)
+    options = {} if layout is None else {"strategy": layout.strategy()}
+    module, trainer = make(AddsGroup), make_trainer(layout, max_epochs=3, **options)
+    trainer.fit(module, Data(), ckpt_path=path)
+    return before, whole_weights(trainer, module)
 
 
 def refusal(kind: type[Classifier], callbacks: Any = None) -> str:
