@@ -35,4 +35,5 @@ def make_wrapper(kind: type[_Wrapper], shape: Sequence[int], dtype: torch.dtype)
 
 def keep_module_versions(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Notes with ``state`` the versions of the modules that ``own``, a ``state_dict()``, has noted with it."""
-    state._metadata = own._metadata  # type: ignore[attr-defined]
+    if hasattr(own, "_metadata"):  # not where user code gives a dict of its own
+        state._metadata = own._metadata  # type: ignore[attr-defined]

@@ -8,9 +8,9 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn import Module
 
 if TYPE_CHECKING:
-    from torch.nn import Module
     from torch.optim import Optimizer
 
 OptimizerGroups = tuple[tuple[str, ...], ...]
@@ -60,7 +60,7 @@ class ParameterCatalog:
             module: The module with all its parameters.
             owners: The pipeline ranks that hold a canonical name; called once for each.
         """
-        state = module.state_dict(keep_vars=True)
+        state = Module.state_dict(module, keep_vars=True)  # not one that user code overrides, which may give copies
         first_names: dict[int, str] = {}
         canonical: dict[str, str] = {}
         shapes: dict[str, torch.Size] = {}

@@ -49,11 +49,9 @@ class RankPart:
         """
         return by_canonical_name(self.module.state_dict(), self.catalog)
 
-    def own_state(self) -> dict[str, Any]:
-        """The same, with the module's own tensors also where its class gives copies: what is loaded into."""
-        own = {**dict(self.module.named_buffers()), **dict(self.module.named_parameters())}
-        tensors = {self.catalog.canonical_name(name): tensor.detach() for name, tensor in own.items()}
-        return {name: tensors.get(name, value) for name, value in self.local_state_dict().items()}
+    def destinations(self) -> dict[str, Any]:
+        """Where to load what :meth:`local_state_dict` names: the module's own, where user code overrides that."""
+        return by_canonical_name(Module.state_dict(self.module), self.catalog)
 
     def parameters(self) -> dict[str, Parameter]:
         """The parameters that this rank owns, by canonical name; FSDP2 modules are brought to their sharded form."""

@@ -108,7 +108,7 @@ def load_state(saved: Mapping[str, Any], part: RankPart, reader: NamingReader | 
         # A tied parameter may be there under each of its names: the last counts, as in Module.load_state_dict.
         by_owner = {catalog.canonical_name(name): value for name, value in saved.items()}
         to_read: dict[str, Any] = {}
-        for name, destination in part.own_state().items():
+        for name, destination in part.destinations().items():
             if name not in by_owner:
                 continue
             value = by_owner[name]

@@ -35,6 +35,7 @@ from lightning_pp.checkpoint import (
     prepare_save,
 )
 from lightning_pp.checkpoint.content import MODEL, OPTIMIZERS
+from lightning_pp.checkpoint.ownership.added_groups import with_added_groups
 from lightning_pp.checkpoint.ownership.ranks import Ranks, fail_together, from_root
 from lightning_pp.checkpoint.storage.folder import TABLE_FILENAME
 from lightning_pp.checkpoint.storage.location import Location, is_file, is_folder, is_remote, is_url, locate, naming
@@ -144,7 +145,7 @@ class Checkpoints:
         if self._is_interrupted() or self._is_sharded or isinstance(optimizer, NoOptimizer):
             return {}
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return gather_full_optimizer_state(self._attached.part, inner)
+        return gather_full_optimizer_state(with_added_groups(self._attached.part), inner)
 
     def save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None) -> None:
         """Writes a checkpoint, or begins to.
@@ -173,7 +174,7 @@ class Checkpoints:
                     "storage_options apply to single files; set save_distributed_checkpoint=False to use them."
                 )
             self.wait()  # its copies on the host are about to be overwritten
-            write = prepare_save(path, run.part, checkpoint, self._stager).write
+            write = prepare_save(path, with_added_groups(run.part), checkpoint, self._stager).write
         else:
             if self._background is not None and run.is_root:
                 gathered = (MODEL, OPTIMIZERS)  # copies already
@@ -296,7 +297,7 @@ class Checkpoints:
         """
         if self._opened is None:
             raise CheckpointError("There is no opened checkpoint to load; pass ckpt_path to the trainer.")
-        self._opened.load(self._attached.part, content, strict=strict)
+        self._opened.load(with_added_groups(self._attached.part), content, strict=strict)
         restore_run_state(content, self._attached.engine)
 
     def load_current_model(self, content: Mapping[str, Any]) -> None:

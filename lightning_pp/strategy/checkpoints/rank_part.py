@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_pp.checkpoint import ParameterCatalog, RankPart
+from lightning_pp.checkpoint.ownership.catalog import enumerate_names
+from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.strategy.parameters.optimizers import training_ones
 
@@ -30,5 +33,19 @@ def rank_part(split: SplitModel, mesh: DeviceMesh, optimizers: Sequence[Optimize
         stage = split.placement.num_stages - 1 if unit is None else split.partition.stage_of_unit[unit]
         return (split.placement.rank_of_stage[stage],)
 
+    _refuse_other_names(split.module)
     catalog = ParameterCatalog.from_module(split.module, owners).with_optimizers(split.module, optimizers)
     return RankPart(split.module, catalog, mesh, list(optimizers))
+
+
+def _refuse_other_names(module: nn.Module) -> None:
+    """Raises :class:`ConfigurationError` for a ``state_dict`` of user code that leaves out names, or adds any."""
+    if type(module).state_dict is nn.Module.state_dict:
+        return
+    given, own = set(module.state_dict()), set(nn.Module.state_dict(module))
+    if given != own:
+        raise ConfigurationError(
+            f"state_dict of {type(module).__name__} leaves out {enumerate_names(sorted(own - given)) or 'nothing'} and "
+            f"adds {enumerate_names(sorted(given - own)) or 'nothing'}. A pipeline saves the module in parts, by the "
+            "names of its parameters and buffers: remove or add names in on_save_checkpoint instead."
+        )

@@ -20,7 +20,7 @@ def make_whole(part: RankPart, split: SplitModel, gradients: StageGradients) -> 
     Takes the memory of the whole model on every rank, and that of its largest tensor once more.
     """
     ranks = Ranks.from_mesh(part.mesh)
-    mine = to_save(part.own_state(), part.catalog, ranks.pipeline_rank)
+    mine = to_save(part.destinations(), part.catalog, ranks.pipeline_rank)
     values = give_to_all(mine, ranks)
     gradients.take_apart()
     module = split.module

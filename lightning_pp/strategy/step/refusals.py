@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback, ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    Callback,
+    ModelCheckpoint,
+    ModelPruning,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_pp.errors import ConfigurationError
@@ -58,6 +66,20 @@ def refuse_unsupported(
             if isinstance(callback, kind):
                 raise ConfigurationError(f"{type(callback).__name__} cannot be used in a pipeline: it {reason}")
     refuse_precision(precision, device)
+    if trainer.state.fn == TrainerFn.FITTING:
+        _warn_of_exception_checkpoints(callbacks)
+
+
+def _warn_of_exception_checkpoints(callbacks: Sequence[Callback]) -> None:
+    for callback in callbacks:
+        asks = isinstance(callback, ModelCheckpoint) and callback.save_on_exception
+        if asks or isinstance(callback, OnExceptionCheckpoint):
+            how = "save_on_exception=True" if asks else "all that it does"
+            rank_zero_warn(
+                f"{type(callback).__name__} will write nothing when an exception ends the run ({how}): in a pipeline "
+                "the stages may be one step apart then, and some may not be there to write theirs. Save between steps "
+                "instead, with ModelCheckpoint(every_n_train_steps=...), and resume from the last one."
+            )
 
 
 def _refuse_own_backward(module: pl.LightningModule) -> None:
