@@ -98,6 +98,18 @@ class FailureBoard:
         """Notes something of this rank for the others."""
         self._store.set(f"{self._prefix}/{name}/{self.rank}", value)
 
+    def end_of_data(self, epoch: int) -> tuple[int, int] | None:
+        """The rank that has told first that its data of ``epoch`` have ended, and after how many batches."""
+        key = f"{self._prefix}/data/{epoch}"
+        if not self._store.check([key]):
+            return None
+        rank, number = json.loads(self._store.get(key))
+        return rank, number
+
+    def tell_end_of_data(self, epoch: int, num_batches: int) -> None:
+        """Notes that this rank has run all its batches of ``epoch``, unless another has done so before."""
+        self._store.compare_set(f"{self._prefix}/data/{epoch}", "", json.dumps([self.rank, num_batches]))
+
     def ask(self) -> None:
         """Has every rank tell where it is, under ``where``."""
         self._store.set(f"{self._prefix}/asked", "")
@@ -124,5 +136,14 @@ def is_about_others(error: BaseException) -> bool:
     text = str(error)
     return isinstance(error, RuntimeError) and any(
         sign in text
-        for sign in ("gloo", "Gloo", "NCCL", "has stopped", "Connection closed", "Connection reset", "Broken pipe")
+        for sign in (
+            "gloo",
+            "Gloo",
+            "NCCL",
+            "has stopped",
+            "Connection closed",
+            "caused pair closure",
+            "Connection reset",
+            "Broken pipe",
+        )
     )

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from typing import NamedTuple
 
 from lightning_pp.distributed.failures import FailureBoard, RankFailure
 from lightning_pp.distributed.processes import exit_code_of, is_gone, is_stopped, this_machine, told_by
@@ -23,6 +24,20 @@ _WAKE_S = 2.0
 _END_S = 6.0
 _STORE_ANSWERS_S = 2.0
 _WAITS = "waits"
+
+
+class Progress(NamedTuple):
+    """How far a rank has come in its training data.
+
+    Attributes:
+        epoch: Its number.
+        num_batches: Batches begun in it.
+        has_ended: Whether there is no other batch in it.
+    """
+
+    epoch: int
+    num_batches: int
+    has_ended: bool
 
 
 class Watchdog:
@@ -42,6 +57,7 @@ class Watchdog:
         wake: Ends what this rank waits for.
         exit_codes: Asks the launcher, where this process has started others: rank to exit code, negative for a signal.
         where: Where this rank's main thread is; empty if it waits for others.
+        progress: How far this rank has come; None if it does not train.
         store_is_of_rank_0: Whether the store ends with the process of rank 0.
     """
 
@@ -51,6 +67,7 @@ class Watchdog:
         wake: Callable[[], None],
         exit_codes: Callable[[], Mapping[int, int]],
         where: Callable[[], str],
+        progress: Callable[[], Progress | None],
         *,
         store_is_of_rank_0: bool,
     ) -> None:
@@ -58,6 +75,8 @@ class Watchdog:
         self._wake = wake
         self._exit_codes = exit_codes
         self._where = where
+        self._progress = progress
+        self._end_told = -1  # of this epoch's data
         self._store_is_of_rank_0 = store_is_of_rank_0
         self._ended = threading.Event()
         self._pids: dict[int, int] = {}
@@ -150,6 +169,7 @@ class Watchdog:
                         if machine and its_machine == machine:
                             self._pids[rank] = pid
                 self._left |= {rank for rank in self._pids if self._board.told("left", rank) is not None}
+                self._compare_data()
                 self._found = self._found or self._board.first()
                 if self._found is not None:
                     self._board.tell("knows")
@@ -158,6 +178,26 @@ class Watchdog:
                 self._store_lost_at = time.monotonic()
                 return
             self._num_polls += 1
+
+    def _compare_data(self) -> None:
+        """Tells if this rank is in a batch that another has not: one of them would wait for the other for ever.
+
+        Who has run out of data waits at the end of its epoch then, so it is enough to look from time to time.
+        """
+        progress = self._progress()
+        if progress is None:
+            return
+        if progress.has_ended and self._end_told != progress.epoch:
+            self._end_told = progress.epoch
+            self._board.tell_end_of_data(progress.epoch, progress.num_batches)
+        end = self._board.end_of_data(progress.epoch)
+        if end is not None and end[1] < progress.num_batches:
+            rank, number = end
+            what = (
+                f"has {number} batches of training data in epoch {progress.epoch}, and rank {self._board.rank} has "
+                f"begun batch {progress.num_batches}: every rank must have the same number of batches"
+            )
+            self._board.post(RankFailure(rank, "", what))
 
     def _is_without_store(self) -> bool:
         return self._store_is_of_rank_0 and 0 in self._pids and is_gone(self._pids[0])

@@ -6,6 +6,7 @@ Tried with torch 2.11 to 2.13. Importing fails, and says which name is missing, 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 from torch import nn
@@ -17,11 +18,17 @@ for _name in ("_modules", "_non_persistent_buffers_set"):
     private(nn.Module(), _name)
 
 _get_default_store: Any = private(distributed_c10d, "_get_default_store")
+_set_pg_timeout: Any = private(distributed_c10d, "_set_pg_timeout")
 
 
 def store_of_job() -> Any:
     """The key-value store that the process group of all ranks was made with."""
     return _get_default_store()
+
+
+def set_timeout_of_job(timeout: timedelta) -> None:
+    """How long collectives among all ranks may wait from here on."""
+    _set_pg_timeout(timeout)
 
 
 def children_of(module: nn.Module) -> Mapping[str, nn.Module | None]:

@@ -25,6 +25,7 @@ from lightning_pp.checkpoint import read_alone
 from lightning_pp.checkpoint.storage.folder import checkpoint_at
 from lightning_pp.checkpoint.storage.location import is_folder
 from lightning_pp.distributed.sizes import Auto, check_size
+from lightning_pp.distributed.watchdog import Progress
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.activation_checkpointing import ActivationCheckpointing
 from lightning_pp.planning.cuts import CutOptions, names_of
@@ -51,6 +52,7 @@ from lightning_pp.strategy.checkpoints.last import find_last_at_urls
 from lightning_pp.strategy.checkpoints.rank_part import rank_part
 from lightning_pp.strategy.engine import PipelineEngine
 from lightning_pp.strategy.faults.failed_run import FailedRuns
+from lightning_pp.strategy.faults.unequal_data import check_num_batches, training_progress
 from lightning_pp.strategy.lightning.ends import (
     end_at_once_when_interrupted_again,
     refuse_code_zero,
@@ -147,7 +149,7 @@ class PipelineParallelStrategy(MeshStrategy):
             file, a Hugging Face model directory, a checkpoint of any kind, or a ``state_dict``; every rank reads what
             it owns. The names may lack a prefix that all the module's names have.
         process_group_backend: ``"nccl"``, ``"gloo"``, ...; by default what suits the device.
-        timeout: How long a collective may wait.
+        timeout: How long a collective may wait, once all processes have met; for that they have half an hour.
         split_batch: ``split_batch(batch, n)`` cuts a batch, on the device, into at most ``n`` microbatches, where
             cutting along dimension 0 is not right (graphs, objects): a list of :class:`lightning_pp.BatchPart`, or of
             data whose tensors all have one length along dimension 0. The same on every rank of a pipeline.
@@ -314,6 +316,7 @@ class PipelineParallelStrategy(MeshStrategy):
             self.broadcast,
             wake=lambda: None if self._engine is None else self._engine.abandon(),
             exit_codes=self._exit_codes,
+            progress=self._training_progress,
         )
         leave_averages_to_strategy(self.lightning_module.trainer)
 
@@ -621,6 +624,31 @@ class PipelineParallelStrategy(MeshStrategy):
             numbers = self._engine.placement.stages_of_rank(self.pipeline_rank)
             stages = f"stage{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))} of "
         return f"{stages}pipeline {self.data_parallel_rank}, after {self._engine.num_batches_trained} training batches"
+
+    def _training_progress(self) -> Progress | None:
+        trainer = None if self.lightning_module is None else trainer_of(self.lightning_module)
+        return None if trainer is None else training_progress(trainer)
+
+    def _check_num_batches(self) -> None:
+        if not self.is_plain and self.num_ranks > 1:
+            assert self.lightning_module is not None
+            check_num_batches(self.lightning_module.trainer)
+
+    def on_train_start(self) -> None:
+        """Compares how many batches the ranks have."""
+        self._check_num_batches()
+
+    def on_validation_start(self) -> None:
+        """Compares how many batches the ranks have, of each loader."""
+        self._check_num_batches()
+
+    def on_test_start(self) -> None:
+        """Compares how many batches the ranks have, of each loader."""
+        self._check_num_batches()
+
+    def on_predict_start(self) -> None:
+        """Compares how many batches the ranks have, of each loader."""
+        self._check_num_batches()
 
     def _exit_codes(self) -> dict[int, int]:
         """Global rank to exit code of processes that this one has started."""

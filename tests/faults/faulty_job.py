@@ -147,6 +147,7 @@ def run_rank(job: dict[str, Any], rank: int, num_ranks: int, port: int, folder: 
         GROUP_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="job",
     )  # fmt: skip
     torch.manual_seed(5)
+    time.sleep(job.get("late", 0.0) * rank)
     schedule, pipeline, replicas = job["layout"]
     trainer = L.Trainer(
         accelerator="cpu",

@@ -96,6 +96,11 @@ def test_every_rank_ends_and_says_why(
     check(jobs, tmp_path, layout, fault, place, rank)
 
 
+def test_a_short_timeout_does_not_bound_the_start(jobs: Jobs, tmp_path: Path) -> None:
+    job = {"layout": LAYOUTS["2x1"], "fault": "none", "place": "none", "rank": -1, "timeout": 3, "late": 6.0}
+    assert jobs(job, tmp_path)["codes"] == [0, 0]
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("fault", "place"), list(product(FAULTS, PLACES)))

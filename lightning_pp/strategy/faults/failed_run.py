@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pp.distributed.control import hang_up
 from lightning_pp.distributed.failures import RankFailure, is_about_others
-from lightning_pp.distributed.watchdog import Watchdog, board_of
+from lightning_pp.distributed.watchdog import Progress, Watchdog, board_of
 from lightning_pp.runtime.executor import failed_action
 from lightning_pp.strategy._torch_private import store_of_job
 from lightning_pp.strategy.faults.tracebacks import lines_of_user, tell_shortly, where_main_thread_is
@@ -40,6 +40,7 @@ class FailedRuns:
         broadcast: Callable[[Any], Any],
         wake: Callable[[], None],
         exit_codes: Callable[[], Mapping[int, int]],
+        progress: Callable[[], Progress | None],
     ) -> None:
         """Watches the other ranks from here on; every rank has to call it.
 
@@ -49,6 +50,7 @@ class FailedRuns:
             broadcast: Gives rank 0's argument to every rank.
             wake: Ends what this rank may wait for.
             exit_codes: What the launcher knows of processes that it has started: rank to exit code.
+            progress: How far this rank has come in its training data.
         """
         self.end()
         if num_ranks == 1 or not dist.is_initialized():
@@ -65,6 +67,7 @@ class FailedRuns:
             wake_all,
             exit_codes,
             where_main_thread_is,
+            progress,
             store_is_of_rank_0=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
         )
         atexit.register(self.end)
@@ -86,9 +89,10 @@ class FailedRuns:
             return
         if is_about_others(error):
             failure = watchdog.wait(_CAUSE_S) or self._one_that_is_stuck(watchdog, str(error))
-            if failure is not None and failure.rank != self._rank:
-                error.args = (f"This rank ended because {failure}.",)
-                tell_shortly(error, f"rank {self._rank} ended because {failure}.")
+            if failure is not None:
+                cause = str(failure) if failure.rank != self._rank else f"it {failure.what}"
+                error.args = (f"This rank ended because {cause}.",)
+                tell_shortly(error, f"rank {self._rank} ended because {cause}.")
                 watchdog.wait_until_known()
                 self.end(failed=True)
                 return

@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning_utilities.core import rank_zero
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_pp.distributed.gathering import gathered
@@ -23,6 +24,7 @@ from lightning_pp.distributed.messages import RankStoppedError
 from lightning_pp.distributed.sizes import Auto, ParallelSizes
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.strategy._lightning_private import give_device_mesh, init_process_group, reduced, trainer_of
+from lightning_pp.strategy._torch_private import set_timeout_of_job
 from lightning_pp.strategy.lightning.callers import line_of_user, user_reading_world_size
 from lightning_pp.strategy.lightning.launcher import RunLauncher
 
@@ -40,7 +42,7 @@ class MeshStrategy(ParallelStrategy):
         pipeline_parallel_size: Ranks along the pipeline, or ``"auto"``.
         data_parallel_size: Replicas, or ``"auto"``.
         process_group_backend: ``"nccl"``, ``"gloo"``, ...; by default what suits the device.
-        timeout: How long a collective may wait.
+        timeout: How long a collective may wait, once all processes have met.
         data_parallel_replicate_size: Of the replicas, how many hold the same shards.
         has_shards_on_host: Whether collectives on tensors of the host have to work as well: those of tied parameters,
             of checkpoints, and what users ask of sharded parameters.
@@ -158,7 +160,13 @@ class MeshStrategy(ParallelStrategy):
         # Not bound to the device (device_id): torch would then split each further group off this one, which takes all
         # ranks of the world, for each channel of each pipeline; and the ranks outside of a gloo group would wait for a
         # split that its members do not make.
-        init_process_group(self.cluster_environment, backend, timeout=self._timeout)
+        is_new = not dist.is_initialized()
+        # processes may come late: they import, and build models, before they meet
+        init_process_group(
+            self.cluster_environment, backend, timeout=max(self._timeout or default_pg_timeout, default_pg_timeout)
+        )
+        if is_new and self._timeout is not None:
+            set_timeout_of_job(self._timeout)
         self._sizes = self._resolve_sizes(self.num_ranks)
         if self._device_mesh is None:
             self._device_mesh, self._data_parallel_mesh = make_meshes(self.root_device.type, self.sizes)
