@@ -51,6 +51,7 @@ from lightning_pp.strategy.results.finite_losses import LossCheck
 from lightning_pp.strategy.results.metrics import PipelineMetrics
 from lightning_pp.strategy.results.outputs import NoLossError, loss_of
 from lightning_pp.strategy.results.reports import BatchReport
+from lightning_pp.strategy.step.data import reads_streams, warn_of_equal_streams
 from lightning_pp.strategy.step.dry_steps import first_arguments, recorded_step
 from lightning_pp.strategy.step.frozen import FrozenParameters
 from lightning_pp.strategy.step.refusals import raise_own, refuse_carried_state, refuse_unrecorded
@@ -576,6 +577,8 @@ class PipelineEngine:
             told = self.groups.gather_in_pipeline((mine, self._frozen.tell()))
             check_same_batch([mine, *(each for each, _ in told if each.rank != mine.rank)], call.batch_idx)
             self._frozen.take_up(frozen for _, frozen in told)
+            if call.training and call.batch_idx == 0 and self.sizes.data_parallel > 1 and reads_streams(self._trainer):
+                warn_of_equal_streams(self.groups.gather(mine.numbers))
         elif call.training and self.sizes.pipeline > 1:
             self._frozen.check(call.batch_idx)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,6 @@ import lightning.pytorch as pl
 _NOT_THE_USERS = ("lightning", "lightning_pp", "lightning_utilities", "torch", "contextlib", "hydra")
 # in a dry run what the user asks of the trainer passes through here
 _STANDS_FOR_TRAINERS = "lightning_pp.strategy.step.progress"
-_TRAINERS_WORLD_SIZE = cast(Any, pl.Trainer.world_size).fget.__code__
 
 
 def line_of_user() -> str:
@@ -23,17 +23,25 @@ def line_of_user() -> str:
     return next((line_of(frame) for frame in frames if is_of_user(frame)), "an unknown line")
 
 
-def user_reading_world_size() -> str | None:
-    """The line of the user's that reads ``trainer.world_size``, in a property of the strategy that the trainer reads.
+def user_reading(*properties: str) -> str | None:
+    """The line of the user's that reads a property of its trainer, in the property of the strategy that this reads.
 
     None if the strategy is asked directly, or the trainer by Lightning itself or this package.
+
+    Args:
+        properties: Of the trainer, innermost first: the one that reads the strategy's, and those that read it in turn.
     """
     frames = islice(_outwards(inspect.currentframe()), 2, None)  # past this function and the strategy's property
-    trainers = next(frames, None)
+    for name in properties:
+        if getattr(next(frames, None), "f_code", None) is not _code_of(name):
+            return None
     reader = next((frame for frame in frames if frame.f_globals.get("__name__") != _STANDS_FOR_TRAINERS), None)
-    if trainers is None or trainers.f_code is not _TRAINERS_WORLD_SIZE or reader is None or not is_of_user(reader):
-        return None
-    return line_of(reader)
+    return None if reader is None or not is_of_user(reader) else line_of(reader)
+
+
+@functools.cache
+def _code_of(name: str) -> Any:
+    return cast(Any, getattr(pl.Trainer, name)).fget.__code__
 
 
 def namespaces_of_user() -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
@@ -16,6 +16,7 @@ import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pp.errors import ConfigurationError
@@ -61,6 +62,27 @@ def first_batch(trainer: pl.Trainer) -> FirstBatch:
         batch = transferred_by_hook(module, batch)
         batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
         return FirstBatch(batch, goes_through_loaders_in_turn(loader) and len(loader.flattened) > 1)
+
+
+def warn_of_equal_streams(fingerprints: Sequence[Any]) -> None:
+    """Says if all replicas were given the same batch of an iterable dataset, which nobody has shared out.
+
+    Args:
+        fingerprints: Of the batch of each replica.
+    """
+    if len(set(fingerprints)) == 1:
+        rank_zero_warn(
+            f"All {len(fingerprints)} replicas were given the same batch. Lightning does not share out an "
+            "IterableDataset: each replica reads all of it, and trains on the same samples. Share it out by "
+            "strategy.data_parallel_rank and strategy.data_parallel_size, as "
+            "datasets.distributed.split_dataset_by_node(dataset, rank, world_size) does."
+        )
+
+
+def reads_streams(trainer: pl.Trainer) -> bool:
+    """Whether the training data come from an iterable dataset."""
+    loaders = CombinedLoader(trainer.train_dataloader).flattened
+    return any(isinstance(getattr(loader, "dataset", None), IterableDataset) for loader in loaders)
 
 
 def _loop_of(trainer: pl.Trainer) -> Any:

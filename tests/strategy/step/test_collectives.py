@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from pipelined_fit import loader, trainer
 from pool import WorkerPool
 from small_models import Blocks
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pp import PipelineParallelStrategy
 
@@ -172,3 +174,51 @@ def monitored(folder: str) -> tuple[int, str, int]:
 def test_lightnings_own_collectives_span_all_ranks(pool: WorkerPool, tmp_path: Any) -> None:
     first, second = pool.run(monitored, str(tmp_path), world_size=2, timeout=90)
     assert first == second and first[0] == 2 and Path(first[1]).exists() and first[2] == 2
+
+
+class AsksWhoItIs(Blocks):
+    def configure_optimizers(self) -> Any:
+        self.answers = [self.trainer.global_rank, self.trainer.num_devices]  # the line that the message names
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def asks(replicas: int) -> tuple[list[int], list[str]]:
+    module = AsksWhoItIs()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer(2 * replicas, strategy(replicas, 2)).fit(module, loader())
+    return module.answers, [str(warning.message) for warning in told if "_parallel_" in str(warning.message)]
+
+
+def test_who_asks_for_ranks_and_devices_is_told_of_replicas(pool: WorkerPool) -> None:
+    for rank, (answers, told) in enumerate(pool.run(asks, 1, world_size=2)):
+        assert answers == [rank, 2]
+        if rank == 0:
+            assert [text.split()[0] for text in told] == ["trainer.global_rank", "trainer.num_devices"], told
+            assert all(f"test_collectives.py:{line_of(AsksWhoItIs)} in configure_optimizers" in text for text in told)
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, shares_out: bool) -> None:
+        self.shares_out, self.rank = shares_out, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        generator = torch.Generator().manual_seed(self.rank if self.shares_out else 0)
+        for _ in range(8):
+            yield torch.randn(8, generator=generator), torch.zeros(())
+
+
+def reads_a_stream(shares_out: bool) -> list[str]:
+    data, run = Stream(shares_out), trainer(4, strategy(2, 2))
+    data.rank = run.strategy.data_parallel_rank  # type: ignore[attr-defined]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run.fit(Blocks(), DataLoader(data, 4))
+    return [str(warning.message) for warning in told if "given the same batch" in str(warning.message)]
+
+
+@pytest.mark.parametrize("shares_out", [True, False])
+def test_a_stream_that_nobody_shares_out_is_noticed(pool: WorkerPool, shares_out: bool) -> None:
+    first, *others = pool.run(reads_a_stream, shares_out, world_size=4)
+    assert others == [[], [], []] and len(first) == (0 if shares_out else 1)
+    assert shares_out or "All 2 replicas were given the same batch" in first[0]
