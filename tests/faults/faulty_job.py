@@ -58,7 +58,7 @@ class Samples(Dataset[Tensor]):
         return 64
 
     def __getitem__(self, index: int) -> Tensor:
-        if index == 8 * BATCH:
+        if index >= 8 * BATCH:
             self.job.reached("loading")
         return torch.full((6,), 1.0 + index / 64)
 
