@@ -171,20 +171,8 @@ class PipelineEngine:
         self._seed = broadcast(int(torch.initial_seed() % (1 << 40)))
         arguments = first_arguments(self.module, step, has_several_loaders=has_several_loaders)
         with self._in_mode_of(step):
-
-            def look() -> RecordedModel:
-                with beforehand as optimizer:
-                    recording = self._record(batch, microbatches, step, arguments, request.fewest_stages)
-                    self._device_memory = self._limit_of_memory(recording, step, optimizer)
-                    del optimizer
-                return recording
-
-            recording = all_or_none(look)
-            failure = recording.record.failure
-            if is_everywhere(failure is not None):
-                refuse_unrecorded(step, failure, self._options)
-            else:
-                all_or_none(lambda: raise_own(failure))
+            record = partial(self._record, batch, microbatches, step, arguments, request.fewest_stages)
+            recording = self._recorded_by_all(record, step, beforehand, all_or_none, is_everywhere)
             request = replace(request, memory=self._device_memory)
             layout = decided_by_one(
                 lambda: choose_layout(recording.record, recording.num_parameters, request),
@@ -212,6 +200,31 @@ class PipelineEngine:
             broadcast,
         )
         self._keep_own_part()
+
+    def _recorded_by_all(
+        self,
+        record: Callable[[], RecordedModel],
+        step: str,
+        beforehand: AbstractContextManager[Optimizer | None],
+        all_or_none: Callable[[Callable[[], Any]], Any],
+        is_everywhere: Callable[[bool], bool],
+    ) -> RecordedModel:
+        """What ``record`` gives, once it is known that it did the same on every rank; otherwise every rank raises."""
+
+        def look() -> RecordedModel:
+            with beforehand as optimizer:
+                recording = record()
+                self._device_memory = self._limit_of_memory(recording, step, optimizer)
+                del optimizer
+            return recording
+
+        recording: RecordedModel = all_or_none(look)
+        failure = recording.record.failure
+        if is_everywhere(failure is not None):
+            refuse_unrecorded(step, failure, self._options)
+        else:
+            all_or_none(lambda: raise_own(failure))
+        return recording
 
     @contextmanager
     def _in_mode_of(self, step: str) -> Iterator[None]:
