@@ -54,6 +54,7 @@ from lightning_pp.strategy.results.reports import BatchReport
 from lightning_pp.strategy.step.data import reads_streams, warn_of_equal_streams
 from lightning_pp.strategy.step.dry_steps import first_arguments, recorded_step
 from lightning_pp.strategy.step.frozen import FrozenParameters
+from lightning_pp.strategy.step.outside_steps import OutsideSteps
 from lightning_pp.strategy.step.refusals import raise_own, refuse_carried_state, refuse_unrecorded
 from lightning_pp.strategy.step.update_hooks import UpdateHooks
 
@@ -295,6 +296,7 @@ class PipelineEngine:
             step_dtypes(self._precision),
         )
         self._frozen = FrozenParameters(self.module, self.split.fake_parameters)
+        self._outside_steps = OutsideSteps(self.module, self.split.fake_parameters.mode)
         self._preparation = BatchPreparation(
             self.module,
             self.split,
@@ -346,6 +348,7 @@ class PipelineEngine:
         self._checks.start()
         self._recover()
         self._num_batches_before = self.num_batches_run
+        self._attached.enter_context(self._outside_steps.watched())
         self._attached.enter_context(self._update_hooks.attached(self.groups))
         norms = GradientNorms(self.module, self.split.fake_parameters, self.groups)
         self._attached.enter_context(norms.in_place_of_lightnings())
@@ -433,7 +436,7 @@ class PipelineEngine:
     def _run(
         self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any], factor: float, *, trains: bool, reduce: bool
     ) -> Any:
-        with self._abandoning(), self.split.fake_parameters.standing_apart():
+        with self._abandoning(), self._outside_steps.in_step(), self.split.fake_parameters.standing_apart():
             batch, *rest = args
             run = self._prepare(StepCall(step, rest, kwargs, training=trains), batch, factor)
             report = self._begin_report(run)

@@ -30,27 +30,38 @@ from lightning_pp.split.record.source_lines import user_line
 class NeedsDataError(SplitError):
     """An operation outside any unit needs the data of a tensor that has none here.
 
+    Args:
+        operation: What needs them.
+        line: The user's line.
+        in_step: Whether it is part of a step, and not of a hook or a callback.
+
     Attributes:
         line: The user's line.
     """
 
-    def __init__(self, operation: str, line: str) -> None:
+    def __init__(self, operation: str, line: str, *, in_step: bool = True) -> None:
+        advice = (
+            "Move it into a unit or after the last unit call, or make it depend on the batch only."
+            if in_step
+            else "Outside of steps a rank has the weights of its own stages alone, and no pipeline runs. Compute it in "
+            "training_step or validation_step."
+        )
         super().__init__(
             f"{line} needs the data of another stage ({operation}): what it gives, or its shape, depends on weights. "
-            "Move it into a unit or after the last unit call, or make it depend on the batch only."
+            + advice
         )
         self.line = line
 
 
 class LostEditError(SplitError):
-    """A hook writes what only another stage has into a tensor of this rank, which would keep its old values."""
+    """A hook writes what only another stage has into a tensor or gradient of this rank, which would not change."""
 
     def __init__(self, operation: str, edited: Tensor, line: str) -> None:
         super().__init__(
             f"{line} writes what it computes from parameters of another stage into a tensor of shape "
             f"{tuple(edited.shape)} ({operation}), and this rank does not have them. An average of parameters is kept "
             "where they are if it is a Parameter with requires_grad=False in place of a buffer; what is to be logged "
-            "can be computed in the step."
+            "or to have gradients can be computed in the step."
         )
 
 
@@ -70,10 +81,15 @@ class FakeValueMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self._refuses_edits = False
         self.known = KnownResults()
 
+    @property
+    def refuses_edits(self) -> bool:
+        """Whether a fake written into a tensor with data is an error now."""
+        return self._refuses_edits
+
     @contextmanager
-    def refusing_edits(self) -> Iterator[None]:
-        """Within, a fake written into a tensor with data raises :class:`LostEditError`."""
-        before, self._refuses_edits = self._refuses_edits, True
+    def refusing_edits(self, refuses: bool = True) -> Iterator[None]:
+        """Within, a fake written into a tensor with data raises :class:`LostEditError`; or again not, for a step."""
+        before, self._refuses_edits = self._refuses_edits, refuses
         try:
             yield
         finally:
@@ -124,12 +140,12 @@ class FakeValueMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 given = tree_map(lambda leaf, fill=fill: _filled(leaf, fill), (args, kwargs))
                 attempts.append(tree_flatten(func(*given[0], **given[1])))
         except Exception:
-            raise NeedsDataError(str(func), user_line()) from failure
+            raise NeedsDataError(str(func), user_line(), in_step=not self._refuses_edits) from failure
         leaves, containers = attempts[-1]
         alternatives = list(zip(*(attempt for attempt, _ in attempts), strict=False))
         known = len({len(attempt) for attempt, _ in attempts}) == 1 and all(map(_share_a_layout, alternatives))
         if not (known or self._makes_up):
-            raise NeedsDataError(str(func), user_line()) from failure
+            raise NeedsDataError(str(func), user_line(), in_step=not self._refuses_edits) from failure
         if schema_of(func).is_mutable:
             return args[0]
         if known:

@@ -93,7 +93,7 @@ class UpdateHooks:
     def attached(self, groups: ControlGroups) -> Iterator[None]:
         """Within, these hooks see every parameter, in the order of one device; those of other stages are fakes.
 
-        No hook may write a fake into a tensor that has data. What a hook logs when it is called for the first time in a
+        What a hook logs when it is called for the first time in a
         training is compared over the stages, by one gather for each hook of a batch.
 
         Args:
@@ -104,7 +104,7 @@ class UpdateHooks:
         def run(name: str, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             fake_parameters = self._fake_parameters
             sees_all = name in self._names
-            with fake_parameters.mode.refusing_edits(), fake_parameters.all_parameters() if sees_all else nullcontext():
+            with fake_parameters.all_parameters() if sees_all else nullcontext():
                 result = hook(*args, **kwargs)
             if name in to_compare:
                 to_compare.remove(name)

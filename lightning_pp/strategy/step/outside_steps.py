@@ -1,0 +1,58 @@
+"""Hooks and callbacks that compute with weights of other stages: they may look at shapes, and use no values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_pp.split.fakes.fake_mode import FakeValueMode, NeedsDataError
+from lightning_pp.split.fakes.parameters import is_fake
+from lightning_pp.split.record.source_lines import user_line
+from lightning_pp.strategy.lightning.patching import replaced
+
+
+class OutsideSteps:
+    """What user code outside of steps may do with what it computes from weights of another stage.
+
+    A stage runs the user's step up to its last unit, so there fakes are followed by the values that others send. In a
+    hook or a callback nobody sends anything: there a fake that is written into a tensor, back-propagated into a
+    gradient or logged is an error that names the line.
+
+    Args:
+        module: The user's module.
+        mode: Makes its fakes.
+    """
+
+    def __init__(self, module: pl.LightningModule, mode: FakeValueMode) -> None:
+        self._module = module
+        self._mode = mode
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Within, but for :meth:`in_step`, using a value that this rank does not have raises.
+
+        Raises:
+            LostEditError: It is written into a tensor with data, also as a gradient.
+            NeedsDataError: It is logged, or its data are read.
+        """
+        log = partial(_log, self._mode, self._module.log)
+        with self._mode.refusing_edits(), replaced(self._module, log=log):
+            yield
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Within, a step runs."""
+        with self._mode.refusing_edits(False):
+            yield
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _log(mode: FakeValueMode, log: Callable[..., None], name: str, value: Any, *args: Any, **options: Any) -> None:
+    if mode.refuses_edits and isinstance(value, torch.Tensor) and is_fake(value):
+        raise NeedsDataError(f"self.log({name!r})", user_line(), in_step=False)
+    log(name, value, *args, **options)
