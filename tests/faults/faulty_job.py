@@ -18,10 +18,13 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_pp import PipelineParallelStrategy
+from lightning_pp.runtime.transport.channels import Transport
+from lightning_pp.sharding.stages import ShardedStages
 
 BATCH = 3
 _LONGEST_S = 60.0
@@ -47,6 +50,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "SIGSTOP": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "exit(0)": lambda: sys.exit(0),
     "loop": _loop,
+    "NaN": lambda: None,  # the forward multiplies by it
 }
 
 
@@ -55,7 +59,8 @@ class Samples(Dataset[Tensor]):
         self.job = job
 
     def __len__(self) -> int:
-        return 64
+        is_short = self.job.fault == "short data" and int(os.environ["RANK"]) == self.job.rank
+        return 32 if is_short else 64
 
     def __getitem__(self, index: int) -> Tensor:
         if index >= 8 * BATCH:
@@ -75,16 +80,30 @@ class GradientFault(torch.autograd.Function):
         return grads[0], None
 
 
+class DelayedGradients(nn.Module):
+    """Is called where weight gradients are computed."""
+
+    def __init__(self, reached: Callable[[], None]) -> None:
+        super().__init__()
+        self.backward_dw = reached
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
 class Block(nn.Module):
-    def __init__(self, reached: Callable[[str], None]) -> None:
+    def __init__(self, reached: Callable[[str], None], not_a_number: Callable[[], bool]) -> None:
         super().__init__()
         self.linear = nn.Linear(6, 6)
-        self.reached = reached
+        self.delayed = DelayedGradients(lambda: reached("weight gradient"))
+        self.reached, self.not_a_number = reached, not_a_number
 
     def forward(self, x: Tensor) -> Tensor:
         self.reached("forward")
+        if self.not_a_number():
+            x = x * float("nan")
         x = GradientFault.apply(x, lambda: self.reached("backward"))
-        return x + torch.tanh(self.linear(x))
+        return x + torch.tanh(self.delayed(self.linear(x)))
 
 
 class Job(L.LightningModule):
@@ -93,7 +112,7 @@ class Job(L.LightningModule):
     def __init__(self, fault: str, place: str, rank: int) -> None:
         super().__init__()
         self.fault, self.place, self.rank = fault, place, rank
-        self.blocks = nn.Sequential(*(Block(self.reached_in_batch) for _ in range(8)))
+        self.blocks = nn.Sequential(*(Block(self.reached_in_batch, self.gives_nan) for _ in range(8)))
         self.runs = False
 
     def at_batch(self) -> bool:
@@ -103,8 +122,12 @@ class Job(L.LightningModule):
         if self.at_batch():
             self.reached(place)
 
+    def gives_nan(self) -> bool:
+        return self.fault == "NaN" and self.at_batch() and int(os.environ["RANK"]) == self.rank
+
     def reached(self, place: str) -> None:
         if self.place == place and int(os.environ["RANK"]) == self.rank:
+            Path(os.environ["FAULT_FILE"]).write_text(repr(time.time()))
             FAULTS[self.fault]()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -140,21 +163,43 @@ class FaultyCallback(L.Callback):
             module.reached("callback")
 
 
+def fail_within_the_runtime(module: Job) -> None:
+    """Has the module's fault happen after a message is sent, or where the reduction of a stage's gradients begins."""
+
+    def send(transport: Transport, *args: Any) -> None:
+        sends(transport, *args)
+        module.reached_in_batch("send")
+
+    def reduce(stages: ShardedStages, *args: Any) -> None:
+        module.reached_in_batch("reduce")
+        reduces(stages, *args)
+
+    sends, reduces = Transport.send, ShardedStages.reduce
+    Transport.send, ShardedStages.reduce = send, reduce  # type: ignore[method-assign]
+
+
+def strategy_of(job: dict[str, Any]) -> Strategy:
+    """Lightning's own data parallelism for a job without a pipeline."""
+    schedule, pipeline, replicas = job["layout"]
+    timeout = timedelta(seconds=job["timeout"])
+    if pipeline == 1:
+        return DDPStrategy(timeout=timeout)
+    return PipelineParallelStrategy(pipeline, replicas, 2, schedule=schedule, timeout=timeout)
+
+
 def run_rank(job: dict[str, Any], rank: int, num_ranks: int, port: int, folder: Path) -> None:
     """The life of one rank, in a process of its own."""
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks),
         GROUP_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="job",
+        FAULT_FILE=str(folder / "fault.txt"),
     )  # fmt: skip
     torch.manual_seed(5)
     time.sleep(job.get("late", 0.0) * rank)
-    schedule, pipeline, replicas = job["layout"]
     trainer = L.Trainer(
         accelerator="cpu",
         devices=num_ranks,
-        strategy=PipelineParallelStrategy(
-            pipeline, replicas, 2, schedule=schedule, timeout=timedelta(seconds=job["timeout"])
-        ),
+        strategy=strategy_of(job),
         max_epochs=1,
         num_sanity_val_steps=0,
         val_check_interval=6,
@@ -165,6 +210,7 @@ def run_rank(job: dict[str, Any], rank: int, num_ranks: int, port: int, folder: 
         default_root_dir=folder,
     )
     module = Job(job["fault"], job["place"], job["rank"])
+    fail_within_the_runtime(module)
     trainer.fit(module, DataLoader(Samples(module), 4), DataLoader(Samples(Job("none", "none", -1)), 4))
 
 
@@ -189,7 +235,7 @@ def fork_rank(job: dict[str, Any], rank: int, num_ranks: int, port: int, folder:
 
 
 def run_job(job: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Exit codes, the seconds from the first process's end to the last's, and what each rank has printed."""
+    """Exit codes, seconds to the last process's end from the first's and from the fault, and what each has printed."""
     _, pipeline, replicas = job["layout"]
     num_ranks = pipeline * replicas
     with socket.socket() as probe:
@@ -198,7 +244,7 @@ def run_job(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     waiting = {fork_rank(job, rank, num_ranks, port, folder): rank for rank in range(num_ranks)}
     codes: dict[int, int] = {}
     ends: list[float] = []
-    deadline = time.monotonic() + _LONGEST_S
+    deadline = time.monotonic() + job.get("longest", _LONGEST_S)
     while waiting and time.monotonic() < deadline:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
@@ -206,13 +252,16 @@ def run_job(job: dict[str, Any], folder: Path) -> dict[str, Any]:
             continue
         codes[waiting.pop(pid)] = os.waitstatus_to_exitcode(status)
         ends.append(time.monotonic())
-    left = sorted(waiting.values())
+    left, ended = sorted(waiting.values()), time.time()
     for pid in waiting:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     texts = [(folder / f"{rank}.txt").read_text() for rank in range(num_ranks)]
     took = ends[-1] - ends[0] if ends else _LONGEST_S
-    return {"codes": [codes.get(rank) for rank in range(num_ranks)], "left": left, "took": took, "texts": texts}
+    fault = folder / "fault.txt"
+    since_fault = ended - float(fault.read_text()) if fault.exists() else None
+    codes_by_rank = [codes.get(rank) for rank in range(num_ranks)]
+    return {"codes": codes_by_rank, "left": left, "took": took, "since_fault": since_fault, "texts": texts}
 
 
 if __name__ == "__main__":

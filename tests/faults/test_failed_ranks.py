@@ -15,7 +15,8 @@ import pytest
 
 LAYOUTS = {"2x1": ("1f1b", 2, 1), "4x1": ("zb_v", 4, 1), "2x2": ("zb_h1", 2, 2)}
 PLACES = [
-    "configure_optimizers", "dry run", "loading", "forward", "backward", "optimizer", "callback", "validation", "saving"
+    "configure_optimizers", "dry run", "loading", "forward", "backward", "weight gradient", "send", "reduce",
+    "optimizer", "callback", "validation", "saving",
 ]  # fmt: skip
 FAULTS = ["exception", "memory", "SIGKILL", "SIGSTOP", "exit(0)", "loop"]
 # seconds from the end of the first process to that of the last
@@ -86,6 +87,9 @@ USUAL = [
     ("2x2", "exception", "saving", 3),
     ("2x2", "memory", "configure_optimizers", 2),
     ("2x2", "SIGKILL", "validation", 1),
+    ("2x1", "SIGKILL", "weight gradient", 1),
+    ("4x1", "exception", "send", 1),
+    ("2x2", "exception", "reduce", 1),
 ]
 
 
@@ -96,14 +100,26 @@ def test_every_rank_ends_and_says_why(
     check(jobs, tmp_path, layout, fault, place, rank)
 
 
+@pytest.mark.parametrize(("layout", "rank"), [("2x1", 0), ("4x1", 2)])
+def test_no_rank_trains_on_what_is_not_a_number(jobs: Jobs, tmp_path: Path, layout: str, rank: int) -> None:
+    job = {"layout": LAYOUTS[layout], "fault": "NaN", "place": "forward", "rank": rank, "timeout": 60}
+    result = jobs(job, tmp_path)
+    assert not result["left"] and 0 not in result["codes"] and result["took"] < SOON, result
+    for text in result["texts"]:
+        assert "NonFiniteError" in text and "nan" in text, text
+
+
 def test_a_short_timeout_does_not_bound_the_start(jobs: Jobs, tmp_path: Path) -> None:
     job = {"layout": LAYOUTS["2x1"], "fault": "none", "place": "none", "rank": -1, "timeout": 3, "late": 6.0}
     assert jobs(job, tmp_path)["codes"] == [0, 0]
 
 
+# gradients are reduced where there are replicas
+PRODUCT = [case for case in product(LAYOUTS, FAULTS, PLACES) if case[2] != "reduce" or LAYOUTS[case[0]][2] > 1]
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("fault", "place"), list(product(FAULTS, PLACES)))
+@pytest.mark.parametrize(("layout", "fault", "place"), PRODUCT)
 @pytest.mark.parametrize("where", ["first", "middle", "last"])
 def test_the_product(jobs: Jobs, tmp_path: Path, layout: str, fault: str, place: str, where: str) -> None:
     _, pipeline, replicas = LAYOUTS[layout]
