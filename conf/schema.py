@@ -96,6 +96,7 @@ class PipelineStrategyConf:
     whole_batch_loss: bool = False
     check_first_batches: bool = True
     on_nonfinite: str = "error"
+    unequal_data: str = "error"
     units: list[str] | None = None
     split_points: list[str] | None = None
     unit_weights: Any = None  # a dict of names to numbers: of a typed one that is None nothing can be set

@@ -19,6 +19,7 @@ class Store(Protocol):
     def set(self, key: str, value: str, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
     def check(self, keys: list[str], /) -> bool: ...
+    def append(self, key: str, value: str, /) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -98,17 +99,17 @@ class FailureBoard:
         """Notes something of this rank for the others."""
         self._store.set(f"{self._prefix}/{name}/{self.rank}", value)
 
-    def end_of_data(self, epoch: int) -> tuple[int, int] | None:
-        """The rank that has told first that its data of ``epoch`` have ended, and after how many batches."""
-        key = f"{self._prefix}/data/{epoch}"
+    def end_of_data(self, data: str) -> tuple[int, int] | None:
+        """The rank that has told first that its ``data`` have ended, and after how many batches."""
+        key = f"{self._prefix}/data/{data}"
         if not self._store.check([key]):
             return None
         rank, number = json.loads(self._store.get(key))
         return rank, number
 
-    def tell_end_of_data(self, epoch: int, num_batches: int) -> None:
-        """Notes that this rank has run all its batches of ``epoch``, unless another has done so before."""
-        self._store.compare_set(f"{self._prefix}/data/{epoch}", "", json.dumps([self.rank, num_batches]))
+    def tell_end_of_data(self, data: str, num_batches: int) -> None:
+        """Notes that this rank has run all batches of its ``data``, unless another has done so before."""
+        self._store.compare_set(f"{self._prefix}/data/{data}", "", json.dumps([self.rank, num_batches]))
 
     def ask(self) -> None:
         """Has every rank tell where it is, under ``where``."""
@@ -117,6 +118,15 @@ class FailureBoard:
     def is_asked(self) -> bool:
         """Whether a rank has called :meth:`ask`."""
         return self._store.check([f"{self._prefix}/asked"])
+
+    def add(self, name: str, value: str) -> None:
+        """Adds a line to what all ranks have added under ``name``; it has no line break of its own."""
+        self._store.append(f"{self._prefix}/{name}", value + "\n")
+
+    def added(self, name: str) -> list[str]:
+        """What ranks have added under ``name`` by now: one request, however many they are."""
+        key = f"{self._prefix}/{name}"
+        return self._store.get(key).decode().splitlines() if self._store.check([key]) else []
 
     def told(self, name: str, rank: int) -> str | None:
         """What ``rank`` has noted under ``name``; None if nothing yet."""

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -23,19 +23,23 @@ _STOPPED_S = 3.0
 _WAKE_S = 2.0
 _END_S = 6.0
 _STORE_ANSWERS_S = 2.0
+# a rank asks the store some seven things each time; many ranks ask less often, so that one store can answer them all
+_MOST_RANKS_PER_S = 2048
 _WAITS = "waits"
 
 
 class Progress(NamedTuple):
-    """How far a rank has come in its training data.
+    """How far a rank has come in one pass over its data.
 
     Attributes:
-        epoch: Its number.
-        num_batches: Batches begun in it.
+        data: Which data, in words, the same on every rank.
+        num_before: Batches of them in earlier passes, which tells one pass from another.
+        num_batches: Batches begun in this one.
         has_ended: Whether there is no other batch in it.
     """
 
-    epoch: int
+    data: str
+    num_before: int
     num_batches: int
     has_ended: bool
 
@@ -57,7 +61,7 @@ class Watchdog:
         wake: Ends what this rank waits for.
         exit_codes: Asks the launcher, where this process has started others: rank to exit code, negative for a signal.
         where: Where this rank's main thread is; empty if it waits for others.
-        progress: How far this rank has come; None if it does not train.
+        progress: How far this rank has come in its data.
         store_is_of_rank_0: Whether the store ends with the process of rank 0.
     """
 
@@ -67,7 +71,7 @@ class Watchdog:
         wake: Callable[[], None],
         exit_codes: Callable[[], Mapping[int, int]],
         where: Callable[[], str],
-        progress: Callable[[], Progress | None],
+        progress: Callable[[], Sequence[Progress]],
         *,
         store_is_of_rank_0: bool,
     ) -> None:
@@ -76,7 +80,7 @@ class Watchdog:
         self._exit_codes = exit_codes
         self._where = where
         self._progress = progress
-        self._end_told = -1  # of this epoch's data
+        self._ends_told: dict[str, int] = {}
         self._store_is_of_rank_0 = store_is_of_rank_0
         self._ended = threading.Event()
         self._pids: dict[int, int] = {}
@@ -84,8 +88,8 @@ class Watchdog:
         self._num_polls = 0
         self._store_lost_at: float | None = None
         self._found: RankFailure | None = None
-        machine = this_machine()
-        board.tell("process", json.dumps([machine, os.getpid()]))
+        self._machine = machine = this_machine()
+        board.add(f"processes/{machine}", json.dumps([board.rank, os.getpid()]))
         self._threads = [
             threading.Thread(target=self._ask_store, args=(machine,), name="pipeline-watch-store", daemon=True),
             threading.Thread(target=self._watch, name="pipeline-watch", daemon=True),
@@ -135,7 +139,7 @@ class Watchdog:
             while unknown and time.monotonic() < end:
                 time.sleep(_POLL_S / 4)
                 gone = {rank for rank in unknown if rank in self._pids and is_gone(self._pids[rank])}
-                unknown -= gone | {rank for rank in unknown if self._board.told("knows", rank) is not None}
+                unknown -= gone | set(map(int, self._board.added("knows")))
 
     def end(self, *, failed: bool = False) -> None:
         """This rank has left the run; nothing happens to it any more.
@@ -150,29 +154,26 @@ class Watchdog:
             thread.join(_POLL_S)  # one that waits for the store ends with the process
         if not failed:
             with contextlib.suppress(RuntimeError):
-                self._board.tell("left")
+                self._board.add(f"left/{self._machine}", str(self._board.rank))
 
     def _ask_store(self, machine: str) -> None:
-        unknown = {rank for rank in range(self._board.num_ranks) if rank != self._board.rank}
         has_answered = False
-        while not self._ended.wait(_POLL_S):
+        poll_s = max(_POLL_S, self._board.num_ranks / _MOST_RANKS_PER_S)
+        while not self._ended.wait(poll_s):
             if self._is_without_store():
                 return
             try:
                 if not has_answered and self._board.is_asked():
                     has_answered = True
                     self._board.tell("where", self._where() or _WAITS)
-                for rank in list(unknown):
-                    if (told := self._board.told("process", rank)) is not None:
-                        unknown.remove(rank)
-                        its_machine, pid = json.loads(told)
-                        if machine and its_machine == machine:
-                            self._pids[rank] = pid
-                self._left |= {rank for rank in self._pids if self._board.told("left", rank) is not None}
+                if machine:
+                    pids = dict(json.loads(line) for line in self._board.added(f"processes/{machine}"))
+                    self._pids.update((rank, pid) for rank, pid in pids.items() if rank != self._board.rank)
+                    self._left.update(map(int, self._board.added(f"left/{machine}")))
                 self._compare_data()
                 self._found = self._found or self._board.first()
                 if self._found is not None:
-                    self._board.tell("knows")
+                    self._board.add("knows", str(self._board.rank))
                     return
             except RuntimeError:
                 self._store_lost_at = time.monotonic()
@@ -182,22 +183,23 @@ class Watchdog:
     def _compare_data(self) -> None:
         """Tells if this rank is in a batch that another has not: one of them would wait for the other for ever.
 
-        Who has run out of data waits at the end of its epoch then, so it is enough to look from time to time.
+        Who has run out of data waits soon after it, so it is enough to look from time to time.
         """
-        progress = self._progress()
-        if progress is None:
-            return
-        if progress.has_ended and self._end_told != progress.epoch:
-            self._end_told = progress.epoch
-            self._board.tell_end_of_data(progress.epoch, progress.num_batches)
-        end = self._board.end_of_data(progress.epoch)
-        if end is not None and end[1] < progress.num_batches:
-            rank, number = end
-            what = (
-                f"has {number} batches of training data in epoch {progress.epoch}, and rank {self._board.rank} has "
-                f"begun batch {progress.num_batches}: every rank must have the same number of batches"
-            )
-            self._board.post(RankFailure(rank, "", what))
+        for progress in self._progress():
+            data = f"{progress.data}/{progress.num_before}"
+            if progress.has_ended and self._ends_told.get(progress.data) != progress.num_before:
+                self._ends_told[progress.data] = progress.num_before
+                self._board.tell_end_of_data(data, progress.num_batches)
+            end = self._board.end_of_data(data)
+            if end is not None and end[1] < progress.num_batches:
+                rank, number = end
+                earlier = f" after {progress.num_before} of earlier passes" if progress.num_before else ""
+                what = (
+                    f"has {number} batches of {progress.data} data{earlier}, and rank {self._board.rank} has begun "
+                    f"batch {progress.num_batches}: every rank must have the same number of batches, or "
+                    "unequal_data='shortest' ends all where the first ends"
+                )
+                self._board.post(RankFailure(rank, "", what))
 
     def _is_without_store(self) -> bool:
         return self._store_is_of_rank_0 and 0 in self._pids and is_gone(self._pids[0])

@@ -16,6 +16,7 @@ from lightning_pp.planning.tuning import LayoutRequest
 from lightning_pp.split.data.microbatch import SplitBatch
 
 OnNonFinite = Literal["error", "skip", "ignore"]
+UnequalData = Literal["error", "shortest"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class BatchOptions:
         split_batch: Cuts a batch; None: along dimension 0.
         check_first_batches: Whether a run's first batches are compared with parts of them.
         on_nonfinite: What a loss or a gradient comes to that is not finite: ``"error"``, ``"skip"`` or ``"ignore"``.
+        unequal_data: What different numbers of batches come to: ``"error"`` or ``"shortest"``.
 
     Raises:
         ConfigurationError: A value is not of its kind.
@@ -36,13 +38,15 @@ class BatchOptions:
     split_batch: SplitBatch | None = None
     check_first_batches: bool = True
     on_nonfinite: OnNonFinite = "error"
+    unequal_data: UnequalData = "error"
 
     def __post_init__(self) -> None:
         check_size("num_microbatches", self.num_microbatches)
-        if self.on_nonfinite not in get_args(OnNonFinite):
-            raise ConfigurationError(
-                f"on_nonfinite={self.on_nonfinite!r} is unknown; it is one of {', '.join(get_args(OnNonFinite))}."
-            )
+        for name, known in (("on_nonfinite", OnNonFinite), ("unequal_data", UnequalData)):
+            if getattr(self, name) not in get_args(known):
+                raise ConfigurationError(
+                    f"{name}={getattr(self, name)!r} is unknown; it is one of {', '.join(get_args(known))}."
+                )
         if self.split_batch is not None and not callable(self.split_batch):
             raise ConfigurationError(
                 f"split_batch={self.split_batch!r} must be a function of a batch and the largest number of "

@@ -29,7 +29,7 @@ from lightning_pp.distributed.watchdog import Progress
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.activation_checkpointing import ActivationCheckpointing
 from lightning_pp.planning.cuts import CutOptions, names_of
-from lightning_pp.planning.pipeline_options import BatchOptions, OnNonFinite, PipelineOptions
+from lightning_pp.planning.pipeline_options import BatchOptions, OnNonFinite, PipelineOptions, UnequalData
 from lightning_pp.planning.schedules.given_costs import given_costs
 from lightning_pp.planning.schedules.options import DEFAULT_NUM_PROFILED_BATCHES, ScheduleOptions
 from lightning_pp.planning.schedules.source import schedule_source
@@ -52,7 +52,7 @@ from lightning_pp.strategy.checkpoints.last import find_last_at_urls
 from lightning_pp.strategy.checkpoints.rank_part import rank_part
 from lightning_pp.strategy.engine import PipelineEngine
 from lightning_pp.strategy.faults.failed_run import FailedRuns
-from lightning_pp.strategy.faults.unequal_data import check_num_batches, training_progress
+from lightning_pp.strategy.faults.unequal_data import ShortestLoader, check_num_batches, data_progress
 from lightning_pp.strategy.lightning.ends import (
     end_at_once_when_interrupted_again,
     refuse_code_zero,
@@ -119,6 +119,9 @@ class PipelineParallelStrategy(MeshStrategy):
             ends with a :class:`~lightning_pp.errors.NonFiniteError` that says where, before anything is updated with
             it. ``"skip"``: all ranks skip this update, with a warning. ``"ignore"``: nothing is looked at. With
             ``"error"`` and ``"skip"`` weights that are not finite are not saved. ``16-mixed`` skips by its scaler.
+        unequal_data: What happens when ranks have different numbers of batches. ``"error"``: the run ends and tells
+            both numbers. ``"shortest"``: every rank stops where the first runs out of data, in each loader; for data
+            without a length the ranks ask each other before each batch.
         units: Names or shell patterns of modules that live whole on one stage; by default discovered.
         split_points: Names of the units that start stages 1, 2, ...; by default the cut with the shortest step, by
             measured costs that are given, else by FLOPs and parameters.
@@ -179,6 +182,7 @@ class PipelineParallelStrategy(MeshStrategy):
         whole_batch_loss: bool = False,
         check_first_batches: bool = True,
         on_nonfinite: OnNonFinite = "error",
+        unequal_data: UnequalData = "error",
         units: Sequence[str] | str | None = None,
         split_points: Sequence[str] | str | None = None,
         unit_weights: Mapping[str, float] | None = None,
@@ -211,7 +215,7 @@ class PipelineParallelStrategy(MeshStrategy):
         source.check_sizes(pipeline_parallel_size)
         self.options = PipelineOptions(
             ScheduleOptions(source, memory_limit_gib, given_costs(costs), num_profiled_batches, save_costs),
-            BatchOptions(num_microbatches, split_batch, check_first_batches, on_nonfinite),
+            BatchOptions(num_microbatches, split_batch, check_first_batches, on_nonfinite, unequal_data),
             CutOptions(names_of(split_points), unit_weights, rank_speeds, names_of(units)),
             ShardingSettings(sharding, unshard_budget, cpu_offload, data_parallel_replicate_size),
             activation_checkpointing,
@@ -316,7 +320,7 @@ class PipelineParallelStrategy(MeshStrategy):
             self.broadcast,
             wake=lambda: None if self._engine is None else self._engine.abandon(),
             exit_codes=self._exit_codes,
-            progress=self._training_progress,
+            progress=self._data_progress,
         )
         leave_averages_to_strategy(self.lightning_module.trainer)
 
@@ -506,8 +510,10 @@ class PipelineParallelStrategy(MeshStrategy):
 
     @with_stages
     def process_dataloader(self, dataloader: object) -> object:
-        """Seeds the loader's workers by replica."""
+        """Seeds the loader's workers by replica; may end it where that of another rank ends."""
         seed_workers_by(dataloader, self.data_parallel_rank)
+        if self.options.batches.unequal_data == "shortest" and self.num_ranks > 1:
+            dataloader = ShortestLoader(dataloader, self.reduce_boolean_decision)
         return super().process_dataloader(dataloader)
 
     # ---------------------------------------------------------------- checkpoints
@@ -625,9 +631,9 @@ class PipelineParallelStrategy(MeshStrategy):
             stages = f"stage{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))} of "
         return f"{stages}pipeline {self.data_parallel_rank}, after {self._engine.num_batches_trained} training batches"
 
-    def _training_progress(self) -> Progress | None:
+    def _data_progress(self) -> list[Progress]:
         trainer = None if self.lightning_module is None else trainer_of(self.lightning_module)
-        return None if trainer is None else training_progress(trainer)
+        return [] if trainer is None else data_progress(trainer)
 
     def _check_num_batches(self) -> None:
         if not self.is_plain and self.num_ranks > 1:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from feature_parts import make_trainer
@@ -15,12 +16,15 @@ from small_models import Blocks
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from lightning_pp import PipelineParallelStrategy
+from lightning_pp.errors import ConfigurationError
+
 PIPELINE, REPLICAS = Layout("1f1b", 2, 1, 2), Layout("1f1b", 2, 2, 2)
 
 
 class Rows(Dataset[tuple[Tensor, Tensor]]):
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, number: int, same: bool = False) -> None:
+        self.number, self.same = number, same
 
     def __len__(self) -> int:
         return self.number
@@ -28,17 +32,27 @@ class Rows(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if index >= self.number:
             raise IndexError
-        return torch.full((8,), 1.0 + index, dtype=torch.float64), torch.tensor(1.0, dtype=torch.float64)
+        return torch.full((8,), 1.0 if self.same else 1.0 + index, dtype=torch.float64), torch.tensor(
+            1.0, dtype=torch.float64
+        )
 
 
 class Stream(IterableDataset[tuple[Tensor, Tensor]]):
     """Nobody can tell its length beforehand."""
 
-    def __init__(self, number: int) -> None:
-        self.rows = Rows(number)
+    def __init__(self, number: int, same: bool = False) -> None:
+        self.rows = Rows(number, same)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return iter(self.rows[index] for index in range(self.rows.number))
+
+
+class Evaluated(Blocks):
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])
 
 
 def run(layout: Layout, what: str, kind: Any, numbers: list[int]) -> None:
@@ -71,7 +85,71 @@ def test_replicas(pool: WorkerPool) -> None:
 
 
 @pytest.mark.parametrize("numbers", [[4, 2], [2, 4]])
-def test_data_without_a_length(pool: WorkerPool, numbers: list[int]) -> None:
+@pytest.mark.parametrize("what", ["fit", "validation in a fit", "validate"])
+def test_data_without_a_length(pool: WorkerPool, what: str, numbers: list[int]) -> None:
     shorter = numbers.index(2)
-    what = rf"has 2 batches of training data in epoch 0, and rank {1 - shorter} has begun batch 3"
-    check(pool, rf"This rank ended because (it|rank {shorter}) {what}", PIPELINE, "fit", Stream, numbers)
+    data = "training" if what == "fit" else "validation"
+    told = rf"has 2 batches of {data} data, and rank {1 - shorter} has begun batch 3"
+    check(pool, rf"This rank ended because (it|rank {shorter}) {told}", PIPELINE, what, Stream, numbers)
+
+
+class Counted(pl.Callback):
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+
+    def count(self, what: str) -> None:
+        self.numbers[what] = self.numbers.get(what, 0) + 1
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.count("training")
+
+    def on_validation_batch_end(self, *_: Any) -> None:
+        self.count("validation")
+
+    def on_test_batch_end(self, *_: Any) -> None:
+        self.count("test")
+
+    def on_predict_batch_end(self, *_: Any) -> None:
+        self.count("prediction")
+
+
+def run_the_shortest(kind: Any, numbers: list[int]) -> tuple[dict[str, int], dict[str, Tensor]]:
+    counted = Counted()
+    strategy = PipelineParallelStrategy(2, 2, 2, sharding="replicate", unequal_data="shortest")
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=4, strategy=strategy, max_epochs=2, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, use_distributed_sampler=False, precision="64-true", callbacks=[counted],
+    )  # fmt: skip
+    # rows of 1.0 alone, so that replicas may hold different ones of them
+    mine = DataLoader(kind(4 * numbers[trainer.global_rank], same=True), batch_size=4)
+    module = Evaluated()
+    trainer.fit(module, mine, mine)
+    trainer.test(module, mine)
+    trainer.predict(module, mine, return_predictions=False)
+    return counted.numbers, {name: parameter.detach().cpu() for name, parameter in module.named_parameters()}
+
+
+def run_alone(number: int) -> dict[str, Tensor]:
+    module = Evaluated()
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        precision="64-true",
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(Rows(8 * number, same=True), batch_size=8))
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", [Rows, Stream])
+def test_all_end_where_the_shortest_ends(pool: WorkerPool, kind: Any) -> None:
+    expected = run_alone(2)
+    # ranks 0 and 2 are the stages of one replica
+    for numbers, weights in pool.run(run_the_shortest, kind, [4, 2, 4, 2], world_size=4):
+        sanity_check = 2
+        assert numbers == {"training": 4, "validation": 4 + sanity_check, "test": 2, "prediction": 2}
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, expected[name], rtol=1e-9, atol=1e-12)
+
+
+def test_an_unknown_word_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="unequal_data='longest' is unknown; it is one of error, shortest"):
+        PipelineParallelStrategy(2, unequal_data="longest")  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ import atexit
 import itertools
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -40,7 +40,7 @@ class FailedRuns:
         broadcast: Callable[[Any], Any],
         wake: Callable[[], None],
         exit_codes: Callable[[], Mapping[int, int]],
-        progress: Callable[[], Progress | None],
+        progress: Callable[[], Sequence[Progress]],
     ) -> None:
         """Watches the other ranks from here on; every rank has to call it.
 

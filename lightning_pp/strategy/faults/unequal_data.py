@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
 from lightning_pp.distributed.watchdog import Progress
@@ -16,7 +18,7 @@ from lightning_pp.errors import ConfigurationError
 def check_num_batches(trainer: pl.Trainer) -> None:
     """Compares how many batches the ranks have of what the trainer is about to run over; every rank has to call it.
 
-    Loaders without a length have infinitely many here; see :func:`training_progress`.
+    Loaders without a length have infinitely many here; see :func:`data_progress`.
 
     Raises:
         ConfigurationError: On all ranks: the numbers differ.
@@ -30,17 +32,71 @@ def check_num_batches(trainer: pl.Trainer) -> None:
                 f"Rank 0 has {_written(told[0])} batches of {what} data, and rank {rank} has {_written(numbers)}: the "
                 "one with more would wait for the other for ever. Give every rank as many: let nothing in datasets and "
                 "samplers depend on the rank but by strategy.data_parallel_rank, and drop or repeat what does not "
-                "divide (DistributedSampler does)."
+                "divide (DistributedSampler does). unequal_data='shortest' ends all where the first ends."
             )
 
 
-def training_progress(trainer: pl.Trainer) -> Progress | None:
-    """How far a fit has come in the data of its epoch; None outside of its training."""
-    if trainer.state.fn != TrainerFn.FITTING or not trainer.training:
-        return None
-    batches = trainer.fit_loop.epoch_loop.batch_progress
-    has_ended = batches.is_last_batch and batches.current.completed == batches.current.ready
-    return Progress(trainer.current_epoch, batches.current.ready, has_ended)
+def data_progress(trainer: pl.Trainer) -> list[Progress]:
+    """How far a run has come in each of its data: a fit in those of training and of validation."""
+    if trainer.state.fn == TrainerFn.FITTING:
+        epoch_loop = trainer.fit_loop.epoch_loop
+        loops: dict[str, Any] = {"training": epoch_loop}
+        if not trainer.sanity_checking:  # has passes of its own
+            loops["validation"] = epoch_loop.val_loop
+    elif trainer.state.fn == TrainerFn.VALIDATING:
+        loops = {"validation": trainer.validate_loop}
+    elif trainer.state.fn == TrainerFn.TESTING:
+        loops = {"test": trainer.test_loop}
+    else:
+        loops = {"prediction": trainer.predict_loop}
+    return [_progress(what, loop.batch_progress) for what, loop in loops.items()]
+
+
+def _progress(what: str, batches: Any) -> Progress:
+    # read on a thread: the total is raised first, so that what is begun just now is in it
+    current, completed = batches.current.ready, batches.current.completed
+    is_last = getattr(batches, "is_last_batch", False)
+    return Progress(what, batches.total.ready - current, current, is_last and current > 0 and completed == current)
+
+
+class ShortestLoader:
+    """A loader that ends, on every rank, where that of the first rank ends.
+
+    Where a loader knows its length the shortest is agreed upon here. Otherwise the ranks ask each other before each
+    batch whether all have one.
+
+    Args:
+        loader: Of this rank. Other attributes are its own.
+        agree: Whether all ranks say yes; every rank has to call it. See ``Strategy.reduce_boolean_decision``.
+    """
+
+    def __init__(self, loader: Any, agree: Callable[[bool], bool]) -> None:
+        self.loader = loader
+        self._agree = agree
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, sized_len(loader))
+        self._length: int | None = None if None in told else min(told)
+
+    def __getattr__(self, name: str) -> Any:
+        """What it is not asked to end is asked of the loader."""
+        if name == "loader":  # while it is made
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __len__(self) -> int:
+        """Batches of the rank with the fewest."""
+        if self._length is None:
+            raise TypeError(f"{type(self.loader).__name__} has no length on every rank")
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches that every rank has."""
+        if self._length is not None:
+            yield from islice(self.loader, self._length)
+            return
+        batches, nothing = iter(self.loader), object()
+        while self._agree((batch := next(batches, nothing)) is not nothing):
+            yield batch
 
 
 def _numbers(trainer: pl.Trainer) -> tuple[str, list[float]]:

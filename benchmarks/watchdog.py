@@ -1,0 +1,61 @@
+"""What the threads that watch other ranks cost a rank: ``python benchmarks/watchdog.py [--ranks 8]``.
+
+Processes on this host join a store and watch each other while their main threads sleep. Printed is the processor time
+that a second of watching takes, the median over the ranks, beside the same processes without watching.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import torch.multiprocessing as mp
+from torch.distributed import TCPStore
+
+from lightning_pp.distributed.watchdog import Progress, Watchdog, board_of
+
+SECONDS = 10.0
+
+
+def watch(rank: int, num_ranks: int, port: int, watches: bool, used: object) -> None:
+    """The life of one process."""
+    store = TCPStore("127.0.0.1", port, num_ranks, is_master=rank == 0)
+    watchdog = None
+    if watches:
+        watchdog = Watchdog(
+            board_of(store, 0, num_ranks, rank),
+            wake=lambda: None,
+            exit_codes=dict,
+            where=lambda: "",
+            progress=lambda: [Progress("training", 0, 1, False), Progress("validation", 0, 0, False)],
+            store_is_of_rank_0=True,
+        )
+    time.sleep(1)
+    start, cpu = time.perf_counter(), time.process_time()
+    time.sleep(SECONDS)
+    used[rank] = (time.process_time() - cpu) / (time.perf_counter() - start)  # type: ignore[index]
+    time.sleep(1)
+    if watchdog is not None:
+        watchdog.end()
+
+
+def main() -> None:
+    """Prints a line for each number of ranks."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8])
+    for num_ranks in parser.parse_args().ranks:
+        medians = []
+        for watches in (False, True):
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            used = mp.get_context("spawn").Array("d", num_ranks)
+            port = store.port
+            del store
+            mp.spawn(watch, (num_ranks, port, watches, used), num_ranks)
+            medians.append(statistics.median(used))
+        without, with_threads = (1e3 * second for second in medians)
+        print(f"{num_ranks} ranks: {with_threads:.2f} ms of processor time a second, {without:.2f} ms without watching")
+
+
+if __name__ == "__main__":
+    main()
