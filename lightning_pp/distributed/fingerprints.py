@@ -82,19 +82,42 @@ def check_same_batch(fingerprints: Sequence[Fingerprint], batch_idx: int) -> Non
         fingerprints: Of ranks of one pipeline, for the same batch.
         batch_idx: Its index, for the message.
     """
+    if different := _different(fingerprints, "loaded"):
+        raise BatchError(
+            f"Batch {batch_idx} differs between the ranks of one pipeline{different}. Every rank of a pipeline must "
+            "load the same batch. Seed what the dataset, its transforms and its sampler draw "
+            "(seed_everything(seed, workers=True)), and let nothing in them depend on the rank: shard data by "
+            "strategy.data_parallel_rank and strategy.data_parallel_size, not by global_rank."
+        )
+
+
+def check_same_given(fingerprints: Sequence[Fingerprint], batch_idx: int) -> None:
+    """As :func:`check_same_batch`, of what the step is given: the hooks of the transfer have changed the batch.
+
+    Args:
+        fingerprints: Of ranks of one pipeline, for the batch after ``on_after_batch_transfer``.
+        batch_idx: Its index, for the message.
+    """
+    if different := _different(fingerprints, "gave the step"):
+        raise BatchError(
+            f"The ranks of one pipeline loaded the same batch {batch_idx}, and it differs after "
+            f"on_after_batch_transfer{different}. Every rank must give its step the same batch. In the hooks of the "
+            "transfer draw from the default generators, which are alike on all ranks of a pipeline, or from one that "
+            "is seeded alike, and let nothing depend on the rank."
+        )
+
+
+def _different(fingerprints: Sequence[Fingerprint], did: str) -> str:
+    """Where they differ and which ranks are alike; empty if all are equal."""
     if len({each.numbers for each in fingerprints}) == 1:
-        return
+        return ""
     groups: dict[tuple[int, ...], list[int]] = {}
     for each in fingerprints:
         groups.setdefault(each.numbers, []).append(each.rank)
-    listed = sorted(sorted(ranks) for ranks in groups.values())
-    raise BatchError(
-        f"Batch {batch_idx} differs between the ranks of one pipeline{_places_that_differ(fingerprints)}: "
-        f"{' and '.join(_listed(ranks) for ranks in listed)} loaded {len(groups)} different batches "
-        f"({len(fingerprints)} ranks were compared, entry by entry). Every rank of a pipeline must load the same batch."
-        " Seed what the dataset, its transforms and its sampler draw (seed_everything(seed, workers=True)), and let "
-        "nothing in them depend on the rank: shard data by strategy.data_parallel_rank and "
-        "strategy.data_parallel_size, not by global_rank."
+    listed = " and ".join(_listed(ranks) for ranks in sorted(sorted(ranks) for ranks in groups.values()))
+    return (
+        f"{_places_that_differ(fingerprints)}: {listed} {did} {len(groups)} different batches ({len(fingerprints)} "
+        "ranks were compared, entry by entry)"
     )
 
 

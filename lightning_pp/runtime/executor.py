@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pp.runtime.randomness import StepRandomness, host_generators_untouched
+from lightning_pp.runtime.randomness import StepRandomness, step_seeded
 from lightning_pp.runtime.recomputation import Recomputation
 from lightning_pp.runtime.sharded import ShardedStages, run_sharding_action
 from lightning_pp.runtime.split_backward.deferral import weight_gradients_deferrable
@@ -125,7 +125,7 @@ class PipelineExecutor:
         running: Action | _Entry | None = None
         try:
             with ExitStack() as stack:
-                stack.enter_context(host_generators_untouched(inputs.seed * 4096 + self._rank, self._device))
+                stack.enter_context(step_seeded(inputs.seed * 4096 + self._rank, self._device))
                 stack.enter_context(self._calls.installed())
                 if program.splits_backward:
                     stack.enter_context(weight_gradients_deferrable())

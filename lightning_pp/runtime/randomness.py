@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
 from lightning_pp.split.record.step_record import InterUnitDraws
+from lightning_pp.split.side_effects.generators import (
+    GeneratorStates,
+    generators_untouched,
+    put_back_python,
+    seed_python,
+    seed_torch,
+    torch_generators,
+)
 
 
 class StepRandomness:
@@ -47,14 +52,14 @@ class StepRandomness:
             draws: Where its inter-unit code draws; :meth:`seed_inter_unit` is called after these unit calls.
         """
         self._seeds_python = draws.in_python
-        restore = _keep_python_generators() if draws.in_python else None
+        states = GeneratorStates.now(self._device) if draws.in_python else None
         try:
             if -1 in draws.after:
                 self.seed_inter_unit(-1)
             yield
         finally:
-            if restore is not None:
-                restore()
+            if states is not None:
+                put_back_python(states.of_python, states.of_numpy)
             self.enter_unit()
 
     def seed_inter_unit(self, index: int) -> None:
@@ -62,9 +67,9 @@ class StepRandomness:
         seed = (self._seed * 1_000_003 + index + 1) % (1 << 63)
         if self._unit_state is None:
             self._unit_state = self._states()
-        _seed_torch_generators(seed, self._device)
+        seed_torch(seed, self._device)
         if self._seeds_python:
-            _seed_python_generators(seed)
+            seed_python(seed)
 
     def enter_unit(self) -> None:
         """Before an owned unit's call: gives the generators back to the units."""
@@ -73,76 +78,22 @@ class StepRandomness:
             self._unit_state = None
 
     def _states(self) -> list[torch.Tensor]:
-        states = [torch.get_rng_state()]
-        if self._device.type == "cuda":
-            states.append(torch.cuda.get_rng_state(self._device))
-        return states
+        return [generator.get_state() for generator in torch_generators(self._device)]
 
     def _set_states(self, states: list[torch.Tensor]) -> None:
-        torch.set_rng_state(states[0])
-        if len(states) > 1:
-            torch.cuda.set_rng_state(states[1], self._device)
+        for generator, state in zip(torch_generators(self._device), states, strict=True):
+            generator.set_state(state)
 
 
 @contextmanager
-def host_generators_untouched(seed: int, device: torch.device) -> Iterator[None]:
-    """Around a whole step: seeds the generators for this rank's units and puts the host's back afterwards.
+def step_seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Around a whole step: seeds the generators for this rank's units and puts them back afterwards.
 
-    Samplers and datasets draw from the host's generators (torch's, Python's and NumPy's), and every rank of a pipeline
-    must see the same batches; so what units draw, which differs from stage to stage, must not move them.
+    Samplers, datasets and the hooks of batches draw from the generators of the host and of the device outside of steps,
+    and every rank of a pipeline must see the same batches; so what units draw, which differs from stage to stage, must
+    not move them.
     """
-    host_state, restore_python = torch.get_rng_state(), _keep_python_generators()
-    try:
-        _seed_torch_generators(seed % (1 << 63), device)
-        _seed_python_generators(seed)
+    with generators_untouched(device):
+        seed_torch(seed % (1 << 63), device)
+        seed_python(seed)
         yield
-    finally:
-        torch.set_rng_state(host_state)
-        restore_python()
-
-
-def _seed_torch_generators(seed: int, device: torch.device) -> None:
-    """Seeds the generators of the host and of ``device``.
-
-    ``torch.manual_seed`` seeds those of every kind of device, and formats the stack for each kind that is not there,
-    which takes longer than most inter-unit code.
-    """
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        torch.cuda.default_generators[index].manual_seed(seed)
-    elif device.type != "cpu":
-        torch.manual_seed(seed)
-
-
-def _seed_python_generators(seed: int) -> None:
-    """Seeds the global generators of Python and NumPy, of NumPy's if it is there."""
-    random.seed(seed)
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % (1 << 32))
-
-
-def _keep_python_generators() -> Callable[[], None]:
-    """What puts the present states of the global generators of Python and NumPy back.
-
-    Each generator has 624 words that are taken apart and put together one by one, which takes about 0.1 ms: once in a
-    step, and for a microbatch only where its inter-unit code draws from them.
-    """
-    python_state = random.getstate()
-    numpy: Any = sys.modules.get("numpy")
-    numpy_state = None if numpy is None else numpy.random.get_state(legacy=False)
-
-    def restore() -> None:
-        random.setstate(python_state)
-        if numpy_state is None:
-            return
-        try:
-            numpy.random.set_state(numpy_state)
-        except ValueError as error:  # it is of another kind than the state
-            raise RuntimeError(
-                "NumPy's bit generator was exchanged during a step of the pipeline (numpy.random.set_bit_generator): "
-                "do it before training, so that its state can be put back after each step"
-            ) from error
-
-    return restore

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,6 +14,7 @@ from lightning_pp.distributed.control import ControlGroups, make_control_groups
 from lightning_pp.distributed.messages import MessageLine
 from lightning_pp.distributed.sizes import ParallelSizes
 from lightning_pp.runtime.transport.channels import Transport
+from lightning_pp.split.side_effects.generators import GeneratorStates
 
 
 class Connection:
@@ -62,11 +61,9 @@ class Connection:
         return Transport(ranks, place, self._device, self._timeout, self._of_stages.pipeline)
 
     def align_generators(self) -> None:
-        """Every rank of a pipeline draws the same from the host's generators from here on."""
-        states = self.groups.gather_in_pipeline((torch.get_rng_state(), random.getstate(), np.random.get_state()))[0]
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])
+        """Every rank of a pipeline draws the same outside of steps from here on, on the host and on its device."""
+        mine = GeneratorStates.now(self._device)
+        self.groups.gather_in_pipeline(mine)[0].put_back(self._device)
 
     def drain(self) -> None:
         """Returns when the others have had all messages."""

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_pp.checkpoint import RankPart
 from lightning_pp.distributed.control import ControlGroups
-from lightning_pp.distributed.fingerprints import Fingerprint, check_same_batch, fingerprint
+from lightning_pp.distributed.fingerprints import Fingerprint, check_same_batch, check_same_given, fingerprint
 from lightning_pp.distributed.messages import RankStoppedError
 from lightning_pp.distributed.sizes import ParallelSizes
 from lightning_pp.errors import ConfigurationError
@@ -465,7 +465,7 @@ class PipelineEngine:
             self._failed = False
         if call.training and self._compiled_backward is not None:
             self._compiled_backward.tell()
-        self._compare_ranks(call)
+        self._compare_ranks(call, batch)
         is_checked = self._checks.check(call, batch, microbatches, self._seed)
         return self._preparation.prepare(
             call,
@@ -586,13 +586,15 @@ class PipelineEngine:
     def _cut(self, batch: Any, *, for_training: bool) -> list[Microbatch]:
         return self._cutter.cut(batch, for_training=for_training)
 
-    def _compare_ranks(self, call: StepCall) -> None:
+    def _compare_ranks(self, call: StepCall, batch: Any) -> None:
         """In the first batches of an epoch; later ones are checked by the report that ends a batch anyway."""
         mine = self._fingerprint
         if mine is not None and call.batch_idx < _BATCHES_CHECKED_BEFOREHAND:
-            told = self.groups.gather_in_pipeline((mine, self._frozen.tell()))
-            check_same_batch([mine, *(each for each, _ in told if each.rank != mine.rank)], call.batch_idx)
-            self._frozen.take_up(frozen for _, frozen in told)
+            given = fingerprint(batch, mine.rank)
+            told = self.groups.gather_in_pipeline((mine, given, self._frozen.tell()))
+            check_same_batch([mine, *(each for each, _, _ in told if each.rank != mine.rank)], call.batch_idx)
+            check_same_given([given, *(each for _, each, _ in told if each.rank != mine.rank)], call.batch_idx)
+            self._frozen.take_up(frozen for *_, frozen in told)
             if call.training and call.batch_idx == 0 and self.sizes.data_parallel > 1 and reads_streams(self._trainer):
                 warn_of_equal_streams(self.groups.gather(mine.numbers))
         elif call.training and self.sizes.pipeline > 1:

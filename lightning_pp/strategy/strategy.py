@@ -38,7 +38,7 @@ from lightning_pp.runtime.compilation import check_compile_options
 from lightning_pp.schedule import StageCosts
 from lightning_pp.schedule.sharding import ShardingMode
 from lightning_pp.split.data.microbatch import SplitBatch
-from lightning_pp.split.side_effects.module_state import preserved_random_state
+from lightning_pp.split.side_effects.generators import generators_untouched
 from lightning_pp.strategy._lightning_private import (
     accumulates,
     leave_samplers_alone,
@@ -451,7 +451,7 @@ class PipelineParallelStrategy(MeshStrategy):
         these is left then, for they hold all parameters whole.
         """
         if trainer.state.fn == TrainerFn.FITTING:
-            with preserved_random_state(self.root_device):
+            with generators_untouched(self.root_device):
                 set_up_one_optimizer(self, trainer)
         try:
             yield next(iter(training_ones(self.optimizers)), None)

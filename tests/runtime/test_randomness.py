@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 
-from lightning_pp.runtime.randomness import StepRandomness, host_generators_untouched
+from lightning_pp.runtime.randomness import StepRandomness, step_seeded
 from lightning_pp.split.record.step_record import InterUnitDraws
 
 CPU = torch.device("cpu")
@@ -58,10 +58,10 @@ def test_host_generator_is_untouched() -> None:
     expected = torch.rand(2)
     torch.manual_seed(5)
     before = torch.rand(1)
-    with host_generators_untouched(123, CPU):
+    with step_seeded(123, CPU):
         inside = torch.rand(1)
     assert torch.equal(torch.cat([before, torch.rand(1)]), expected)
-    with host_generators_untouched(123, CPU):
+    with step_seeded(123, CPU):
         assert torch.equal(torch.rand(1), inside)
 
 
@@ -89,7 +89,7 @@ class Normals:
 @pytest.mark.parametrize("num_drawn", [0, 1, 2, 700])
 def test_the_hosts_numpy_and_python_go_on_as_without_steps(draws_before: int, num_drawn: int) -> None:
     def step() -> None:
-        with host_generators_untouched(3, CPU):
+        with step_seeded(3, CPU):
             for _ in range(num_drawn):
                 numpy.random.standard_normal()
                 random.gauss(0, 1)
@@ -103,7 +103,7 @@ def test_pythons_generator_is_as_before_and_seeded_inside(num_drawn: int) -> Non
     random.seed(3)
     random.gauss(0, 1)  # the second of the pair is held back
     before = random.getstate()
-    with host_generators_untouched(3, CPU):
+    with step_seeded(3, CPU):
         inside = [random.gauss(0, 1) for _ in range(num_drawn)]
     assert random.getstate() == before
     random.seed(3)
@@ -126,7 +126,7 @@ def test_generators_of_python_are_seeded_only_where_inter_unit_code_draws_from_t
 
 def test_units_draw_from_numpy_and_python_by_the_steps_seed() -> None:
     def drawn(seed: int) -> tuple[float, float]:
-        with host_generators_untouched(seed, CPU):
+        with step_seeded(seed, CPU):
             return float(numpy.random.standard_normal()), random.random()
 
     assert drawn(1) == drawn(1)
@@ -145,7 +145,7 @@ def another_bit_generator() -> Iterator[None]:
 @pytest.mark.usefixtures("another_bit_generator")
 def test_another_bit_generator_of_the_host_goes_on_as_without_steps() -> None:
     expected = numpy.random.get_bit_generator().state
-    with host_generators_untouched(3, CPU):
+    with step_seeded(3, CPU):
         numpy.random.standard_normal()
     assert numpy.random.get_bit_generator().state == expected
 
@@ -155,7 +155,7 @@ def test_exchanging_numpys_bit_generator_in_a_step_for_another_kind_is_refused()
     try:
         with (
             pytest.raises(RuntimeError, match="bit generator was exchanged during a step"),
-            host_generators_untouched(3, CPU),
+            step_seeded(3, CPU),
         ):
             numpy.random.set_bit_generator(numpy.random.PCG64(1))
     finally:
@@ -168,7 +168,7 @@ def test_another_generator_of_the_same_kind_goes_on_with_the_hosts_numbers() -> 
     expected = float(numpy.random.random_sample())
     numpy.random.seed(11)
     try:
-        with host_generators_untouched(3, CPU):
+        with step_seeded(3, CPU):
             numpy.random.set_bit_generator(numpy.random.MT19937(1))
         assert float(numpy.random.random_sample()) == expected
     finally:

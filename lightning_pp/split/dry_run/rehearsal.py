@@ -14,7 +14,7 @@ from lightning_pp.split.fakes.fake_mode import MadeUp
 from lightning_pp.split.fakes.parameters import is_fake
 from lightning_pp.split.record.step_record import StepRecord, UnitCall, Value
 from lightning_pp.split.side_effects.carried import FakeSideEffects
-from lightning_pp.split.side_effects.module_state import preserved_random_state
+from lightning_pp.split.side_effects.generators import generators_untouched
 from lightning_pp.split.unit_calls.interception import UnitCalls
 
 IsSameCall = Callable[[UnitCall, Callable[..., Any], tuple[Any, ...], "dict[str, Any]"], bool]
@@ -80,7 +80,7 @@ def rehearse(
         return output
 
     with ExitStack() as stack:
-        stack.enter_context(preserved_random_state(device))
+        stack.enter_context(generators_untouched(device))
         stack.enter_context(preserving or nullcontext())
         stack.callback(side_effects.undo)
         stack.enter_context(_values_made_up(record, on_look))

@@ -23,7 +23,8 @@ from lightning_pp.split.record.source_lines import innermost_user_line
 from lightning_pp.split.record.sources import Parameter, set_sources
 from lightning_pp.split.record.step_record import CarriedState, Failure, StepRecord
 from lightning_pp.split.reductions.recording import EarlierRun, ReductionRecorder
-from lightning_pp.split.side_effects.module_state import preserved_random_state, preserved_state
+from lightning_pp.split.side_effects.generators import generators_untouched
+from lightning_pp.split.side_effects.module_state import preserved_state
 from lightning_pp.split.unit_calls.compilation import uncompiled
 from lightning_pp.split.unit_calls.interception import UnitCalls
 from lightning_pp.split.unit_calls.selective_policy import Policy
@@ -150,7 +151,7 @@ def _attempt(
     record.reductions = recorder.reductions
     with ExitStack() as stack:
         stack.callback(run.release)
-        stack.enter_context(preserved_random_state(fake_parameters.device))
+        stack.enter_context(generators_untouched(fake_parameters.device))
         stack.enter_context(fake_parameters.all_fake(lambda fake, name: set_sources(fake, {Parameter(name)})))
         changes = stack.enter_context(preserved_state(module))
         buffers = list(buffers_outside(module, units))

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from lightning_pp.split.dry_run.data_flow import DataFlow
 from lightning_pp.split.fakes.parameters import FakeParameters, has_data
 from lightning_pp.split.record.sources import Parameter, set_sources
-from lightning_pp.split.side_effects.module_state import preserved_random_state, preserved_state
+from lightning_pp.split.side_effects.generators import generators_untouched
+from lightning_pp.split.side_effects.module_state import preserved_state
 
 # Canonical name of a parameter that is written into, to those that its new value is computed from, itself left out.
 Updates = Mapping[str, frozenset[str]]
@@ -28,7 +29,7 @@ def updates_by(function: Callable[[], Any], module: nn.Module, fake_parameters: 
     The module's state and the random generators are as before afterwards. Empty where ``function`` cannot run so.
     """
     with (
-        preserved_random_state(fake_parameters.device),
+        generators_untouched(fake_parameters.device),
         fake_parameters.all_fake(lambda fake, name: set_sources(fake, {Parameter(name)})),
         preserved_state(module),
     ):

@@ -192,23 +192,3 @@ def python_generators() -> tuple[Any, ...]:
         return (random.getstate(),)
     _, keys, *rest = numpy.random.get_state()
     return (random.getstate(), keys.tobytes(), *rest)
-
-
-@contextmanager
-def preserved_random_state(device: torch.device) -> Iterator[None]:
-    """Within, random numbers may be drawn; afterwards the generators of torch, Python and NumPy are as before.
-
-    Args:
-        device: The device whose generator is preserved besides the host's.
-    """
-    devices = [device] if device.type == "cuda" else []
-    python_state = random.getstate()
-    numpy: Any = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy is not None else None
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        random.setstate(python_state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)

@@ -12,7 +12,8 @@ from lightning.pytorch.plugins.precision import Precision
 
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.split.data.microbatch import Microbatch, batch_size_of
-from lightning_pp.split.side_effects.module_state import preserved_random_state, preserved_state
+from lightning_pp.split.side_effects.generators import generators_untouched
+from lightning_pp.split.side_effects.module_state import preserved_state
 from lightning_pp.split.unit_calls.compilation import uncompiled
 from lightning_pp.strategy.batch.differences import (
     Around,
@@ -98,7 +99,7 @@ class BatchChecks:
         preparation = self._preparation
         with ExitStack() as stack:
             for scope in (
-                preserved_random_state(self._device),
+                generators_untouched(self._device),
                 preserved_state(preparation.module),
                 loggers_muted(preparation.module.trainer),
                 batch_norm_frozen(preparation.module),

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from copy import copy
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
-import numpy as np
-import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -21,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.split.data.tree import own_copy
+from lightning_pp.split.side_effects.generators import generators_untouched
 from lightning_pp.strategy._lightning_private import (
     DataLoaderSource,
     data_source_of,
@@ -51,7 +48,7 @@ def first_batch(trainer: pl.Trainer) -> FirstBatch:
     Raises:
         ConfigurationError: The loader is empty.
     """
-    with generators_untouched():
+    with generators_untouched(trainer.strategy.root_device):
         loop = _loop_of(trainer)
         is_training = trainer.state.fn == TrainerFn.FITTING
         loader = _combined(_kept_loader(data_source_of(loop)), is_training=is_training)
@@ -169,19 +166,6 @@ def _first_item(loader: Any) -> Any:
             "least one."
         )
     return item
-
-
-@contextmanager
-def generators_untouched() -> Iterator[None]:
-    """Puts the generators of torch, numpy and Python back to where they were."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
 
 
 def seed_workers_by(loader: object, data_parallel_rank: int) -> None:
