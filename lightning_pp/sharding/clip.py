@@ -45,8 +45,7 @@ def global_norm(
     if norm_type == 0:
         raise ValueError("norm_type=0 is no norm; use a positive number or math.inf")
     device = torch.device("cpu" if mesh is None else mesh.device_type)
-    norms: list[Tensor] = []
-    num_copies: list[int] = []
+    norms: dict[int, list[Tensor]] = {}  # by the number of ranks that count the same
     for parameter, counts_here in {id(parameter): (parameter, counts) for parameter, counts in parameters}.values():
         if mesh is None:
             device = parameter.device
@@ -56,12 +55,14 @@ def global_norm(
         if gradient.numel() > 0:  # an empty shard has no extreme
             accurate = torch.promote_types(gradient.dtype, torch.float32)
             norm = torch.linalg.vector_norm(gradient, norm_type, dtype=accurate)
-            norms.append(norm.to(device, torch.float64))  # shards may lie on the host, and others not
-            num_copies.append(_num_copies(parameter.grad, mesh))
-    local_norms = torch.stack(norms) if norms else torch.zeros(0, dtype=torch.float64, device=device)
+            # shards may lie on the host, and others not
+            norms.setdefault(_num_copies(parameter.grad, mesh), []).append(norm.to(device, torch.float64))
+    none = torch.zeros(0, dtype=torch.float64, device=device)
     if math.isinf(norm_type):
-        return _extreme(local_norms, math.copysign(1.0, norm_type), group)
-    total = (local_norms**norm_type / local_norms.new_tensor(num_copies)).sum()
+        together = torch.stack([norm for alike in norms.values() for norm in alike]) if norms else none
+        return _extreme(together, math.copysign(1.0, norm_type), group)
+    powers = [(torch.stack(alike) ** norm_type).sum() / num_copies for num_copies, alike in norms.items()]
+    total = torch.stack(powers).sum() if powers else none.sum()
     if _is_spread(group):
         dist.all_reduce(total, group=group)
     return total ** (1.0 / norm_type)

@@ -63,8 +63,12 @@ def pack_gradients(parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> Te
             gradient = local_tensor(parameter.grad)
             gradient = gradient.to_dense() if gradient.is_sparse else gradient
             parts.append(gradient.reshape(-1).to(dtype))
-    parts.append(torch.tensor([p.grad is not None for p in parameters], dtype=dtype, device=parameters[0].device))
-    return torch.cat(parts)
+    # written on the device: to make a tensor there of what the host knows waits for the device
+    flags = torch.ones(len(parameters), dtype=dtype, device=parameters[0].device)
+    for flag, parameter in zip(flags, parameters, strict=True):
+        if parameter.grad is None:
+            flag.zero_()
+    return torch.cat([*parts, flags])
 
 
 def unpack_gradients(parameters: Sequence[nn.Parameter], packed: Tensor) -> None:

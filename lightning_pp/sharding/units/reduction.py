@@ -131,10 +131,10 @@ class GradientReduction:
                 targets.append(shard[: rows.numel()])
         if sources:
             copy_all_(targets, sources)
-        if all(self._is_here):
-            columns[-1].fill_(1)
-        else:
-            columns[-1].copy_(torch.tensor(self._is_here, dtype=dtype))
+        columns[-1].fill_(1)
+        for flags, is_here in zip(columns[-1].unbind(1), self._is_here, strict=True):
+            if not is_here:
+                flags.zero_()
         if self._divide_first:
             packed.div_(self._num_ranks)
         return packed

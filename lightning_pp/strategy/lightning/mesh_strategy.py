@@ -327,7 +327,7 @@ class MeshStrategy(ParallelStrategy):
         if self.num_ranks == 1:
             return decision
         self._check_outside_step("reduce_boolean_decision", self.num_ranks)
-        votes = torch.tensor(int(decision), device=self.root_device)
+        votes = torch.full((), int(decision), device=self.root_device)
         dist.all_reduce(votes)
         return int(votes) == self.num_ranks if all else int(votes) > 0
 
@@ -368,7 +368,7 @@ class MeshStrategy(ParallelStrategy):
         except Exception as error:
             failure = error
         if self.num_ranks > 1 and dist.is_initialized():
-            failed = torch.tensor(self.num_ranks if failure is None else self.global_rank, device=self.root_device)
+            failed = torch.full((), self.num_ranks if failure is None else self.global_rank, device=self.root_device)
             dist.all_reduce(failed, dist.ReduceOp.MIN)
             if failure is None and (rank := int(failed)) < self.num_ranks:
                 failure = RankStoppedError(f"Rank {rank} has stopped in the set-up; look for its own error.")

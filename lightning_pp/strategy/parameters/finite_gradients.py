@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_pp.errors import NonFiniteError
 from lightning_pp.planning.pipeline_options import OnNonFinite
 from lightning_pp.planning.stage_model import SplitModel
-from lightning_pp.sharding.finite import are_finite
+from lightning_pp.sharding.finite import are_finite, norms_by_device
 from lightning_pp.strategy._lightning_private import call_before_update
 
 # stage, place among the parameters of the rank, and the finding in words
@@ -95,9 +95,12 @@ class FiniteGradients:
         self._norm = self._own = self._loss = None
         known_to_all = loss is not None or norm is not None
         is_bad = loss is not None or (norm is not None and not math.isfinite(norm))
-        if norm is None and not is_bad and not are_finite(gradient for _, _, gradient in self._gradients()):
+        looks = norm is None and not is_bad
+        if self.mode == "skip" and looks:
+            looks = self._may_be_bad_anywhere()  # the only time that the host waits, unless something is found
+        if looks and not are_finite(gradient for _, _, gradient in self._gradients()):
             own, is_bad = self._last_of_own(), True
-        if self.mode == "skip" and not known_to_all:
+        if self.mode == "skip" and looks:
             is_bad = self._on_any_rank(is_bad)
             known_to_all = True
         if not is_bad:
@@ -135,8 +138,18 @@ class FiniteGradients:
             found.append((stage, place, words))
         return max(found, default=None)
 
+    def _may_be_bad_anywhere(self) -> bool:
+        """Whether the norm of some rank's gradients is not finite, which it also is where it overflows."""
+        flag = torch.zeros((), device=self._device)
+        for norm in norms_by_device(gradient for _, _, gradient in self._gradients()):
+            flag.add_((~norm.isfinite()).to(flag.device, flag.dtype))
+        return self._largest(flag)
+
     def _on_any_rank(self, is_bad: bool) -> bool:
-        flag = torch.tensor(float(is_bad), device=self._device)
+        return self._largest(torch.full((), float(is_bad), device=self._device))
+
+    @staticmethod
+    def _largest(flag: Tensor) -> bool:
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(flag, dist.ReduceOp.MAX)
         return bool(flag)

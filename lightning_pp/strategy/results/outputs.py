@@ -162,8 +162,9 @@ def _mean_tensor(parts: list[_Part]) -> Tensor:
     exact = stacked.dtype.is_floating_point or stacked.dtype.is_complex
     dtype = torch.promote_types(stacked.dtype, torch.float32) if exact else torch.get_default_dtype()
     total = sum(part.weight for part in parts)
-    shares = torch.tensor([part.weight / total for part in parts], dtype=dtype, device=stacked.device)
-    mean: Tensor = torch.tensordot(shares, stacked.to(dtype), dims=1)
+    # numbers of the host go into operations: to make a tensor of them on the device waits for it
+    weighted = [row * (part.weight / total) for row, part in zip(stacked.to(dtype), parts, strict=True)]
+    mean = torch.stack(weighted).sum(0)
     return mean.to(stacked.dtype) if exact else mean
 
 

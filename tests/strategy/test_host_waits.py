@@ -1,0 +1,118 @@
+"""Between the first and the last action of a step the host asks the device for nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from host_waits import HostWaits
+from pipelined_fit import loader
+from pool import WorkerPool
+from small_models import Blocks
+
+from lightning_pp import PipelineParallelStrategy
+from lightning_pp.runtime.executor import PipelineExecutor
+
+
+class Logs(Blocks):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+
+def waits_within_programs(options: dict[str, Any], **of_trainer: Any) -> tuple[list[str], int]:
+    found: list[str] = []
+    number = 0
+    run = PipelineExecutor.run
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        nonlocal number
+        number += 1
+        with HostWaits() as waits:
+            result = run(*args, **kwargs)
+        found.extend(waits.found)
+        return result
+
+    PipelineExecutor.run = watched  # type: ignore[method-assign]
+    try:
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=options["pipeline_parallel_size"] * options.get("data_parallel_size", 1),
+            strategy=PipelineParallelStrategy(num_microbatches=2, check_first_batches=False, **options),
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            **of_trainer,
+        )
+        trainer.fit(Logs(6), loader(num_samples=24))
+    finally:
+        PipelineExecutor.run = run  # type: ignore[method-assign]
+    return found, number
+
+
+@pytest.mark.parametrize("sharding", ["replicate", "shard_grad_op", "full_shard"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_v"])
+def test_no_program_waits_for_the_device(pool: WorkerPool, schedule: str, sharding: str) -> None:
+    options = {"pipeline_parallel_size": 2, "data_parallel_size": 2, "schedule": schedule, "sharding": sharding}
+    for found, number in pool.run(waits_within_programs, options, gradient_clip_val=1.0, world_size=4):
+        assert number >= 3
+        assert sorted(set(found)) == []
+
+
+class WaitsOfBatches(pl.Callback):
+    """What happens from the start of each training batch to its end."""
+
+    def __init__(self, waits: HostWaits) -> None:
+        self.waits = waits
+        self.found: list[list[str]] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.waits.found.clear()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.found.append([line for line in self.waits.found if "the caller" not in line])
+
+
+def waits_of_batches(mode: str, clip: float | None) -> list[list[str]]:
+    with HostWaits() as waits:
+        callback = WaitsOfBatches(waits)
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=4,
+            strategy=PipelineParallelStrategy(2, 2, 2, on_nonfinite=mode),  # type: ignore[arg-type]
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            gradient_clip_val=clip,
+            callbacks=[callback],
+        )
+        trainer.fit(Logs(6), loader(num_samples=48))
+    # the first two batches are compared with parts of them, which reads them
+    return callback.found[2:]
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize(("mode", "most"), [("error", 1), ("skip", 1), ("ignore", 0)])
+def test_a_batch_waits_once_to_know_whether_its_gradients_are_finite(
+    pool: WorkerPool, mode: str, most: int, clip: float | None
+) -> None:
+    for of_rank in pool.run(waits_of_batches, mode, clip, world_size=4):
+        assert len(of_rank) >= 3
+        for found in of_rank:
+            assert len(found) <= most, found
+
+
+def test_what_would_wait_is_noticed() -> None:
+    there = torch.ones(2)
+    with HostWaits() as waits:
+        float(there.sum())
+        there.tolist()
+        torch.tensor([1.0], device=there.device)
+        bool((there > 0).all())
+        torch.full((2,), 1.0, device=there.device)
+    assert len(waits.found) == 4
