@@ -220,7 +220,8 @@ class Watchdog:
             waited = time.monotonic() - since
             if waited > _WAKE_S and not is_woken:
                 is_woken = True
-                self._wake()
+                with contextlib.suppress(Exception):  # what is only half made; the end below comes all the same
+                    self._wake()
             if waited > _END_S and self._is_gone(failure) and not self._ended.is_set():
                 print(f"lightning_pp: this rank ended because {failure}", file=sys.stderr, flush=True)  # noqa: T201
                 os._exit(1)

@@ -31,10 +31,7 @@ class Connection:
 
     Attributes:
         groups: For small messages between ranks that wait for them.
-        messages: For those that are sent aside from the step; from :meth:`set_last_stage` on.
     """
-
-    messages: MessageLine
 
     def __init__(self, mesh: DeviceMesh, sizes: ParallelSizes, device: torch.device, timeout: timedelta | None) -> None:
         self._mesh = mesh
@@ -43,12 +40,19 @@ class Connection:
         self._timeout = timeout
         self._of_stages = ControlGroups()
         self._is_open = True
+        self._messages: MessageLine | None = None
         self.groups = self._new_groups()
+
+    @property
+    def messages(self) -> MessageLine:
+        """For messages that are sent aside from the step; from :meth:`set_last_stage` on."""
+        assert self._messages is not None
+        return self._messages
 
     def set_last_stage(self, rank: int) -> None:
         """Tells which pipeline rank holds the last stage, from which messages come."""
         self.groups = replace(self.groups, last_stage_rank=rank)
-        self.messages = MessageLine(replace(self._new_groups(), last_stage_rank=rank))
+        self._messages = MessageLine(replace(self._new_groups(), last_stage_rank=rank))
 
     def new_transport(self) -> Transport:
         """What carries tensors between the stages; on the host over a group that is its alone."""
@@ -73,9 +77,11 @@ class Connection:
         """After an exception: ends what the other ranks wait for."""
         if self._is_open:
             self._is_open = False
-            for groups in (self.groups, self.messages.groups, self._of_stages):
+            for groups in (self.groups, self._of_stages):
                 groups.abandon()
-            self.messages.close()
+            if self._messages is not None:  # a thread may come here while it is made
+                self._messages.groups.abandon()
+                self._messages.close()
 
     def recover(self, counters: Sequence[int]) -> tuple[bool, list[int]]:
         """Brings the ranks together again, if one of them has failed since the last run.
@@ -95,7 +101,7 @@ class Connection:
             self._is_open = True
             self.groups.replace_by(self._new_groups())
             self.messages.groups.replace_by(self._new_groups())
-            self.messages = MessageLine(self.messages.groups)
+            self._messages = MessageLine(self.messages.groups)
         return bool(failed), largest
 
     def _new_groups(self) -> ControlGroups:
