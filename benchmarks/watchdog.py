@@ -7,6 +7,7 @@ that a second of watching takes, the median over the ranks, beside the same proc
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 
@@ -18,13 +19,17 @@ from lightning_pp.distributed.watchdog import Progress, Watchdog, board_of
 SECONDS = 10.0
 
 
-def watch(rank: int, num_ranks: int, port: int, watches: bool, used: object) -> None:
+def watch(rank: int, num_ranks: int, port: int, watches: bool, used: object, pids: object) -> None:
     """The life of one process."""
     store = TCPStore("127.0.0.1", port, num_ranks, is_master=rank == 0)
+    pids[rank] = os.getpid()  # type: ignore[index]
+    store.barrier("joined", num_ranks)
+    neighbours = {other: pid for other, pid in enumerate(pids) if other != rank}  # type: ignore[arg-type]
     watchdog = None
     if watches:
         watchdog = Watchdog(
             board_of(store, 0, num_ranks, rank),
+            neighbours,
             wake=lambda: None,
             exit_codes=dict,
             where=lambda: "",
@@ -48,10 +53,11 @@ def main() -> None:
         medians = []
         for watches in (False, True):
             store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            used = mp.get_context("spawn").Array("d", num_ranks)
+            spawn = mp.get_context("spawn")
+            used, pids = spawn.Array("d", num_ranks), spawn.Array("l", num_ranks)
             port = store.port
             del store
-            mp.spawn(watch, (num_ranks, port, watches, used), num_ranks)
+            mp.spawn(watch, (num_ranks, port, watches, used, pids), num_ranks)
             medians.append(statistics.median(used))
         without, with_threads = (1e3 * second for second in medians)
         print(f"{num_ranks} ranks: {with_threads:.2f} ms of processor time a second, {without:.2f} ms without watching")

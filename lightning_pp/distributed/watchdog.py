@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -14,7 +13,7 @@ from datetime import timedelta
 from typing import NamedTuple
 
 from lightning_pp.distributed.failures import FailureBoard, RankFailure
-from lightning_pp.distributed.processes import exit_code_of, is_gone, is_stopped, this_machine, told_by
+from lightning_pp.distributed.processes import exit_code_of, is_gone, is_stopped, told_by
 
 _POLL_S = 0.25
 # a process that is stopped for less may be one that somebody looks at
@@ -58,6 +57,7 @@ class Watchdog:
 
     Args:
         board: Of the run, with a connection of its own to the store.
+        neighbours: The other ranks whose processes this one can see, on its host, with their numbers.
         wake: Ends what this rank waits for.
         exit_codes: Asks the launcher, where this process has started others: rank to exit code, negative for a signal.
         where: Where this rank's main thread is; empty if it waits for others.
@@ -68,6 +68,7 @@ class Watchdog:
     def __init__(
         self,
         board: FailureBoard,
+        neighbours: Mapping[int, int],
         wake: Callable[[], None],
         exit_codes: Callable[[], Mapping[int, int]],
         where: Callable[[], str],
@@ -83,15 +84,14 @@ class Watchdog:
         self._ends_told: dict[str, int] = {}
         self._store_is_of_rank_0 = store_is_of_rank_0
         self._ended = threading.Event()
-        self._pids: dict[int, int] = {}
+        self._pids = dict(neighbours)
         self._left: set[int] = set()
+        self._host = min([board.rank, *neighbours])  # names it among the hosts of the run
         self._num_polls = 0
         self._store_lost_at: float | None = None
         self._found: RankFailure | None = None
-        self._machine = machine = this_machine()
-        board.add(f"processes/{machine}", json.dumps([board.rank, os.getpid()]))
         self._threads = [
-            threading.Thread(target=self._ask_store, args=(machine,), name="pipeline-watch-store", daemon=True),
+            threading.Thread(target=self._ask_store, name="pipeline-watch-store", daemon=True),
             threading.Thread(target=self._watch, name="pipeline-watch", daemon=True),
         ]
         for thread in self._threads:
@@ -154,9 +154,9 @@ class Watchdog:
             thread.join(_POLL_S)  # one that waits for the store ends with the process
         if not failed:
             with contextlib.suppress(RuntimeError):
-                self._board.add(f"left/{self._machine}", str(self._board.rank))
+                self._board.add(f"left/{self._host}", str(self._board.rank))
 
-    def _ask_store(self, machine: str) -> None:
+    def _ask_store(self) -> None:
         has_answered = False
         poll_s = max(_POLL_S, self._board.num_ranks / _MOST_RANKS_PER_S)
         while not self._ended.wait(poll_s):
@@ -166,10 +166,7 @@ class Watchdog:
                 if not has_answered and self._board.is_asked():
                     has_answered = True
                     self._board.tell("where", self._where() or _WAITS)
-                if machine:
-                    pids = dict(json.loads(line) for line in self._board.added(f"processes/{machine}"))
-                    self._pids.update((rank, pid) for rank, pid in pids.items() if rank != self._board.rank)
-                    self._left.update(map(int, self._board.added(f"left/{machine}")))
+                self._left.update(map(int, self._board.added(f"left/{self._host}")))
                 self._compare_data()
                 self._found = self._found or self._board.first()
                 if self._found is not None:

@@ -317,7 +317,6 @@ class PipelineParallelStrategy(MeshStrategy):
         self._failed_runs.start(
             self.global_rank,
             self.num_ranks,
-            self.broadcast,
             wake=lambda: None if self._engine is None else self._engine.abandon(),
             exit_codes=self._exit_codes,
             progress=self._data_progress,

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pp.distributed.control import hang_up
 from lightning_pp.distributed.failures import RankFailure, is_about_others
+from lightning_pp.distributed.processes import this_machine
 from lightning_pp.distributed.watchdog import Progress, Watchdog, board_of
 from lightning_pp.runtime.executor import failed_action
 from lightning_pp.strategy._torch_private import store_of_job
@@ -37,7 +38,6 @@ class FailedRuns:
         self,
         rank: int,
         num_ranks: int,
-        broadcast: Callable[[Any], Any],
         wake: Callable[[], None],
         exit_codes: Callable[[], Mapping[int, int]],
         progress: Callable[[], Sequence[Progress]],
@@ -47,7 +47,6 @@ class FailedRuns:
         Args:
             rank: This one.
             num_ranks: Of the job.
-            broadcast: Gives rank 0's argument to every rank.
             wake: Ends what this rank may wait for.
             exit_codes: What the launcher knows of processes that it has started: rank to exit code.
             progress: How far this rank has come in its training data.
@@ -55,7 +54,12 @@ class FailedRuns:
         self.end()
         if num_ranks == 1 or not dist.is_initialized():
             return
-        run = broadcast(next(_numbers))
+        # told at once, so that nobody has to ask for it of a process that may have been stopped
+        own = (next(_numbers), this_machine(), os.getpid())
+        told: list[Any] = [None] * num_ranks
+        dist.all_gather_object(told, own)
+        run, machine = told[0][0], own[1]
+        neighbours = {other: pid for other, (_, its, pid) in enumerate(told) if other != rank and machine == its != ""}
         self._rank = rank
 
         def wake_all() -> None:
@@ -64,6 +68,7 @@ class FailedRuns:
 
         self._watchdog = Watchdog(
             board_of(store_of_job(), run, num_ranks, rank),
+            neighbours,
             wake_all,
             exit_codes,
             where_main_thread_is,
