@@ -10,7 +10,8 @@ and, in its primary config, ``hydra.searchpath: [pkg://lightning_pp.conf, pkg://
 from __future__ import annotations
 
 from lightning_pp.conf.schema import Mode, RunConf, register
+from lightning_pp.conf.targets import build
 
-__all__ = ["Mode", "RunConf", "register"]
+__all__ = ["Mode", "RunConf", "build", "register"]
 
 register()

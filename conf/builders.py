@@ -12,3 +12,8 @@ def lightning_strategy(name: str, **pipeline_options: object) -> str:
             ``recipe=X strategy=auto`` is the same run on one device.
     """
     return name
+
+
+def no_logger() -> bool:
+    """What ``Trainer(logger=...)`` takes for none."""
+    return False

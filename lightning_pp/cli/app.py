@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 import lightning_pp.conf  # noqa: F401  (importing it registers the schema)
 from lightning_pp.cli import launch
 from lightning_pp.cli.problems import UserError, explain_override, print_problem, rank_zero_first, user_errors
-from lightning_pp.cli.run import Run
+from lightning_pp.cli.run import Run, hide_saved_secrets
 
 
 def main() -> None:
@@ -34,6 +34,8 @@ def main() -> None:
         @hydra.main(version_base="1.3", config_path="pkg://lightning_pp.conf", config_name="config")
         def task(config: DictConfig) -> None:
             speak_freely()
+            if launch.is_rank_zero():
+                hide_saved_secrets()
             _run(config)
 
         try:

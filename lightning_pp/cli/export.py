@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch.nn import Module
 
@@ -20,6 +19,7 @@ from lightning_pp.checkpoint.ownership.catalog import enumerate_names
 from lightning_pp.checkpoint.reading.alone import open_alone
 from lightning_pp.checkpoint.storage.folder import checkpoint_at
 from lightning_pp.checkpoint.storage.location import Location, is_remote, is_url
+from lightning_pp.conf.targets import build
 from lightning_pp.errors import CheckpointError, ConfigurationError
 
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -149,7 +149,7 @@ def _module(spec: str | None, source: Location, content: dict[str, Any]) -> Modu
             found = _class(spec)
             module = found(**_hyper_parameters(found, content))
         elif (config := _config_of_run(source)) is not None:
-            module = instantiate(config.model, _convert_="all")
+            module = build(config.model)
         else:
             return None
         if callable(configure := getattr(module, "configure_model", None)):

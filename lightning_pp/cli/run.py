@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 import torch
 from hydra.core.hydra_config import HydraConfig
-from hydra.utils import instantiate
+from hydra.types import RunMode
 from lightning.pytorch.loggers import Logger, WandbLogger
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from lightning_pp.cli.launch import share_cores
 from lightning_pp.cli.problems import UserError, user_errors
 from lightning_pp.cli.report import RunSummary, print_summary
 from lightning_pp.conf import Mode
+from lightning_pp.conf.secrets import hide, hide_in_files, without_secrets
+from lightning_pp.conf.targets import build, check_targets_of_run
 
 
 @dataclass
@@ -36,18 +43,22 @@ class Run:
 
         Raises:
             InstantiationException: Something the config names cannot be built; its cause says why.
+            ConfigurationError: Something the config names is not from an allowed package; nothing has been built.
             UserError: ``ckpt_path`` names nothing, or the trainer wants a GPU where there is none.
         """
         _check_checkpoint_path(config.ckpt_path)
         _check_gpu(config.trainer.get("accelerator"))
         _let_hydra_print()
         L.seed_everything(config.seed, workers=True, verbose=False)
-        data = instantiate(config.data, _convert_="all")
-        callbacks = [instantiate(c, _convert_="all") for c in config.callbacks.values() if c is not None]
-        strategy = instantiate(config.strategy, _convert_="all")
-        model = instantiate(config.model, _convert_="all")
-        logger = instantiate(config.logger, _convert_="all") if config.logger is not None else False
-        trainer = instantiate(config.trainer, strategy=strategy, logger=logger, callbacks=callbacks, _convert_="all")
+        check_targets_of_run(config)
+        data = build(config.data)
+        callbacks = [build(c) for c in config.callbacks.values() if c is not None]
+        strategy = build(config.strategy)
+        model = build(config.model)
+        logger = build(config.logger) if config.logger is not None else False
+        trainer = build(config.trainer, strategy=strategy, logger=logger, callbacks=callbacks)
+        for one in trainer.loggers:
+            _hide_secrets_from(one)
         share_cores(trainer.num_devices)
         return cls(config, trainer, model, data)
 
@@ -58,8 +69,9 @@ class Run:
             UserError: The model, the data, the checkpoint and the pipeline do not fit together.
         """
         method = getattr(self.trainer, self.config.mode.value)
-        for logger in self.trainer.loggers:
-            logger.log_hyperparams({"config": OmegaConf.to_container(self.config, resolve=True)})
+        with _hidden_arguments():  # which W&B keeps, when it is first logged to
+            for logger in self.trainer.loggers:
+                logger.log_hyperparams({"config": without_secrets(self.config)})
         with user_errors(FileNotFoundError):
             method(self.model, datamodule=self.data, ckpt_path=self.config.ckpt_path)
 
@@ -110,6 +122,38 @@ def _let_hydra_print() -> None:
         logger.propagate = True
     # Lightning 2.6 asks torch a question that torch 2.13 deprecates; no user can do anything about it.
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
+
+
+def hide_saved_secrets() -> None:
+    """Take the secrets out of the files that Hydra has written for this run, in the folder of rank 0."""
+    hydra_config = HydraConfig.get()
+    if hydra_config.output_subdir is not None:
+        folder = Path(hydra_config.runtime.output_dir) / hydra_config.output_subdir
+        hide_in_files(folder, ("config.yaml", "hydra.yaml", "overrides.yaml"))
+    if hydra_config.mode == RunMode.MULTIRUN:
+        hide_in_files(Path(hydra_config.sweep.dir), ("multirun.yaml",))
+
+
+@contextmanager
+def _hidden_arguments() -> Iterator[None]:
+    arguments = sys.argv[1:]
+    sys.argv[1:] = hide(arguments)
+    try:
+        yield
+    finally:
+        sys.argv[1:] = arguments
+
+
+def _hide_secrets_from(logger: Logger) -> None:
+    """Have ``logger`` log hyper-parameters, also those that modules keep by themselves, without secrets."""
+    log_hyperparams: Any = logger.log_hyperparams
+
+    @wraps(log_hyperparams)
+    def log_without_secrets(params: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = vars(params) if isinstance(params, Namespace) else dict(params)
+        return log_hyperparams(hide(plain), *args, **kwargs)
+
+    logger.log_hyperparams = log_without_secrets  # type: ignore[method-assign]
 
 
 def _callbacks(trainer: L.Trainer) -> list[L.Callback]:

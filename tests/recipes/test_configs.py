@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from pool import WorkerPool
 
 from lightning_pp import PipelineParallelStrategy
-from lightning_pp.conf import Mode
+from lightning_pp.conf import Mode, build
 from lightning_pp.conf.schema import PipelineStrategyConf, PlanConf, RunConf
 
 CONF = Path(importlib.import_module("lightning_pp.conf").__file__ or "").parent
@@ -103,21 +102,21 @@ def test_option_is_valid_alone(option: str, tmp_path: Path) -> None:
     if option == "trainer/gpu":
         assert section.accelerator == "gpu"
     elif group == "callbacks":
-        callbacks = instantiate(section, _convert_="all")
+        callbacks = build(section)
         assert set(callbacks) == {"default": {"checkpoint", "pipeline_monitor"}, "none": set()}.get(
             option.split("/")[1], {option.split("/")[1]}
         )
         assert all(hasattr(callback, "on_train_start") for callback in callbacks.values())
     else:
-        assert instantiate(section, _convert_="all") is not None
+        assert build(section) is not None
 
 
 def test_groups_of_the_default_run_build_what_they_name() -> None:
     config = composed("strategy.num_microbatches=4", "strategy.timeout.seconds=60", "strategy.schedule=1f1b")
     assert config.mode is Mode.fit
-    strategy = instantiate(config.strategy, _convert_="all")
+    strategy = build(config.strategy)
     assert isinstance(strategy, PipelineParallelStrategy)
-    assert instantiate(composed("strategy=auto").strategy) == "auto"
+    assert build(composed("strategy=auto").strategy) == "auto"
 
 
 def test_data_files_are_a_list_on_the_command_line() -> None:

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import lightning.pytorch as L
 import torch
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
@@ -21,6 +20,7 @@ from lightning_pp.cli.plan.memory import PlanMemory
 from lightning_pp.cli.plan.report import Plan, print_check, print_plan
 from lightning_pp.cli.plan.schedules import PlannedSchedule, Planner, ScheduleTable, smallest_need
 from lightning_pp.cli.problems import UserError, full_errors_wanted, user_errors
+from lightning_pp.conf.targets import build, check_targets_of_run
 from lightning_pp.errors import BatchError, ConfigurationError, SplitError
 from lightning_pp.planning.model_cutter import ModelCutter
 from lightning_pp.schedule import available_schedules
@@ -68,8 +68,8 @@ def make_plan(config: DictConfig, console: Console | None = None) -> Plan | None
     if not console.is_terminal:
         console = Console(file=console.file, width=140)
     request = _request(config)
-    data = _built(config.data)
-    model = build_without_memory(lambda: _built(config.model))
+    data = build(config.data)
+    model = build_without_memory(lambda: build(config.model))
 
     device_type = "cpu" if config.trainer.accelerator == "cpu" else "cuda"
 
@@ -92,10 +92,12 @@ def _request(config: DictConfig) -> Request:
     """Everything that can be wrong before a model is built, the cheapest first."""
     costs = config.costs if config.costs is not None else config.strategy.get("costs")
     check_costs_file(costs)
+    with user_errors():
+        check_targets_of_run(config)
     _check_schedule_names(config)
     if config.device_memory_gib is not None and not config.device_memory_gib > 0:
         raise UserError(f"device_memory_gib={config.device_memory_gib} must be a positive number")
-    strategy = _built(_with_costs(config.strategy, costs))
+    strategy = build(_with_costs(config.strategy, costs))
     if not isinstance(strategy, PipelineParallelStrategy):
         raise UserError(f"strategy={strategy} is no pipeline, so there is nothing to plan: use strategy=pipeline")
     num_devices, about = _num_devices(config)
@@ -232,10 +234,6 @@ def _module(built: Any) -> L.LightningModule:
     if not isinstance(built, L.LightningModule):
         raise UserError(f"{type(built).__name__} is no LightningModule")
     return built
-
-
-def _built(config: DictConfig) -> Any:
-    return instantiate(config, _convert_="all")
 
 
 def _with_costs(config: DictConfig, costs: str | None) -> DictConfig:
