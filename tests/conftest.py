@@ -25,6 +25,7 @@ _ENVIRON_MAY_CHANGE = frozenset(
         "PYTEST_CURRENT_TEST",
         "PL_GLOBAL_SEED",
         "PL_SEED_WORKERS",
+        "GLOO_SOCKET_IFNAME",
         "KMP_DUPLICATE_LIB_OK",
         "KMP_INIT_AT_FORK",
         "CUDA_MODULE_LOADING",

@@ -19,6 +19,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_pp.distributed.gathering import gathered
+from lightning_pp.distributed.loopback import keep_gloo_on_loopback, store_on_loopback
 from lightning_pp.distributed.meshes import make_meshes
 from lightning_pp.distributed.messages import RankStoppedError
 from lightning_pp.distributed.sizes import Auto, ParallelSizes
@@ -192,16 +193,27 @@ class MeshStrategy(ParallelStrategy):
         # ranks of the world, for each channel of each pipeline; and the ranks outside of a gloo group would wait for a
         # split that its members do not make.
         is_new = not dist.is_initialized()
-        # processes may come late: they import, and build models, before they meet
-        init_process_group(
-            self.cluster_environment, backend, timeout=max(self._timeout or default_pg_timeout, default_pg_timeout)
-        )
+        self._meet(backend)
         if is_new and self._timeout is not None:
             set_timeout_of_job(self._timeout)
         self._sizes = self._resolve_sizes(self.num_ranks)
         if self._device_mesh is None:
             self._device_mesh, self._data_parallel_mesh = make_meshes(self.root_device.type, self.sizes)
         give_device_mesh(self.lightning_module, self._device_mesh)
+
+    def _meet(self, backend: str) -> None:
+        """Joins the process group; on one node by sockets that no other host reaches."""
+        environment = self.cluster_environment
+        assert environment is not None
+        # processes may come late: they import, and build models, before they meet
+        timeout = max(self._timeout or default_pg_timeout, default_pg_timeout)
+        store, num_ranks = None, environment.world_size()
+        if num_ranks == self.num_processes and not dist.is_initialized():
+            keep_gloo_on_loopback()
+            store = store_on_loopback(
+                environment.main_address, environment.main_port, environment.global_rank(), num_ranks, timeout
+            )
+        init_process_group(environment, backend, timeout=timeout, store=store)
 
     def barrier(self, name: str | None = None) -> None:
         """Waits for all ranks; after an exception it does not, since the others may never come."""

@@ -1,0 +1,75 @@
+"""Sockets of a job on one node: on the loopback interface, where no other host reaches them.
+
+What listens takes part in the job without a password. torch has its key-value store listen on all interfaces, and gloo
+on the one that the host's name stands for.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_BACKLOG = 2048
+
+
+def keep_gloo_on_loopback() -> None:
+    """For a job on one node: gloo listens on the loopback interface, unless ``GLOO_SOCKET_IFNAME`` says otherwise."""
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if loopback is not None:
+        os.environ.setdefault(_GLOO_INTERFACE, loopback)
+
+
+def store_on_loopback(address: str, port: int, rank: int, num_ranks: int, timeout: timedelta) -> Store | None:
+    """The job's key-value store, whose server listens on the loopback interface alone.
+
+    Args:
+        address: Where the ranks look for it.
+        port: Its port.
+        rank: This process; 0 has the server.
+        num_ranks: Processes of the job, all on this node.
+        timeout: For a key that is waited for.
+
+    Returns:
+        None where torch has to make it: ``address`` is of another interface, ``torchrun`` has it already, or this
+        process has one at that port from a run before.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or not _is_loopback(address):
+        return None
+    listening = None
+    if rank == 0:
+        listening = _listening(port)
+        if listening is None:
+            return None
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        address,
+        port,
+        num_ranks,
+        is_master=rank == 0,
+        timeout=timeout,
+        multi_tenant=True,
+        master_listen_fd=listening,
+    )
+    # torch does the same where it makes the store
+    return dist.PrefixStore("default_pg", store)  # type: ignore[attr-defined]
+
+
+def _is_loopback(address: str) -> bool:
+    return address in ("localhost", "127.0.0.1")
+
+
+def _listening(port: int) -> int | None:
+    """Descriptor of a socket that listens on the loopback interface; None if the port is taken."""
+    own = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        own.bind(("127.0.0.1", port))
+        own.listen(_BACKLOG)
+    except OSError:
+        own.close()
+        return None
+    return own.detach()
