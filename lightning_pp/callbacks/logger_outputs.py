@@ -1,4 +1,4 @@
-"""What is written to a run's loggers besides numbers, and what happens when one of them fails."""
+"""What is written to a run's loggers besides numbers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from lightning_pp.telemetry import StageInfo, Timeline, html_timeline
 
 
 class LoggerOutputs:
-    """Writes to several loggers; one that raises is left out from then on.
+    """Writes to several loggers.
 
-    An exception on the rank that logs would stop it while the other ranks wait for it in the next step, and the loss of
-    some numbers is no reason to end a training run.
+    Once a run is under way the strategy turns what loggers raise into warnings. The table of stages is written before
+    that, and is no reason to end a run either.
 
     Args:
         loggers: The trainer's loggers.
@@ -59,14 +59,13 @@ class LoggerOutputs:
         self._write(write)
 
     def _write(self, write: Callable[[Logger], None]) -> None:
-        for logger in list(self._loggers):
+        for logger in self._loggers:
             try:
                 write(logger)
             except Exception as error:
-                self._loggers.remove(logger)
                 rank_zero_warn(
-                    f"PipelineMonitor writes no more to {type(logger).__name__}, which raised {type(error).__name__}: "
-                    f"{error}. Training goes on."
+                    f"What PipelineMonitor wrote to {type(logger).__name__} is lost, which raised "
+                    f"{type(error).__name__}: {error}. Training goes on."
                 )
 
 

@@ -30,7 +30,7 @@ class PipelineMonitor(Callback):
         end: gather one step's times; log them as a picture; make the report
 
     In between a batch costs no collective. The numbers are those of the first replica's pipeline; throughput is that
-    of all replicas, and losses are means over them. A logger that raises is left out from then on, with a warning.
+    of all replicas, and losses are means over them. A logger that raises ends nothing: it is told once, in a warning.
     Without a ``PipelineParallelStrategy``, or with one stage on one device, the callback does nothing but warn.
 
     Args:

@@ -59,6 +59,7 @@ from lightning_pp.strategy.lightning.ends import (
     warn_of_nothing_trained,
 )
 from lightning_pp.strategy.lightning.launcher import RunLauncher
+from lightning_pp.strategy.lightning.loggers import GuardedLoggers
 from lightning_pp.strategy.lightning.loop import PipelineOptimization
 from lightning_pp.strategy.lightning.mesh_strategy import MeshStrategy
 from lightning_pp.strategy.lightning.plain import with_stages
@@ -238,6 +239,7 @@ class PipelineParallelStrategy(MeshStrategy):
         self._engine: PipelineEngine | None = None
         self._num_runs = 0
         self._failed_runs = FailedRuns()
+        self._loggers = GuardedLoggers()
         self._num_trained_before = 0
         self._preemption: Preemption | None = None
         self._kept_optimizers = KeptOptimizers()
@@ -610,6 +612,8 @@ class PipelineParallelStrategy(MeshStrategy):
         """Puts the module's metrics back; its parameters stay where they are, for the next run of the trainer."""
         self.barrier()  # who leaves the run is no longer watched; not after an exception
         self._failed_runs.end()
+        if self._is_interrupted:
+            self._loggers.release()  # else the launcher does, when they have been finalized
         if self._engine is not None:
             self._engine.detach()
             self._tell_of_nothing_trained(self._engine)
@@ -634,26 +638,29 @@ class PipelineParallelStrategy(MeshStrategy):
         trainer = None if self.lightning_module is None else trainer_of(self.lightning_module)
         return [] if trainer is None else data_progress(trainer)
 
-    def _check_num_batches(self) -> None:
+    def _before_first_batch(self) -> None:
+        assert self.lightning_module is not None
+        if isinstance(self.launcher, RunLauncher):  # not with one stage on one device
+            self._loggers.guard(self.lightning_module.trainer.loggers, self.global_rank)
+            self.launcher.when_done = self._loggers.release
         if not self.is_plain and self.num_ranks > 1:
-            assert self.lightning_module is not None
             check_num_batches(self.lightning_module.trainer)
 
     def on_train_start(self) -> None:
-        """Compares how many batches the ranks have."""
-        self._check_num_batches()
+        """Compares how many batches the ranks have; from here on errors of loggers are warnings."""
+        self._before_first_batch()
 
     def on_validation_start(self) -> None:
-        """Compares how many batches the ranks have, of each loader."""
-        self._check_num_batches()
+        """Compares how many batches the ranks have, of each loader; from here on errors of loggers are warnings."""
+        self._before_first_batch()
 
     def on_test_start(self) -> None:
-        """Compares how many batches the ranks have, of each loader."""
-        self._check_num_batches()
+        """Compares how many batches the ranks have, of each loader; from here on errors of loggers are warnings."""
+        self._before_first_batch()
 
     def on_predict_start(self) -> None:
-        """Compares how many batches the ranks have, of each loader."""
-        self._check_num_batches()
+        """Compares how many batches the ranks have, of each loader; from here on errors of loggers are warnings."""
+        self._before_first_batch()
 
     def _exit_codes(self) -> dict[int, int]:
         """Global rank to exit code of processes that this one has started."""

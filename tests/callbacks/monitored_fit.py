@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -129,9 +130,10 @@ def fit_with_loggers(folder: str) -> dict[str, Any]:
     memory, broken = MemoryLogger(), MemoryLogger(fails=True)
     wandb_logger = WandbLogger(project="monitored", save_dir=folder, offline=True)
     loggers = [CSVLogger(folder, name="csv", version=0), broken, wandb_logger, memory]
-    outcome, _ = fit(
-        pipeline=2, schedule="zb_h1", loggers=loggers, log_every_n_steps=2, val_check_interval=3, num_sanity_val_steps=1
-    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        outcome, _ = fit(pipeline=2, loggers=loggers, log_every_n_steps=2, val_check_interval=3, num_sanity_val_steps=1)
+    outcome["told"] = [str(warning.message) for warning in caught]
     if dist.get_rank() == 0:
         import wandb
 

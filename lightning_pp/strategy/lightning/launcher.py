@@ -19,9 +19,11 @@ class RunLauncher(SubprocessScriptLauncher):
 
     Attributes:
         weights_only: What the user passed to the run under way; None if nothing.
+        when_done: Called when a run has ended without an exception, after all hooks.
     """
 
     weights_only: bool | None = None
+    when_done: Callable[[], None] | None = None
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -36,5 +38,9 @@ class RunLauncher(SubprocessScriptLauncher):
         """Runs ``function``, in as many processes as the job has."""
         self.weights_only = inspect.signature(function).bind(*args, **kwargs).arguments.get("weights_only")
         if self.cluster_environment.creates_processes_externally:
-            return function(*args, **kwargs)
-        return super().launch(function, *args, trainer=trainer, **kwargs)
+            result = function(*args, **kwargs)
+        else:
+            result = super().launch(function, *args, trainer=trainer, **kwargs)
+        if self.when_done is not None:
+            self.when_done()
+        return result
