@@ -41,7 +41,9 @@ class ActionKind(str, Enum):
 
 _COMPUTE = frozenset({ActionKind.F, ActionKind.I, ActionKind.W, ActionKind.B})
 _KIND_OF_TEXT = {kind.value: kind for kind in ActionKind} | {"REDUCE": ActionKind.REDUCE}
-_PATTERN = re.compile(r"(\d+)([A-Z_]+?)(\d*)")
+_PATTERN = re.compile(r"([0-9]+)([A-Z_]+?)([0-9]*)")
+_MOST_DIGITS = 6
+_MOST_SHOWN = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +72,15 @@ class Action:
             ScheduleError: The text is no action, its kind is unknown, or its microbatch is missing.
         """
         match = _PATTERN.fullmatch(text.strip())
+        shown = repr(text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}...")
         if match is None:
-            raise ScheduleError(f"{text!r} is not an action: write stage, kind, microbatch, as in '3F0' or '3UNSHARD'")
+            raise ScheduleError(f"{shown} is not an action: write stage, kind, microbatch, as in '3F0' or '3UNSHARD'")
         stage, kind_text, microbatch = match.groups()
         kind = _KIND_OF_TEXT.get(kind_text)
         if kind is None:
-            raise ScheduleError(f"{text!r} has the unknown kind {kind_text!r}: known are {', '.join(_KIND_OF_TEXT)}")
+            raise ScheduleError(f"{shown} has the unknown kind {kind_text!r}: known are {', '.join(_KIND_OF_TEXT)}")
         if kind.is_compute and not microbatch:
-            raise ScheduleError(f"{text!r} lacks its microbatch: write {text.strip()}0 for the first one")
+            raise ScheduleError(f"{shown} lacks its microbatch: write {text.strip()}0 for the first one")
+        if max(len(stage), len(microbatch)) > _MOST_DIGITS:
+            raise ScheduleError(f"{shown} has a number of more than {_MOST_DIGITS} digits")
         return cls(int(stage), kind, int(microbatch) if microbatch else None)

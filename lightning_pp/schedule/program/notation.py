@@ -54,19 +54,27 @@ class CsvTable:
         """Each stage on the rank whose row names it first.
 
         Raises:
-            ScheduleError: A stage below the highest one is in no row.
+            ScheduleError: A stage below the highest one is in no row, or a row has no stage of its own.
         """
         rank_of_stage: dict[int, int] = {}
         for rank, program in enumerate(self.programs):
             for action in program:
                 rank_of_stage.setdefault(action.stage, rank)
-        missing = [stage for stage in range(self.num_stages) if stage not in rank_of_stage]
-        if missing:
-            rank, column = self._first_cell(lambda action: action.stage > missing[0])
+        missing = next((stage for stage in range(self.num_stages) if stage not in rank_of_stage), None)
+        if missing is not None:
+            rank, column = self._first_cell(lambda action: action.stage > missing)
             raise ScheduleError(
-                f"{self.path}, rank {rank}, cell {column}: no row has actions of stage {missing[0]}, though there are "
+                f"{self.path}, rank {rank}, cell {column}: no row has actions of stage {missing}, though there are "
                 f"stages up to {self.num_stages - 1}: stages are numbered from 0 without gaps\n"
                 f"{picture(self.cells, rank, column)}"
+            )
+        empty = next((rank for rank in range(len(self.programs)) if rank not in rank_of_stage.values()), None)
+        if empty is not None:
+            stage = self.programs[empty][0].stage
+            raise ScheduleError(
+                f"{self.path}, rank {empty}, cell {self.columns[empty][0]}: the row has no stage of its own: stage "
+                f"{stage} is on rank {rank_of_stage[stage]}, whose row names it first\n"
+                f"{picture(self.cells, empty, self.columns[empty][0])}"
             )
         return Placement(len(self.programs), tuple(rank_of_stage[stage] for stage in range(self.num_stages)))
 
@@ -117,10 +125,10 @@ def read_csv(path: Path) -> CsvTable:
         ScheduleError: The file cannot be read, is empty, or has a cell that is no action.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = path.read_text(encoding="utf-8-sig")  # spreadsheets put a mark at the beginning
+        cells = tuple(tuple(row) for row in csv.reader(io.StringIO(text)) if row)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ScheduleError(f"cannot read the schedule {path}: {error}") from error
-    cells = tuple(tuple(row) for row in csv.reader(io.StringIO(text)) if row)
     programs: list[tuple[Action, ...]] = []
     columns: list[tuple[int, ...]] = []
     for rank, row in enumerate(cells):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+_MOST_SHOWN = 40
+
 
 def picture(rows: Sequence[Sequence[str]], rank: int, column: int, *, num_rows: int = 2, num_columns: int = 5) -> str:
     """Draw the cells around ``rows[rank][column]``, which is set in brackets.
@@ -21,7 +23,7 @@ def picture(rows: Sequence[Sequence[str]], rank: int, column: int, *, num_rows: 
     table = [["", *(f"cell {index}" if index == column else str(index) for index in range(first, last))]]
     for shown_rank in range(first_rank, last_rank):
         row = rows[shown_rank]
-        cells = [row[index] if index < len(row) else "" for index in range(first, last)]
+        cells = [_shortened(row[index]) if index < len(row) else "" for index in range(first, last)]
         if shown_rank == rank:
             cells[column - first] = f"[{cells[column - first]}]"
         before = "... " if first else ""
@@ -33,3 +35,7 @@ def picture(rows: Sequence[Sequence[str]], rank: int, column: int, *, num_rows: 
         cells = [f"{cell:<{width}}" for cell, width in zip(line, widths, strict=False)]
         lines.append((" ".join(cells) + "".join(line[len(widths) :])).rstrip())
     return "\n".join(f"  {line}" for line in lines)
+
+
+def _shortened(cell: str) -> str:
+    return cell if len(cell) <= _MOST_SHOWN else f"{cell[:_MOST_SHOWN]}..."
