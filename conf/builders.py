@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
+from lightning_pp.errors import ConfigurationError
+
 
 def lightning_strategy(name: str, **pipeline_options: object) -> str:
     """Name one of Lightning's own strategies.
@@ -17,3 +21,15 @@ def lightning_strategy(name: str, **pipeline_options: object) -> str:
 def no_logger() -> bool:
     """What ``Trainer(logger=...)`` takes for none."""
     return False
+
+
+def timeout(seconds: float) -> timedelta:
+    """A time from its seconds.
+
+    Raises:
+        ConfigurationError: No clock can wait so long.
+    """
+    try:
+        return timedelta(seconds=seconds)
+    except (OverflowError, ValueError) as error:
+        raise ConfigurationError(f"timeout.seconds={seconds} must be a number of seconds, such as 1800") from error

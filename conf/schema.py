@@ -72,7 +72,7 @@ class TrainerConf:
 class TimeoutConf:
     """How long a collective or a message may take before the job is given up."""
 
-    _target_: str = "datetime.timedelta"
+    _target_: str = "lightning_pp.conf.builders.timeout"
     seconds: float = 1800.0
 
 

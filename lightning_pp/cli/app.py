@@ -21,13 +21,25 @@ from omegaconf import DictConfig
 
 import lightning_pp.conf  # noqa: F401  (importing it registers the schema)
 from lightning_pp.cli import launch
-from lightning_pp.cli.problems import UserError, explain_override, print_problem, rank_zero_first, user_errors
+from lightning_pp.cli.problems import (
+    UserError,
+    check_choices,
+    explain_override,
+    print_problem,
+    rank_zero_first,
+    user_errors,
+)
 from lightning_pp.cli.run import Run, hide_saved_secrets
 
 
 def main() -> None:
     """Entry point of the command."""
     sys.path.insert(0, os.getcwd())  # modules in the user's own folder are found, as with `python -m`
+    try:
+        check_choices(sys.argv[1:])
+    except UserError as error:
+        print_problem(error)
+        sys.exit(1)
     sys.argv[1:] = launch.arguments_of_this_rank(sys.argv[1:])
     with rank_zero_first() as speak_freely:
 

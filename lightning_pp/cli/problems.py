@@ -7,10 +7,11 @@ import io
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from hydra.errors import ConfigCompositionException, InstantiationException
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import ConfigCompositionException, HydraException, InstantiationException
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
@@ -29,6 +30,7 @@ from lightning_pp.errors import (
 OWN_ERRORS: tuple[type[Exception], ...] = (
     *(BatchError, CheckpointError, ConfigurationError, NonFiniteError, ScheduleError, SplitError),
 )
+_GROUPS = ("trainer", "strategy", "model", "data", "logger", "callbacks", "recipe")
 _RANK_ZERO_SPEAKS_FIRST_SECONDS = 10.0
 
 
@@ -114,6 +116,35 @@ def print_problem(error: UserError, command: str = "lightning-pp") -> None:
         prefix = f"[rank {launch.global_rank()}] "
     sys.stderr.write(f"\n{prefix}{command}: {error}\n")
     sys.stderr.flush()
+
+
+def check_choices(arguments: Sequence[str]) -> None:
+    """Refuse what Hydra answers with a traceback of its own: ``trainer=1``, where an option of a group has a name.
+
+    Args:
+        arguments: Of the command line; what is no override is left to Hydra, and so is what it cannot parse.
+
+    Raises:
+        UserError: A group is set to a value that names no option.
+    """
+    parser = OverridesParser.create()
+    for argument in arguments:
+        try:
+            override = parser.parse_override(argument)
+        except HydraException:
+            continue
+        if override.key_or_group not in _GROUPS or override.is_sweep_override():
+            continue
+        value = override.value()
+        if isinstance(value, (str, dict)) or (value is None and override.is_delete()):
+            continue
+        if isinstance(value, list) and all(isinstance(name, str) for name in value) and not override.is_delete():
+            continue
+        raise UserError(
+            f"{argument}: {override.key_or_group} is a group, and takes the name of one of its options "
+            f"({override.key_or_group}=NAME; --help lists them). A field of it is set with "
+            f"{override.key_or_group}.FIELD=VALUE"
+        )
 
 
 def explain_override(error: BaseException | None) -> None:

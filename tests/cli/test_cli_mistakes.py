@@ -17,6 +17,7 @@ from command import TINY_RUN, run_command, run_forked
         ("modle=byte_gpt", ["Closest names: mode, model"]),
         ("data.zzz=1", ["Names in data: ", "batch_size"]),
         ("recipe=nope", ["Available options in 'recipe'", "byte_gpt", "gpt2_124m", "llama"]),
+        ("trainer=1", ["trainer=1: trainer is a group, and takes the name of one of its options"]),
         ("trainer.max_steps=many", ["Value 'many' of type 'str' could not be converted to Integer"]),
     ],
 )

@@ -24,7 +24,7 @@ from omegaconf import DictConfig
 import lightning_pp.conf  # noqa: F401  (importing it registers the schema)
 from lightning_pp.cli.plan.check import run_check
 from lightning_pp.cli.plan.run import make_plan
-from lightning_pp.cli.problems import UserError, explain_override, print_problem, user_errors
+from lightning_pp.cli.problems import UserError, check_choices, explain_override, print_problem, user_errors
 
 _COMMAND = "lightning-pp-plan"
 
@@ -35,6 +35,11 @@ def main() -> None:
     arguments = sys.argv[1:]
     if "--check" in arguments and _names_a_class(arguments):
         sys.exit(check_class(arguments))
+    try:
+        check_choices(arguments)
+    except UserError as error:
+        print_problem(error, _COMMAND)
+        sys.exit(1)
     sys.argv[1:] = ["check=true" if argument == "--check" else argument for argument in arguments]
 
     @hydra.main(version_base="1.3", config_path="pkg://lightning_pp.conf", config_name="plan")

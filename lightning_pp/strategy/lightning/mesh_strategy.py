@@ -31,6 +31,8 @@ from lightning_pp.strategy.lightning.launcher import RunLauncher
 
 T = TypeVar("T")
 
+_LONGEST_TIMEOUT = timedelta(days=3650)  # torch counts in nanoseconds
+
 
 class MeshStrategy(ParallelStrategy):
     """A strategy whose processes form a mesh of ``pipeline`` x ``data_parallel`` (:class:`ParallelSizes`).
@@ -47,6 +49,9 @@ class MeshStrategy(ParallelStrategy):
         data_parallel_replicate_size: Of the replicas, how many hold the same shards.
         has_shards_on_host: Whether collectives on tensors of the host have to work as well: those of tied parameters,
             of checkpoints, and what users ask of sharded parameters.
+
+    Raises:
+        ConfigurationError: ``timeout`` is not positive, or longer than torch can wait.
     """
 
     def __init__(
@@ -59,6 +64,11 @@ class MeshStrategy(ParallelStrategy):
         *,
         has_shards_on_host: bool = False,
     ) -> None:
+        if timeout is not None and not timedelta() < timeout <= _LONGEST_TIMEOUT:
+            raise ConfigurationError(
+                f"timeout={timeout!r} must be positive and at most {_LONGEST_TIMEOUT.days} days; by default it is half "
+                "an hour."
+            )
         self._told: set[str] = set()
         super().__init__()
         self.num_nodes = 1  # set by the trainer

@@ -17,7 +17,7 @@ from lightning_pp.schedule.program.notation import read_csv
 
 FUZZED = settings(
     max_examples=500,
-    deadline=timedelta(seconds=2),  # of one file: none takes long to refuse
+    deadline=timedelta(seconds=10),  # of one file: none takes long to refuse
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 # cells that look like actions, numbers that are too large, and characters that spreadsheets and editors leave behind
