@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ def hide_in_files(folder: Path, names: tuple[str, ...]) -> None:
 
 
 def _secrets(tree: Any) -> Iterator[str]:
-    if isinstance(tree, dict):
+    if isinstance(tree, Mapping):
         for name, value in tree.items():
             if _is_value(value) and is_secret(name):
                 yield value
@@ -95,12 +95,12 @@ def _last_name(key: str) -> str:
 
 
 def _hidden(tree: Any, found_anywhere: list[str]) -> Any:
-    if isinstance(tree, dict):
+    if isinstance(tree, Mapping):
         return {
             name: HIDDEN if _is_value(value) and is_secret(name) else _hidden(value, found_anywhere)
             for name, value in tree.items()
         }
-    if isinstance(tree, (list, tuple)):
+    if type(tree) in (list, tuple):
         return type(tree)(_hidden(value, found_anywhere) for value in tree)
     if not isinstance(tree, str):
         return tree

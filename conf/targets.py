@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import sys
+import sysconfig
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -178,6 +179,8 @@ def _is_of_this_run(package: str) -> bool:
     folders = {Path.cwd().resolve()}
     if getattr(main, "__file__", None):
         folders.add(Path(main.__file__).resolve().parent)
+    # `python -m pdb train.py` is a script of Python's own, beside which all of Python lies
+    folders -= {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     return any(place.resolve().parent in folders for place in _places(package))
 
 

@@ -21,7 +21,7 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 from omegaconf import DictConfig
 
 from lightning_pp.cli.launch import share_cores
-from lightning_pp.cli.problems import UserError, user_errors
+from lightning_pp.cli.problems import UserError, full_errors_wanted, user_errors
 from lightning_pp.cli.report import RunSummary, print_summary
 from lightning_pp.conf import Mode
 from lightning_pp.conf.secrets import hide, hide_in_files, without_secrets
@@ -71,9 +71,21 @@ class Run:
         method = getattr(self.trainer, self.config.mode.value)
         with _hidden_arguments():  # which W&B keeps, when it is first logged to
             for logger in self.trainer.loggers:
-                logger.log_hyperparams({"config": without_secrets(self.config)})
+                self._log_config(logger)
         with user_errors(FileNotFoundError):
             method(self.model, datamodule=self.data, ckpt_path=self.config.ckpt_path)
+
+    def _log_config(self, logger: Logger) -> None:
+        """The first that ``logger`` is given, by which it shows whether it can be used."""
+        config = without_secrets(self.config)
+        try:
+            logger.log_hyperparams({"config": config})
+        except Exception as error:
+            if full_errors_wanted():
+                raise
+            raise UserError(
+                f"{type(logger).__name__} cannot be used: {type(error).__name__}: {error}. Run without one: logger=none"
+            ) from error
 
     def report(self) -> None:
         """Print, on rank 0, what the run did and where it left its results."""

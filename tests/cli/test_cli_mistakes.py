@@ -87,6 +87,15 @@ def test_recipe_for_gpus_says_what_to_do_without_one(tmp_path: Path, monkeypatch
     assert "Traceback" not in finished.output
 
 
+def test_logger_that_cannot_be_used_is_told_in_a_sentence(tmp_path: Path) -> None:
+    options = ["trainer.devices=1", "strategy=auto", "logger=csv", "logger.save_dir=/dev/null/logs", "callbacks=none"]
+    finished = run_forked([*(option for option in TINY_RUN if "strategy" not in option), *options], tmp_path)
+    assert finished.code == 1
+    assert "CSVLogger cannot be used: NotADirectoryError" in finished.output
+    assert "Run without one: logger=none" in finished.output
+    assert "Traceback" not in finished.output
+
+
 @pytest.mark.parametrize("flag", ["-m", "--multirun"])
 def test_self_launched_multirun_is_refused_with_the_torchrun_command(flag: str, tmp_path: Path) -> None:
     finished = run_forked([flag, "data.seed=1,2", "strategy.schedule=1f1b"], tmp_path)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -90,6 +92,20 @@ def test_modules_of_the_folder_where_the_run_starts_are_allowed(
     with pytest.raises(ConfigurationError, match="targets_elsewhere is no allowed package"):
         build({"_target_": "targets_elsewhere.made"})
     assert "targets_elsewhere" not in sys.modules
+
+
+@pytest.mark.parametrize("module", [os, pytest])
+def test_folders_of_python_and_of_packages_are_not_the_users(
+    module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"_target_": "shutil.copy", "src": __file__, "dst": str(tmp_path / "copied")}
+    folder = Path(module.__file__ or "").parent if module is os else Path(pytest.__file__).parents[1]
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(folder / "pdb.py"))
+    monkeypatch.chdir(folder)
+    for target in (config, {"_target_": "_pytest.main.main"}):
+        with pytest.raises(ConfigurationError, match="is refused"):
+            build(target)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_not_there_is_told_with_its_place() -> None:
