@@ -42,6 +42,7 @@ LIGHTNINGS = {
     "_should_accumulate", "_broadcast_sigterm_tensor", "_batches_that_stepped", "_data_source", "_mode", "_launcher",
     "_summary", "_link_checkpoint", "_find_last_checkpoints", "_average_model", "_device", "_use_buffers", "_kwargs",
     "_step_fn", "_zero_grad_fn",
+    "_verify_strategy_supports_compile",
     "_forward_cache", "_to_sync", "_computed", "_should_unsync", "_filter_kwargs",
 }  # fmt: skip
 KNOWN = TORCHS | LIGHTNINGS

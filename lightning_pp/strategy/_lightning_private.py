@@ -38,6 +38,7 @@ try:
     from lightning.pytorch.loops.prediction_loop import _PredictionLoop
     from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
     from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessScriptLauncher
+    from lightning.pytorch.trainer import trainer as _trainer_file
     from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning_module_hook
     from lightning.pytorch.trainer.call import _call_strategy_hook as call_strategy
     from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
@@ -63,6 +64,7 @@ __all__ = [
     "ResultCollection",
     "SubprocessScriptLauncher",
     "accumulates",
+    "allow_compiled_modules",
     "averaging_options",
     "call_before_update",
     "call_hooks",
@@ -106,6 +108,7 @@ _TORCHMETRICS = {"of": "torchmetrics", "tried": "1.9"}
 for _owner, _name in (
     (pl.LightningModule, "_on_before_batch_transfer"),
     (pl.Trainer, "_results"),
+    (_trainer_file, "_verify_strategy_supports_compile"),
     (_SignalConnector, "_sigterm_notifier_fn"),
     (_SignalConnector, "_slurm_sigusr_handler_fn"),
     (_FitLoop, "_should_accumulate"),
@@ -157,6 +160,23 @@ def set_trainer(module: pl.LightningModule, trainer: pl.Trainer) -> None:
 def give_device_mesh(module: pl.LightningModule, mesh: DeviceMesh) -> None:
     """Makes ``mesh`` what ``module.device_mesh`` is."""
     module._device_mesh = mesh
+
+
+def allow_compiled_modules(allows: Callable[[Strategy], bool]) -> None:
+    """Has all trainers take modules that ``torch.compile`` has compiled where ``allows(strategy)``; done once.
+
+    Lightning allows that by the class of the strategy, before it tells the strategy of the run.
+    """
+    original = vars(_trainer_file)["_verify_strategy_supports_compile"]
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @wraps(original)
+    def verify(model: pl.LightningModule, strategy: Strategy) -> None:
+        if not allows(strategy):
+            original(model, strategy)
+
+    vars(_trainer_file)["_verify_strategy_supports_compile"] = verify
 
 
 def accumulates(trainer: pl.Trainer) -> bool:

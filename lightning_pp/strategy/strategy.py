@@ -62,7 +62,7 @@ from lightning_pp.strategy.lightning.launcher import RunLauncher
 from lightning_pp.strategy.lightning.loggers import GuardedLoggers
 from lightning_pp.strategy.lightning.loop import PipelineOptimization
 from lightning_pp.strategy.lightning.mesh_strategy import MeshStrategy
-from lightning_pp.strategy.lightning.plain import with_stages
+from lightning_pp.strategy.lightning.plain import take_compiled_modules, with_stages
 from lightning_pp.strategy.lightning.preemption import Preemption
 from lightning_pp.strategy.parameters.finetuning import finetune_whole_module, resume_finetuning
 from lightning_pp.strategy.parameters.optimizers import (
@@ -225,12 +225,12 @@ class PipelineParallelStrategy(MeshStrategy):
         """What is asked of the pipeline, checked."""
         self._compile_options = check_compile_options(compile)
         find_last_at_urls()
+        take_compiled_modules()
         self._checkpoints = Checkpoints(
             is_sharded=save_distributed_checkpoint,
             in_background=async_checkpoint,
             timeout=timeout,
-            # after a signal all ranks leave together, between two batches
-            is_interrupted=lambda: self._is_interrupted and not self._is_preempted,
+            is_interrupted=self._may_ranks_be_apart,
         )
         self._meta_init = meta_init
         self._initial_weights = initial_weights
@@ -674,6 +674,10 @@ class PipelineParallelStrategy(MeshStrategy):
         has_trained = engine.num_batches_trained > self._num_trained_before
         if trainer.state.fn == TrainerFn.FITTING and not trainer.interrupted and not has_trained:
             warn_of_nothing_trained(trainer)
+
+    def _may_ranks_be_apart(self) -> bool:
+        """After an exception; after a signal all ranks leave together, between two batches."""
+        return self._is_interrupted and not self._is_preempted
 
     @property
     def _is_preempted(self) -> bool:

@@ -153,6 +153,11 @@ class MeshStrategy(ParallelStrategy):
             rank_zero.rank_zero_warn(text)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether runs are Lightning's own, without a pipeline."""
+        return False
+
+    @property
     def is_distributed(self) -> bool:
         """Lightning asks strategies that it does not know."""
         return True

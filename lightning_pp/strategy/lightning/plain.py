@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+from lightning_pp.strategy._lightning_private import allow_compiled_modules
 from lightning_pp.strategy.lightning.mesh_strategy import MeshStrategy
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -25,3 +26,8 @@ def with_stages(method: _Method) -> _Method:
         return method(self, *args, **kwargs)
 
     return cast(_Method, of_plain_or_piped)
+
+
+def take_compiled_modules() -> None:
+    """Has plain runs take what ``torch.compile(module)`` returns, as Lightning does on one device; done once."""
+    allow_compiled_modules(lambda strategy: isinstance(strategy, MeshStrategy) and strategy.is_plain)

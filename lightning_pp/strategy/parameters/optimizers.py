@@ -82,6 +82,10 @@ class KeptOptimizers:
         # the user's own names, of an optimizer made from named_parameters()
         self._labels: WeakKeyDictionary[Optimizer, list[list[str]]] = WeakKeyDictionary()
 
+    def __reduce__(self) -> tuple[type[KeptOptimizers], tuple[()]]:
+        """A copy of the trainer has other optimizers, of which it knows nothing."""
+        return KeptOptimizers, ()
+
     def complete(self, optimizers: Sequence[Optimizer], fake_parameters: FakeParameters) -> None:
         """To be called while all names are parameters; the groups hold all of theirs afterwards.
 
