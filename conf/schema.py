@@ -232,6 +232,13 @@ class RunConf:
 
 
 @dataclass
+class CommandConf(RunConf):
+    """What ``lightning-pp`` is asked. ``resume``: the folder of a run to go on with, from its newest checkpoint."""
+
+    resume: str | None = None
+
+
+@dataclass
 class PlanConf(RunConf):
     """What ``lightning-pp-plan`` is asked, besides what a run is.
 
@@ -261,7 +268,7 @@ def register() -> None:
     """
     OmegaConf.register_new_resolver("quarter_of", lambda number: max(1, number // 4), replace=True)
     store = ConfigStore.instance()
-    store.store(name="run_schema", node=RunConf)
+    store.store(name="run_schema", node=CommandConf)
     store.store(name="plan_schema", node=PlanConf)
     store.store(group="trainer", name="trainer_schema", node=TrainerConf)
     store.store(group="strategy", name="pipeline_schema", node=PipelineStrategyConf)

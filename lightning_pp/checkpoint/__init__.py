@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from lightning_pp.checkpoint.ownership.catalog import ParameterCatalog
 from lightning_pp.checkpoint.ownership.rank_part import RankPart
-from lightning_pp.checkpoint.reading.alone import read_alone
+from lightning_pp.checkpoint.reading.alone import open_alone, read_alone
 from lightning_pp.checkpoint.reading.initial_weights import load_weights
 from lightning_pp.checkpoint.reading.open import open_checkpoint
 from lightning_pp.checkpoint.reading.opened import OpenedCheckpoint, load_state
@@ -32,6 +32,7 @@ __all__ = [
     "load_weights",
     "make_room_for_file",
     "make_stager",
+    "open_alone",
     "open_checkpoint",
     "prepare_save",
     "read_alone",

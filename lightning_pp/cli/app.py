@@ -2,6 +2,7 @@
 
 One run, in order::
 
+    resume           goes on with an earlier run or attempt: its overrides, its folder, its newest checkpoint
     main             ranks other than 0 are told to leave Hydra's folder and log file to rank 0
     Hydra            composes the config; what it refuses is printed with the closest names
     build            data (files are looked for here, before any process is launched), model, logger, callbacks, Trainer
@@ -29,6 +30,7 @@ from lightning_pp.cli.problems import (
     rank_zero_first,
     user_errors,
 )
+from lightning_pp.cli.resume import remember_folder, with_what_it_resumes
 from lightning_pp.cli.run import Run, hide_saved_secrets
 
 
@@ -37,10 +39,10 @@ def main() -> None:
     sys.path.insert(0, os.getcwd())  # modules in the user's own folder are found, as with `python -m`
     try:
         check_choices(sys.argv[1:])
+        sys.argv[1:] = launch.arguments_of_this_rank(with_what_it_resumes(sys.argv[1:]))
     except UserError as error:
         print_problem(error)
         sys.exit(1)
-    sys.argv[1:] = launch.arguments_of_this_rank(sys.argv[1:])
     with rank_zero_first() as speak_freely:
 
         @hydra.main(version_base="1.3", config_path="pkg://lightning_pp.conf", config_name="config")
@@ -60,9 +62,13 @@ def main() -> None:
 
 def _run(config: DictConfig) -> None:
     run: Run | None = None
+    if HydraConfig.get().mode != RunMode.MULTIRUN:
+        remember_folder(HydraConfig.get().runtime.output_dir)
     try:
         _refuse_self_launched_sweep(config)
         with user_errors():
+            if Run.has_ended(config):
+                return
             run = Run.build(config)
         run.execute()
         run.report()

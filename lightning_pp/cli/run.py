@@ -17,12 +17,14 @@ import lightning.pytorch as L
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from omegaconf import DictConfig
 
-from lightning_pp.cli.launch import share_cores
+from lightning_pp.cli.earlier_run import Position, position_of, why_finished
+from lightning_pp.cli.launch import is_rank_zero, share_cores
 from lightning_pp.cli.problems import UserError, full_errors_wanted, user_errors
 from lightning_pp.cli.report import RunSummary, print_summary
+from lightning_pp.cli.run_logs import go_on_with_logs, keep_rows
 from lightning_pp.conf import Mode
 from lightning_pp.conf.secrets import hide, hide_in_files, without_secrets
 from lightning_pp.conf.targets import build, check_targets_of_run
@@ -55,12 +57,34 @@ class Run:
         callbacks = [build(c) for c in config.callbacks.values() if c is not None]
         strategy = build(config.strategy)
         model = build(config.model)
+        if config.resume is not None and config.logger is not None:
+            go_on_with_logs(config.logger)
         logger = build(config.logger) if config.logger is not None else False
         trainer = build(config.trainer, strategy=strategy, logger=logger, callbacks=callbacks)
         for one in trainer.loggers:
             _hide_secrets_from(one)
         share_cores(trainer.num_devices)
         return cls(config, trainer, model, data)
+
+    @staticmethod
+    def has_ended(config: DictConfig) -> bool:
+        """Whether the run to go on with has nothing left to do, which is said then.
+
+        Raises:
+            UserError: ``mode`` is not one that goes on.
+        """
+        if config.resume is None:
+            return False
+        if config.mode is not Mode.fit:
+            raise UserError(
+                f"resume= goes on with a training, and mode={config.mode.value} is none: name a checkpoint instead, by "
+                "ckpt_path=."
+            )
+        position = _position_of(config)
+        why = why_finished(config, position) if position is not None else None
+        if why is not None and is_rank_zero():
+            sys.stderr.write(f"lightning-pp: the run {config.resume} is finished: {why}\n")
+        return why is not None
 
     def execute(self) -> None:
         """Call the Trainer method that ``mode`` names.
@@ -71,6 +95,9 @@ class Run:
         method = getattr(self.trainer, self.config.mode.value)
         with _hidden_arguments():  # which W&B keeps, when it is first logged to
             for logger in self.trainer.loggers:
+                if self.config.resume is not None and isinstance(logger, CSVLogger) and is_rank_zero():
+                    position = _position_of(self.config)
+                    keep_rows(logger, position.step if position is not None else 0)
                 self._log_config(logger)
         with user_errors(FileNotFoundError):
             method(self.model, datamodule=self.data, ckpt_path=self.config.ckpt_path)
@@ -105,6 +132,12 @@ class Run:
             tracking={_tracker_name(logger): path for logger in self.trainer.loggers if (path := _log_folder(logger))},
             output_folder=Path(HydraConfig.get().runtime.output_dir),
         )
+
+
+def _position_of(config: DictConfig) -> Position | None:
+    """Where the checkpoint stands that a run goes on from; None without one, and where it is not on this machine."""
+    path = config.ckpt_path
+    return position_of(path) if path is not None and Path(path).exists() else None
 
 
 def _check_checkpoint_path(path: str | None) -> None:

@@ -17,8 +17,10 @@ from lightning_utilities.core import rank_zero
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import Store
 
 from lightning_pp.distributed.gathering import gathered
+from lightning_pp.distributed.launcher_store import store_of_attempt
 from lightning_pp.distributed.loopback import keep_gloo_on_loopback, store_on_loopback
 from lightning_pp.distributed.meshes import make_meshes
 from lightning_pp.distributed.messages import RankStoppedError
@@ -222,10 +224,13 @@ class MeshStrategy(ParallelStrategy):
         assert environment is not None
         # processes may come late: they import, and build models, before they meet
         timeout = max(self._timeout or default_pg_timeout, default_pg_timeout)
-        store, num_ranks = None, environment.world_size()
+        num_ranks = environment.world_size()
+        store: Store | None = None
+        if not dist.is_initialized():
+            store = store_of_attempt(timeout)
         if num_ranks == self.num_processes and not dist.is_initialized():
             keep_gloo_on_loopback()
-            store = store_on_loopback(
+            store = store or store_on_loopback(
                 environment.main_address, environment.main_port, environment.global_rank(), num_ranks, timeout
             )
         init_process_group(environment, backend, timeout=timeout, store=store)

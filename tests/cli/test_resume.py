@@ -1,0 +1,105 @@
+"""A run goes on from its folder: with its own configuration, newest checkpoint and logs; what cannot is told."""
+
+from __future__ import annotations
+
+import csv
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from command import TINY_RUN, run_forked
+
+from lightning_pp.checkpoint import read_alone
+
+TEXT = ["data.files=[my.txt]", "strategy.schedule=1f1b", "hydra.run.dir=run"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "my.txt").write_text("It is a truth universally acknowledged. " * 400)
+    return tmp_path
+
+
+def losses(run: Path) -> list[float]:
+    """In their order; the steps that Lightning logs after a checkpoint of a validation are one less than otherwise."""
+    (file,) = run.glob("csv/*/metrics.csv")
+    with file.open() as stream:
+        return [float(row["train_loss"]) for row in csv.DictReader(stream) if row["train_loss"]]
+
+
+def check_equal(one: Path, other: Path) -> None:
+    one_state, other_state = (read_alone(path)["state_dict"] for path in (one, other))
+    assert one_state.keys() == other_state.keys()
+    for name, value in one_state.items():
+        assert torch.equal(value, other_state[name]), name
+
+
+def test_a_run_goes_on_as_one_that_was_not_interrupted(folder: Path) -> None:
+    """From another working folder, with what has changed on top; weights and logs are those of one run, bit for bit."""
+    options = [*TINY_RUN, "data.files=[my.txt]", "logger=csv", "strategy.schedule=1f1b", "model.dropout=0.1"]
+    first = run_forked([*options, "hydra.run.dir=run"], folder, 2)
+    assert first.code == 0, first.output
+    (folder / "elsewhere").mkdir()
+    resumed = run_forked(["trainer.max_steps=8", "resume=../run"], folder / "elsewhere", 2)
+    assert resumed.code == 0, resumed.output
+    told = f"the run goes on in {folder}/run from {folder}/run/checkpoints/step4.ckpt (step 4)"
+    assert resumed.output.count(told) == 1, resumed.output
+    whole = run_forked([*options, "hydra.run.dir=whole", "trainer.max_steps=8"], folder, 2)
+    assert whole.code == 0, whole.output
+    check_equal(folder / "run/checkpoints/step8.ckpt", folder / "whole/checkpoints/step8.ckpt")
+    assert losses(folder / "run") == losses(folder / "whole")
+    # what was changed stays
+    again = run_forked(["resume=run"], folder, 2)
+    assert again.code == 0 and "all 8 steps of trainer.max_steps=8 are done" in again.output, again.output
+    assert len(list(folder.glob("run/checkpoints/*"))) == 2
+
+
+def test_the_configuration_is_that_of_the_run_where_files_have_changed(folder: Path) -> None:
+    recipe = folder / "conf" / "recipe" / "mine.yaml"
+    recipe.parent.mkdir(parents=True)
+    text = "# @package _global_\nmodel:\n  dim: {}\ndata:\n  files: [my.txt]\n"
+    recipe.write_text(text.format(16))
+    options = [each for each in TINY_RUN if not each.startswith("model.dim")]
+    first = run_forked(["--config-dir", "conf", "recipe=mine", *options, *TEXT[1:], "logger=wandb"], folder, 2)
+    assert first.code == 0, first.output
+    recipe.write_text(text.format(32))
+    resumed = run_forked(["resume=run", "trainer.max_steps=6"], folder, 2)
+    assert resumed.code == 0, resumed.output
+    assert re.search(r"^  dim: 16$", (folder / "run/.hydra/config.yaml").read_text(), re.MULTILINE)
+    runs = {path.name.rpartition("-")[2] for path in folder.glob("run/wandb/offline-run-*")}
+    assert len(runs) == 1
+    # an option that is not there is told as always
+    refused = run_forked(["resume=run", "trainer.max_stps=6"], folder)
+    assert refused.code == 1 and "trainer.max_steps" in refused.output, refused.output
+
+
+def test_what_cannot_go_on_is_told_in_a_sentence(folder: Path) -> None:
+    (folder / "empty").mkdir()
+    for given, told in (
+        (["resume=missing"], "resume=missing is no folder"),
+        (["resume=empty"], "resume=empty is not the output folder of a run"),
+        (["resume=empty", "--multirun"], "resume= goes on with one run, not with a sweep"),
+    ):
+        ended = run_forked(given, folder)
+        assert ended.code == 1 and told in ended.output and "Traceback" not in ended.output, ended.output
+    first = run_forked([*TINY_RUN, *TEXT, "logger=none"], folder, 2)
+    assert first.code == 0, first.output
+    ended = run_forked(["resume=run"], folder)
+    assert ended.code == 0 and "all 4 steps of trainer.max_steps=4 are done" in ended.output, ended.output
+    ended = run_forked(["resume=run", "mode=test"], folder)
+    assert ended.code == 1 and "mode=test is none" in ended.output, ended.output
+    (folder / "run/checkpoints/step4.ckpt/.metadata").rename(folder / "metadata")
+    ended = run_forked(["resume=run"], folder)
+    assert ended.code == 1 and "has saved no checkpoint" in ended.output, ended.output
+    (folder / "metadata").rename(folder / "run/checkpoints/step4.ckpt/.metadata")
+    broken = next((folder / "run/checkpoints/step4.ckpt").glob("*.distcp"))
+    broken.write_bytes(broken.read_bytes()[:100])
+    ended = run_forked(["resume=run"], folder)
+    assert ended.code == 1 and "is truncated" in ended.output and "Traceback" not in ended.output, ended.output
+    shutil.rmtree(folder / "run/checkpoints")
+    hydra = folder / "run/.hydra/hydra.yaml"
+    hydra.write_text(hydra.read_text().replace("lightning_pp.conf", "theirs.conf"))
+    ended = run_forked(["resume=run"], folder)
+    assert ended.code == 1 and "is a run of another program" in ended.output, ended.output
