@@ -87,6 +87,7 @@ class Watchdog:
         self._pids = dict(neighbours)
         self._left: set[int] = set()
         self._host = min([board.rank, *neighbours])  # names it among the hosts of the run
+        self._goes_on: set[int] = set()
         self._num_polls = 0
         self._store_lost_at: float | None = None
         self._found: RankFailure | None = None
@@ -110,9 +111,13 @@ class Watchdog:
         Args:
             seconds: How long they have to answer.
         """
-        self._board.ask()
+        with contextlib.suppress(RuntimeError):
+            self._board.ask()
         time.sleep(seconds)
-        told = {rank: self._board.told("where", rank) for rank in range(self._board.num_ranks)}
+        try:
+            told = {rank: self._board.told("where", rank) for rank in range(self._board.num_ranks)}
+        except RuntimeError:  # the store has ended, and who kept it is the failure
+            return {}
         return {rank: where or "" for rank, where in told.items() if where != _WAITS and rank != self._board.rank}
 
     def post(self, failure: RankFailure) -> None:
@@ -231,17 +236,22 @@ class Watchdog:
         for rank, pid in list(self._pids.items()):
             if rank in self._left:
                 continue
+            if is_gone(pid) and rank in stopped_since:  # another rank has ended it
+                return _stopped(rank, pid)
             if is_gone(pid):
                 code = exit_code_of(pid)
                 if not self._leaves(rank):
                     return RankFailure(rank, "", told_by(self._exit_codes().get(rank, code)), is_gone=True)
             elif not is_stopped(pid):
-                stopped_since.pop(rank, None)
+                if rank in self._goes_on:  # one look may fall in the moment in which it is ended
+                    stopped_since.pop(rank, None)
+                self._goes_on.add(rank)
+                continue
             elif time.monotonic() - stopped_since.setdefault(rank, time.monotonic()) > _STOPPED_S:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)  # or it would stay when all others have ended
-                what = f"was stopped by a signal and did not go on for {_STOPPED_S:.0f} s"
-                return RankFailure(rank, f"process {pid}", what, is_gone=True)
+                return _stopped(rank, pid)
+            self._goes_on.discard(rank)
         return None
 
     def _failure_of_store(self) -> RankFailure | None:
@@ -262,6 +272,11 @@ class Watchdog:
                 break
             time.sleep(_POLL_S / 4)
         return rank in self._left or self._found is not None or self._ended.is_set()
+
+
+def _stopped(rank: int, pid: int) -> RankFailure:
+    what = f"was stopped by a signal and did not go on for {_STOPPED_S:.0f} s"
+    return RankFailure(rank, f"process {pid}", what, is_gone=True)
 
 
 def board_of(store: object, run: int, num_ranks: int, rank: int) -> FailureBoard:

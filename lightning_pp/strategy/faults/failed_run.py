@@ -126,7 +126,7 @@ class FailedRuns:
             failure = RankFailure(rank, "", what, (where,) if where else (), is_gone=True)
             watchdog.post(failure)
             return failure
-        return None
+        return watchdog.wait(0)
 
     def end(self, *, failed: bool = False) -> None:
         """The run has ended on this rank, one way or the other."""
