@@ -511,11 +511,16 @@ class PipelineParallelStrategy(MeshStrategy):
 
     @with_stages
     def process_dataloader(self, dataloader: object) -> object:
-        """Seeds the loader's workers by replica; may end it where that of another rank ends."""
+        """Seeds workers by replica; has a training loader go on within an epoch, and may end it where another ends.
+
+        Raises:
+            CheckpointError: The training goes on within an epoch, and the loader cannot.
+        """
         seed_workers_by(dataloader, self.data_parallel_rank)
+        dataloader = self._checkpoints.data.follow(super().process_dataloader(dataloader))
         if self.options.batches.unequal_data == "shortest" and self.num_ranks > 1:
-            dataloader = ShortestLoader(dataloader, self.reduce_boolean_decision)
-        return super().process_dataloader(dataloader)
+            return ShortestLoader(dataloader, self.reduce_boolean_decision)
+        return dataloader
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -649,6 +654,8 @@ class PipelineParallelStrategy(MeshStrategy):
     def on_train_start(self) -> None:
         """Compares how many batches the ranks have; from here on errors of loggers are warnings."""
         self._before_first_batch()
+        if not self.is_plain:
+            self._checkpoints.data.begin()
 
     def on_validation_start(self) -> None:
         """Compares how many batches the ranks have, of each loader; from here on errors of loggers are warnings."""

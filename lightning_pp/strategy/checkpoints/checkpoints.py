@@ -43,6 +43,7 @@ from lightning_pp.checkpoint.storage.remote_folder import remove_folder
 from lightning_pp.distributed.groups import group_of_hosts
 from lightning_pp.errors import CheckpointError, ConfigurationError
 from lightning_pp.strategy._lightning_private import NoOptimizer, replace_link
+from lightning_pp.strategy.checkpoints.data_position import DataPosition
 from lightning_pp.strategy.checkpoints.run_state import own_run_state, restore_run_state
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class Checkpoints:
             part: What this rank holds.
             checkpoint_io: Writes, reads and removes single files.
         """
-        self._run = _Run(engine, part, checkpoint_io)
+        self._run = _Run(engine, part, checkpoint_io, DataPosition(trainer))
         if self._in_background and self._background is None:
             self._background = BackgroundSaver(group_of_hosts(self._timeout))
             self._stager = make_stager()
@@ -122,6 +123,11 @@ class Checkpoints:
                 "where a fit or its siblings begin, until gather_module()."
             )
         return self._run
+
+    @property
+    def data(self) -> DataPosition:
+        """Where the training data of the run stand."""
+        return self._attached.data
 
     # ---------------------------------------------------------------- saving
 
@@ -166,7 +172,7 @@ class Checkpoints:
             return
         run = self._attached
         path = from_root(str(filepath), Ranks.from_mesh(run.part.mesh))
-        checkpoint = {**checkpoint, **own_run_state(checkpoint, run.engine)}
+        checkpoint = {**checkpoint, **own_run_state(checkpoint, run.engine, run.data)}
         write: Callable[[dist.ProcessGroup | None], None]
         if self._is_sharded:
             if storage_options is not None:
@@ -298,7 +304,7 @@ class Checkpoints:
         if self._opened is None:
             raise CheckpointError("There is no opened checkpoint to load; pass ckpt_path to the trainer.")
         self._opened.load(with_added_groups(self._attached.part), content, strict=strict)
-        restore_run_state(content, self._attached.engine)
+        restore_run_state(content, self._attached.engine, self._attached.data)
 
     def load_current_model(self, content: Mapping[str, Any]) -> None:
         """Puts named weights of the opened checkpoint into the module, without asking whether any are missing."""
@@ -341,11 +347,13 @@ class _Run:
         engine: Runs the pipeline.
         part: What this rank holds.
         checkpoint_io: Writes, reads and removes single files.
+        data: Where the training data stand.
     """
 
     engine: PipelineEngine
     part: RankPart
     checkpoint_io: CheckpointIO
+    data: DataPosition
 
     @property
     def is_root(self) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from lightning_pp.errors import CheckpointError
+from lightning_pp.strategy.checkpoints.data_position import DataPosition
 
 if TYPE_CHECKING:
     from lightning_pp.strategy.engine import PipelineEngine
@@ -19,15 +20,16 @@ RUN_STATE = "lightning_pp"
 _log = logging.getLogger(__name__)
 
 
-def own_run_state(checkpoint: Mapping[str, Any], engine: PipelineEngine) -> dict[str, Any]:
+def own_run_state(checkpoint: Mapping[str, Any], engine: PipelineEngine, data: DataPosition) -> dict[str, Any]:
     """What to add to a checkpoint; every rank calls it.
 
-    Lightning keeps the loaders' state of rank 0. Where those of the replicas differ, all are kept.
+    Lightning keeps the loaders' state of rank 0. Where those of the replicas differ, all are kept. Where loaders stand
+    that have no state is kept as well.
 
     Raises:
         CheckpointError: On all ranks: a weight is not finite, and the strategy is to look at that.
     """
-    loaders = _loader_states(checkpoint)
+    loaders = (_loader_states(checkpoint), data.state()) if engine.rank == 0 else None
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, (engine.rank, engine.replica, pickle.dumps(loaders), engine.finite.bad_weight()))
     if bad := [weight for _, _, _, weight in gathered if weight is not None]:
@@ -37,17 +39,31 @@ def own_run_state(checkpoint: Mapping[str, Any], engine: PipelineEngine) -> dict
         )
     of_replica = {replica: state for rank, replica, state, _ in gathered if rank == 0}
     own: dict[str, Any] = {"random": engine.random_state()}
-    if len(set(of_replica.values())) > 1:
-        own["loaders"] = [pickle.loads(of_replica[replica]) for replica in sorted(of_replica)]
+    states = [pickle.loads(of_replica[replica]) for replica in sorted(of_replica)]
+    if len({pickle.dumps(state) for state, _ in states}) > 1:
+        own["loaders"] = [state for state, _ in states]
+    if states[0][1] is not None:
+        positions = [position for _, position in states]
+        own["data"] = positions if len(set(of_replica.values())) > 1 else positions[:1]
+        own["num_replicas"] = len(states)
     return {RUN_STATE: own}
 
 
-def restore_run_state(checkpoint: Mapping[str, Any], engine: PipelineEngine) -> None:
-    """Continues the random numbers, and gives the trainer the loaders' state of this replica."""
+def restore_run_state(checkpoint: Mapping[str, Any], engine: PipelineEngine, data: DataPosition) -> None:
+    """Continues the random numbers and the data, and gives the trainer the loaders' state of this replica."""
     own = checkpoint.get(RUN_STATE)
     if not isinstance(own, Mapping):
         return
     engine.load_random_state(own["random"])
+    if positions := own.get("data"):
+        data.resume(positions[engine.replica if engine.replica < len(positions) else 0])
+        num_batches, earlier, now = positions[0]["num_batches"], own["num_replicas"], engine.sizes.data_parallel
+        if num_batches and earlier != now:
+            _log.warning(
+                f"The checkpoint was saved after {num_batches} batches with {earlier} replicas, and now there "
+                f"are {now}, which share out the data otherwise: each goes on after {num_batches} batches of its own. "
+                "In this epoch some samples may come twice and others not at all."
+            )
     loaders = own.get("loaders")
     if loaders is None:
         return

@@ -1,0 +1,145 @@
+"""A training that fails again and again, restarted by torchrun, against one that never does: the same weights?
+
+    python benchmarks/soak.py --steps 3000 --faults 30
+
+trains a small GPT as a pipeline of two processes, under ``torchrun --max-restarts``. At random steps a random rank
+raises an exception, is killed, or calls ``exit(0)``. Checkpoints are written every 50 steps. Then the same is trained
+without faults, and weights and optimizer states of the two last checkpoints are compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+KINDS = ("exception", "SIGKILL", "exit(0)")
+
+
+class Faults(pl.Callback):
+    """Fails at the beginning of a batch, each time once in the whole job.
+
+    Args:
+        folder: Where a file for each fault says that it has been; it holds this process's memory at its peak, in KiB.
+        planned: Optimizer steps, kinds and ranks of the faults, by step.
+    """
+
+    def __init__(self, folder: str, planned: str) -> None:
+        self.folder = Path(folder)
+        self.planned: list[tuple[int, str, int]] = json.loads(planned)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        for number, (step, kind, rank) in enumerate(self.planned):
+            been = self.folder / f"fault-{number}"
+            if trainer.global_step == step and trainer.global_rank == rank and not been.exists():
+                been.write_text(str(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))
+                if kind == "SIGKILL":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if kind == "exit(0)":
+                    sys.exit(0)
+                raise ValueError(f"fault {number}")
+
+
+def plan_faults(num_steps: int, num_faults: int, seed: int) -> list[tuple[int, str, int]]:
+    """Kinds come in turn, so that a few faults are of all kinds; steps are spread, ranks random."""
+    draw = random.Random(seed)
+    every = num_steps // (num_faults + 1)
+    return [
+        (number * every + draw.randrange(every) + 1, KINDS[number % len(KINDS)], draw.randrange(2))
+        for number in range(num_faults)
+    ]
+
+
+def train(folder: Path, name: str, num_steps: int, save_every: int, planned: list[Any]) -> tuple[str, float]:
+    """Runs the command under torchrun; returns what it printed, and its seconds.
+
+    Raises:
+        RuntimeError: It failed.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--max-restarts", str(len(planned) + 3), "-m", "lightning_pp", f"hydra.run.dir={name}", "logger=csv"]
+    command += [f"trainer.max_steps={num_steps}", f"callbacks.checkpoint.every_n_train_steps={save_every}"]
+    command += ["trainer.limit_val_batches=0", "trainer.enable_progress_bar=false", "strategy.schedule=1f1b"]
+    command += ["strategy.num_microbatches=2", "model.num_layers=2", "model.dim=16", "model.num_heads=2"]
+    command += ["model.max_seq_len=32", "model.dropout=0.1", "data.seq_len=32", "data.batch_size=4"]
+    command += ["data.num_train_crops=260", "data.num_val_crops=4"]
+    command += ["+callbacks.faults._target_=soak.Faults", f"+callbacks.faults.folder='{folder}'"]
+    command += [f"+callbacks.faults.planned='{json.dumps(planned)}'"]
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    started = time.monotonic()
+    ended = subprocess.run(
+        command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    if ended.returncode != 0:
+        raise RuntimeError(f"the run ended with {ended.returncode}:\n{ended.stdout[-20000:]}")
+    return ended.stdout, time.monotonic() - started
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two trees are equal, tensors bit for bit."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return isinstance(other, dict) and one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def soak(folder: Path, num_steps: int, num_faults: int, save_every: int, seed: int = 0) -> dict[str, Any]:
+    """Trains twice in ``folder``, with and without faults; returns figures and whether the two are equal."""
+    from lightning_pp.checkpoint import read_alone
+
+    planned = plan_faults(num_steps, num_faults, seed)
+    printed, seconds = train(folder, "faulty", num_steps, save_every, planned)
+    _, undisturbed = train(folder, "undisturbed", num_steps, save_every, [])
+    last = f"checkpoints/step{num_steps}.ckpt"
+    faulty, whole = (read_alone(folder / name / last) for name in ("faulty", "undisturbed"))
+    from_steps = [int(step) for step in re.findall(r"lightning-pp: attempt .* \(step (\d+)\)", printed)]
+    been = sorted(folder.glob("fault-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    peaks = [int(path.read_text()) / 1024 for path in been]
+    return {
+        "steps": num_steps,
+        "faults": len(been),
+        "by kind": {kind: sum(each[1] == kind for each in planned[: len(been)]) for kind in KINDS},
+        "attempts that went on": len(from_steps),
+        "steps done again": sum(step for step, _, _ in planned) - sum(from_steps),
+        "seconds": round(seconds),
+        "seconds without faults": round(undisturbed),
+        "MiB at peak, first and last attempt": [round(peaks[0]), round(peaks[-1])],
+        "checkpoints left": len(list((folder / "faulty" / "checkpoints").glob("step*.ckpt"))),
+        "equal": all(same(faulty[key], whole[key]) for key in ("state_dict", "optimizer_states", "lr_schedulers")),
+    }
+
+
+def main() -> None:
+    """Parse the arguments, train, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--faults", type=int, default=30)
+    parser.add_argument("--save-every", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    with TemporaryDirectory() as folder:
+        figures = soak(Path(folder), asked.steps, asked.faults, asked.save_every, asked.seed)
+    for name, figure in figures.items():
+        print(f"{name:<40}{figure}")
+    sys.exit(0 if figures["equal"] and figures["faults"] == asked.faults else 1)
+
+
+if __name__ == "__main__":
+    main()

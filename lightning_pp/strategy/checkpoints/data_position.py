@@ -1,0 +1,352 @@
+"""Where the training data stand in the middle of an epoch, and going on from there with the same batches and draws.
+
+Lightning keeps the states of loaders that have one (``state_dict``). Of others it keeps nothing, and begins the data of
+the epoch again. Here a :class:`DataLoader` over a dataset with indices is made to remember the generators that an epoch
+began with. A resumed epoch begins with these, and as many batches are read and dropped as were trained: workers draw
+what they drew then, whatever sampler, dataset or ``collate_fn`` may draw. Then all generators are as they were
+at the save.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_pp.errors import CheckpointError
+
+_FOLLOWED_CLASSES: dict[type, type] = {}
+_FOLLOWED = "_lightning_pp_pass"
+# how to ask for, and to set, the state of a generator
+_Access: TypeAlias = tuple[Callable[[], Any], Callable[[Any], None]]
+
+
+class DataPosition:
+    """The loaders of a training.
+
+    Args:
+        trainer: Whose training it is.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+        self._resumed: Mapping[str, Any] | None = None
+        self._num_resumed = 0
+        self._current: list[Any] | None = None
+
+    def follow(self, loader: object) -> object:
+        """A loader that is about to be trained from, made to remember, and to go on if a checkpoint was loaded.
+
+        Raises:
+            CheckpointError: The checkpoint stands within an epoch, and this loader cannot go on there.
+        """
+        if not self.is_iterated:
+            return loader
+        if _can_be_followed(loader):
+            _follow(loader, self)
+        if self._resumed is None:
+            return loader
+        states = self._resumed["loaders"]
+        state = states[self._num_resumed] if self._num_resumed < len(states) else None
+        self._num_resumed += 1
+        if _can_be_followed(loader) and state is not None:
+            vars(loader)[_FOLLOWED].resumed = state
+            return loader
+        done = self._resumed["num_batches"]
+        if done == 0 or _has_state(loader):
+            return loader
+        if isinstance(loader, Sequence):
+            return _Rest(loader, done)
+        raise CheckpointError(
+            f"The checkpoint was saved after {done} batches of epoch {self._resumed['epoch']}, and the training data "
+            f"cannot be restored there: {_why_not(loader)}, or resume from a checkpoint that was saved at the end of an "
+            "epoch."
+        )
+
+    def state(self) -> dict[str, Any] | None:
+        """Where the loaders stand; None outside of a training."""
+        trainer = self._trainer
+        if trainer.state.fn != TrainerFn.FITTING or trainer.train_dataloader is None:
+            return None
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        ready = progress.current.ready
+        if progress.is_last_batch or ready >= trainer.num_training_batches:
+            ready = 0  # what comes next is another epoch
+        loaders = CombinedLoader(trainer.train_dataloader).flattened
+        passes: list[_Pass | None] = [getattr(loader, _FOLLOWED, None) for loader in loaders]
+        followed = [each for each in passes if each is not None]
+        if ready and followed and max(each.num_batches for each in followed) != ready:
+            passes = [None] * len(loaders)  # something else has read from the loaders
+        states = [None if each is None else each.state(is_within=ready > 0) for each in passes]
+        # what an epoch is numbered that is about to be trained: it is started where its batches are
+        started: Any = trainer.fit_loop.epoch_progress.current
+        epoch = trainer.current_epoch if ready else started.started
+        return {"num_batches": ready, "epoch": epoch, "loaders": states, "now": _draws()}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Has the loaders of the next training go on where :meth:`state` was asked."""
+        if self._trainer.state.fn != TrainerFn.FITTING:
+            return
+        self._resumed, self._num_resumed = state, 0
+        self._current = list(state["now"])
+        # Lightning sees no state, and warns of batches that come again
+        warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
+
+    @property
+    def is_iterated(self) -> bool:
+        """Whether loaders are asked for batches to train with."""
+        return self._trainer.state.fn == TrainerFn.FITTING and bool(self._trainer.training)
+
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch that a resumed training goes on with, as samplers are told it."""
+        return 0 if self._resumed is None else int(self._resumed["epoch"])
+
+    def begin(self) -> None:
+        """After the hooks that a resumed training calls again, and before those of an epoch."""
+        if self._resumed is not None:
+            self.put_current()
+            if self._resumed["num_batches"] == 0:
+                self._current = None  # the hooks of the epoch's beginning draw
+        self._resumed = None
+
+    def restore_current(self) -> None:
+        """Puts the generators of this process to where they were at the save; once, before the first batch."""
+        if self._current is not None:
+            _set_draws(self._current)
+            self._current = None
+
+    def put_current(self) -> None:
+        """As :meth:`restore_current`, and once more before the first batch: hooks between may draw."""
+        if self._current is not None:
+            _set_draws(self._current)
+
+    def note_current(self) -> None:
+        """Has the generators go on, before the first batch, from where they are now."""
+        if self._current is not None:
+            self._current = _draws()
+
+
+class _Pass:
+    """One pass of a loader over its data.
+
+    Args:
+        loader: The loader.
+        position: The training's.
+    """
+
+    def __init__(self, loader: Any, position: DataPosition) -> None:
+        self.loader, self.position = loader, position
+        self.num_batches = 0
+        self.resumed: Mapping[str, Any] | None = None
+        self._began: Any = None
+        self._first: Any = None
+        self._epochs: list[int] = []
+
+    def state(self, *, is_within: bool) -> dict[str, Any]:
+        """What :meth:`begin` needs to go on: within an epoch, or with the next one."""
+        own = [get() for get, _ in _own_generators(self.loader)]
+        if not is_within:
+            return {"own": own}
+        return {
+            "num_batches": self.num_batches,
+            "began": self._began,
+            "first": self._first,
+            "own": own,
+            "epochs": self._epochs,
+        }
+
+    def begin(self, iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Starts the pass: at once what a loader does when it is asked for its iterator, the rest with the batches."""
+        state, self.resumed = self.resumed, None
+        self.num_batches = 0
+        if state is None:
+            self._begin_anew()
+            return self._counted(iterate(), is_resumed=False)
+        if "began" not in state:  # an epoch from its beginning
+            self.position.put_current()
+            self._set_own(state["own"])
+            for sampler in _samplers_with_epochs(self.loader):
+                sampler.set_epoch(self.position.epoch)
+            self._begin_anew()
+            batches = iterate()
+            self.position.note_current()
+            return self._counted(batches, is_resumed=True)
+        self._began, self._first, self._epochs = state["began"], state["first"], list(state["epochs"])
+        for sampler, epoch in zip(_samplers_with_epochs(self.loader), self._epochs, strict=False):
+            sampler.set_epoch(epoch)
+        self._set(self._began)
+        batches = iterate()
+        self._set(self._first)
+        for _ in range(state["num_batches"]):
+            next(batches)
+        self.num_batches = state["num_batches"]
+        self._set_own(state["own"])
+        self.position.put_current()
+        return self._counted(batches, is_resumed=True)
+
+    def _begin_anew(self) -> None:
+        self._began, self._first = self._all(), None
+        self._epochs = [int(getattr(sampler, "epoch", 0)) for sampler in _samplers_with_epochs(self.loader)]
+
+    def _counted(self, batches: Iterator[Any], *, is_resumed: bool) -> Iterator[Any]:
+        if is_resumed:
+            self.position.restore_current()
+        if self._first is None:
+            self._first = self._all()
+            self._epochs = [int(getattr(sampler, "epoch", 0)) for sampler in _samplers_with_epochs(self.loader)]
+        for batch in batches:
+            self.num_batches += 1
+            yield batch
+
+    def _all(self) -> list[Any]:
+        return [_draws(), [get() for get, _ in _own_generators(self.loader)]]
+
+    def _set(self, draws: Sequence[Any]) -> None:
+        _set_draws(draws[0])
+        self._set_own(draws[1])
+
+    def _set_own(self, states: Sequence[Any]) -> None:
+        for (_, put), state in zip(_own_generators(self.loader), states, strict=False):
+            put(state)
+
+
+class _Followed(DataLoader[Any]):
+    """What becomes of the class of a loader: passes to train with are counted."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override] # a generator is an iterator, too
+        one: _Pass = vars(self)[_FOLLOWED]
+        iterate = super().__iter__
+        return one.begin(iterate) if one.position.is_iterated else iterate()
+
+
+class _Rest(Sequence[Any]):
+    """A sequence of batches whose first pass begins later."""
+
+    def __init__(self, batches: Sequence[Any], start: int) -> None:
+        self._batches, self._start = batches, start
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._batches[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        start, self._start = self._start, 0
+        return (self._batches[index] for index in range(start % max(1, len(self)), len(self)))
+
+
+def _followed_class(kind: type) -> type:
+    if kind not in _FOLLOWED_CLASSES:
+        namespace = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+        _FOLLOWED_CLASSES[kind] = type(kind.__name__, (_Followed, kind), namespace)
+    return _FOLLOWED_CLASSES[kind]
+
+
+def _follow(loader: Any, position: DataPosition) -> None:
+    vars(loader)[_FOLLOWED] = _Pass(loader, position)
+    if not isinstance(loader, _Followed):
+        loader.__class__ = _followed_class(type(loader))
+
+
+def _has_state(loader: object) -> bool:
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+
+
+def _can_be_followed(loader: object) -> bool:
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or _has_state(loader):
+        return False
+    try:
+        return len(loader) > 0
+    except TypeError:
+        return False
+
+
+def _why_not(loader: object) -> str:
+    dataset = getattr(loader, "dataset", loader)
+    name = type(dataset).__name__
+    if _can_be_followed(loader):
+        return (
+            f"it does not say where the loader of {name} stood, since there were other loaders then, or a hook had read "
+            "from this one. Give the trainer the same loaders, and hooks one of their own"
+        )
+    what = "reads a stream" if isinstance(dataset, IterableDataset) else "has no length, or no indices,"
+    return (
+        f"the loader of {name} {what} and has no state. Give the loader state_dict() and load_state_dict(state), as "
+        "torchdata's StatefulDataLoader has them"
+    )
+
+
+def _samplers_with_epochs(loader: Any) -> list[Any]:
+    samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None), loader.batch_sampler)
+    return list({id(each): each for each in samplers if callable(getattr(each, "set_epoch", None))}.values())
+
+
+def _own_generators(loader: Any) -> list[_Access]:
+    """How to ask for and to set the state of each generator that the loader, its samplers and its dataset hold."""
+    holders = (loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+    held = [value for holder in (*holders, loader.dataset) for value in getattr(holder, "__dict__", {}).values()]
+    found: dict[int, _Access] = {}
+    for value in held:
+        if isinstance(value, torch.Generator):
+            found[id(value)] = _of_torch(value)
+        elif isinstance(value, random.Random):
+            found[id(value)] = _of_python(value)
+        elif isinstance(value, np.random.Generator):
+            found[id(value)] = _of_numpy(value.bit_generator)
+        elif isinstance(value, np.random.RandomState):
+            found[id(value)] = _of_legacy_numpy(value)
+    return list(found.values())
+
+
+def _of_torch(generator: torch.Generator) -> _Access:
+    def put(state: Any) -> None:
+        generator.set_state(state)
+
+    return generator.get_state, put
+
+
+def _of_python(generator: random.Random) -> _Access:
+    return generator.getstate, lambda state: generator.setstate((state[0], tuple(state[1]), state[2]))
+
+
+def _of_legacy_numpy(generator: np.random.RandomState) -> _Access:
+    return lambda: _listed(generator.get_state()), generator.set_state
+
+
+def _of_numpy(generator: np.random.BitGenerator) -> _Access:
+    def put(state: Any) -> None:
+        generator.state = state
+
+    return lambda: _listed(generator.state), put
+
+
+def _listed(state: Any) -> Any:
+    """A state without arrays, which a checkpoint that is loaded without running anything cannot hold."""
+    if isinstance(state, np.ndarray):
+        return state.tolist()
+    if isinstance(state, np.generic):
+        return state.item()
+    if isinstance(state, dict):
+        return {name: _listed(value) for name, value in state.items()}
+    return tuple(map(_listed, state)) if isinstance(state, tuple) else state
+
+
+def _draws() -> list[Any]:
+    """The states of the generators of this process, on the host."""
+    return [torch.get_rng_state(), random.getstate(), _listed(np.random.get_state())]
+
+
+def _set_draws(states: Sequence[Any]) -> None:
+    torch.set_rng_state(states[0])
+    random.setstate((states[1][0], tuple(states[1][1]), states[1][2]))
+    np.random.set_state(states[2])
