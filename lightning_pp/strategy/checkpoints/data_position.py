@@ -67,8 +67,8 @@ class DataPosition:
             return _Rest(loader, done)
         raise CheckpointError(
             f"The checkpoint was saved after {done} batches of epoch {self._resumed['epoch']}, and the training data "
-            f"cannot be restored there: {_why_not(loader)}, or resume from a checkpoint that was saved at the end of an "
-            "epoch."
+            f"cannot be restored there: {_why_not(loader)}, or resume from a checkpoint that was saved at the end of "
+            "an epoch."
         )
 
     def state(self) -> dict[str, Any] | None:
@@ -276,8 +276,8 @@ def _why_not(loader: object) -> str:
     name = type(dataset).__name__
     if _can_be_followed(loader):
         return (
-            f"it does not say where the loader of {name} stood, since there were other loaders then, or a hook had read "
-            "from this one. Give the trainer the same loaders, and hooks one of their own"
+            f"it does not say where the loader of {name} stood, since there were other loaders then, or a hook had "
+            "read from this one. Give the trainer the same loaders, and hooks one of their own"
         )
     what = "reads a stream" if isinstance(dataset, IterableDataset) else "has no length, or no indices,"
     return (
