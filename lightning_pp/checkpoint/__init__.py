@@ -10,6 +10,7 @@ from lightning_pp.checkpoint.ownership.catalog import ParameterCatalog
 from lightning_pp.checkpoint.ownership.rank_part import RankPart
 from lightning_pp.checkpoint.reading.alone import open_alone, read_alone
 from lightning_pp.checkpoint.reading.initial_weights import load_weights
+from lightning_pp.checkpoint.reading.newest_good import NewestGood, checkpoints_in, newest_good
 from lightning_pp.checkpoint.reading.open import open_checkpoint
 from lightning_pp.checkpoint.reading.opened import OpenedCheckpoint, load_state
 from lightning_pp.checkpoint.writing.background import BackgroundSaver
@@ -22,16 +23,19 @@ from lightning_pp.checkpoint.writing.single_file import (
 
 __all__ = [
     "BackgroundSaver",
+    "NewestGood",
     "OpenedCheckpoint",
     "ParameterCatalog",
     "RankPart",
     "ShardedSave",
+    "checkpoints_in",
     "gather_full_optimizer_state",
     "gather_full_state",
     "load_state",
     "load_weights",
     "make_room_for_file",
     "make_stager",
+    "newest_good",
     "open_alone",
     "open_checkpoint",
     "prepare_save",

@@ -44,6 +44,12 @@ class Ranks:
         return self.grid[0][0]
 
     @property
+    def share(self) -> tuple[int, int]:
+        """``(index, number)`` of this process among all, for work that each does a part of."""
+        number_of_each = {rank: number for number, rank in enumerate(rank for row in self.grid for rank in row)}
+        return number_of_each[self.grid[self.pipeline_rank][self.data_parallel_rank]], len(number_of_each)
+
+    @property
     def is_root(self) -> bool:
         return (self.pipeline_rank, self.data_parallel_rank) == (0, 0)
 

@@ -43,16 +43,19 @@ def load_weights(
     Raises:
         CheckpointError: On all ranks: the weights are missing or damaged, or do not fit the model.
     """
-    path = from_root(str(path), Ranks.from_mesh(part.mesh))
+    ranks = Ranks.from_mesh(part.mesh)
+    path = from_root(str(path), ranks)
     with fail_together():
         location = folder.checkpoint_at(path)
-        found, reader = _open(location, weights_only)
+        found, reader = _open(location, weights_only, ranks.share)
         saved = _by_name_of_model(found, part.catalog)
         check_model(location, saved, part.catalog, strict)
     load_state(saved, part, reader)
 
 
-def _open(path: Location, weights_only: bool | None) -> tuple[Mapping[str, Any], NamingReader | None]:
+def _open(
+    path: Location, weights_only: bool | None, share: tuple[int, int]
+) -> tuple[Mapping[str, Any], NamingReader | None]:
     if is_folder(path):
         if folder.is_sharded_checkpoint(path):
             opened = FolderCheckpoint.open(path, weights_only, check_files=True)
@@ -69,7 +72,7 @@ def _open(path: Location, weights_only: bool | None) -> tuple[Mapping[str, Any],
         )
     if path.suffix == ".safetensors":
         return map_safetensors(path), None
-    content = read_file(path, weights_only, mmap=True)
+    content = read_file(path, weights_only, mmap=True, share=share)
     found = content.get(MODEL, content) if isinstance(content, Mapping) else None
     if not isinstance(found, Mapping) or not any(isinstance(value, torch.Tensor) for value in found.values()):
         raise CheckpointError(f"{path} holds no tensors by name; give a state_dict, a checkpoint or safetensors")

@@ -42,5 +42,5 @@ def open_checkpoint(
         if is_sharded:
             opened = FolderCheckpoint.open(location, weights_only, check_files=ranks.is_root)
         else:
-            opened = FileCheckpoint.open(location, weights_only)
+            opened = FileCheckpoint.open(location, weights_only, ranks.share)
     return opened

@@ -25,13 +25,13 @@ class FileCheckpoint(OpenedCheckpoint):
     """A single file of any Trainer, mapped into memory; of one at a URL, a download."""
 
     @classmethod
-    def open(cls, path: Location, weights_only: bool | None) -> FileCheckpoint:
-        """Map a file; every rank does.
+    def open(cls, path: Location, weights_only: bool | None, share: tuple[int, int] = (0, 1)) -> FileCheckpoint:
+        """Map a file; every rank does, and compares its share of the tensors with their checksums.
 
         Raises:
             CheckpointError: The file is missing, damaged or no checkpoint.
         """
-        checkpoint = read_file(path, weights_only, mmap=True)
+        checkpoint = read_file(path, weights_only, mmap=True, share=share)
         if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(MODEL), Mapping):
             raise CheckpointError(
                 f"{path} has no 'state_dict', so it is not a checkpoint of a Trainer; use another file"

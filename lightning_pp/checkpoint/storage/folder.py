@@ -96,7 +96,12 @@ def check_complete(path: Location, table: Metadata) -> None:
         file = path / name
         if name not in sizes:
             raise CheckpointError(f"{file} is missing, so the checkpoint {path} cannot be loaded; use another one")
-        if (size := sizes[name]) < end:
+        if (size := sizes[name]) > end:
+            raise CheckpointError(
+                f"{file} is damaged: it has {size} bytes, and {end} were written, so the checkpoint {path} cannot be "
+                "loaded; use another one"
+            )
+        if size < end:
             raise CheckpointError(
                 f"{file} is truncated: it has {size} bytes of at least {end}, so the checkpoint {path} cannot be "
                 "loaded; use another one"

@@ -18,6 +18,7 @@ import re
 from torch.distributed.checkpoint.metadata import Metadata
 from upath import UPath
 
+from lightning_pp.checkpoint.storage.checksums import sealed
 from lightning_pp.checkpoint.storage.folder import TABLE_FILENAME, TRAINER_STATE_FILENAME, sizes_needed
 from lightning_pp.checkpoint.storage.location import Location, is_file, naming, put, sizes_of_files
 from lightning_pp.errors import CheckpointError
@@ -61,7 +62,7 @@ def commit(path: UPath, save_id: str, trainer_state: bytes, table: Metadata) -> 
     Raises:
         CheckpointError: The table could not be written.
     """
-    put(pickle.dumps(table), path / TABLE_FILENAME)
+    put(sealed(pickle.dumps(table)), path / TABLE_FILENAME)
     try:
         put(trainer_state, path / TRAINER_STATE_FILENAME)
         _remove(path, [name for name in sizes_of_files(path) if _is_of_a_save(name) and save_id not in name])

@@ -14,11 +14,11 @@ import io
 import os
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeAlias
+from typing import IO, Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ from torch.futures import Future
 from upath import UPath
 
 from lightning_pp.checkpoint._torch_private import FsspecFiles, tree_leaves
+from lightning_pp.checkpoint.storage.checksums import View, check_archive, sealed, unsealed
 from lightning_pp.checkpoint.storage.folder import TABLE_FILENAME
 from lightning_pp.checkpoint.storage.location import Location, is_remote, naming
 from lightning_pp.checkpoint.storage.trusted_pickle import load_table
@@ -193,6 +194,12 @@ class TyingWriter(FileSystemWriter):
     def write_table(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Writes the table of contents; on the first rank, when all have written."""
         super().finish(metadata, results)
+        file = Path(self.path) / TABLE_FILENAME
+        content = sealed(file.read_bytes())
+        with file.open("wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
 
 
 class RemoteWriter(TyingWriter):
@@ -256,8 +263,11 @@ class NamingReader(FileSystemReader):
         file = self._folder / TABLE_FILENAME
         try:
             with naming(file, "read"), file.open("rb") as content:
-                stream = io.BytesIO(content.read())
-                table: Metadata = load_table(stream, self.weights_only)
+                table_bytes, is_sealed = unsealed(content.read())
+            stream = io.BytesIO(table_bytes)
+            table: Metadata = load_table(stream, self.weights_only)
+            if not is_sealed and stream.read(1):
+                raise ValueError(f"{len(table_bytes)} bytes do not end with the table or its checksum")
             if not isinstance(table, Metadata):
                 raise TypeError(f"it holds a {type(table).__name__}")
         except CheckpointError as error:
@@ -280,6 +290,7 @@ class NamingReader(FileSystemReader):
                 with naming(file, "read"):
                     self._pieces.fetch(file.path, offset, length)
             try:
+                self._check(name, [item.storage_index for item in items])
                 super().read_data(dataclasses.replace(plan, items=items), planner)
             except CheckpointError:
                 raise
@@ -288,6 +299,45 @@ class NamingReader(FileSystemReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def check(self, table: Metadata, share: tuple[int, int] = (0, 1)) -> None:
+        """Compares all that the table names with its checksums.
+
+        Args:
+            table: As :meth:`read_metadata` returned it.
+            share: ``(index, number)`` of the processes that share the work; this one checks every ``number``-th entry.
+
+        Raises:
+            CheckpointError: A file cannot be read, or an entry is damaged; names the file and the entry.
+        """
+        self.storage_data = table.storage_data or {}
+        places = {  # tied names share one
+            (stored.relative_path, stored.offset, stored.length): index for index, stored in self.storage_data.items()
+        }
+        for name, offset, length in sorted(places)[share[0] :: share[1]]:
+            file = self._folder / name
+            if self._pieces is not None and is_remote(file):
+                with naming(file, "read"):
+                    self._pieces.fetch(file.path, offset, length)
+            try:
+                self._check(name, [places[name, offset, length]])
+            except OSError as error:
+                raise _damaged(file, error) from error
+
+    def _check(self, name: str, entries: Iterable[MetadataIndex]) -> None:
+        """Compares entries of one file with their checksums; those that were compressed by another tool have none."""
+        with self.fs.create_stream(self.fs.concat_path(self.path, name), "rb") as stream:
+            for entry in dict.fromkeys(entries):
+                stored = self.storage_data[entry]
+                if stored.transform_descriptors:
+                    continue
+                try:
+                    check_archive(View(cast(IO[bytes], stream), stored.offset, stored.length))
+                except CheckpointError as error:
+                    raise CheckpointError(
+                        f"{self._folder / name} cannot be read, so use another checkpoint: {entry.fqn} is damaged "
+                        f"(bytes {stored.offset} to {stored.offset + stored.length}), {error}"
+                    ) from error
 
 
 class _Piece(io.BytesIO):
