@@ -223,9 +223,9 @@ class _Followed(DataLoader[Any]):
     """What becomes of the class of a loader: passes to train with are counted."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override] # a generator is an iterator, too
-        one: _Pass = vars(self)[_FOLLOWED]
+        one: _Pass | None = vars(self).get(_FOLLOWED)  # Lightning makes loaders anew, of the same class
         iterate = super().__iter__
-        return one.begin(iterate) if one.position.is_iterated else iterate()
+        return one.begin(iterate) if one is not None and one.position.is_iterated else iterate()
 
 
 class _Rest(Sequence[Any]):
