@@ -42,6 +42,7 @@ try:
     from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning_module_hook
     from lightning.pytorch.trainer.call import _call_strategy_hook as call_strategy
     from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+    from lightning.pytorch.trainer.connectors.data_connector import _check_dataloader_iterable as check_iterable
     from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource as DataLoaderSource
     from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader as request_dataloader
     from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
@@ -69,6 +70,7 @@ __all__ = [
     "call_before_update",
     "call_hooks",
     "call_strategy",
+    "check_iterable",
     "computing_locally",
     "data_source_of",
     "folder_of",

@@ -142,7 +142,7 @@ def _fact(small: Reduction, large: Reduction | None, ratio: float, has_dynamic_s
     if large is not None and len(large.numbers) == len(small.numbers):
         degrees = tuple(_degree(a, b, ratio) for a, b in zip(small.numbers, large.numbers, strict=True))
     if has_dynamic_shapes:
-        degrees = tuple(None if degree == 1 and number == int(number) else degree
+        degrees = tuple(None if degree == 1 and float(number).is_integer() else degree
                         for degree, number in zip(degrees, small.numbers, strict=False))  # fmt: skip
     if over_rows and small.is_mean and large is not None and not _in_ratio(small.given, large.given, ratio):
         has_dynamic_shapes = True
@@ -180,4 +180,4 @@ def _degree(small: float, large: float, ratio: float) -> float | None:
         for degree in _DEGREES:
             if math.isclose(large / small, ratio**degree, rel_tol=1e-9):
                 return degree
-    return None if large == int(large) and small == int(small) else 0.0
+    return None if float(large).is_integer() and float(small).is_integer() else 0.0

@@ -13,6 +13,7 @@ nothing. BatchNorm normalises over microbatches in every pipeline: this is told 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -98,7 +99,8 @@ def find_differences(step: str, whole: Observed, parts: Observed, tolerance: flo
 
 
 def _of_loss(step: str, whole: Observed, parts: Observed, tolerance: float) -> Iterator[Difference]:
-    if whole.losses and whole.loss_dtype is not None:
+    # one that is not finite in one piece is so without a cut, and told where it matters
+    if whole.losses and whole.loss_dtype is not None and math.isfinite(whole.loss):
         bound = max(tolerance, _TOLERANCES.get(whole.loss_dtype, 0.0))
         if not is_close(whole.loss, parts.loss, bound, *parts.losses):
             yield Difference(f"The loss of {step}", True, True, whole.loss, parts.loss, tuple(parts.losses))

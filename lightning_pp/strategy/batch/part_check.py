@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -29,6 +30,8 @@ from lightning_pp.strategy.batch.run import BatchRun
 from lightning_pp.strategy.batch.scaling import TwoSizes
 from lightning_pp.strategy.batch.whole_batch import END_OF_BATCH
 from lightning_pp.strategy.results.outputs import loss_of
+
+_log = logging.getLogger(__name__)
 
 Observe = Callable[[Sequence[Microbatch], Around], Observed | None]
 """Runs the step on slices of the part, within what ``Around`` gives; what came of it, on the last stage."""
@@ -113,21 +116,24 @@ class PartCheck:
 
     @contextmanager
     def _failures_explained(self) -> Iterator[None]:
-        """Within, an error of the user's step says that it was run for the check."""
+        """Within, an error of the user's step has a note that it was run for the check; its type and text stay."""
         try:
             yield
         except (SplitError, BatchError):
             raise
         except Exception as error:
-            if innermost_user_line(error) == UNKNOWN_LINE:  # not the user's step: another rank has failed
-                raise
-            sizes = " and ".join(map(str, sorted({part.num_samples for part in self._sizes.parts})))
-            raise SplitError(
-                f"{self._step} failed when it was run on parts of the first batch, of {self._sizes.whole.num_samples} "
-                f"and of {sizes} samples, to check that its loss adds up: {type(error).__name__}: {error} "
-                f"({innermost_user_line(error)}). If it works for microbatches, check_first_batches=False leaves this "
-                "check out."
-            ) from error
+            if innermost_user_line(error) != UNKNOWN_LINE:  # otherwise not the user's step: another rank has failed
+                sizes = " and ".join(map(str, sorted({part.num_samples for part in self._sizes.parts})))
+                note = (
+                    f"{self._step} was run on parts of the first batch, of {self._sizes.whole.num_samples} and of "
+                    f"{sizes} samples, to check that its loss adds up. If it works for microbatches, "
+                    "check_first_batches=False leaves this check out."
+                )
+                if hasattr(error, "add_note"):
+                    error.add_note(note)
+                else:  # Python 3.10
+                    _log.error(note)
+            raise
 
     def _of_whole(self, draws: Draws) -> Around:
         return lambda index, stage: draws.on_whole(stage, is_end=index == END_OF_BATCH)

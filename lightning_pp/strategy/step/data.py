@@ -20,6 +20,7 @@ from lightning_pp.split.data.tree import own_copy
 from lightning_pp.split.side_effects.generators import generators_untouched
 from lightning_pp.strategy._lightning_private import (
     DataLoaderSource,
+    check_iterable,
     data_source_of,
     goes_through_loaders_in_turn,
     request_dataloader,
@@ -47,11 +48,16 @@ def first_batch(trainer: pl.Trainer) -> FirstBatch:
 
     Raises:
         ConfigurationError: The loader is empty.
+        TypeError: Lightning's own: it is no iterable.
     """
     with generators_untouched(trainer.strategy.root_device):
         loop = _loop_of(trainer)
         is_training = trainer.state.fn == TrainerFn.FITTING
-        loader = _combined(_kept_loader(data_source_of(loop)), is_training=is_training)
+        source = data_source_of(loop)
+        loader = _combined(_kept_loader(source), is_training=is_training)
+        assert trainer.state.fn is not None
+        for each in loader.flattened:
+            check_iterable(each, source, trainer.state.fn)
         # a copy: hooks write into batches, and a dataset or a stream may hand out the same one again
         batch = own_copy(_first_of(loader))
         module = trainer.lightning_module

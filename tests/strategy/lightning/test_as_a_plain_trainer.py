@@ -46,6 +46,7 @@ def test_a_compiled_module_trains_with_one_stage() -> None:
     found = []
     for strategy in ("auto", PipelineParallelStrategy(pipeline_parallel_size=1)):
         model, run = Blocks(), trainer(strategy)
+        torch.compiler.reset()  # no code of other tests
         compiled = torch.compile(model, backend="aot_eager")
         run.fit(compiled, loader(), loader(seed=2))
         run.validate(compiled, loader(seed=2), verbose=False)
