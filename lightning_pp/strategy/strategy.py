@@ -48,7 +48,7 @@ from lightning_pp.strategy._lightning_private import (
 )
 from lightning_pp.strategy.checkpoints.averaging import average_own_part, leave_averages_to_strategy
 from lightning_pp.strategy.checkpoints.checkpoints import Checkpoints
-from lightning_pp.strategy.checkpoints.last import find_last_at_urls
+from lightning_pp.strategy.checkpoints.last import LastCheckpoints, find_last_at_urls
 from lightning_pp.strategy.checkpoints.rank_part import rank_part
 from lightning_pp.strategy.engine import PipelineEngine
 from lightning_pp.strategy.faults.failed_run import FailedRuns
@@ -226,6 +226,8 @@ class PipelineParallelStrategy(MeshStrategy):
         self._compile_options = check_compile_options(compile)
         find_last_at_urls()
         take_compiled_modules()
+        self.last_checkpoints = LastCheckpoints()
+        """Where ``ckpt_path="last"`` has looked."""
         self._checkpoints = Checkpoints(
             is_sharded=save_distributed_checkpoint,
             in_background=async_checkpoint,
@@ -559,6 +561,9 @@ class PipelineParallelStrategy(MeshStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Opens a checkpoint of any layout, sharded or single-file; tensors are read when they are used."""
         weights_only = self.weights_only if weights_only is None else weights_only
+        self._checkpoints.wait()
+        ranks = None if self.is_plain else self._checkpoints.ranks
+        checkpoint_path = self.last_checkpoints.good_one(checkpoint_path, weights_only, ranks)
         if not self.is_plain:
             return self._checkpoints.open(checkpoint_path, weights_only)
         if is_folder(location := checkpoint_at(checkpoint_path)):
@@ -610,6 +615,7 @@ class PipelineParallelStrategy(MeshStrategy):
         if self._engine is not None and not isinstance(exception, SIGTERMException):
             self._engine.abandon()
         self._checkpoints.give_up()
+        self.last_checkpoints.forget()
         super().on_exception(exception)
 
     @with_stages
@@ -623,6 +629,7 @@ class PipelineParallelStrategy(MeshStrategy):
             self._engine.detach()
             self._tell_of_nothing_trained(self._engine)
         self._checkpoints.close()
+        self.last_checkpoints.forget()
         self.checkpoint_io.teardown()
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()

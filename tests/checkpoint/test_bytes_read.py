@@ -125,4 +125,6 @@ def test_a_rank_reads_what_it_owns(pool: WorkerPool, tmp_path: Path, kind: str, 
         (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     for touched, own in pool.run(load, path, layout, world_size=layout[0] * layout[1], process_group=True):
         assert own == WHOLE // (layout[0] * layout[1])
-        assert own * 0.95 < touched < own * 1.3 + 1_000_000, f"{touched} bytes for {own} of {WHOLE}"
+        # what torch.save wrote is read twice: compared with its checksums, and then loaded
+        times = 2.7 if path.suffix == ".ckpt" else 1.3
+        assert own * 0.95 < touched < own * times + 1_000_000, f"{touched} bytes for {own} of {WHOLE}"

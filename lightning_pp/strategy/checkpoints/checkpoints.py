@@ -129,6 +129,11 @@ class Checkpoints:
         """Where the training data of the run stand."""
         return self._attached.data
 
+    @property
+    def ranks(self) -> Ranks:
+        """All ranks, and where this one stands."""
+        return Ranks.from_mesh(self._attached.part.mesh)
+
     # ---------------------------------------------------------------- saving
 
     def model_state(self, replaced: Mapping[str, Any] | None = None) -> dict[str, Any]:

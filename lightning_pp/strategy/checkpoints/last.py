@@ -1,21 +1,89 @@
-"""``ckpt_path="last"`` where checkpoints are at a URL.
+"""``ckpt_path="last"``: at URLs, and where the last checkpoint is damaged.
 
 Lightning lists the folder, and takes the names in it for local paths. It also asks for the age of what it finds, which
 folders in object stores have none of: there, the table of contents stands for the checkpoint. It is written last, so a
 folder without one is no checkpoint.
+
+Lightning looks for the checkpoint before the processes can speak with each other. So what it found is only noted there
+(:class:`LastCheckpoints`), and compared with its checksums when it is about to be loaded.
 """
 
 from __future__ import annotations
 
+import os
 import re
+from contextlib import nullcontext
+from pathlib import Path
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_pp.checkpoint.storage.folder import TABLE_FILENAME
-from lightning_pp.checkpoint.storage.location import is_file, is_folder, is_remote, is_url, locate, names_in
+from lightning_pp.checkpoint import checkpoints_in, newest_good
+from lightning_pp.checkpoint.ownership.ranks import Ranks, fail_together, from_root
+from lightning_pp.checkpoint.storage.folder import TABLE_FILENAME, checkpoint_at
+from lightning_pp.checkpoint.storage.location import Location, is_file, is_folder, is_remote, is_url, locate, names_in
 from lightning_pp.strategy._lightning_private import folder_of, replace_search_for_last
 from lightning_pp.strategy.lightning.mesh_strategy import MeshStrategy
+
+
+class LastCheckpoints:
+    """The folders in which ``ckpt_path="last"`` has looked, until something is loaded."""
+
+    def __init__(self) -> None:
+        self._folders: set[str] = set()
+
+    def note(self, folder: str) -> None:
+        """Notes a folder in which Lightning looks for the last checkpoint."""
+        self._folders.add(folder)
+
+    def forget(self) -> None:
+        """Lets a path that is loaded from now on be one that the user named."""
+        self._folders.clear()
+
+    def good_one(self, path: str | Path, weights_only: bool | None, ranks: Ranks | None) -> str | Path:
+        """What to load in place of ``path``: itself, or the newest good one beside it if it was found as the last.
+
+        All of the checkpoint is compared with its checksums. A path that the user named is returned as it is.
+
+        Args:
+            path: What Lightning is about to load; the root's counts.
+            weights_only: As in ``torch.load``.
+            ranks: All ranks, of which each reads its share; None for a process alone.
+
+        Raises:
+            CheckpointError: On all ranks: no checkpoint there is good; names all of them.
+        """
+        folders = set(self._folders)
+        self.forget()
+        if ranks is not None:
+            path, folders = from_root((str(path), folders), ranks)
+        here = checkpoint_at(path)
+        if str(here.parent if is_remote(here) else here.absolute().parent) not in {
+            str(locate(folder)) for folder in folders
+        }:
+            return path
+        candidates = [here]
+        with nullcontext() if ranks is None else fail_together():
+            if ranks is None or ranks.is_root:
+                target = _target(candidates[0])
+                beside = [
+                    other for other in checkpoints_in(here.parent) if _target(other.parent) == _target(here.parent)
+                ]
+                candidates += [other for other in beside if _target(other) != target]
+        found = newest_good(candidates, weights_only=weights_only, ranks=ranks)
+        if not found.damaged:
+            return path
+        reasons = "\n".join(f"- {reason}" for _, reason in found.damaged)
+        rank_zero_warn(
+            f"ckpt_path='last' takes {found.path}, since {len(found.damaged)} newer cannot be read. What was trained "
+            f"since then is trained again.\n{reasons}"
+        )
+        return str(found.path)
+
+
+def _target(location: Location) -> str:
+    return os.path.realpath(location) if isinstance(location, Path) else str(location)
 
 
 def find_last_at_urls() -> None:
@@ -28,6 +96,9 @@ def _last_at_url(callback: ModelCheckpoint, trainer: pl.Trainer) -> set[str] | N
     if not isinstance(trainer.strategy, MeshStrategy):
         return None
     folder = str(folder_of(callback, trainer))
+    noted = getattr(trainer.strategy, "last_checkpoints", None)
+    if isinstance(noted, LastCheckpoints):
+        noted.note(folder if is_url(folder) else os.path.abspath(folder))
     if not is_url(folder) or not is_remote(location := locate(folder)):
         return None
     pattern = re.compile(rf"{re.escape(callback.CHECKPOINT_NAME_LAST)}(-\d+)?.*{re.escape(callback.FILE_EXTENSION)}")
