@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,15 @@ from omegaconf.errors import OmegaConfBaseException
 
 import lightning_pp.conf  # noqa: F401  (importing it registers the schema)
 from lightning_pp.checkpoint import open_alone
-from lightning_pp.checkpoint.storage.location import is_url
+from lightning_pp.checkpoint.reading.newest_good import verify
+from lightning_pp.checkpoint.storage.location import is_url, locate
 from lightning_pp.cli.problems import UserError
 from lightning_pp.errors import CheckpointError
 
 # Of what a run is asked, these say where it begins. A run that goes on begins elsewhere.
 WHERE_IT_BEGINS = ("resume", "ckpt_path")
 _OWN_CONFIG = "lightning_pp.conf"
+_MOST_BYTES_COMPARED = 16 << 30
 _TABLE, _TRAINER_STATE = ".metadata", "meta.pt"
 
 
@@ -36,11 +38,13 @@ class Position:
         path: The checkpoint.
         step: Optimizer steps that are done.
         num_epochs: Epochs whose batches are all done.
+        passed_over: Why newer ones cannot be gone on from, newest first.
     """
 
     path: str
     step: int
     num_epochs: int
+    passed_over: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -155,16 +159,21 @@ class EarlierRun:
 
 
 def newest_checkpoint(folders: Iterable[Path]) -> Position | None:
-    """The newest complete checkpoint with all that a training needs in one of the folders, at any depth, by its time.
+    """The newest good checkpoint with all that a training needs in one of the folders, at any depth, by its time.
+
+    Up to 16 GiB all bytes of one are compared with their checksums here. Larger ones have to be complete; they are
+    compared when the ranks read them.
 
     Raises:
-        UserError: There are checkpoints, and none of them is complete.
+        UserError: There are checkpoints, and none of them is good.
     """
     found = {path.resolve(): path for folder in folders for path in _checkpoints_under(folder)}
     refused: list[str] = []
     for path in sorted(found.values(), key=_time_of, reverse=True):
         try:
-            return position_of(path)
+            if _size_of(path) <= _MOST_BYTES_COMPARED:
+                verify(locate(path))
+            return replace(position_of(path), passed_over=tuple(refused))
         except CheckpointError as error:
             refused.append(f"{path}: {error}")
     if refused:
@@ -204,6 +213,11 @@ def _checkpoints_under(folder: Path) -> Iterator[Path]:
             continue
         folders[:] = [name for name in folders if not name.startswith(".")]
         yield from (Path(parent, name) for name in files if name.endswith(".ckpt") and not name.startswith("."))
+
+
+def _size_of(checkpoint: Path) -> int:
+    files = checkpoint.iterdir() if checkpoint.is_dir() else [checkpoint]
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _time_of(checkpoint: Path) -> float:

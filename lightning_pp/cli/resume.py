@@ -97,6 +97,8 @@ def _going_on(run: EarlierRun, arguments: Sequence[str], attempt: int) -> list[s
             _say(f"attempt {attempt + 1} starts from the beginning in {run.folder}: nothing was saved yet")
         else:
             composed.append(f"ckpt_path={as_override(position.path)}")
+            for reason in position.passed_over:
+                _say(f"a checkpoint is passed over: {reason}")
             which = f"attempt {attempt + 1}" if attempt else "the run"
             _say(f"{which} goes on in {run.folder} from {position.path} (step {position.step})")
     if run.config_folder is not None and not any(each in ("--config-dir", "-cd") for each in options):

@@ -56,6 +56,30 @@ def test_a_run_goes_on_as_one_that_was_not_interrupted(folder: Path) -> None:
     assert len(list(folder.glob("run/checkpoints/*"))) == 2
 
 
+def test_a_damaged_checkpoint_is_passed_over(folder: Path) -> None:
+    first = run_forked(
+        [
+            *TINY_RUN,
+            *TEXT,
+            "logger=none",
+            "callbacks.checkpoint.every_n_train_steps=2",
+            "callbacks.checkpoint.save_top_k=-1",
+        ],
+        folder,
+        2,
+    )
+    assert first.code == 0, first.output
+    last = folder / "run/checkpoints/step4.ckpt"
+    assert last.exists() and (folder / "run/checkpoints/step2.ckpt").exists()
+    shard = max(last.glob("*.distcp"), key=lambda file: file.stat().st_size)
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    resumed = run_forked(["resume=run"], folder, 2)
+    assert resumed.code == 0, resumed.output
+    assert "/run/checkpoints/step2.ckpt (step 2)" in resumed.output and "checksum" in resumed.output, resumed.output
+
+
 def test_the_configuration_is_that_of_the_run_where_files_have_changed(folder: Path) -> None:
     recipe = folder / "conf" / "recipe" / "mine.yaml"
     recipe.parent.mkdir(parents=True)
