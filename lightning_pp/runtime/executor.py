@@ -164,7 +164,7 @@ class PipelineExecutor:
         return program
 
     def _lay_out(self, schedule: Schedule, plans: Sequence[StepPlan]) -> _Program:
-        route = plan_route(schedule, plans, self._rank)
+        route = plan_route(schedule, plans, self._rank, receives_occupy_device=not self._transport.matches_by_tag)
         # microbatches whose backward is I and W; the others pay nothing for a split
         split = {
             (stop.action.stage, stop.action.microbatch) for stop in route.stops if stop.action.kind is ActionKind.I
@@ -250,6 +250,8 @@ class _Step:
         """An F, I, W or B is due."""
         if self._sharded is not None:
             self._sharded.before(entry.stop.action)
+        if entry.stop.posts and not entry.stop.arrivals:
+            self._transport.post(entry.stop)
         self.timer.start()
 
     def end(self, entry: _Entry) -> None:

@@ -42,8 +42,8 @@ class _Lane(NamedTuple):
 class Transport:
     """Sends and receives of one rank of one pipeline.
 
-    Receives are posted ahead of need. A send keeps its tensor until the other side has it and then lets go; the caller
-    keeps nothing. Between two stages on one rank tensors are handed over as they are.
+    Receives are posted ahead of need, as the route says. A send keeps its tensor until the other side has it and then
+    lets go; the caller keeps nothing. Between two stages on one rank tensors are handed over as they are.
 
     Gloo finds the receive for a message by its tag. NCCL knows no tags and matches by order, so there each direction of
     each pair of ranks is a channel, a group of its own. The first message of a channel makes the connection, and who
@@ -88,6 +88,11 @@ class Transport:
         self._sends = Sends(works_tell=not self._matches_by_tag)
         self._abandoned: list[Any] = []
 
+    @property
+    def matches_by_tag(self) -> bool:
+        """Whether messages find their receive by tag, and a receive that waits occupies nothing."""
+        return self._matches_by_tag
+
     def _channel_groups(self, timeout: timedelta | None) -> dict[tuple[int, int], dist.ProcessGroup]:
         """A group per direction and pair: on a shared one NCCL would run sends and receives one after the other."""
         places = range(len(self._ranks))
@@ -117,10 +122,14 @@ class Transport:
         for message in route.first_posts:
             self._post(message)
 
-    def receive(self, stop: Stop) -> list[tuple[Value, Tensor]]:
-        """Waits for everything that the action needs."""
+    def post(self, stop: Stop) -> None:
+        """Posts the receives that are due before the action; :meth:`receive` does where it has any of its own."""
         for message in stop.posts:
             self._post(message)
+
+    def receive(self, stop: Stop) -> list[tuple[Value, Tensor]]:
+        """Waits for everything that the action needs."""
+        self.post(stop)
         received = []
         for message in stop.arrivals:
             sender, tag = message.sender, message.tag

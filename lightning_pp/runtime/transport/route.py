@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_pp.schedule import Action, ActionKind, Schedule
@@ -72,8 +73,19 @@ class Route:
 _RECEIVES_AHEAD = 2
 
 
-def plan_route(schedule: Schedule, plans: Sequence[StepPlan], rank: int) -> Route:
-    """Derives from the programs of all ranks what ``rank`` sends and receives."""
+def plan_route(
+    schedule: Schedule, plans: Sequence[StepPlan], rank: int, *, receives_occupy_device: bool = False
+) -> Route:
+    """Derives from the programs of all ranks what ``rank`` sends and receives.
+
+    Args:
+        schedule: The programs.
+        plans: That of each microbatch.
+        rank: The pipeline rank.
+        receives_occupy_device: Whether a posted receive is work that the device has begun and waits in, as over NCCL.
+            Whatever drains the device then waits for the message: loading a kernel for the first time, freeing memory,
+            making another communicator. So a receive is posted ahead only where nobody can come to wait in a circle.
+    """
     rank_of_stage = schedule.placement.rank_of_stage
     numbers = [{edge: number for number, edge in enumerate(plan.edges)} for plan in plans]
     most_edges = max(len(plan.edges) for plan in plans)
@@ -115,14 +127,53 @@ def plan_route(schedule: Schedule, plans: Sequence[StepPlan], rank: int) -> Rout
                     receipts[message.tag] = num_known
         if ordered:
             incoming[other] = tuple(ordered)
-    first_posts, stops = _with_posts(stops, incoming)
+    first_stops = _first_stops_to_post(schedule, messages, rank) if receives_occupy_device else {}
+    first_posts, stops = _with_posts(stops, incoming, first_stops)
     return Route(incoming, first_posts, stops, receipts)
 
 
+def _first_stops_to_post(schedule: Schedule, messages: Callable[..., Iterator[Message]], rank: int) -> dict[int, int]:
+    """For the tag of each message to ``rank`` the first of its actions that comes after the one that sends it.
+
+    After: in the order in which actions begin where each takes one unit of time and messages take none, and those that
+    begin together are ordered by their rank. All ranks find the same order, in which they could run one action after
+    the other. So what a rank waits for comes from earlier actions than its next one, before which others wait for what
+    comes from earlier ones still: nobody waits in a circle, however many ranks drain their device, and whenever.
+    """
+    sent: dict[int, tuple[int, int]] = {}
+    ends_of: dict[int, int] = {}
+    to_rank: list[int] = []
+    own: list[tuple[int, int]] = []  # this rank's actions
+    waiting = {other: deque(program) for other, program in enumerate(schedule.programs)}
+    ends = dict.fromkeys(waiting, 0)
+    while any(waiting.values()):
+        for other, program in waiting.items():
+            while program:
+                arrivals = [message.tag for message in messages(program[0], sent=False)]
+                if not all(tag in sent for tag in arrivals):
+                    break
+                begin = max(ends[other], *(ends_of[tag] for tag in arrivals), 0)
+                action = program.popleft()
+                ends[other] = begin + (action.microbatch is not None)
+                if other == rank:
+                    own.append((begin, rank))
+                for message in messages(action, sent=True):
+                    sent[message.tag], ends_of[message.tag] = (begin, other), ends[other]
+                    if message.receiver == rank != message.sender:
+                        to_rank.append(message.tag)
+    return {tag: bisect_left(own, sent[tag]) for tag in to_rank}
+
+
 def _with_posts(
-    stops: tuple[Stop, ...], incoming: Mapping[int, Sequence[Message]]
+    stops: tuple[Stop, ...], incoming: Mapping[int, Sequence[Message]], first_stops: Mapping[int, int]
 ) -> tuple[tuple[Message, ...], tuple[Stop, ...]]:
-    """When the receive for each message is posted: ahead of need, in the order in which its sender sends."""
+    """When the receive for each message is posted: ahead of need, in the order in which its sender sends.
+
+    Args:
+        stops: This rank's actions.
+        incoming: The messages to it.
+        first_stops: For tags the first stop at which the receive may be posted; others may be at any time.
+    """
     waiting = {sender: deque(messages) for sender, messages in incoming.items()}
     posted: dict[int, set[int]] = {sender: set() for sender in incoming}
     posts: list[Message] = []
@@ -132,16 +183,21 @@ def _with_posts(
         posted[sender].add(message.tag)
         posts.append(message)
 
-    def post_ahead(sender: int) -> None:
+    def post_ahead(sender: int, number: int) -> None:
         while len(posted[sender]) < _RECEIVES_AHEAD and waiting[sender]:
+            if first_stops.get(waiting[sender][0].tag, 0) > number:
+                break
             post(sender)
 
     for sender in incoming:
-        post_ahead(sender)
+        post_ahead(sender, 0)
     first_posts = tuple(posts)
     planned = []
-    for stop in stops:
+    for number, stop in enumerate(stops):
         posts.clear()
+        if first_stops and stop.action.microbatch is not None:  # what has been sent since may allow it
+            for sender in incoming:
+                post_ahead(sender, number)
         for message in stop.arrivals:
             sender = message.sender
             if sender not in incoming:  # this rank itself
@@ -149,6 +205,6 @@ def _with_posts(
             while message.tag not in posted[sender]:
                 post(sender)
             posted[sender].remove(message.tag)
-            post_ahead(sender)
+            post_ahead(sender, number)
         planned.append(replace(stop, posts=tuple(posts)))
     return first_posts, tuple(planned)

@@ -2,25 +2,34 @@
 
 So does NCCL, which needs a device for each rank. Here such channels are made of gloo's: both sides of the first message
 wait on the host until the other has come to it, tags are left out, and each direction of each pair of ranks has a group
-of its own.
+of its own. A receive that is posted occupies the device: at every action the rank drains it, as loading a kernel or
+freeing memory does, and waits for all receives that it has posted.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
+import lightning.pytorch as pl
 import pytest
+import torch
 import torch.distributed as dist
 from parity_run import Layout, Outcome, Settings, check_like_one_device, train_pipelined
 from pool import WorkerPool
+from small_models import Blocks
 from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_pp import PipelineParallelStrategy
 from lightning_pp.runtime.transport.channels import Transport
-from lightning_pp.runtime.transport.route import Route
+from lightning_pp.runtime.transport.route import Route, Stop
+from lightning_pp.split.record.step_record import Value
 
 
 class ConnectingChannel:
@@ -68,22 +77,66 @@ class ChannelTransport(Transport):
         groups = super()._channel_groups(timeout)
         return {channel: ConnectingChannel(group, f"{self._number}: {channel}") for channel, group in groups.items()}
 
+    patience_s = 60.0
 
-class UnopenedTransport(ChannelTransport):
+    def receive(self, stop: Stop) -> list[tuple[Value, Tensor]]:
+        received = super().receive(stop)
+        for tag, (work, tensor) in self._posted.items():
+            if work is not None:
+                work.wait(timedelta(seconds=self.patience_s))
+                self._posted[tag] = (None, tensor)  # gloo's works are waited for once
+        return received
+
+
+class EagerTransport(ChannelTransport):
+    """The same, with receives posted as where they occupy nothing."""
+
+    patience_s = 3.0
+    matches_by_tag = True
+
+
+class UnopenedTransport(EagerTransport):
     """The same, where the first message of a channel is whatever comes first."""
 
     def _open_channels_of(self, route: Route) -> None:
         pass
 
 
-def train_over_channels(opens: bool, settings: Settings, layout: Layout) -> Outcome:
-    """In a worker: trains over such a transport."""
+@contextmanager
+def channels_of(kind: type[ChannelTransport]) -> Iterator[None]:
     ChannelTransport.made = itertools.count()  # workers are used again
     with (
-        patch("lightning_pp.strategy.connection.Transport", ChannelTransport if opens else UnopenedTransport),
-        patch.object(ConnectingChannel, "patience_s", 60.0 if opens else 3.0),
+        patch("lightning_pp.strategy.connection.Transport", kind),
+        patch.object(ConnectingChannel, "patience_s", 3.0 if kind is UnopenedTransport else 60.0),
     ):
+        yield
+
+
+def train_over_channels(kind: type[ChannelTransport], settings: Settings, layout: Layout) -> Outcome:
+    """In a worker: trains over such a transport."""
+    with channels_of(kind):
         return train_pipelined(settings, layout)
+
+
+class Evaluated(Blocks):
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+
+def evaluate_over_channels(schedule: str | None) -> tuple[float, Tensor]:
+    """In a worker: trains, validates and predicts; without a schedule on one device."""
+    x = torch.randn(12, 8, generator=torch.Generator().manual_seed(1))
+    batches = DataLoader(TensorDataset(x, x.sum(-1).tanh()), batch_size=4)
+    strategy = "auto" if schedule is None else PipelineParallelStrategy(2, 1, 2, schedule=schedule)
+    module = Evaluated()
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1 if schedule is None else 2, strategy=strategy, max_epochs=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False,
+    )  # fmt: skip
+    with channels_of(ChannelTransport):
+        trainer.fit(module, batches, batches)
+        predicted = torch.cat(trainer.predict(module, batches))
+    return float(trainer.callback_metrics.get("val_loss", 0.0)), predicted
 
 
 LAYOUTS: list[Any] = [
@@ -106,13 +159,42 @@ LAYOUTS += [
 @pytest.mark.parametrize(("model", "layout"), LAYOUTS, ids=str)
 def test_training_is_that_of_one_device(pool: WorkerPool, model: str, layout: Layout) -> None:
     settings = Settings(model, accumulate=2, clip_val=0.05, clip_algorithm="norm")
-    outcomes = pool.run(train_over_channels, True, settings, layout, world_size=layout.world_size, timeout=120)
+    outcomes = pool.run(
+        train_over_channels, ChannelTransport, settings, layout, world_size=layout.world_size, timeout=120
+    )
     check_like_one_device(outcomes, settings, layout)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+def test_evaluation_is_that_of_one_device(pool: WorkerPool, schedule: str) -> None:
+    ((_, expected),) = pool.run(evaluate_over_channels, None, world_size=1)
+    for _, predicted in pool.run(evaluate_over_channels, schedule, world_size=2, timeout=120):
+        torch.testing.assert_close(predicted, expected)
+
+
+def test_receives_that_are_posted_too_early_keep_the_device_for_ever(pool: WorkerPool) -> None:
+    settings, layout = Settings("residual_mlp"), Layout("1f1b", 2, 1, 3)
+    report = pool.run(
+        train_over_channels,
+        EagerTransport,
+        settings,
+        layout,
+        world_size=layout.world_size,
+        grace=6,
+        expect_failure=True,
+    )
+    assert any(failure and "imed out" in str(failure) for failure in report.failures)
 
 
 def test_channels_that_nobody_opens_hang(pool: WorkerPool) -> None:
     settings, layout = Settings("residual_mlp"), Layout("1f1b", 2, 1, 3)
     report = pool.run(
-        train_over_channels, False, settings, layout, world_size=layout.world_size, grace=2, expect_failure=True
+        train_over_channels,
+        UnopenedTransport,
+        settings,
+        layout,
+        world_size=layout.world_size,
+        grace=2,
+        expect_failure=True,
     )
     assert any(failure and "nobody came to the first message" in str(failure) for failure in report.failures)
