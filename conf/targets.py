@@ -20,7 +20,8 @@ from typing import Any
 
 from hydra.utils import get_object
 from hydra.utils import instantiate as build_with_hydra
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig
+from omegaconf.errors import OmegaConfBaseException
 
 from lightning_pp.errors import ConfigurationError
 
@@ -75,8 +76,7 @@ def check_targets(config: Any, place: str = "") -> None:
     """
     if config is None:
         return
-    resolved = OmegaConf.to_container(config, resolve=True) if isinstance(config, (DictConfig, ListConfig)) else config
-    for field, target in _targets(resolved, place):
+    for field, target in _targets(_resolved(config), place):
         _check(field, target)
 
 
@@ -87,6 +87,22 @@ def allowed_packages() -> tuple[str, ...]:
 
 def _added_packages() -> list[str]:
     return [name.strip() for name in re.split("[,:]", os.environ.get(VARIABLE, "")) if name.strip()]
+
+
+def _resolved(node: Any) -> Any:
+    """A config as plain dicts and lists. What cannot be resolved here is None: it cannot be built either."""
+    if isinstance(node, DictConfig):
+        return {name: _child(node, name) for name in node}
+    if isinstance(node, ListConfig):
+        return [_child(node, index) for index in range(len(node))]
+    return node
+
+
+def _child(node: DictConfig | ListConfig, name: Any) -> Any:
+    try:
+        return _resolved(node[name])
+    except OmegaConfBaseException:
+        return None
 
 
 def _targets(node: Any, place: str) -> Iterator[tuple[str, Any]]:

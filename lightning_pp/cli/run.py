@@ -57,7 +57,7 @@ class Run:
         callbacks = [build(c) for c in config.callbacks.values() if c is not None]
         strategy = build(config.strategy)
         model = build(config.model)
-        if config.resume is not None and config.logger is not None:
+        if config.get("resume") is not None and config.logger is not None:
             go_on_with_logs(config.logger)
         logger = build(config.logger) if config.logger is not None else False
         trainer = build(config.trainer, strategy=strategy, logger=logger, callbacks=callbacks)
@@ -95,7 +95,7 @@ class Run:
         method = getattr(self.trainer, self.config.mode.value)
         with _hidden_arguments():  # which W&B keeps, when it is first logged to
             for logger in self.trainer.loggers:
-                if self.config.resume is not None and isinstance(logger, CSVLogger) and is_rank_zero():
+                if self.config.get("resume") is not None and isinstance(logger, CSVLogger) and is_rank_zero():
                     position = _position_of(self.config)
                     keep_rows(logger, position.step if position is not None else 0)
                 self._log_config(logger)
