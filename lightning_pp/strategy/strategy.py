@@ -519,7 +519,9 @@ class PipelineParallelStrategy(MeshStrategy):
             CheckpointError: The training goes on within an epoch, and the loader cannot.
         """
         seed_workers_by(dataloader, self.data_parallel_rank)
-        dataloader = self._checkpoints.data.follow(super().process_dataloader(dataloader))
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        dataloader = self._checkpoints.follow_loader(super().process_dataloader(dataloader), trainer)
         if self.options.batches.unequal_data == "shortest" and self.num_ranks > 1:
             return ShortestLoader(dataloader, self.reduce_boolean_decision)
         return dataloader

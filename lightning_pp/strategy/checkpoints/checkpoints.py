@@ -80,6 +80,7 @@ class Checkpoints:
         self._timeout = timeout
         self._is_interrupted = is_interrupted
         self._run: _Run | None = None
+        self._early_data: DataPosition | None = None
         self._background: BackgroundSaver | None = None
         self._stager: DefaultStager | None = None
         self._promised: set[str] = set()
@@ -103,7 +104,8 @@ class Checkpoints:
             part: What this rank holds.
             checkpoint_io: Writes, reads and removes single files.
         """
-        self._run = _Run(engine, part, checkpoint_io, DataPosition(trainer))
+        data, self._early_data = self._early_data or DataPosition(trainer), None
+        self._run = _Run(engine, part, checkpoint_io, data)
         if self._in_background and self._background is None:
             self._background = BackgroundSaver(group_of_hosts(self._timeout))
             self._stager = make_stager()
@@ -128,6 +130,13 @@ class Checkpoints:
     def data(self) -> DataPosition:
         """Where the training data of the run stand."""
         return self._attached.data
+
+    def follow_loader(self, loader: object, trainer: pl.Trainer) -> object:
+        """:meth:`DataPosition.follow`, also for a loader that is asked for before the run is attached."""
+        if self._run is None:
+            self._early_data = self._early_data or DataPosition(trainer)
+            return self._early_data.follow(loader)
+        return self._run.data.follow(loader)
 
     @property
     def ranks(self) -> Ranks:

@@ -111,8 +111,20 @@ class DataPosition:
         return 0 if self._resumed is None else int(self._resumed["epoch"])
 
     def begin(self) -> None:
-        """After the hooks that a resumed training calls again, and before those of an epoch."""
+        """After the hooks that a resumed training calls again, and before those of an epoch.
+
+        Raises:
+            CheckpointError: The checkpoint stands within an epoch, and the loaders were made before it was loaded.
+        """
         if self._resumed is not None:
+            if self._resumed["num_batches"] and not self._num_resumed:
+                raise CheckpointError(
+                    f"The checkpoint was saved after {self._resumed['num_batches']} batches of epoch "
+                    f"{self._resumed['epoch']}, and the training data cannot be restored there: something asked for "
+                    "the loaders before it was loaded, as trainer.estimated_stepping_batches in configure_optimizers "
+                    "does. "
+                    "Compute the number of steps in another way, or resume from the end of an epoch."
+                )
             self.put_current()
             if self._resumed["num_batches"] == 0:
                 self._current = None  # the hooks of the epoch's beginning draw
