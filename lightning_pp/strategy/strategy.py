@@ -25,7 +25,6 @@ from lightning_pp.checkpoint import read_alone
 from lightning_pp.checkpoint.storage.folder import checkpoint_at
 from lightning_pp.checkpoint.storage.location import is_folder
 from lightning_pp.distributed.sizes import Auto, check_size
-from lightning_pp.distributed.watchdog import Progress
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.activation_checkpointing import ActivationCheckpointing
 from lightning_pp.planning.cuts import CutOptions, names_of
@@ -52,7 +51,7 @@ from lightning_pp.strategy.checkpoints.last import LastCheckpoints, find_last_at
 from lightning_pp.strategy.checkpoints.rank_part import rank_part
 from lightning_pp.strategy.engine import PipelineEngine
 from lightning_pp.strategy.faults.failed_run import FailedRuns
-from lightning_pp.strategy.faults.unequal_data import ShortestLoader, check_num_batches, data_progress
+from lightning_pp.strategy.faults.unequal_data import DataProgress, ShortestLoader, check_num_batches
 from lightning_pp.strategy.lightning.ends import (
     end_at_once_when_interrupted_again,
     refuse_code_zero,
@@ -242,6 +241,7 @@ class PipelineParallelStrategy(MeshStrategy):
         self._num_runs = 0
         self._failed_runs = FailedRuns()
         self._loggers = GuardedLoggers()
+        self._data_progress = DataProgress()
         self._num_trained_before = 0
         self._preemption: Preemption | None = None
         self._kept_optimizers = KeptOptimizers()
@@ -318,6 +318,7 @@ class PipelineParallelStrategy(MeshStrategy):
         """Joins the process group; callbacks that would copy the whole module are told not to."""
         super().setup_environment()
         assert self.lightning_module is not None
+        self._data_progress.forget()
         self._failed_runs.start(
             self.global_rank,
             self.num_ranks,
@@ -478,6 +479,7 @@ class PipelineParallelStrategy(MeshStrategy):
             What the user's step would have returned for the whole batch, detached.
         """
         trainer = self.lightning_module.trainer  # type: ignore[union-attr]
+        self._data_progress.begin_batch(trainer)
         is_last = not accumulates(trainer)
         accumulate = trainer.accumulate_grad_batches
         output: STEP_OUTPUT = self.engine.train(args, kwargs, accumulate=accumulate, reduce=is_last)
@@ -503,6 +505,7 @@ class PipelineParallelStrategy(MeshStrategy):
     def _evaluate(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._preemption is not None:
             self._preemption.end_evaluation_if_time()
+        self._data_progress.begin_batch(self.lightning_module.trainer)  # type: ignore[union-attr]
         return self.engine.evaluate(step, args, kwargs)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -647,10 +650,6 @@ class PipelineParallelStrategy(MeshStrategy):
             numbers = self._engine.placement.stages_of_rank(self.pipeline_rank)
             stages = f"stage{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))} of "
         return f"{stages}pipeline {self.data_parallel_rank}, after {self._engine.num_batches_trained} training batches"
-
-    def _data_progress(self) -> list[Progress]:
-        trainer = None if self.lightning_module is None else trainer_of(self.lightning_module)
-        return [] if trainer is None else data_progress(trainer)
 
     def _before_first_batch(self) -> None:
         assert self.lightning_module is not None

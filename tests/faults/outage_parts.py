@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from pipelined_fit import loader
 from small_models import Blocks
 
 from lightning_pp import PipelineMonitor, PipelineParallelStrategy
+from lightning_pp.distributed.processes import is_gone
 
 NUM_BATCHES, BROKEN_AFTER = 6, 2
 
@@ -89,13 +91,17 @@ class Breaks(L.Callback):
 
 
 def kill_wandb() -> None:
-    """Kill the service process of W&B that this process has started."""
+    """Kill the service process of W&B that this process has started; its sockets are closed when this returns."""
     listed = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
     mine = [line.split() for line in listed.splitlines() if "wandb-core" in line]
     found = [int(pid) for pid, parent, *_ in mine if int(parent) == os.getpid()]
     assert found, listed
     for pid in found:
         os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while not all(map(is_gone, found)):
+        assert time.monotonic() < deadline, f"processes {found} are there 30 s after SIGKILL"
+        time.sleep(0.01)
 
 
 def fit_with(kind: str, folder: str, pipeline: int, broken: bool = False, of_rank: int | None = None) -> dict[str, Any]:

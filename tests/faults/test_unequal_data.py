@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -91,6 +92,29 @@ def test_data_without_a_length(pool: WorkerPool, what: str, numbers: list[int]) 
     data = "training" if what == "fit" else "validation"
     told = rf"has 2 batches of {data} data, and rank {1 - shorter} has begun batch 3"
     check(pool, rf"This rank ended because (it|rank {shorter}) {told}", PIPELINE, what, Stream, numbers)
+
+
+class Slow(Evaluated):
+    """Takes longer to move a batch than the ranks take to look after each other, some times over."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        time.sleep(0.6)
+        return batch
+
+
+def run_slowly() -> dict[str, int]:
+    counted = Counted()
+    trainer = make_trainer(PIPELINE, callbacks=[counted])
+    trainer.fit(Slow(), DataLoader(Stream(8), batch_size=4), DataLoader(Stream(8), batch_size=4))
+    trainer.test(Slow(), DataLoader(Stream(8), batch_size=4))
+    trainer.predict(Slow(), DataLoader(Stream(8), batch_size=4))
+    return counted.numbers
+
+
+def test_equal_data_whose_last_batch_is_late(pool: WorkerPool) -> None:
+    """Lightning says that a batch is the last before it counts it."""
+    for numbers in pool.run(run_slowly, world_size=PIPELINE.world_size):
+        assert numbers == {"training": 4, "validation": 4, "test": 2, "prediction": 2}  # two epochs
 
 
 class Counted(pl.Callback):

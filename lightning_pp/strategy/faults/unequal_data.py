@@ -18,7 +18,7 @@ from lightning_pp.errors import ConfigurationError
 def check_num_batches(trainer: pl.Trainer) -> None:
     """Compares how many batches the ranks have of what the trainer is about to run over; every rank has to call it.
 
-    Loaders without a length have infinitely many here; see :func:`data_progress`.
+    Loaders without a length have infinitely many here; see :class:`DataProgress`.
 
     Raises:
         ConfigurationError: On all ranks: the numbers differ.
@@ -36,27 +36,47 @@ def check_num_batches(trainer: pl.Trainer) -> None:
             )
 
 
-def data_progress(trainer: pl.Trainer) -> list[Progress]:
-    """How far a run has come in each of its data: a fit in those of training and of validation."""
-    if trainer.state.fn == TrainerFn.FITTING:
-        epoch_loop = trainer.fit_loop.epoch_loop
-        loops: dict[str, Any] = {"training": epoch_loop}
-        if not trainer.sanity_checking:  # has passes of its own
-            loops["validation"] = epoch_loop.val_loop
-    elif trainer.state.fn == TrainerFn.VALIDATING:
-        loops = {"validation": trainer.validate_loop}
-    elif trainer.state.fn == TrainerFn.TESTING:
-        loops = {"test": trainer.test_loop}
-    else:
-        loops = {"prediction": trainer.predict_loop}
-    return [_progress(what, loop.batch_progress) for what, loop in loops.items()]
+class DataProgress:
+    """How far this rank has come in each of its data: a fit in those of training and of validation.
+
+    The main thread notes each batch as it begins; the thread that watches the ranks asks.
+    """
+
+    def __init__(self) -> None:
+        self._begun: dict[str, tuple[Progress, Any]] = {}
+
+    def begin_batch(self, trainer: pl.Trainer) -> None:
+        """Notes the batch whose step the trainer is about to run; those of a sanity check are passed over."""
+        if trainer.sanity_checking:  # has passes of its own
+            return
+        what, batches = _batches(trainer)
+        number = batches.current.ready
+        self._begun[what] = Progress(what, batches.total.ready - number, number, batches.is_last_batch), batches
+
+    def forget(self) -> None:
+        """A run over other data is about to begin."""
+        self._begun = {}
+
+    def __call__(self) -> list[Progress]:
+        """As of now; a pass has ended if its last batch has been completed."""
+        # a copy in one step: the main thread may add to it meanwhile
+        return [
+            begun._replace(has_ended=begun.has_ended and batches.current.completed == begun.num_batches)
+            for begun, batches in tuple(self._begun.values())
+        ]
 
 
-def _progress(what: str, batches: Any) -> Progress:
-    # read on a thread: the total is raised first, so that what is begun just now is in it
-    current, completed = batches.current.ready, batches.current.completed
-    is_last = getattr(batches, "is_last_batch", False)
-    return Progress(what, batches.total.ready - current, current, is_last and current > 0 and completed == current)
+def _batches(trainer: pl.Trainer) -> tuple[str, Any]:
+    """What the trainer runs over just now, and how far its loop has come."""
+    stage = trainer.state.stage
+    if stage == RunningStage.TRAINING:
+        return "training", trainer.fit_loop.epoch_loop.batch_progress
+    if stage == RunningStage.VALIDATING:
+        is_fit = trainer.state.fn == TrainerFn.FITTING
+        return "validation", (trainer.fit_loop.epoch_loop.val_loop if is_fit else trainer.validate_loop).batch_progress
+    if stage == RunningStage.TESTING:
+        return "test", trainer.test_loop.batch_progress
+    return "prediction", trainer.predict_loop.batch_progress
 
 
 class ShortestLoader:
