@@ -5,8 +5,13 @@ Tried with torch 2.11 to 2.13. Importing fails, and says which name is missing, 
 
 from __future__ import annotations
 
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import Store
 
 from lightning_pp._private_names import private
 
@@ -22,3 +27,11 @@ def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
 def parts_of_sparse(tensor: Tensor) -> list[Tensor]:
     """Indices and values of a sparse tensor, also of one that is not coalesced, as they lie in it."""
     return [tensor._indices(), tensor._values()]
+
+
+def nccl_of_two(store: Store, place: int, timeout: timedelta | None) -> Any:
+    """NCCL between two ranks, which find each other in ``store``; see :func:`groups.group_of_two`."""
+    options = dist.ProcessGroupNCCL.Options()
+    if timeout is not None:
+        options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, place, 2, options)

@@ -1,11 +1,15 @@
-"""Process groups that some ranks need, made by all ranks together."""
+"""Process groups that some ranks need: made by all ranks together, or by two alone."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from lightning_pp.distributed._torch_private import nccl_of_two
 
 
 def agreed_groups(
@@ -38,3 +42,24 @@ def group_of_hosts(timeout: timedelta | None) -> dist.ProcessGroup:
     """A gloo group of all ranks, for collectives on tensors of the host. To be called by all ranks of the world."""
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
     return group
+
+
+def group_of_two(name: str, place: int, device_type: str, timeout: timedelta | None) -> Any:
+    """A group that its two ranks alone make, of the one backend that ``device_type`` needs: NCCL, or gloo on the host.
+
+    It is a backend as torch makes it for a group, and not a group itself: torch numbers groups, so all ranks of the
+    world would have to make all of them. It has ``send`` and ``recv``, ``shutdown`` and ``abort``. Over gloo the ranks
+    wait here for each other, over NCCL at the first message.
+
+    Args:
+        name: Known to the two ranks alone, and used once in a job.
+        place: 0 on one of them, 1 on the other.
+        device_type: Of the tensors that go through it.
+        timeout: How long a message may wait; None for the backend's default.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    store = PrefixStore(name, world.get_group_store())
+    if device_type == "cuda":
+        return nccl_of_two(store, place, timeout)
+    return dist.ProcessGroupGloo(store, place, 2, timeout or dist.default_pg_timeout)

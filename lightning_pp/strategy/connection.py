@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,7 @@ class Connection:
         self._of_stages = ControlGroups()
         self._is_open = True
         self._messages: MessageLine | None = None
+        self._transport: Transport | None = None
         self.groups = self._new_groups()
 
     @property
@@ -55,14 +57,16 @@ class Connection:
         self._messages = MessageLine(replace(self._new_groups(), last_stage_rank=rank))
 
     def new_transport(self) -> Transport:
-        """What carries tensors between the stages; on the host over a group that is its alone."""
+        """What carries tensors between the stages: on the host over a group that is its alone, else over channels."""
         earlier, self._of_stages = self._of_stages, ControlGroups()
         if self._device.type == "cpu":
             self._of_stages = self._new_groups()
         earlier.replace_by(ControlGroups())
         ranks = [int(rank) for rank in self._mesh["pipeline"].mesh.tolist()]
         place = self._mesh.get_local_rank("pipeline")
-        return Transport(ranks, place, self._device, self._timeout, self._of_stages.pipeline)
+        name = self.groups.share(lambda: f"channels/{uuid4().hex}", "A name of channels")
+        self._transport = Transport(ranks, place, self._device, self._timeout, self._of_stages.pipeline, name)
+        return self._transport
 
     def align_generators(self) -> None:
         """Every rank of a pipeline draws the same outside of steps from here on, on the host and on its device."""
@@ -79,6 +83,8 @@ class Connection:
             self._is_open = False
             for groups in (self.groups, self._of_stages):
                 groups.abandon()
+            if self._transport is not None:
+                self._transport.abort()
             if self._messages is not None:  # a thread may come here while it is made
                 self._messages.groups.abandon()
                 self._messages.close()

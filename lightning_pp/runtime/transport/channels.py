@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -10,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pp.distributed.groups import agreed_groups
+from lightning_pp.distributed.groups import group_of_two
 from lightning_pp.runtime.transport.route import Message, Route, Stop
 from lightning_pp.runtime.transport.sends import Send, Sends
 from lightning_pp.split.record.step_record import Value
@@ -24,15 +27,15 @@ class _Lane(NamedTuple):
     """How one message of a route goes, the same in every step.
 
     Attributes:
-        group: The group that it goes through. ``dist.isend`` looks it and the peer up for every message, which takes as
-            long as sending.
+        group: The group, or the channel, that it goes through. ``dist.isend`` looks it and the peer up for every
+            message, which takes as long as sending.
         peer: The other side's rank in it.
         alike: A tensor of its shape and dtype, over the memory of one element.
         is_empty: Whether it has no elements, and is not sent.
         is_complex: Whether its elements are.
     """
 
-    group: dist.ProcessGroup
+    group: Any
     peer: int
     alike: Tensor
     is_empty: bool
@@ -46,10 +49,10 @@ class Transport:
     lets go; the caller keeps nothing. Between two stages on one rank tensors are handed over as they are.
 
     Gloo finds the receive for a message by its tag. NCCL knows no tags and matches by order, so there each direction of
-    each pair of ranks is a channel, a group of its own. The first message of a channel makes the connection, and who
-    sends or receives it waits for the other side on the host. A receive that is posted ahead would so wait for ever for
-    a message that this rank's own work leads to; hence all channels of a route are opened before its first message, by
-    all ranks in one order.
+    each pair of ranks that has messages is a channel, a group of its own, made by the two alone. The first message of a
+    channel makes the connection, and who sends or receives it waits for the other side on the host. A receive that is
+    posted ahead would so wait for ever for a message that this rank's own work leads to; hence all channels of a route
+    are opened before its first message, in the order of :func:`opening_order`.
 
     Args:
         ranks: Global ranks of the pipeline, in pipeline order.
@@ -57,6 +60,7 @@ class Transport:
         device: Where received tensors are put.
         timeout: How long a receive may wait.
         group: The group to use where there is not one per channel; None for the default one.
+        name: Of the channels, the same on all ranks of the pipeline, and used once in a job.
         matches_by_tag: Whether messages find their receive by tag; None: on the host they do.
     """
 
@@ -67,6 +71,7 @@ class Transport:
         device: torch.device,
         timeout: timedelta | None = None,
         group: dist.ProcessGroup | None = None,
+        name: str = "pipeline",
         matches_by_tag: bool | None = None,
     ) -> None:
         self._ranks = tuple(ranks)
@@ -74,8 +79,11 @@ class Transport:
         self._device = device
         self._matches_by_tag = device.type == "cpu" if matches_by_tag is None else matches_by_tag
         self._group = group
-        self._groups = {} if self._matches_by_tag else self._channel_groups(timeout)
-        self._open_channels: set[tuple[int, int]] = set()
+        self._name = name
+        self._timeout = timeout
+        self._channels: dict[tuple[int, int], Any] = {}
+        self._is_aborted = threading.Event()
+        weakref.finalize(self, _shut_down, self._channels, self._is_aborted)
         # for each route, by the tags of its messages; a route is kept with its lanes, so that its id stays its own
         self._lanes_of: dict[int, tuple[Route, dict[int, _Lane]]] = {}
         self._lanes: dict[int, _Lane] = {}
@@ -92,18 +100,6 @@ class Transport:
     def matches_by_tag(self) -> bool:
         """Whether messages find their receive by tag, and a receive that waits occupies nothing."""
         return self._matches_by_tag
-
-    def _channel_groups(self, timeout: timedelta | None) -> dict[tuple[int, int], dist.ProcessGroup]:
-        """A group per direction and pair: on a shared one NCCL would run sends and receives one after the other."""
-        places = range(len(self._ranks))
-        channels = {
-            (self._ranks[source], self._ranks[target]): (source, target)
-            for source in places
-            for target in places
-            if source != target and self._rank in (source, target)
-        }
-        groups = agreed_groups(list(channels), description="pipeline channel", timeout=timeout)
-        return {channel: groups[ranks] for ranks, channel in channels.items()}
 
     def begin(self, route: Route) -> None:
         """Starts a step; posts the first receives."""
@@ -185,22 +181,39 @@ class Transport:
         self._posted.clear()
         self._handed_over.clear()
 
+    def abort(self) -> None:
+        """Ends what waits in a channel, on this rank and on its device; the transport is of no more use."""
+        self._is_aborted.set()
+        for channel in tuple(self._channels.values()):
+            channel.abort()
+
     def _open_channels_of(self, route: Route) -> None:
-        """Sends a number over each channel that no earlier route has used, all ranks in the same order of channels."""
+        """Makes each channel that no earlier route has used, and sends a number over it."""
         if self._matches_by_tag:
             return
         departures = (message for stop in route.stops for message in stop.departures)
         arrivals = (message for messages in route.incoming.values() for message in messages)
-        needed = {self._channel(message) for message in (*departures, *arrivals) if message.sender != message.receiver}
-        for channel in sorted(needed - self._open_channels):
-            group, peer = self._group_and_peer(channel)
-            number = torch.zeros(1, device=self._device)
-            is_sender = channel[0] == self._ranks[self._rank]
-            work = group.send([number], peer, 0) if is_sender else group.recv([number], peer, 0)
-            work.wait()
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
-        self._open_channels |= needed
+        needed = {
+            (message.sender, message.receiver)
+            for message in (*departures, *arrivals)
+            if message.sender != message.receiver
+        }
+        for channel in opening_order(needed - self._channels.keys()):
+            self._channels[channel] = self._new_channel(channel)
+            self._open(channel)
+
+    def _new_channel(self, channel: tuple[int, int]) -> Any:
+        """The group of one direction: on one for both NCCL would run sends and receives one after the other."""
+        source, target = (self._ranks[place] for place in channel)
+        name = f"{self._name}/{source}-{target}/"
+        return group_of_two(name, channel.index(self._rank), self._device.type, self._timeout)
+
+    def _open(self, channel: tuple[int, int]) -> None:
+        number, group = torch.zeros(1, device=self._device), self._channels[channel]
+        work = group.send([number], 1, 0) if channel[0] == self._rank else group.recv([number], 0, 0)
+        work.wait()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def _post(self, message: Message) -> None:
         lane, work = self._lane(message), None
@@ -217,22 +230,42 @@ class Transport:
 
     def _lay_out(self, message: Message) -> _Lane:
         spec = message.spec
-        group, peer = self._group_and_peer(self._channel(message))
+        group, peer = self._group_and_peer(message)
         alike = torch.empty((), dtype=spec.dtype, device=self._device).expand(spec.shape)
         return _Lane(group, peer, alike, not spec.num_bytes, spec.dtype.is_complex)
 
-    def _channel(self, message: Message) -> tuple[int, int]:
-        return self._ranks[message.sender], self._ranks[message.receiver]
-
-    def _group_and_peer(self, channel: tuple[int, int]) -> tuple[dist.ProcessGroup, int]:
-        """The group that a channel's messages go through, and the other side's rank in it."""
-        other = channel[1] if channel[0] == self._ranks[self._rank] else channel[0]
-        group = self._groups.get(channel)
-        if group is not None:  # of the two alone
-            return group, sorted(channel).index(other)
+    def _group_and_peer(self, message: Message) -> tuple[Any, int]:
+        """What the message goes through, and the other side's rank in it."""
+        is_sender = message.sender == self._rank
+        if not self._matches_by_tag:
+            return self._channels[message.sender, message.receiver], int(is_sender)
         group = self._group or dist.group.WORLD
         assert group is not None
-        return group, dist.get_group_rank(group, other)
+        return group, dist.get_group_rank(group, self._ranks[message.receiver if is_sender else message.sender])
 
     def _tag(self, tag_in_step: int) -> int:
         return (self._first_tag + tag_in_step) % _TAG_RANGE if self._matches_by_tag else 0
+
+
+def opening_order(channels: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Channels in the order in which each rank opens its own, one after the other.
+
+    It is the same on all ranks, so nobody waits in a circle; and neighbours come in every other pair first, so that the
+    time does not grow with the pipeline's length.
+
+    Args:
+        channels: (sender, receiver), as places in the pipeline.
+    """
+
+    def key(channel: tuple[int, int]) -> tuple[int, int, int, bool]:
+        first, distance = min(channel), abs(channel[0] - channel[1])
+        return distance, first // distance % 2, first, channel[0] > channel[1]
+
+    return sorted(channels, key=key)
+
+
+def _shut_down(channels: dict[tuple[int, int], Any], is_aborted: threading.Event) -> None:
+    for channel in () if is_aborted.is_set() else channels.values():
+        with contextlib.suppress(RuntimeError):  # after a failure there may be nobody on the other side
+            channel.shutdown()
+    channels.clear()

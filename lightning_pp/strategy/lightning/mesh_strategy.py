@@ -207,8 +207,7 @@ class MeshStrategy(ParallelStrategy):
         if self._has_shards_on_host and self.root_device.type != "cpu" and ":" not in backend:
             backend = f"cpu:gloo,{self.root_device.type}:{backend}"
         # Not bound to the device (device_id): torch would then split each further group off this one, which takes all
-        # ranks of the world, for each channel of each pipeline; and the ranks outside of a gloo group would wait for a
-        # split that its members do not make.
+        # ranks of the world, and the ranks outside of a gloo group would wait for a split that its members do not make.
         is_new = not dist.is_initialized()
         self._meet(backend)
         if is_new and self._timeout is not None:

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pp import PipelineParallelStrategy
 from lightning_pp.runtime.transport.channels import Transport
-from lightning_pp.runtime.transport.route import Route, Stop
+from lightning_pp.runtime.transport.route import Stop
 from lightning_pp.split.record.step_record import Value
 
 
@@ -63,6 +63,12 @@ class ConnectingChannel:
         self._connect(tag)
         return self._group.recv(tensors, peer, tag)
 
+    def abort(self) -> None:
+        self._group.abort()
+
+    def shutdown(self) -> None:
+        self._group.shutdown()
+
 
 class ChannelTransport(Transport):
     """The transport as it is over NCCL."""
@@ -73,9 +79,9 @@ class ChannelTransport(Transport):
         self._number = next(self.made)
         super().__init__(*args, matches_by_tag=False)
 
-    def _channel_groups(self, timeout: timedelta | None) -> dict[tuple[int, int], Any]:
-        groups = super()._channel_groups(timeout)
-        return {channel: ConnectingChannel(group, f"{self._number}: {channel}") for channel, group in groups.items()}
+    def _new_channel(self, channel: tuple[int, int]) -> Any:
+        ranks = tuple(self._ranks[place] for place in channel)
+        return ConnectingChannel(super()._new_channel(channel), f"{self._number}: {ranks}")
 
     patience_s = 60.0
 
@@ -98,7 +104,7 @@ class EagerTransport(ChannelTransport):
 class UnopenedTransport(EagerTransport):
     """The same, where the first message of a channel is whatever comes first."""
 
-    def _open_channels_of(self, route: Route) -> None:
+    def _open(self, channel: tuple[int, int]) -> None:
         pass
 
 

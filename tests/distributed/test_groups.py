@@ -1,0 +1,54 @@
+"""Groups that two ranks make by themselves, while others do something else."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import WorkerPool
+
+from lightning_pp.distributed.groups import group_of_two
+
+PAIRS = {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}
+
+
+def exchange(with_others: bool) -> list[float]:
+    """Each pair makes as many channels as its first rank's number, plus one; rank 3 has made groups before."""
+    rank = dist.get_rank()
+    if with_others and rank in (1, 3):  # numbers of groups differ between the two of a pair
+        dist.new_group([rank], use_local_synchronization=True)
+    pair = PAIRS[rank]
+    got = []
+    for number in range(pair[0] + 1):
+        channel = group_of_two(f"test {with_others}/{pair}/{number}", pair.index(rank), "cpu", timedelta(seconds=30))
+        tensor = torch.tensor([10.0 * rank + number])
+        if rank == pair[0]:
+            channel.send([tensor], 1, 0).wait()
+        else:
+            channel.recv([tensor], 0, 0).wait()
+        got.append(float(tensor))
+        channel.shutdown()
+    dist.barrier()
+    return got
+
+
+@pytest.mark.parametrize("with_others", [False, True])
+def test_two_ranks_make_a_group_that_no_other_hears_of(pool: WorkerPool, with_others: bool) -> None:
+    first, second, third, fourth = pool.run(exchange, with_others, world_size=4, process_group=True)
+    assert first == second == [0.0]
+    assert third == fourth == [20.0, 21.0, 22.0]
+
+
+def wait_for_nobody() -> str:
+    try:
+        group_of_two("test/nobody", 0, "cpu", timedelta(seconds=1))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_nobody_comes_to_gives_up(pool: WorkerPool) -> None:
+    (said,) = pool.run(wait_for_nobody, world_size=1, process_group=True)
+    assert "1" in said and ("imeout" in said or "imed out" in said)
