@@ -23,12 +23,14 @@ def no_logger() -> bool:
     return False
 
 
-def timeout(seconds: float) -> timedelta:
-    """A time from its seconds.
+def timeout(seconds: float | None) -> timedelta | None:
+    """A time from its seconds; None for none.
 
     Raises:
         ConfigurationError: No clock can wait so long.
     """
+    if seconds is None:
+        return None
     try:
         return timedelta(seconds=seconds)
     except (OverflowError, ValueError) as error:

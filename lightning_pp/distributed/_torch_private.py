@@ -10,10 +10,13 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 
 from lightning_pp._private_names import private
+
+_world = private(distributed_c10d, "_world")
 
 for _owner, _name in ((DeviceMesh, "_flatten"), (Tensor, "_indices"), (Tensor, "_values")):
     private(_owner, _name)
@@ -35,3 +38,8 @@ def nccl_of_two(store: Store, place: int, timeout: timedelta | None) -> Any:
     if timeout is not None:
         options._timeout = timeout
     return dist.ProcessGroupNCCL(store, place, 2, options)
+
+
+def groups_of_process() -> list[dist.ProcessGroup]:
+    """All groups that this process is in."""
+    return list(_world.pg_names)

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import contextlib
+import threading
+import time
+from collections.abc import Collection, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 from torch.distributed.distributed_c10d import PrefixStore
 
-from lightning_pp.distributed._torch_private import nccl_of_two
+from lightning_pp.distributed._torch_private import groups_of_process, nccl_of_two
+
+_NCCL_TIMEOUT = default_pg_nccl_timeout or timedelta(minutes=10)  # torch without NCCL has no number
+
+_aborted_world: Any = None
 
 
 def agreed_groups(
@@ -62,4 +70,44 @@ def group_of_two(name: str, place: int, device_type: str, timeout: timedelta | N
     store = PrefixStore(name, world.get_group_store())
     if device_type == "cuda":
         return nccl_of_two(store, place, timeout)
-    return dist.ProcessGroupGloo(store, place, 2, timeout or dist.default_pg_timeout)
+    return dist.ProcessGroupGloo(store, place, 2, timeout or default_pg_timeout)
+
+
+def default_timeout(backend: str) -> timedelta:
+    """How long torch lets a collective of ``backend`` wait: ten minutes with NCCL, half an hour otherwise."""
+    return _NCCL_TIMEOUT if "nccl" in backend else default_pg_timeout
+
+
+def abort_all(channels: Iterable[Any], seconds: float) -> bool:
+    """Ends what this process waits in on its device: all groups, and ``channels``. None of them can be used again.
+
+    A receive over NCCL is a kernel that waits on the device, and with it all that is queued behind. Each group is ended
+    on a thread of its own, since one may stand behind another (https://github.com/pytorch/pytorch/issues/119797).
+
+    Args:
+        channels: Of :func:`group_of_two`.
+        seconds: How long to wait.
+
+    Returns:
+        Whether all of them have ended.
+    """
+    global _aborted_world
+    _aborted_world = dist.group.WORLD
+    groups = [*groups_of_process(), *channels]
+    threads = [threading.Thread(target=_abort, args=(group,), daemon=True) for group in groups]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    return not any(thread.is_alive() for thread in threads)
+
+
+def are_aborted() -> bool:
+    """Whether :func:`abort_all` has ended the groups that the process has now."""
+    return _aborted_world is not None and dist.group.WORLD is _aborted_world
+
+
+def _abort(group: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # it had ended before
+        group.abort()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 from uuid import uuid4
 
 import torch
@@ -73,6 +74,11 @@ class Connection:
         mine = GeneratorStates.now(self._device)
         self.groups.gather_in_pipeline(mine)[0].put_back(self._device)
 
+    @property
+    def channels(self) -> list[Any]:
+        """What carries tensors between stages, where they do not go through a group."""
+        return [] if self._transport is None else self._transport.channels
+
     def drain(self) -> None:
         """Returns when the others have had all messages."""
         self.messages.drain()
@@ -83,8 +89,6 @@ class Connection:
             self._is_open = False
             for groups in (self.groups, self._of_stages):
                 groups.abandon()
-            if self._transport is not None:
-                self._transport.abort()
             if self._messages is not None:  # a thread may come here while it is made
                 self._messages.groups.abandon()
                 self._messages.close()

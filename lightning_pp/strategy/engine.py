@@ -371,6 +371,11 @@ class PipelineEngine:
         """Whether an exception on this rank has ended the last run."""
         return self._failed
 
+    @property
+    def channels(self) -> list[Any]:
+        """What carries tensors between stages, where they do not go through a group."""
+        return self._connection.channels
+
     def gather_module(self, part: RankPart) -> None:
         """Makes the module whole on every rank; the engine cannot be used after it. Every rank has to call it."""
         make_whole(part, self.split, self.gradients)

@@ -18,7 +18,6 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from lightning_pp.checkpoint import read_alone
@@ -50,6 +49,7 @@ from lightning_pp.strategy.checkpoints.checkpoints import Checkpoints
 from lightning_pp.strategy.checkpoints.last import LastCheckpoints, find_last_at_urls
 from lightning_pp.strategy.checkpoints.rank_part import rank_part
 from lightning_pp.strategy.engine import PipelineEngine
+from lightning_pp.strategy.faults.failed_device import end_device_work
 from lightning_pp.strategy.faults.failed_run import FailedRuns
 from lightning_pp.strategy.faults.unequal_data import DataProgress, ShortestLoader, check_num_batches
 from lightning_pp.strategy.lightning.ends import (
@@ -152,7 +152,8 @@ class PipelineParallelStrategy(MeshStrategy):
             file, a Hugging Face model directory, a checkpoint of any kind, or a ``state_dict``; every rank reads what
             it owns. The names may lack a prefix that all the module's names have.
         process_group_backend: ``"nccl"``, ``"gloo"``, ...; by default what suits the device.
-        timeout: How long a collective may wait, once all processes have met; for that they have half an hour.
+        timeout: How long a collective or a message may wait, once all processes have met; for that they have half an
+            hour. None: ten minutes over NCCL, half an hour over gloo, as torch has it.
         split_batch: ``split_batch(batch, n)`` cuts a batch, on the device, into at most ``n`` microbatches, where
             cutting along dimension 0 is not right (graphs, objects): a list of :class:`lightning_pp.BatchPart`, or of
             data whose tensors all have one length along dimension 0. The same on every rank of a pipeline.
@@ -198,7 +199,7 @@ class PipelineParallelStrategy(MeshStrategy):
         meta_init: bool = False,
         initial_weights: str | Path | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
+        timeout: timedelta | None = None,
         split_batch: SplitBatch | None = None,
     ) -> None:
         super().__init__(
@@ -322,7 +323,7 @@ class PipelineParallelStrategy(MeshStrategy):
         self._failed_runs.start(
             self.global_rank,
             self.num_ranks,
-            wake=lambda: None if self._engine is None else self._engine.abandon(),
+            wake=self._wake,
             exit_codes=self._exit_codes,
             progress=self._data_progress,
         )
@@ -619,6 +620,8 @@ class PipelineParallelStrategy(MeshStrategy):
         refuse_code_zero(exception, self.global_rank)
         if self._engine is not None and not isinstance(exception, SIGTERMException):
             self._engine.abandon()
+        if self._has_device and not isinstance(exception, SIGTERMException):
+            end_device_work(self._channels(), exception)
         self._checkpoints.give_up()
         self.last_checkpoints.forget()
         super().on_exception(exception)
@@ -639,7 +642,22 @@ class PipelineParallelStrategy(MeshStrategy):
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
-        self.accelerator.teardown()
+        if not (self._is_interrupted and self._has_device):  # it would wait for the device
+            self.accelerator.teardown()
+
+    @property
+    def _has_device(self) -> bool:
+        return self.root_device.type != "cpu"
+
+    def _channels(self) -> list[Any]:
+        return [] if self._engine is None else self._engine.channels
+
+    def _wake(self) -> None:
+        """Another rank has failed, and this one may wait for it: from a thread, ends what it may wait in."""
+        if self._engine is not None:
+            self._engine.abandon()
+        if self._has_device:
+            end_device_work(self._channels())
 
     def _place(self) -> str:
         """Where this rank is, and how far it has come."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pp.distributed.groups import group_of_two
+from lightning_pp.distributed.groups import are_aborted, group_of_two
 from lightning_pp.runtime.transport.route import Message, Route, Stop
 from lightning_pp.runtime.transport.sends import Send, Sends
 from lightning_pp.split.record.step_record import Value
@@ -82,8 +81,7 @@ class Transport:
         self._name = name
         self._timeout = timeout
         self._channels: dict[tuple[int, int], Any] = {}
-        self._is_aborted = threading.Event()
-        weakref.finalize(self, _shut_down, self._channels, self._is_aborted)
+        weakref.finalize(self, _shut_down, self._channels)
         # for each route, by the tags of its messages; a route is kept with its lanes, so that its id stays its own
         self._lanes_of: dict[int, tuple[Route, dict[int, _Lane]]] = {}
         self._lanes: dict[int, _Lane] = {}
@@ -95,6 +93,11 @@ class Transport:
         self._handed_over: dict[int, Tensor] = {}
         self._sends = Sends(works_tell=not self._matches_by_tag)
         self._abandoned: list[Any] = []
+
+    @property
+    def channels(self) -> list[Any]:
+        """The channels that have been opened; see :func:`~lightning_pp.distributed.groups.group_of_two`."""
+        return list(self._channels.values())
 
     @property
     def matches_by_tag(self) -> bool:
@@ -181,12 +184,6 @@ class Transport:
         self._posted.clear()
         self._handed_over.clear()
 
-    def abort(self) -> None:
-        """Ends what waits in a channel, on this rank and on its device; the transport is of no more use."""
-        self._is_aborted.set()
-        for channel in tuple(self._channels.values()):
-            channel.abort()
-
     def _open_channels_of(self, route: Route) -> None:
         """Makes each channel that no earlier route has used, and sends a number over it."""
         if self._matches_by_tag:
@@ -264,8 +261,8 @@ def opening_order(channels: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return sorted(channels, key=key)
 
 
-def _shut_down(channels: dict[tuple[int, int], Any], is_aborted: threading.Event) -> None:
-    for channel in () if is_aborted.is_set() else channels.values():
+def _shut_down(channels: dict[tuple[int, int], Any]) -> None:
+    for channel in () if are_aborted() else channels.values():
         with contextlib.suppress(RuntimeError):  # after a failure there may be nobody on the other side
             channel.shutdown()
     channels.clear()

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 
 from lightning_pp.distributed.gathering import gathered
+from lightning_pp.distributed.groups import default_timeout
 from lightning_pp.distributed.launcher_store import store_of_attempt
 from lightning_pp.distributed.loopback import keep_gloo_on_loopback, store_on_loopback
 from lightning_pp.distributed.meshes import make_meshes
@@ -28,6 +29,7 @@ from lightning_pp.distributed.sizes import Auto, ParallelSizes
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.strategy._lightning_private import give_device_mesh, init_process_group, reduced, trainer_of
 from lightning_pp.strategy._torch_private import set_timeout_of_job
+from lightning_pp.strategy.faults.failed_device import refuse_aborted_groups
 from lightning_pp.strategy.lightning.callers import line_of_user, user_reading
 from lightning_pp.strategy.lightning.launcher import RunLauncher
 
@@ -68,8 +70,8 @@ class MeshStrategy(ParallelStrategy):
     ) -> None:
         if timeout is not None and not timedelta() < timeout <= _LONGEST_TIMEOUT:
             raise ConfigurationError(
-                f"timeout={timeout!r} must be positive and at most {_LONGEST_TIMEOUT.days} days; by default it is half "
-                "an hour."
+                f"timeout={timeout!r} must be positive and at most {_LONGEST_TIMEOUT.days} days; None is ten minutes "
+                "over NCCL and half an hour over gloo."
             )
         self._told: set[str] = set()
         super().__init__()
@@ -209,8 +211,12 @@ class MeshStrategy(ParallelStrategy):
         # Not bound to the device (device_id): torch would then split each further group off this one, which takes all
         # ranks of the world, and the ranks outside of a gloo group would wait for a split that its members do not make.
         is_new = not dist.is_initialized()
+        if not is_new:
+            refuse_aborted_groups()
         self._meet(backend)
-        if is_new and self._timeout is not None:
+        if self._timeout is None:
+            self._timeout = default_timeout(backend)
+        if is_new:
             set_timeout_of_job(self._timeout)
         self._sizes = self._resolve_sizes(self.num_ranks)
         if self._device_mesh is None:
