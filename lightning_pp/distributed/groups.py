@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 from torch.distributed.distributed_c10d import PrefixStore
@@ -76,6 +77,22 @@ def group_of_two(name: str, place: int, device_type: str, timeout: timedelta | N
 def default_timeout(backend: str) -> timedelta:
     """How long torch lets a collective of ``backend`` wait: ten minutes with NCCL, half an hour otherwise."""
     return _NCCL_TIMEOUT if "nccl" in backend else default_pg_timeout
+
+
+def warm_up(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
+    """Has each group gather, reduce and scatter, and reduce once; its ranks call it with groups in one order.
+
+    NCCL makes a communicator at the first collective and drains the device for it, which must not happen while a
+    receive is posted.
+    """
+    for group in groups:
+        share = torch.zeros(1, device=device)
+        whole = torch.zeros(group.size(), device=device)
+        dist.all_gather_into_tensor(whole, share, group=group)
+        dist.reduce_scatter_tensor(share, whole, group=group)
+        dist.all_reduce(share, group=group)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def abort_all(channels: Iterable[Any], seconds: float) -> bool:

@@ -32,6 +32,15 @@ def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh[HSDP_AXES] if HSDP_AXES[0] in names else mesh[DATA_PARALLEL]
 
 
+def groups_of_collectives(mesh: DeviceMesh, data_parallel: DeviceMesh) -> list[dist.ProcessGroup]:
+    """The groups that collectives go through: of all ranks, and of the meshes those that are not along the pipeline."""
+    world = dist.group.WORLD
+    assert world is not None
+    sharding = sharding_mesh(mesh)
+    axes = [sharding.get_group(axis) for axis in range(sharding.ndim)]
+    return list(dict.fromkeys([world, *axes, data_parallel.get_group()]))
+
+
 def replicating(mesh: DeviceMesh) -> DeviceMesh:
     """The ranks of ``mesh`` as (replicate, shard) with one shard; every rank of it has to call."""
     ranks = mesh.mesh.flatten().unsqueeze(1)

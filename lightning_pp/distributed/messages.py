@@ -35,10 +35,13 @@ class MessageLine:
 
     Args:
         groups: Control groups that nobody else uses.
+        device: Where this rank works; the thread makes it its own, or what it makes of tensors there would be done on
+            the first device of the host.
     """
 
-    def __init__(self, groups: ControlGroups) -> None:
+    def __init__(self, groups: ControlGroups, device: torch.device) -> None:
         self.groups = groups
+        self._device = device
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] | None = None
         self._thread: threading.Thread | None = None
         self._number = 0
@@ -67,7 +70,9 @@ class MessageLine:
         self._number += 1
         if self._jobs is None:
             self._jobs = queue.SimpleQueue()
-            self._thread = threading.Thread(target=_work, args=(self._jobs,), name="pipeline-results", daemon=True)
+            self._thread = threading.Thread(
+                target=_work, args=(self._jobs, self._device), name="pipeline-results", daemon=True
+            )
             self._thread.start()
             weakref.finalize(self, self._jobs.put, None)  # the thread ends with the line
         groups, tag = self.groups, 2 * (self._number % _TAG_RANGE)
@@ -88,7 +93,9 @@ class MessageLine:
         self._jobs = self._thread = None
 
 
-def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+def _work(jobs: queue.SimpleQueue[Callable[[], None] | None], device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     while (job := jobs.get()) is not None:
         job()
         del job

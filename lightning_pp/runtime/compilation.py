@@ -17,7 +17,8 @@ def check_compile_options(compile: bool | Mapping[str, Any]) -> dict[str, Any] |
     """The keyword arguments for :func:`torch.compile`, or None if nothing is to be compiled.
 
     Raises:
-        ConfigurationError: ``compile`` is neither a bool nor a mapping, or names an option that torch does not have.
+        ConfigurationError: ``compile`` is neither a bool nor a mapping, names an option that torch does not have, or
+            asks for CUDA graphs.
     """
     if isinstance(compile, bool):
         return {} if compile else None
@@ -30,6 +31,13 @@ def check_compile_options(compile: bool | Mapping[str, Any]) -> dict[str, Any] |
     if unknown:
         raise ConfigurationError(
             f"compile has {', '.join(unknown)}, which torch.compile does not take. Its options are: {', '.join(known)}."
+        )
+    options = compile.get("options") or {}
+    if compile.get("mode") in ("reduce-overhead", "max-autotune") or options.get("triton.cudagraphs"):
+        raise ConfigurationError(
+            f"compile={dict(compile)!r} asks for CUDA graphs. They write each result where the one before lies, and a "
+            "pipeline keeps results of many microbatches at a time. Use mode='default' or "
+            "'max-autotune-no-cudagraphs'."
         )
     return dict(compile)
 

@@ -46,6 +46,8 @@ class StepInputs:
         queued_bytes: If given, gets for each stage and microbatch what the weight gradients hold that I has queued.
         whole_batch: The end of the step, run once on the whole batch after the last stage's last F; None: that of each
             microbatch is run in its F.
+        on_outputs: Gets on the last stage what is returned, after its last forward.
+        is_timed: Whether the times of the actions are taken.
     """
 
     plans: Sequence[StepPlan]
@@ -57,6 +59,7 @@ class StepInputs:
     queued_bytes: dict[tuple[int, int], int] | None = None
     whole_batch: WholeBatch | None = None
     on_outputs: Callable[[list[Any]], None] | None = None
+    is_timed: bool = True
 
 
 class PipelineExecutor:
@@ -225,7 +228,7 @@ class _Step:
     def __init__(self, inputs: StepInputs, transport: Transport, device: torch.device) -> None:
         self.outputs: list[Any] = [None] * len(inputs.plans)
         self._num_outputs = 0
-        self.timer = StepTimer(device)
+        self.timer = StepTimer(device, is_on=inputs.is_timed)
         self._inputs = inputs
         self._sharded = inputs.sharded
         self._transport = transport

@@ -44,12 +44,20 @@ class ActionTimes:
 class StepTimer:
     """Takes the time of every action: by the host's clock, or by events in the stream of a CUDA device.
 
-    Events cost about a microsecond and are read when the step's times are asked for.
+    Events cost about a microsecond and are read when the step's times are asked for. Where an action begins when the
+    one before has ended they share one.
+
+    Args:
+        device: Where the actions work.
+        is_on: Whether somebody will ask; otherwise no time is taken.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, is_on: bool = True) -> None:
         self._cuda = device.type == "cuda"
+        self._is_on = is_on
         self._now: Callable[[], Any] = _recorded_event if self._cuda else time.perf_counter_ns
+        if not is_on:
+            self._now = _no_time
         self._origin: Any = self._now()
         self._begun: Any = self._origin
         self._waiting: Any = self._origin
@@ -58,7 +66,8 @@ class StepTimer:
 
     def start(self) -> None:
         """The next action is due."""
-        self._begun = self._waiting = self._arrived = self._now()
+        now = self._marks[-1][-1] if self._cuda and self._marks else self._now()
+        self._begun = self._waiting = self._arrived = now
 
     def start_waiting(self) -> None:
         """It cannot go on without what other stages send."""
@@ -81,6 +90,8 @@ class StepTimer:
         return [moment for moment in self._all_times() if not moment.action.kind.is_compute]
 
     def _all_times(self) -> list[ActionTimes]:
+        if not self._is_on:
+            raise RuntimeError("No times were taken in this step, since nobody had asked for them before it.")
         if self._cuda and self._marks:
             self._marks[-1][-1].synchronize()
         times = []
@@ -93,6 +104,10 @@ class StepTimer:
         if not self._cuda:
             return float((moment - self._origin) / 1e6)
         return float(self._origin.elapsed_time(moment))
+
+
+def _no_time() -> None:
+    return None
 
 
 def _recorded_event() -> Any:

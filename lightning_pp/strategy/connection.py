@@ -55,7 +55,7 @@ class Connection:
     def set_last_stage(self, rank: int) -> None:
         """Tells which pipeline rank holds the last stage, from which messages come."""
         self.groups = replace(self.groups, last_stage_rank=rank)
-        self._messages = MessageLine(replace(self._new_groups(), last_stage_rank=rank))
+        self._messages = MessageLine(replace(self._new_groups(), last_stage_rank=rank), self._device)
 
     def new_transport(self) -> Transport:
         """What carries tensors between the stages: on the host over a group that is its alone, else over channels."""
@@ -111,7 +111,7 @@ class Connection:
             self._is_open = True
             self.groups.replace_by(self._new_groups())
             self.messages.groups.replace_by(self._new_groups())
-            self._messages = MessageLine(self.messages.groups)
+            self._messages = MessageLine(self.messages.groups, self._device)
         return bool(failed), largest
 
     def _new_groups(self) -> ControlGroups:

@@ -135,6 +135,7 @@ class PipelineEngine:
         self._failed = False
         self._attached = ExitStack()
         self.last_training_step: tuple[Schedule, StepTimer] | None = None
+        self.is_timed = False
         self.last_num_samples = 0
 
     @property
@@ -536,6 +537,7 @@ class PipelineEngine:
                     self._programs.queued_bytes if trains else None,
                     run.whole,
                     on_outputs,
+                    is_timed=trains and self._is_looked_at,
                 ),
             )
         if not trains:
@@ -544,6 +546,12 @@ class PipelineEngine:
         self.gradients.end(reduce=reduce)
         self._note_training(run, schedule, timer)
         return outputs
+
+    @property
+    def _is_looked_at(self) -> bool:
+        """Whether somebody will ask for the times of the next training batch."""
+        compiled = self._compiled_backward
+        return self.is_timed or self._programs.measures or (compiled is not None and not compiled.is_done)
 
     def _note_training(self, run: BatchRun, schedule: Schedule, timer: StepTimer) -> None:
         self.last_training_step = (schedule, timer)

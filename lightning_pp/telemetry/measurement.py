@@ -61,6 +61,7 @@ class MeasurablePipeline(Protocol):
         groups: Who gathers.
         last_training_step: The schedule and the times of the last training batch; a new pair for each.
         last_num_samples: Samples in that batch.
+        is_timed: Whether times are taken from the next batch on.
     """
 
     rank: int
@@ -69,6 +70,7 @@ class MeasurablePipeline(Protocol):
     placement: Placement
     last_training_step: tuple[Schedule, StepTimer] | None
     last_num_samples: int
+    is_timed: bool
 
     @property
     def split(self) -> SplitPipeline: ...
@@ -101,6 +103,7 @@ class FitMeasurement:
         self._placement = pipeline.placement
         self._stages = pipeline.placement.stages_of_rank(pipeline.rank)
         self._is_measured = pipeline.replica == 0
+        pipeline.is_timed = self._is_measured
         self._timers: deque[StepTimer] = deque(maxlen=_MOST_STEPS_READ)
         self._throughput = Throughput()
         self._total: Measurements | None = None

@@ -257,6 +257,23 @@ def test_units_are_reduced_while_others_work(pool: WorkerPool) -> None:
     assert max(pool.run(reduced_early, world_size=2, process_group=True)) < TOLERANCE
 
 
+def streams_of_fsdp2() -> list[str]:
+    """Which streams FSDP2 has made for the units of a rank, once a batch has been run."""
+    order = "F0 I0 W0"
+    model = make_model()
+    units = ShardedUnits(model.units(), mesh=make_mesh())
+    units.begin_step()
+    Runner(model).run(order, make_microbatches(dist.get_rank(), 1), {})
+    units.end_of_batch(reduce=True)
+    parts = [part for group in units._groups for part in group._leader._get_fsdp_state()._fsdp_param_groups]
+    assert len(parts) > 3
+    return [name for part in parts for name in vars(part.comm_ctx) if "stream" in name]
+
+
+def test_units_take_none_of_the_few_streams_of_a_device(pool: WorkerPool) -> None:
+    assert pool.run(streams_of_fsdp2, world_size=2, process_group=True) == [[], []]
+
+
 # --------------------------------------------------------------------------- memory
 
 

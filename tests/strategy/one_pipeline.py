@@ -68,7 +68,7 @@ class OnePipelineStrategy(SingleDeviceStrategy):
         super().__init__(device="cpu")
         self.num_microbatches = num_microbatches
         self.groups = groups or ControlGroups()
-        self.line = MessageLine(self.groups)
+        self.line = MessageLine(self.groups, torch.device("cpu"))
 
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)

@@ -20,6 +20,11 @@ from lightning_pp.split.record.step_record import Value
 _TAG_RANGE = 1 << 30
 _TAGS_PER_STEP = 1 << 19
 _MOST_ROUTES = 256
+# as torch 2.11 maps them; complex numbers go as pairs of these
+_DTYPES_OF_NCCL = {
+    torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+}  # fmt: skip
 
 
 class _Lane(NamedTuple):
@@ -32,6 +37,7 @@ class _Lane(NamedTuple):
         alike: A tensor of its shape and dtype, over the memory of one element.
         is_empty: Whether it has no elements, and is not sent.
         is_complex: Whether its elements are.
+        is_bytes: Whether it goes as bytes, since the backend knows no numbers of its kind.
     """
 
     group: Any
@@ -39,6 +45,13 @@ class _Lane(NamedTuple):
     alike: Tensor
     is_empty: bool
     is_complex: bool
+    is_bytes: bool
+
+    def on_wire(self, tensor: Tensor) -> Tensor:
+        """The memory of a contiguous ``tensor`` as the backend takes it."""
+        if self.is_complex:
+            return torch.view_as_real(tensor)
+        return tensor.view(-1).view(torch.uint8) if self.is_bytes else tensor
 
 
 class Transport:
@@ -162,9 +175,7 @@ class Transport:
             lane = self._lane(message)
             if not lane.is_empty:
                 tensor = tensor.contiguous()
-                # backends know no complex numbers
-                memory = torch.view_as_real(tensor) if lane.is_complex else tensor
-                work = lane.group.send([memory], lane.peer, self._tag(message.tag))
+                work = lane.group.send([lane.on_wire(tensor)], lane.peer, self._tag(message.tag))
             self._sends.add(receiver, Send(work, tensor, message.is_gradient))
 
     def finish(self) -> None:
@@ -217,8 +228,7 @@ class Transport:
         # like another tensor torch makes one in half the time that it takes for a shape, a dtype and a device
         tensor = torch.empty_like(lane.alike, memory_format=torch.contiguous_format)
         if not lane.is_empty:
-            memory = torch.view_as_real(tensor) if lane.is_complex else tensor
-            work = lane.group.recv([memory], lane.peer, self._tag(message.tag))
+            work = lane.group.recv([lane.on_wire(tensor)], lane.peer, self._tag(message.tag))
         self._posted[message.tag] = (work, tensor)
 
     def _lane(self, message: Message) -> _Lane:
@@ -229,7 +239,8 @@ class Transport:
         spec = message.spec
         group, peer = self._group_and_peer(message)
         alike = torch.empty((), dtype=spec.dtype, device=self._device).expand(spec.shape)
-        return _Lane(group, peer, alike, not spec.num_bytes, spec.dtype.is_complex)
+        is_bytes = not self._matches_by_tag and spec.dtype not in _DTYPES_OF_NCCL
+        return _Lane(group, peer, alike, not spec.num_bytes, spec.dtype.is_complex, is_bytes)
 
     def _group_and_peer(self, message: Message) -> tuple[Any, int]:
         """What the message goes through, and the other side's rank in it."""

@@ -10,6 +10,8 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from lightning_pp.distributed.groups import group_of_two
+
 _NUM_WARM_UP = 2
 _NUM_REPEATS = 5
 _MOST_BYTES_OF_COLLECTIVE = 32 << 20
@@ -25,32 +27,37 @@ class Link:
     num_bytes: int
 
 
-def measure_links(links: Sequence[Link], group: dist.ProcessGroup, device: torch.device) -> dict[Link, float]:
+def measure_links(links: Sequence[Link], rank: int, name: str, device: torch.device) -> dict[Link, float]:
     """Milliseconds of one way of each link: half the median round trip.
 
-    Every rank of ``group`` has to call this with the same links; they are measured one after the other.
+    Every rank of a link has to call this with the same links; they are measured one after the other, each over a
+    channel of its own, which is gone afterwards with the memory that it has on the device.
+
+    Args:
+        links: All of them.
+        rank: This one, as links name it.
+        name: The same on all ranks, and used once in a job.
+        device: Where messages lie.
 
     Returns:
         The links whose first rank is this one.
     """
-    rank = group.rank()
     found = {}
     for link in dict.fromkeys(links):
         if rank not in (link.first, link.second):
             continue
         message = torch.zeros(max(1, link.num_bytes), dtype=torch.uint8, device=device)
-        other = link.second if rank == link.first else link.first
+        is_first = rank == link.first
+        channel = group_of_two(f"{name}/{link}", int(not is_first), device.type, None)
         times = []
         for _ in range(_NUM_WARM_UP + _NUM_REPEATS):
             started = _now(device)
-            if rank == link.first:
-                dist.send(message, group=group, group_dst=other)
-                dist.recv(message, group=group, group_src=other)
-            else:
-                dist.recv(message, group=group, group_src=other)
-                dist.send(message, group=group, group_dst=other)
+            for sends in (is_first, not is_first):
+                work = channel.send([message], int(is_first), 0) if sends else channel.recv([message], int(is_first), 0)
+                work.wait()
             times.append((_now(device) - started) / 2)
-        if rank == link.first:
+        channel.shutdown()
+        if is_first:
             found[link] = median(times[_NUM_WARM_UP:])
     return found
 

@@ -62,10 +62,11 @@ class Send:
 class Sends:
     """The sends of one rank.
 
-    Gloo's works tell that they are done only to who waits, so a message that comes back is taken for a receipt: a rank
-    runs its actions in order, and one that has sent the result of an action has received whatever it, and any action
-    before it, needed. The route knows how many sends each message acknowledges. Large tensors are watched by a thread
-    besides, which lets go of them as soon as they have left. Works of other backends are asked.
+    A message that comes back is taken for a receipt: a rank runs its actions in order, and one that has sent the result
+    of an action has received whatever it, and any action before it, needed. The route knows how many sends each message
+    acknowledges. Over NCCL that holds in the order of the device's work: what is done after the receipt may use the
+    memory again. Gloo's works tell that they are done only to who waits; large tensors are watched by a thread
+    there, which lets go of them as soon as they have left. Works of other backends are asked besides.
 
     At the end of a step gradients may still be under way; they stay over the next step, so that no rank waits for the
     others. Values are waited for, since they may lie in the model's own memory, which the optimizer writes into; the
@@ -99,16 +100,20 @@ class Sends:
 
     def acknowledge(self, receiver: int, num_sends: int) -> None:
         """``receiver`` is known to have the first ``num_sends`` of this step, and all of the steps before."""
-        if self._works_tell:
-            return
         if self._of_last_step:
-            self._of_last_step.pop(receiver, None)
+            for send in self._of_last_step.pop(receiver, ()):
+                self._let_go(send)
         num_done = self._num_done.get(receiver, 0)
         if num_sends > num_done:
             under_way = self._of_step[receiver]
             for _ in range(num_sends - num_done):
-                under_way.popleft()
+                self._let_go(under_way.popleft())
             self._num_done[receiver] = num_sends
+
+    def _let_go(self, send: Send) -> None:
+        """NCCL's works hold their tensors until somebody waits, which the device has done by now."""
+        if self._works_tell:
+            send.wait()
 
     def end_step(self) -> None:
         """Returns when the values of this step and all of the step before have left."""
@@ -140,9 +145,11 @@ class Sends:
 
     def _drop_completed(self) -> None:
         for sends in (self._of_last_step, self._of_step):
-            for under_way in sends.values():
+            for receiver, under_way in sends.items():
                 while under_way and (under_way[0].work is None or under_way[0].work.is_completed()):
                     under_way.popleft()
+                    if sends is self._of_step:
+                        self._num_done[receiver] += 1
 
 
 class _Watcher:

@@ -35,6 +35,11 @@ class CompiledBackward:
         self._timers: list[StepTimer] = []
         self._is_done = False
 
+    @property
+    def is_done(self) -> bool:
+        """Whether it needs no more times."""
+        return self._is_done
+
     def note(self, schedule: Schedule, timer: StepTimer) -> None:
         """Keeps what the training batch took that has just been run."""
         if self._is_done or not schedule.splits_backward:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from uuid import uuid4
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -190,7 +191,8 @@ class CostExchange:
             for stage in range(num_stages - 1)
             if rank_of_stage[stage] != rank_of_stage[stage + 1]
         }
-        times = measure_links(list(links.values()), self._pipeline.get_group(), self._device)
+        name = self._groups.share(lambda: f"links/{uuid4().hex}", "A name of channels")
+        times = measure_links(list(links.values()), self._rank, name, self._device)
         own = (
             {stage: times[link] for stage, link in links.items() if link in times},
             {stage: self._measure_collectives(stage) for stage in placement.stages_of_rank(self._rank)},

@@ -108,6 +108,11 @@ class TunedPrograms:
         """The schedule of an evaluation batch."""
         return self._cache.evaluation(num_microbatches)
 
+    @property
+    def measures(self) -> bool:
+        """Whether it needs the times of training batches."""
+        return self._measures
+
     def note(self, timer: StepTimer, microbatches: Sequence[Microbatch], plans: Sequence[StepPlan]) -> None:
         """Keeps what the training batch took that has just been run."""
         if self._measures and self.queued_bytes is not None:

@@ -20,15 +20,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 
 from lightning_pp.distributed.gathering import gathered
-from lightning_pp.distributed.groups import default_timeout
+from lightning_pp.distributed.groups import default_timeout, warm_up
 from lightning_pp.distributed.launcher_store import store_of_attempt
 from lightning_pp.distributed.loopback import keep_gloo_on_loopback, store_on_loopback
-from lightning_pp.distributed.meshes import make_meshes
+from lightning_pp.distributed.meshes import groups_of_collectives, make_meshes
 from lightning_pp.distributed.messages import RankStoppedError
 from lightning_pp.distributed.sizes import Auto, ParallelSizes
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.strategy._lightning_private import give_device_mesh, init_process_group, reduced, trainer_of
 from lightning_pp.strategy._torch_private import set_timeout_of_job
+from lightning_pp.strategy.device_queues import use_all_queues
 from lightning_pp.strategy.faults.failed_device import refuse_aborted_groups
 from lightning_pp.strategy.lightning.callers import line_of_user, user_reading
 from lightning_pp.strategy.lightning.launcher import RunLauncher
@@ -198,6 +199,7 @@ class MeshStrategy(ParallelStrategy):
 
     def setup_environment(self) -> None:
         """Joins the process group and makes the device mesh."""
+        use_all_queues(self.root_device)
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
@@ -221,6 +223,8 @@ class MeshStrategy(ParallelStrategy):
         self._sizes = self._resolve_sizes(self.num_ranks)
         if self._device_mesh is None:
             self._device_mesh, self._data_parallel_mesh = make_meshes(self.root_device.type, self.sizes)
+            if self.root_device.type != "cpu":
+                warm_up(groups_of_collectives(self._device_mesh, self._data_parallel_mesh), self.root_device)
         give_device_mesh(self.lightning_module, self._device_mesh)
 
     def _meet(self, backend: str) -> None:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from parity_run import Layout, Outcome, Settings, check_like_one_device, train_pipelined
 from pool import WorkerPool
 from small_models import Blocks
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pp import PipelineParallelStrategy
@@ -42,8 +42,8 @@ class ConnectingChannel:
         self._key = key
         self._is_connected = False
 
-    def _connect(self, tag: int) -> None:
-        assert tag == 0
+    def _connect(self, tensors: list[Tensor], tag: int) -> None:
+        assert tag == 0 and tensors[0].dtype != torch.int16 and not tensors[0].is_complex()
         if self._is_connected:
             return
         store = dist.distributed_c10d._get_default_store()
@@ -56,11 +56,11 @@ class ConnectingChannel:
         self._is_connected = True
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
-        self._connect(tag)
+        self._connect(tensors, tag)
         return self._group.send(tensors, peer, tag)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
-        self._connect(tag)
+        self._connect(tensors, tag)
         return self._group.recv(tensors, peer, tag)
 
     def abort(self) -> None:
@@ -176,6 +176,55 @@ def test_evaluation_is_that_of_one_device(pool: WorkerPool, schedule: str) -> No
     ((_, expected),) = pool.run(evaluate_over_channels, None, world_size=1)
     for _, predicted in pool.run(evaluate_over_channels, schedule, world_size=2, timeout=120):
         torch.testing.assert_close(predicted, expected)
+
+
+class Typed(nn.Module):
+    """Hands on numbers of which NCCL knows nothing: 16-bit integers, and complex ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, whole: Tensor, turned: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x = x + torch.tanh(self.linear(x)) + 0.01 * whole.to(x.dtype) + turned.imag
+        return x, (100 * x.detach()).to(torch.int16), torch.complex(x, 0.1 * x)
+
+
+class TypedBlocks(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Typed() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole, turned = torch.zeros_like(x, dtype=torch.int16), torch.complex(x, x)
+        for block in self.blocks:
+            x, whole, turned = block(x, whole, turned)
+        return self.head(x).squeeze(-1)
+
+
+def train_typed(schedule: str | None) -> dict[str, Tensor]:
+    """In a worker: the weights that this rank has after a training; without a schedule on one device."""
+    x = torch.randn(12, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    strategy = "auto" if schedule is None else PipelineParallelStrategy(2, 1, 2, schedule=schedule)
+    module = TypedBlocks()
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1 if schedule is None else 2, strategy=strategy, max_epochs=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, precision="64-true",
+    )  # fmt: skip
+    with channels_of(ChannelTransport):
+        trainer.fit(module, DataLoader(TensorDataset(x, x.sum(-1).tanh()), batch_size=4))
+    return {name: value.detach() for name, value in module.named_parameters() if value.device.type == "cpu"}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+def test_numbers_that_the_backend_does_not_know(pool: WorkerPool, schedule: str) -> None:
+    (expected,) = pool.run(train_typed, None, world_size=1)
+    found: dict[str, Tensor] = {}
+    for weights in pool.run(train_typed, schedule, world_size=2, timeout=120):
+        found |= weights
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-9, atol=1e-12)
 
 
 def test_receives_that_are_posted_too_early_keep_the_device_for_ever(pool: WorkerPool) -> None:

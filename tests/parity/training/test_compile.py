@@ -123,6 +123,9 @@ def test_what_is_left_for_w_is_measured_and_told(
     ("options", "message"),
     [
         ("max-autotune", "compile='max-autotune' must be True, False or options of torch.compile: fullgraph"),
+        ({"mode": "reduce-overhead"}, "asks for CUDA graphs.* Use mode='default' or 'max-autotune-no-cudagraphs'"),
+        ({"mode": "max-autotune"}, "asks for CUDA graphs"),
+        ({"options": {"triton.cudagraphs": True}}, "asks for CUDA graphs"),
         ({"backnd": "eager"}, "compile has backnd, which torch.compile does not take. Its options are: fullgraph"),
     ],
 )

@@ -330,7 +330,7 @@ def test_a_value_of_another_stage_is_refused_where_it_is_logged() -> None:
 def fail_to_merge() -> None:
     groups = grid(1, 1)
     logs = StepLogs()
-    report = report_of(MessageLine(groups), logs, [2, 2])
+    report = report_of(MessageLine(groups, torch.device("cpu")), logs, [2, 2])
     if groups.is_last_stage:
         logs._microbatches[4] = []
         report.tell([1.0, 1.0])

@@ -158,7 +158,7 @@ def test_outputs_without_data_are_refused() -> None:
 
 def shared(groups: ControlGroups, outputs: list[Any], samples: list[int]) -> Any:
     """What a report gives every rank."""
-    line = MessageLine(groups)
+    line = MessageLine(groups, torch.device("cpu"))
     report = report_of(line, StepLogs(), samples)
     if groups.is_last_stage:
         report.tell(outputs)

@@ -1,0 +1,90 @@
+"""Groups that are used once before the first step; queues of a device; threads that have the device of their rank."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import WorkerPool
+
+from lightning_pp.distributed.control import ControlGroups
+from lightning_pp.distributed.groups import warm_up
+from lightning_pp.distributed.meshes import groups_of_collectives, make_meshes
+from lightning_pp.distributed.messages import MessageLine
+from lightning_pp.distributed.sizes import ParallelSizes
+from lightning_pp.strategy.device_queues import use_all_queues
+
+CUDA = torch.device("cuda", 1)
+
+
+def collectives_of(sizes: ParallelSizes) -> list[tuple[tuple[int, ...], int]]:
+    """In a worker: the ranks of each group that is warmed up, and how many collectives it has run."""
+    groups = groups_of_collectives(*make_meshes("cpu", sizes))
+    calls: dict[tuple[int, ...], int] = {}
+
+    def counted(name: str) -> Any:
+        collective = getattr(dist, name)
+
+        def call(*args: Any, group: dist.ProcessGroup) -> Any:
+            ranks = tuple(dist.get_process_group_ranks(group))
+            calls[ranks] = calls.get(ranks, 0) + 1
+            return collective(*args, group=group)
+
+        return patch.object(dist, name, call)
+
+    with counted("all_gather_into_tensor"), counted("reduce_scatter_tensor"), counted("all_reduce"):
+        warm_up(groups, torch.device("cpu"))
+    return sorted(calls.items())
+
+
+def test_every_group_of_collectives_is_used_once_and_none_along_the_pipeline(pool: WorkerPool) -> None:
+    ranks = pool.run(collectives_of, ParallelSizes(2, 2), world_size=4, process_group=True)
+    assert ranks[0] == ranks[1] == [((0, 1), 3), ((0, 1, 2, 3), 3)]
+    assert ranks[2] == ranks[3] == [((0, 1, 2, 3), 3), ((2, 3), 3)]
+    ranks = pool.run(collectives_of, ParallelSizes(1, 4, 2), world_size=4, process_group=True)
+    # shards, replicas, and both
+    assert [ranks for ranks, _ in ranks[0]] == [(0, 1), (0, 1, 2, 3), (0, 2)]
+    assert [ranks for ranks, _ in ranks[3]] == [(0, 1, 2, 3), (1, 3), (2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("given", "has_begun", "set_to", "told"),
+    [
+        (None, False, "32", None),
+        (None, True, None, "CUDA was used before the run"),
+        ("32", True, "32", None),
+        ("1", False, "1", "CUDA_DEVICE_MAX_CONNECTIONS=1 is set"),
+    ],
+)
+def test_queues_of_a_device(
+    given: str | None, has_begun: bool, set_to: str | None, told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.delenv(name, raising=False)
+    if given is not None:
+        monkeypatch.setenv(name, given)
+    with (
+        patch("torch.cuda.is_initialized", return_value=has_begun),
+        patch.dict(os.environ),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        use_all_queues(torch.device("cpu"))
+        assert os.environ.get(name) == given
+        use_all_queues(CUDA)
+        assert os.environ.get(name) == set_to
+    texts = [str(warning.message) for warning in caught]
+    assert len(texts) == (told is not None) and all(told is not None and told in text for text in texts)
+
+
+def test_the_thread_of_messages_has_the_device_of_its_rank() -> None:
+    with patch("torch.cuda.set_device") as chosen:
+        line = MessageLine(ControlGroups(), CUDA)
+        assert line.tell(lambda: 3).result(timeout=30) == 3
+        line.drain()
+    chosen.assert_called_once_with(CUDA)
