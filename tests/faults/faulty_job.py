@@ -1,6 +1,7 @@
 """Jobs whose ranks fail: processes forked from one that has imported everything, so that each job starts at once.
 
-Run as a program, it reads a job as a line of JSON from its standard input and answers with a line of JSON.
+Run as a program, it reads a job as a line of JSON from its standard input and answers with a line of JSON. With a job
+as its argument it is one of that job's ranks, whoever has started it.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Samples(Dataset[Tensor]):
         self.job = job
 
     def __len__(self) -> int:
-        is_short = self.job.fault == "short data" and int(os.environ["RANK"]) == self.job.rank
+        is_short = self.job.fault == "short data" and int(os.environ["FAULT_RANK"]) == self.job.rank
         return 32 if is_short else 64
 
     def __getitem__(self, index: int) -> Tensor:
@@ -123,10 +124,10 @@ class Job(L.LightningModule):
             self.reached(place)
 
     def gives_nan(self) -> bool:
-        return self.fault == "NaN" and self.at_batch() and int(os.environ["RANK"]) == self.rank
+        return self.fault == "NaN" and self.at_batch() and int(os.environ["FAULT_RANK"]) == self.rank
 
     def reached(self, place: str) -> None:
-        if self.place == place and int(os.environ["RANK"]) == self.rank:
+        if self.place == place and int(os.environ["FAULT_RANK"]) == self.rank:
             Path(os.environ["FAULT_FILE"]).write_text(repr(time.time()))
             FAULTS[self.fault]()
 
@@ -192,10 +193,16 @@ def run_rank(job: dict[str, Any], rank: int, num_ranks: int, port: int, folder: 
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks),
         GROUP_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="job",
-        FAULT_FILE=str(folder / "fault.txt"),
+        FAULT_RANK=str(rank),
     )  # fmt: skip
-    torch.manual_seed(5)
     time.sleep(job.get("late", 0.0) * rank)
+    train(job, num_ranks, folder)
+
+
+def train(job: dict[str, Any], num_ranks: int, folder: Path) -> None:
+    """What the user's script does."""
+    os.environ["FAULT_FILE"] = str(folder / "fault.txt")
+    torch.manual_seed(5)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=num_ranks,
@@ -264,8 +271,23 @@ def run_job(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {"codes": codes_by_rank, "left": left, "took": took, "since_fault": since_fault, "texts": texts}
 
 
+def run_script(job: dict[str, Any]) -> None:
+    """One rank that a launcher has started, which prints to a file of its own."""
+    rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK", "0")
+    os.environ["FAULT_RANK"] = rank
+    folder = Path(job["folder"])
+    output = os.open(folder / f"{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    _, pipeline, replicas = job["layout"]
+    train(job, pipeline * replicas, folder)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    if len(sys.argv) > 1:
+        run_script(json.loads(sys.argv[1]))
+        sys.exit()
     for line in sys.stdin:
         request = json.loads(line)
         answer = run_job(request, Path(request["folder"]))

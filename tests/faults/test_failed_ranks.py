@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
@@ -19,6 +23,7 @@ PLACES = [
     "optimizer", "callback", "validation", "saving",
 ]  # fmt: skip
 FAULTS = ["exception", "memory", "SIGKILL", "SIGSTOP", "exit(0)", "loop"]
+SET_BY_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED")
 # seconds from the end of the first process to that of the last
 SOON = 10.0
 
@@ -112,6 +117,70 @@ def test_no_rank_trains_on_what_is_not_a_number(jobs: Jobs, tmp_path: Path, layo
 def test_a_short_timeout_does_not_bound_the_start(jobs: Jobs, tmp_path: Path) -> None:
     job = {"layout": LAYOUTS["2x1"], "fault": "none", "place": "none", "rank": -1, "timeout": 3, "late": 6.0}
     assert jobs(job, tmp_path)["codes"] == [0, 0]
+
+
+def processes_of_session(session: int) -> list[str]:
+    listed = subprocess.run(["ps", "-o", "pid=,stat=,args=", "-s", str(session)], capture_output=True, text=True)
+    return [line for line in listed.stdout.splitlines() if line.split()[1][0] != "Z"]
+
+
+def check_launched(folder: Path, launcher: str, layout: str, fault: str, place: str, rank: int) -> None:
+    """The launcher ends soon after the fault, with an error; no process stays; what is printed names rank and cause.
+
+    Launchers end the ranks that are left as soon as one has ended, so not every rank may come to say why.
+    """
+    _, pipeline, replicas = LAYOUTS[layout]
+    timeout = 2 if fault == "loop" else 60
+    job = {"layout": LAYOUTS[layout], "fault": fault, "place": place, "rank": rank, "timeout": timeout}
+    arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(pipeline * replicas)]
+    script = [str(Path(__file__).with_name("faulty_job.py")), json.dumps({**job, "folder": str(folder)})]
+    process = subprocess.Popen(
+        [sys.executable, *(arguments if launcher == "torchrun" else []), *script],
+        env={name: value for name, value in os.environ.items() if name not in SET_BY_LAUNCHERS},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        printed, _ = process.communicate(timeout=100)
+    finally:
+        left = processes_of_session(process.pid)
+        if left:
+            time.sleep(5)
+            left = processes_of_session(process.pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    since_fault = time.time() - float((folder / "fault.txt").read_text())
+    printed += "".join(f"--- {path.name}\n{path.read_text()}" for path in sorted(folder.glob("[0-9].txt")))
+    assert not left, f"{left} stayed:\n{printed}"
+    assert process.returncode != 0, printed
+    # a loop is told after its timeout; torchrun gives ranks up to 30 s to end after it has sent them a signal
+    assert since_fault < (40 if launcher == "torchrun" or fault == "loop" else 20), f"{since_fault:.1f} s:\n{printed}"
+    by_us = rf"rank \d ended because rank {rank} .*({CAUSES[fault]})|rank {rank} \(on .*\) failed\."
+    by_torchrun = rf"rank +: {rank} .*\n +exitcode +: -9" if fault == "SIGKILL" else "nothing"
+    assert re.search(by_us, printed) or re.search(by_torchrun, printed), printed
+
+
+@pytest.mark.parametrize(
+    ("launcher", "layout", "fault", "place", "rank"),
+    [("trainer", "2x1", "SIGSTOP", "forward", 1), ("torchrun", "2x2", "exception", "validation", 2)],
+)
+def test_under_launchers(tmp_path: Path, launcher: str, layout: str, fault: str, place: str, rank: int) -> None:
+    check_launched(tmp_path, launcher, layout, fault, place, rank)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("launcher", ["trainer", "torchrun"])
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    ("layout", "place", "rank"),
+    [("2x1", "forward", 0), ("2x1", "saving", 1), ("4x1", "backward", 2), ("2x2", "reduce", 3)],
+)
+def test_every_fault_under_launchers(
+    tmp_path: Path, launcher: str, layout: str, fault: str, place: str, rank: int
+) -> None:
+    check_launched(tmp_path, launcher, layout, fault, place, rank)
 
 
 # gradients are reduced where there are replicas
