@@ -7,6 +7,7 @@ This layer knows torch.distributed; when things happen is the runtime's to say.
 * :mod:`.stages` gathers, frees and reduces whole stages, as programs command it;
 * :mod:`.replicated` averages the gradients of parameters that every data-parallel rank holds whole;
 * :mod:`.shared` sums the gradients of parameters that several stages hold;
+* :mod:`.shard_updates` has optimizers update shards as plain tensors;
 * :mod:`.clip` clips by the norm over all stages and shards, or by value.
 """
 
@@ -16,6 +17,7 @@ from lightning_pp.sharding.clip import clip_by_norm_, clip_by_value_, global_nor
 from lightning_pp.sharding.fsdp import ShardedUnits
 from lightning_pp.sharding.replicated import ReplicatedGradients, broadcast_parameters, broadcast_values
 from lightning_pp.sharding.replicated_units import ReplicatedUnits
+from lightning_pp.sharding.shard_updates import end_update, update_shards
 from lightning_pp.sharding.shared import SharedParameters
 from lightning_pp.sharding.stages import ShardedStages
 from lightning_pp.sharding.units.grouping import never_sharded
@@ -30,6 +32,8 @@ __all__ = [
     "broadcast_values",
     "clip_by_norm_",
     "clip_by_value_",
+    "end_update",
     "global_norm",
     "never_sharded",
+    "update_shards",
 ]

@@ -10,6 +10,8 @@ they are taken off again. The names of the hooks' handles have been the same fro
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
+from operator import attrgetter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,8 @@ from torch.autograd.graph import Node
 from torch.distributed import _composable_state
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from lightning_pp._private_names import private
 
@@ -40,10 +44,17 @@ multiply_all_: Callable[[list[Tensor], Tensor], None] = private(torch, "_foreach
 clamp_all_min_: Callable[[list[Tensor], float], None] = private(torch, "_foreach_clamp_min_")
 clamp_all_max_: Callable[[list[Tensor], float], None] = private(torch, "_foreach_clamp_max_")
 copy_all_: Callable[[list[Tensor], list[Tensor]], None] = private(torch, "_foreach_copy_")
+# (tensors, p, dtype): the p-norm of each, computed in that dtype
+norm_of_each: Callable[[list[Tensor], float, torch.dtype], list[Tensor]] = private(torch, "_foreach_norm")
 # (gradients, found, inverse scale): multiplies by the inverse scale, and sets found to 1 where one is not finite
 unscale_all_: Callable[[list[Tensor], Tensor, Tensor], None] = private(
     torch, "_amp_foreach_non_finite_check_and_unscale_"
 )
+
+# The shard of a DTensor that a rank holds, itself: to_local() makes a view of a parameter's.
+shard_itself: Callable[[DTensor], Tensor] = attrgetter("_local_tensor")
+if "_local_tensor" not in DTensor.__slots__:
+    private(DTensor, "_local_tensor")
 
 # torch 2.13 renamed these
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -146,3 +157,11 @@ def values_of_sparse(gradient: Tensor) -> Tensor:
 def device_type_of(scaler: GradScaler) -> str:
     """The type of device that ``scaler`` was made for."""
     return scaler._device
+
+
+def call_first_after_update(
+    optimizer: Optimizer, hook: Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], None]
+) -> None:
+    """Calls ``hook`` after each step of ``optimizer``, before all of the optimizer's other hooks."""
+    handle = optimizer.register_step_post_hook(hook)
+    private(optimizer, "_optimizer_step_post_hooks").move_to_end(handle.id, last=False)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_pp.sharding._torch_private import clamp_all_max_, clamp_all_min_, multiply_all_
+from lightning_pp.sharding._torch_private import clamp_all_max_, clamp_all_min_, multiply_all_, norm_of_each
 from lightning_pp.sharding.units.flat import local_tensor
 
 _EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
@@ -45,7 +45,8 @@ def global_norm(
     if norm_type == 0:
         raise ValueError("norm_type=0 is no norm; use a positive number or math.inf")
     device = torch.device("cpu" if mesh is None else mesh.device_type)
-    norms: dict[int, list[Tensor]] = {}  # by the number of ranks that count the same
+    # by the number of ranks that count the same, and what one call takes together
+    alike: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = {}
     for parameter, counts_here in {id(parameter): (parameter, counts) for parameter, counts in parameters}.values():
         if mesh is None:
             device = parameter.device
@@ -53,15 +54,18 @@ def global_norm(
             continue
         gradient = local_tensor(parameter.grad)
         if gradient.numel() > 0:  # an empty shard has no extreme
-            accurate = torch.promote_types(gradient.dtype, torch.float32)
-            norm = torch.linalg.vector_norm(gradient, norm_type, dtype=accurate)
-            # shards may lie on the host, and others not
-            norms.setdefault(_num_copies(parameter.grad, mesh), []).append(norm.to(device, torch.float64))
+            kind = _num_copies(parameter.grad, mesh), gradient.device, gradient.dtype
+            alike.setdefault(kind, []).append(gradient)
+    norms: dict[int, list[Tensor]] = {}
+    for (num_copies, _, dtype), gradients in alike.items():
+        each = torch.stack(norm_of_each(gradients, norm_type, torch.promote_types(dtype, torch.float32)))
+        # shards may lie on the host, and others not
+        norms.setdefault(num_copies, []).append(each.to(device, torch.float64))
     none = torch.zeros(0, dtype=torch.float64, device=device)
     if math.isinf(norm_type):
-        together = torch.stack([norm for alike in norms.values() for norm in alike]) if norms else none
+        together = torch.cat([each for some in norms.values() for each in some]) if norms else none
         return _extreme(together, math.copysign(1.0, norm_type), group)
-    powers = [(torch.stack(alike) ** norm_type).sum() / num_copies for num_copies, alike in norms.items()]
+    powers = [(torch.cat(some) ** norm_type).sum() / num_copies for num_copies, some in norms.items()]
     total = torch.stack(powers).sum() if powers else none.sum()
     if _is_spread(group):
         dist.all_reduce(total, group=group)

@@ -69,6 +69,7 @@ from lightning_pp.strategy.parameters.optimizers import (
     keep_parameters,
     set_up_one_optimizer,
     training_ones,
+    update_as_shards,
 )
 from lightning_pp.strategy.parameters.precision import agree_on_scale
 from lightning_pp.strategy.step.data import first_batch, seed_workers_by
@@ -371,6 +372,7 @@ class PipelineParallelStrategy(MeshStrategy):
             keep_parameters(self.optimizers, list(engine.module.parameters()))
             if not self.options.sharding.cpu_offload:  # states are made where their parameters are
                 optimizers_to_device(self.optimizers, self.root_device)
+            self.all_or_none(lambda: update_as_shards(self.optimizers))
             PipelineOptimization.install(trainer)
         self.setup_precision_plugin()
         engine.gradients.install_clipping(self.precision_plugin, engine.finite.note_norm)

@@ -28,7 +28,7 @@ class SettingsModule(L.LightningModule):
     """What all modules share: one loss for training and validation, and optimizers as the settings ask for.
 
     Args:
-        optimizer: ``"sgd"`` (with momentum) or ``"adamw"``.
+        optimizer: ``"sgd"`` (with momentum), ``"adamw"``, or ``"adamw foreach"`` and ``"adamw fused"`` with that flag.
         lr: Learning rate.
         two_groups: Biases and norms get a group of their own, with another learning rate and no weight decay.
         scheduler: Learning rates change after every optimizer step.
@@ -85,7 +85,8 @@ class SettingsModule(L.LightningModule):
             optimizer = torch.optim.SGD(groups, lr=self.lr, momentum=0.9, weight_decay=0.01)
         else:
             # with the usual eps, gradients that are zero but for rounding (of the biases of keys) would make steps
-            optimizer = torch.optim.AdamW(groups, lr=self.lr / 10, eps=1e-6)
+            flags = dict.fromkeys(self.optimizer_name.split()[1:], True)
+            optimizer = torch.optim.AdamW(groups, lr=self.lr / 10, eps=1e-6, **flags)
         if not self.scheduler:
             return optimizer
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1.0 + 0.3 * step))

@@ -24,7 +24,7 @@ class Settings:
 
     Attributes:
         model: Key of ``MODELS``.
-        optimizer: ``"sgd"`` or ``"adamw"``.
+        optimizer: As :class:`~parity_models.SettingsModule` takes it.
         two_groups: Two parameter groups with other learning rates.
         scheduler: A learning rate that changes at every step.
         frozen: The first half of the parameters is frozen.

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lightning_pp.runtime._torch_private import base_of
+from lightning_pp.runtime.split_backward.wide_products import add_wide_product, multiplies_into, wide_product
 
 # (how to add the gradient, the weight, its two factors, whatever else the operation needs)
 Entry = tuple[Callable[[Tensor, Tensor, Tensor, Any], None], Tensor, Tensor, Tensor, Any]
@@ -269,26 +270,31 @@ def add_product(weight: Tensor, left: Tensor, right: Tensor, extra: object = Non
     Args:
         weight: ``[M, N]``, or ``[B, M, N]`` for a batch of weights.
         left: ``[..., M]`` (``[B, K, M]``).
-        right: ``[..., N]`` (``[B, K, N]``), with the leading sizes and the dtype of ``left``.
+        right: ``[..., N]`` (``[B, K, N]``), with the leading sizes and the dtype of ``left``. Where the gradient has
+            a wider dtype and the device can, the product is added in that dtype, and never rounded to theirs.
         extra: Not used.
     """
+    if weight.dim() == 2:
+        left = left if left.dim() == 2 else left.flatten(0, -2)
+        right = right if right.dim() == 2 else right.flatten(0, -2)
     gradient = weight.grad if type(weight) is Parameter else _gradient_part(weight)
-    if gradient is not None and (gradient.dtype is not left.dtype or gradient.layout is not torch.strided):
-        gradient = None  # it cannot be added to in place
-    if weight.dim() == 3:
-        if gradient is not None:
-            gradient.baddbmm_(left.mT, right)
-        else:
-            add_to_gradient(weight, torch.bmm(left.mT, right))
-        return
-    if left.dim() != 2:
-        left = left.flatten(0, -2)
-    if right.dim() != 2:
-        right = right.flatten(0, -2)
-    if gradient is not None:
-        gradient.addmm_(left.t(), right)
+    wide = weight.grad_dtype if gradient is None else gradient.dtype
+    if gradient is not None and gradient.layout is not torch.strided:
+        gradient = wide = None  # it cannot be added to in place
+    if wide is not None and wide is not left.dtype:
+        if multiplies_into(wide, left.dtype, left.device):
+            if gradient is None:
+                add_to_gradient(weight, wide_product(left, right, wide))
+            else:
+                add_wide_product(gradient, left, right)
+            return
+        gradient = None
+    if gradient is None:
+        add_to_gradient(weight, torch.bmm(left.mT, right) if weight.dim() == 3 else torch.mm(left.t(), right))
+    elif weight.dim() == 3:
+        gradient.baddbmm_(left.mT, right)
     else:
-        add_to_gradient(weight, torch.mm(left.t(), right))
+        gradient.addmm_(left.t(), right)
 
 
 def add_to_gradient(weight: Tensor, gradient: Tensor) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
+from torch.optim import Optimizer
 
 from lightning_pp.distributed.gathering import gathered
 from lightning_pp.distributed.groups import default_timeout, warm_up
@@ -27,6 +28,8 @@ from lightning_pp.distributed.meshes import groups_of_collectives, make_meshes
 from lightning_pp.distributed.messages import RankStoppedError
 from lightning_pp.distributed.sizes import Auto, ParallelSizes
 from lightning_pp.errors import ConfigurationError
+from lightning_pp.runtime.split_backward.wide_products import try_products
+from lightning_pp.sharding import end_update
 from lightning_pp.strategy._lightning_private import give_device_mesh, init_process_group, reduced, trainer_of
 from lightning_pp.strategy._torch_private import set_timeout_of_job
 from lightning_pp.strategy.device_queues import use_all_queues
@@ -225,6 +228,7 @@ class MeshStrategy(ParallelStrategy):
             self._device_mesh, self._data_parallel_mesh = make_meshes(self.root_device.type, self.sizes)
             if self.root_device.type != "cpu":
                 warm_up(groups_of_collectives(self._device_mesh, self._data_parallel_mesh), self.root_device)
+                try_products(self.root_device)
         give_device_mesh(self.lightning_module, self._device_mesh)
 
     def _meet(self, backend: str) -> None:
@@ -423,6 +427,13 @@ class MeshStrategy(ParallelStrategy):
         """Nothing to block: gradients are reduced when the last batch of an accumulation is done."""
         with nullcontext():
             yield
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        """Lightning's, after which the optimizer has its sharded parameters again, also where the update failed."""
+        try:
+            return super().optimizer_step(optimizer, closure, *args, **kwargs)
+        finally:
+            end_update(optimizer)
 
     @property
     def _is_interrupted(self) -> bool:

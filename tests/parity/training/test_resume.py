@@ -280,3 +280,23 @@ def test_validate_from_a_checkpoint(pool: WorkerPool, tmp_path: Path, single_fil
             results = pool.run(evaluated_from, layout, settings, path, world_size=layout.world_size)
         for found in results:
             assert list_difference(found, trained.val_losses[-1:]) < TOLERANCE
+
+
+@pytest.mark.parametrize("way", ["foreach", "fused"])
+def test_updates_of_all_parameters_in_one_call(pool: WorkerPool, tmp_path: Path, way: str) -> None:
+    """Sharded units beside whole parameters of the root; then one file, on one device."""
+    settings = Settings(
+        "root_parameters", optimizer=f"adamw {way}", two_groups=True, clip_val=0.05, clip_algorithm="norm"
+    )
+    options = {"sharding": "full_shard"}
+    chain: list[tuple[Layout | None, dict[str, Any]]] = [
+        (Layout("zb_v", 2, 2, 2), {"options": options}),
+        (Layout("zb_h1", 2, 2, 2), {"options": options, "single_file": True}),
+        (ONE_DEVICE, {}),
+    ]
+    parts, path = [], None
+    for (layout, how), stop_after in zip(chain, (2, 4, -1), strict=True):
+        target = tmp_path / f"{stop_after}.ckpt"
+        parts.append(train_part(pool, layout, settings, start_from=path, stop_after=stop_after, save_to=target, **how))
+        path = target
+    assert_continues(joined(*parts), uninterrupted(settings))
