@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
+import wandb
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.loggers.logger import DummyLogger
@@ -90,12 +91,18 @@ class Breaks(L.Callback):
                 kill_wandb()
 
 
+def forget_wandb() -> None:
+    """Lets the next run start a service of its own, also where an earlier one has told processes of its service."""
+    wandb.teardown()
+    os.environ.pop("WANDB_SERVICE", None)
+
+
 def kill_wandb() -> None:
     """Kill the service process of W&B that this process has started; its sockets are closed when this returns."""
     listed = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
     mine = [line.split() for line in listed.splitlines() if "wandb-core" in line]
     found = [int(pid) for pid, parent, *_ in mine if int(parent) == os.getpid()]
-    assert found, listed
+    assert found, f"{os.getpid()} has no service; {os.environ.get('WANDB_SERVICE')}\n{mine}"
     for pid in found:
         os.kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + 30
@@ -114,6 +121,8 @@ def fit_with(kind: str, folder: str, pipeline: int, broken: bool = False, of_ran
         broken: Whether the failing logger fails from the start.
         of_rank: The rank on which it fails; None for all.
     """
+    if kind == "wandb":
+        forget_wandb()
     logger: Any = {
         "failing": lambda: Failing(broken, of_rank),
         "csv": lambda: CSVLogger(folder, name="csv", version=0, flush_logs_every_n_steps=1),
