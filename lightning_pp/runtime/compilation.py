@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from torch import nn
 
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.runtime._torch_private import is_compiled
+from lightning_pp.runtime.split_backward.compiled import CAPTURE_OPTIONS, DeferringBackend
+from lightning_pp.runtime.split_backward.deferral import weight_gradients_may_wait
 
 
 def check_compile_options(compile: bool | Mapping[str, Any]) -> dict[str, Any] | None:
@@ -45,9 +47,10 @@ def check_compile_options(compile: bool | Mapping[str, Any]) -> dict[str, Any] |
 class CompiledUnits:
     """Runs the forward of each unit as ``torch.compile`` makes it; what surrounds it (hooks, gathers) stays eager.
 
-    Blocks of one class share what is compiled. Weight gradients of compiled code are part of its backward, so they are
-    computed in I, and W is left with what is not compiled: a schedule that splits the backward then gains less, which
-    the measured times of I and W show. A unit that the user has compiled is left as it is.
+    A unit is compiled in two forms, each when it is first needed: for a backward that is split, with weight gradients
+    that wait for W (:class:`~lightning_pp.runtime.split_backward.compiled.DeferringBackend`), and for all else as
+    ``torch.compile`` does it. Blocks of one class share what is compiled. A unit that the user has compiled is left as
+    it is, and computes its weight gradients in I.
 
     Args:
         units: The units that this rank runs.
@@ -57,7 +60,15 @@ class CompiledUnits:
     def __init__(self, units: Mapping[str, nn.Module], options: Mapping[str, Any]) -> None:
         self._units = {name: unit for name, unit in units.items() if not _is_compiled(unit)}
         self._options = dict(options)
-        self._compiled: dict[str, Any] = {}
+        self._backend = DeferringBackend(options)
+        self._compiled: dict[str, Callable[..., Any]] = {}
+        self._kept: dict[str, None] = {
+            f"{name}.{weight}": None
+            for name, unit in units.items()
+            if _is_compiled(unit)
+            for weight, parameter in unit.named_parameters()
+            if parameter.requires_grad and parameter.dim() > 1
+        }
         self._before: dict[str, Any] = {}
 
     def attach(self) -> None:
@@ -67,8 +78,31 @@ class CompiledUnits:
                 continue
             self._before[name] = unit.__dict__.get("forward")
             if name not in self._compiled:
-                self._compiled[name] = torch.compile(unit.forward, **self._options)
+                self._compiled[name] = self._compile(name, unit)
             unit.__dict__["forward"] = self._compiled[name]
+
+    def kept_in_backward(self) -> list[str]:
+        """Names of the weights whose gradients were computed in I so far, in code whose weight gradients might wait."""
+        return list(self._kept)
+
+    def _compile(self, name: str, unit: nn.Module) -> Callable[..., Any]:
+        whole = torch.compile(unit.forward, **self._options)
+        capture = {option: value for option, value in self._options.items() if option in CAPTURE_OPTIONS}
+        deferring = torch.compile(unit.forward, backend=self._backend, **capture)
+
+        def compiled(*args: Any, **kwargs: Any) -> Any:
+            if not weight_gradients_may_wait():
+                return whole(*args, **kwargs)
+            result = deferring(*args, **kwargs)
+            if self._backend.kept:  # asked here, since FSDP2 puts other Parameters in their places later
+                kept = {id(weight) for weight in self._backend.kept}
+                self._kept.update(
+                    (f"{name}.{at}", None) for at, weight in unit.named_parameters() if id(weight) in kept
+                )
+                self._backend.kept.clear()
+            return result
+
+        return compiled
 
     def detach(self) -> None:
         """From here on the units run as the user made them, and can be pickled again."""

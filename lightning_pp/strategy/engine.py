@@ -327,7 +327,7 @@ class PipelineEngine:
         self._programs.sharding = self.gradients.sharding
         if self._compile_options is not None:
             self._compiled_units = CompiledUnits(self.split.units_of(self.rank), self._compile_options)
-            self._compiled_backward = CompiledBackward(self.groups)
+            self._compiled_backward = CompiledBackward(self.groups, self._compiled_units)
         self._make_executor()
         self._connection.align_generators()
 
@@ -550,14 +550,13 @@ class PipelineEngine:
     @property
     def _is_looked_at(self) -> bool:
         """Whether somebody will ask for the times of the next training batch."""
-        compiled = self._compiled_backward
-        return self.is_timed or self._programs.measures or (compiled is not None and not compiled.is_done)
+        return self.is_timed or self._programs.measures
 
     def _note_training(self, run: BatchRun, schedule: Schedule, timer: StepTimer) -> None:
         self.last_training_step = (schedule, timer)
         self._programs.note(timer, run.microbatches, run.plans)
         if self._compiled_backward is not None:
-            self._compiled_backward.note(schedule, timer)
+            self._compiled_backward.note(schedule)
         self.last_num_samples = run.num_samples
         self.num_batches_trained += 1
 

@@ -16,14 +16,19 @@ Parameter, such as ``weight.t()`` or a chunk, counts as one. Autograd runs one o
 what may run backward only once may, checkpointed blocks re-run once, and what is held until W is inputs and output
 gradients of linear operations.
 
-Whatever cannot be deferred gets its whole gradient in I: compiled regions, functions not in the table, functorch
-transforms, tensor subclasses, weights with gradient hooks. Modules that keep their own weight gradients back are found
-by :func:`delayed_weight_gradient_modules` and handed to :meth:`WeightGradientQueue.defer_module`.
+Units that this package compiles do the same by inputs of the compiled code (:mod:`.compiled`).
+
+Whatever cannot be deferred gets its whole gradient in I: regions that the user has compiled, functions not in the
+table, functorch transforms, tensor subclasses, weights with gradient hooks. Modules that keep their own weight
+gradients back are found by :func:`delayed_weight_gradient_modules` and handed to
+:meth:`WeightGradientQueue.defer_module`.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+
+import torch
 
 from lightning_pp.runtime.split_backward.queue import (
     WeightGradientQueue,
@@ -38,6 +43,7 @@ __all__ = [
     "delayed_weight_gradient_modules",
     "weight_gradients_are_deferrable",
     "weight_gradients_deferrable",
+    "weight_gradients_may_wait",
     "weight_gradients_not_deferrable",
 ]
 
@@ -82,6 +88,11 @@ def weight_gradients_deferrable() -> AbstractContextManager[None]:
 def weight_gradients_are_deferrable() -> bool:
     """Whether this is within :func:`weight_gradients_deferrable`."""
     return INSTALLATION.num_scopes > 0
+
+
+def weight_gradients_may_wait() -> bool:
+    """Whether a linear operation that is run here has a weight gradient that can be deferred."""
+    return INSTALLATION.num_scopes > 0 and not INSTALLATION.num_pauses and torch.is_grad_enabled()
 
 
 def weight_gradients_not_deferrable() -> AbstractContextManager[None]:

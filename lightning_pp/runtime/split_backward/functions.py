@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -52,6 +53,11 @@ class ConvolutionOptions(NamedTuple):
     num_groups: int
 
 
+def per_dimension(value: int | Sequence[int], num_spatial: int) -> list[int]:
+    """An option of a convolution, written as a number for each of ``num_spatial`` dimensions."""
+    return [value] * num_spatial if isinstance(value, int) else list(value) * (num_spatial if len(value) == 1 else 1)
+
+
 class DeferredLinear(Function):
     """``F.linear(input, weight, bias)``: ``[..., N]``, ``[M, N]``, ``[M]`` to ``[..., M]``; input at least 2D."""
 
@@ -82,7 +88,7 @@ class DeferredLinear(Function):
             grad_input = _mm(rows, weight if ctx.dtype is None else weight.to(ctx.dtype))
             if input.dim() != 2:
                 grad_input = grad_input.view(input.shape)
-        queue = _weight_gradient_destination(ctx)
+        queue = weight_gradient_destination(ctx.weight, ctx.weight_version, ctx.next_functions[1][0])
         if queue is True:
             grad_weight = _mm(rows.t(), input.flatten(0, -2))
         elif queue is not False:
@@ -113,7 +119,7 @@ class DeferredMatmul(Function):
             grad_input = _mm(rows, (weight if ctx.dtype is None else weight.to(ctx.dtype)).t())
             if input.dim() != 2:
                 grad_input = grad_input.view(input.shape)
-        queue = _weight_gradient_destination(ctx)
+        queue = weight_gradient_destination(ctx.weight, ctx.weight_version, ctx.next_functions[1][0])
         if queue is True:
             grad_weight = _mm(input.flatten(0, -2).t(), rows)
         elif queue is not False:
@@ -140,7 +146,7 @@ class DeferredBatchedMatmul(Function):
         grad_input = grad_weight = None
         if ctx.needs_input_grad[0]:
             grad_input = _bmm(grad_output, (weight if ctx.dtype is None else weight.to(ctx.dtype)).mT)
-        queue = _weight_gradient_destination(ctx)
+        queue = weight_gradient_destination(ctx.weight, ctx.weight_version, ctx.next_functions[1][0])
         if queue is True:
             grad_weight = _bmm(input.mT, grad_output)
         elif queue is not False:
@@ -172,7 +178,7 @@ class DeferredConvolution(Function):
         needs_input, _, needs_bias, _, _ = ctx.needs_input_grad
         weight, options = ctx.weight, ctx.options
         grad_input = grad_weight = grad_bias = None
-        queue = _weight_gradient_destination(ctx)
+        queue = weight_gradient_destination(ctx.weight, ctx.weight_version, ctx.next_functions[1][0])
         factor = weight if ctx.dtype is None else weight.to(ctx.dtype)
         if queue is True:
             grad_input, grad_weight, grad_bias = _convolution_backward(
@@ -189,16 +195,25 @@ class DeferredConvolution(Function):
             if needs_bias:  # not by the kernel, for oneDNN's would compute the weight's gradient with it
                 grad_bias = grad_output.sum([0, *range(2, grad_output.dim())])
             if queue is not False:
-                queue.append(_add_convolution, weight, grad_output, input.detach(), options)
+                queue.append(add_convolution, weight, grad_output, input.detach(), options)
         return grad_input, _finish(ctx, grad_weight), grad_bias, None, None
 
 
-def _add_convolution(weight: Tensor, grad_output: Tensor, input: Tensor, options: ConvolutionOptions) -> None:
+def add_convolution(weight: Tensor, grad_output: Tensor, input: Tensor, options: ConvolutionOptions) -> None:
     """Adds the weight gradient of a convolution to that of ``weight``."""
+    add_to_gradient(weight, convolution_weight_gradient(weight, grad_output, input, options))
+
+
+def convolution_weight_gradient(
+    weight: Tensor, grad_output: Tensor, input: Tensor, options: ConvolutionOptions
+) -> Tensor:
+    """The weight gradient of a convolution, in the dtype of ``grad_output`` and ``input``."""
     # Only the shape is read, and the weight's own storage may be freed by now.
     shape_of_weight = grad_output.new_empty(1).expand(weight.shape)
-    _, grad_weight, _ = _convolution_backward(grad_output, input, shape_of_weight, None, *options, [False, True, False])
-    add_to_gradient(weight, grad_weight)
+    grad_weight: Tensor = _convolution_backward(
+        grad_output, input, shape_of_weight, None, *options, [False, True, False]
+    )[1]
+    return grad_weight
 
 
 def _prepare(
@@ -217,20 +232,28 @@ def _prepare(
     return input, weight, bias
 
 
-def _weight_gradient_destination(ctx: Any) -> WeightGradientQueue | bool:
-    """Where the weight gradient of the node that runs goes: to a queue, back to autograd (True), or nowhere (False)."""
-    weight = ctx.weight
-    if version_of(weight) != ctx.weight_version:
+def weight_gradient_destination(weight: Tensor, version: int, node: Any) -> WeightGradientQueue | bool:
+    """Where a weight gradient of the node that runs goes: to a queue, back to autograd (True), or nowhere (False).
+
+    Args:
+        weight: A Parameter or a view of one.
+        version: The weight's when the forward ran.
+        node: What autograd would run for the weight's gradient.
+
+    Raises:
+        RuntimeError: The weight was modified in place since.
+    """
+    if version_of(weight) != version:
         raise RuntimeError(
             f"a weight of shape {list(weight.shape)} was modified in place between its forward and its backward, from "
-            f"version {ctx.weight_version} to {version_of(weight)}: update weights only while no microbatch is under "
-            "way"
+            f"version {version} to {version_of(weight)}: update weights only while no microbatch is under way"
         )
-    node = ctx.next_functions[1][0]
     parameter = weight
     is_view_wanted = False
     if type(weight) is not Parameter:
-        parameter = base_of(weight)
+        base = base_of(weight)
+        assert base is not None
+        parameter = base
         is_view_wanted = will_execute(node)
         while node.next_functions:
             node = node.next_functions[0][0]

@@ -32,6 +32,7 @@ from lightning_pp.runtime.split_backward.functions import (
     DeferredConvolution,
     DeferredLinear,
     DeferredMatmul,
+    per_dimension,
 )
 
 TensorFunction = Callable[..., Any]
@@ -157,7 +158,7 @@ def _replace_convolution(original: TensorFunction, num_spatial: int) -> TensorFu
             or not 0 <= weight.dim() - input.dim() <= 1
         ):
             return original(input, weight, bias, stride, padding, dilation, groups)
-        dilations = _per_dimension(dilation, num_spatial)
+        dilations = per_dimension(dilation, num_spatial)
         if padding == "same":
             # An odd total goes to the end, as in torch.
             totals = [d * (size - 1) for d, size in zip(dilations, weight.shape[2:], strict=True)]
@@ -169,8 +170,8 @@ def _replace_convolution(original: TensorFunction, num_spatial: int) -> TensorFu
                 return original(input, weight, bias, stride, padding, dilation, groups)
             paddings = [0] * num_spatial
         else:
-            paddings = _per_dimension(padding, num_spatial)
-        strides = _per_dimension(stride, num_spatial)
+            paddings = per_dimension(padding, num_spatial)
+        strides = per_dimension(stride, num_spatial)
         options = ConvolutionOptions(strides, paddings, dilations, False, [0] * num_spatial, groups)
         return _convolve(input, weight, bias, options)
 
@@ -196,11 +197,11 @@ def _replace_transposed_convolution(original: TensorFunction, num_spatial: int) 
         ):
             return original(input, weight, bias, stride, padding, output_padding, groups, dilation)
         options = ConvolutionOptions(
-            _per_dimension(stride, num_spatial),
-            _per_dimension(padding, num_spatial),
-            _per_dimension(dilation, num_spatial),
+            per_dimension(stride, num_spatial),
+            per_dimension(padding, num_spatial),
+            per_dimension(dilation, num_spatial),
             True,
-            _per_dimension(output_padding, num_spatial),
+            per_dimension(output_padding, num_spatial),
             groups,
         )
         return _convolve(input, weight, bias, options)
@@ -213,10 +214,6 @@ def _convolve(input: Tensor, weight: Tensor, bias: Tensor | None, options: Convo
     if input.dim() == weight.dim():
         return _apply_convolution(input, weight, bias, dtype, options)
     return _apply_convolution(input.unsqueeze(0), weight, bias, dtype, options).squeeze(0)
-
-
-def _per_dimension(value: Numbers, num_spatial: int) -> list[int]:
-    return [value] * num_spatial if isinstance(value, int) else list(value) * (num_spatial if len(value) == 1 else 1)
 
 
 class Replacement(NamedTuple):

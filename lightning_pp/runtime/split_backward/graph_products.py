@@ -1,0 +1,237 @@
+"""Products with a weight in a graph that ``torch.compile`` has captured, and the graph with taps around them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from lightning_pp.runtime.split_backward.functions import ConvolutionOptions, per_dimension
+from lightning_pp.runtime.split_backward.taps import ProductShapes, tap_input, tap_output
+from lightning_pp.split._torch_private import FakeTensorMode
+
+_LINEAR = frozenset({F.linear})
+_MATMUL = frozenset({torch.matmul, operator.matmul, torch.mm, torch.bmm, "matmul", "mm", "bmm", "__matmul__"})
+_ADDMM = frozenset({torch.addmm, "addmm"})
+_CONVOLUTIONS: dict[Any, tuple[int, bool]] = {
+    **{getattr(torch, f"conv{n}d"): (n, False) for n in (1, 2, 3)},
+    **{getattr(torch, f"conv_transpose{n}d"): (n, True) for n in (1, 2, 3)},
+}
+# calls that make views of their first argument
+_VIEWS = frozenset({"t", "transpose", "chunk", "split", "narrow", "unbind", "permute", torch.t, torch.transpose})
+_VIEWS |= {torch.chunk, torch.split, torch.narrow, torch.unbind, torch.permute, operator.getitem}
+_VIEW_ATTRIBUTES = ("T", "mT")
+
+
+class Product(NamedTuple):
+    """A call in a graph whose weight gradient can be computed outside of it.
+
+    Attributes:
+        node: The call.
+        input: Position of its input among its arguments.
+        weight: Position of its weight.
+        parameter: Position of the Parameter among the graph's inputs.
+        views: What makes the weight of the Parameter, first to last; empty if it is the Parameter.
+    """
+
+    node: fx.Node
+    input: int
+    weight: int
+    parameter: int
+    views: tuple[fx.Node, ...]
+
+    def weight_of(self, args: Sequence[Any]) -> Tensor:
+        """The weight, as the Parameter among the graph's inputs ``args`` that it is, or the view of it."""
+        value = args[self.parameter]
+        for view in self.views:
+            rest = view.args[1:]
+            target: Any = view.target
+            if view.op == "call_method":
+                target = getattr(Tensor, target)
+            value = target(value, *rest, **view.kwargs)
+        assert isinstance(value, Tensor)
+        return value
+
+    def shapes(self, values: dict[fx.Node, Any]) -> ProductShapes:
+        """What its gradient needs to know, given fakes for the values of the graph."""
+        input, weight = values[_argument(self.node, self.input)], values[_argument(self.node, self.weight)]
+        output = values[self.node]
+        options = None
+        if self.node.target in _CONVOLUTIONS:
+            options = _convolution_options(self.node, weight)
+        return ProductShapes(input.shape, output.shape, output.dtype, self.node.target in _LINEAR, options)
+
+
+class _Recording(fx.Interpreter):
+    """Runs a graph and keeps its values."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.values: dict[fx.Node, Any] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.values[n] = result = super().run_node(n)
+        return result
+
+
+def values_of(module: fx.GraphModule, args: Sequence[Any]) -> dict[fx.Node, Any]:
+    """The values of a graph that is called with ``args``, as fakes: nothing is computed.
+
+    Raises:
+        Exception: An operation of the graph cannot run on fakes.
+    """
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        recording = _Recording(module)
+        recording.run(*(mode.from_tensor(arg) if isinstance(arg, Tensor) else arg for arg in args))
+    return recording.values
+
+
+def find_products(module: fx.GraphModule, args: Sequence[Any], values: dict[fx.Node, Any]) -> list[Product]:
+    """The products whose weight gradients can be computed outside of the graph, in the order of their calls.
+
+    Args:
+        module: What ``torch.compile`` captured; parameters are among its inputs.
+        args: What it is called with.
+        values: Of its nodes, as fakes.
+    """
+    parameters = _trained_weights(module, args)
+    products = []
+    for node in module.graph.nodes:
+        for input, weight in _operands(node):
+            product = _product(node, input, weight, parameters)
+            if product is not None and _has_known_gradient(product, values):
+                products.append(product)
+                break
+    return products
+
+
+def weights_in_use(module: fx.GraphModule, args: Sequence[Any]) -> list[int]:
+    """Positions of the trained weights that something else than a look-up of rows (an embedding) reads."""
+    return [
+        index
+        for node, index in _trained_weights(module, args).items()
+        if any(user.target not in (F.embedding, torch.embedding) for user in node.users)
+    ]
+
+
+def _trained_weights(module: fx.GraphModule, args: Sequence[Any]) -> dict[fx.Node, int]:
+    inputs = module.graph.find_nodes(op="placeholder")
+    return {node: index for index, node in enumerate(inputs) if _is_trained_weight(args[index])}
+
+
+def with_taps(module: fx.GraphModule, products: Sequence[Product]) -> fx.GraphModule:
+    """A copy of the graph with two inputs more for each product, and the product between taps that use them."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(module.graph, copies))
+    last = graph.find_nodes(op="placeholder")[-1]
+    for index, product in enumerate(products):
+        dummies = []
+        for name in (f"dummy_input_{index}", f"dummy_output_{index}"):
+            with graph.inserting_after(last):
+                last = graph.placeholder(name)
+            dummies.append(last)
+        node = copies[product.node]
+        with graph.inserting_before(node):
+            input = graph.call_function(tap_input, (_argument(node, product.input), dummies[0]))
+            weight = graph.call_method("detach", (_argument(node, product.weight),))
+        arguments = list(node.args)
+        arguments[product.input], arguments[product.weight] = input, weight
+        node.args = tuple(arguments)
+        with graph.inserting_after(node):
+            output = graph.call_function(tap_output, (node, dummies[1]))
+        for user in list(node.users):
+            if user is not output:
+                user.replace_input_with(node, output)
+    return fx.GraphModule(module, graph)
+
+
+def _operands(node: fx.Node) -> list[tuple[int, int]]:
+    """Positions of input and weight among the arguments of a call, if it is a product."""
+    if node.op not in ("call_function", "call_method"):
+        return []
+    target: Any = node.target
+    if target in _LINEAR or target in _CONVOLUTIONS:
+        return [(0, 1)]
+    if target in _MATMUL and not node.kwargs:
+        return [(0, 1)]
+    if target in _ADDMM and not node.kwargs:
+        return [(1, 2)]
+    return []
+
+
+def _argument(node: fx.Node, position: int) -> fx.Node:
+    argument = node.args[position]
+    assert isinstance(argument, fx.Node)
+    return argument
+
+
+def _is_trained_weight(arg: Any) -> bool:
+    return (
+        type(arg) is torch.nn.Parameter
+        and arg.requires_grad
+        and arg.is_floating_point()
+        and arg.layout is torch.strided
+        and arg.dim() > 1
+    )
+
+
+def _product(node: fx.Node, input: int, weight: int, parameters: dict[fx.Node, int]) -> Product | None:
+    if len(node.args) <= weight or not all(isinstance(node.args[at], fx.Node) for at in (input, weight)):
+        return None
+    views: list[fx.Node] = []
+    source = _argument(node, weight)
+    while source not in parameters:
+        if not _is_view(source):
+            return None
+        views.append(source)
+        source = _argument(source, 0)
+    return Product(node, input, weight, parameters[source], tuple(reversed(views)))
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether a call makes a view, or several, of its first argument, which is the only tensor it is given."""
+    is_known = node.target in _VIEWS or (node.target is getattr and node.args[1] in _VIEW_ATTRIBUTES)
+    return node.op != "placeholder" and is_known and len(node.all_input_nodes) == 1
+
+
+def _has_known_gradient(product: Product, values: dict[fx.Node, Any]) -> bool:
+    node = product.node
+    input, weight = values[_argument(node, product.input)], values[_argument(node, product.weight)]
+    for value in (input, weight, values[node]):
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value.layout is not torch.strided:
+            return False
+    if node.target in _CONVOLUTIONS:
+        is_batched = input.dim() == weight.dim() == _CONVOLUTIONS[node.target][0] + 2
+        return is_batched and _convolution_options(node, weight) is not None
+    if weight.dim() == 2:
+        return bool(input.dim() > 1)
+    return bool(weight.dim() == input.dim() == 3 and input.size(0) == weight.size(0) and node.target not in _LINEAR)
+
+
+def _convolution_options(node: fx.Node, weight: Tensor) -> ConvolutionOptions | None:
+    """The options of a convolution, with a number for each dimension; None for paddings of unequal ends."""
+    num_spatial, is_transposed = _CONVOLUTIONS[node.target]
+    names: tuple[str, ...] = ("stride", "padding", "dilation", "groups")
+    if is_transposed:
+        names = ("stride", "padding", "output_padding", "groups", "dilation")
+    given: dict[str, Any] = {**dict(zip(names, node.args[3:], strict=False)), **node.kwargs}
+    dilation = per_dimension(given.get("dilation", 1), num_spatial)
+    padding = given.get("padding", 0)
+    if padding == "same":
+        totals = [d * (size - 1) for d, size in zip(dilation, weight.shape[2:], strict=True)]
+        if any(total % 2 for total in totals):
+            return None
+        padding = [total // 2 for total in totals]
+    return ConvolutionOptions(
+        stride=per_dimension(given.get("stride", 1), num_spatial),
+        padding=per_dimension(0 if padding == "valid" else padding, num_spatial),
+        dilation=dilation,
+        is_transposed=is_transposed,
+        output_padding=per_dimension(given.get("output_padding", 0), num_spatial),
+        num_groups=given.get("groups", 1),
+    )
