@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
 import torch
@@ -90,6 +91,7 @@ class CompiledUnits:
         capture = {option: value for option, value in self._options.items() if option in CAPTURE_OPTIONS}
         deferring = torch.compile(unit.forward, backend=self._backend, **capture)
 
+        @wraps(unit.forward)
         def compiled(*args: Any, **kwargs: Any) -> Any:
             if not weight_gradients_may_wait():
                 return whole(*args, **kwargs)
