@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from lightning_pp.planning.stage_model import SplitModel
-from lightning_pp.split.record.plan import Edge, build_plan
+from lightning_pp.split.cut.wide_cuts import WideCut, wide_cuts
+from lightning_pp.split.record.plan import Edge
 from lightning_pp.split.record.step_record import Reads, UnitCall
 
 
@@ -104,6 +105,7 @@ class CutSummary:
         num_parameters: Parameters of the whole model, each once.
         num_trainable: Those of them that require a gradient.
         num_called_units: Units that the step calls.
+        wide: Cuts that send much more than one activation.
     """
 
     stages: tuple[StageSummary, ...]
@@ -111,6 +113,7 @@ class CutSummary:
     num_parameters: int
     num_trainable: int
     num_called_units: int
+    wide: tuple[WideCut, ...] = ()
 
     @property
     def sent_bytes(self) -> int:
@@ -120,17 +123,15 @@ class CutSummary:
 
 def summarize_cut(split: SplitModel) -> CutSummary:
     """Describes how a model was cut."""
-    num_stages = split.placement.num_stages
+    num_stages, plan = split.placement.num_stages, split.step_plan()
     parameters = [split.fake_parameters.names[name] for name in split.owners]
     return CutSummary(
         tuple(_summarize_stage(split, stage) for stage in range(num_stages)),
-        tuple(
-            _summarize_edge(split, edge)
-            for edge in build_plan(split.record, split.partition.stage_of_unit, num_stages).edges
-        ),
+        tuple(_summarize_edge(split, edge) for edge in plan.edges),
         sum(parameter.numel() for parameter in parameters),
         sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         len(split.record.first_calls()),
+        tuple(wide_cuts(plan)),
     )
 
 

@@ -20,7 +20,7 @@ from lightning_pp.split.dry_run.weight_updates import Updates
 from lightning_pp.split.fakes.materialize import materialize_buffers
 from lightning_pp.split.fakes.parameters import FakeParameters
 from lightning_pp.split.memory.state_memory import ParameterSize, parameter_sizes
-from lightning_pp.split.record.plan import build_plan, direct_parameters
+from lightning_pp.split.record.plan import StepPlan, build_plan, direct_parameters
 from lightning_pp.split.record.step_record import StepRecord
 from lightning_pp.split.record.unfinished import with_units_not_reached
 from lightning_pp.split.unit_calls.units import discover_units, is_block_list, refine_unit
@@ -57,6 +57,10 @@ class SplitModel:
     num_parameters: Mapping[str, int]
     record: StepRecord
     recomputation: Recomputation | None = None
+
+    def step_plan(self) -> StepPlan:
+        """What every stage does with a microbatch like the one that was recorded."""
+        return build_plan(self.record, self.partition.stage_of_unit, self.placement.num_stages)
 
     def ranks_of(self, name: str) -> tuple[int, ...]:
         """The pipeline ranks that hold the parameter ``name``, in the order of its stages."""

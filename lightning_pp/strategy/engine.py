@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
@@ -30,6 +31,7 @@ from lightning_pp.runtime.compilation import CompiledUnits
 from lightning_pp.runtime.executor import PipelineExecutor, StepInputs
 from lightning_pp.runtime.timing import StepTimer
 from lightning_pp.schedule import Schedule, StageCosts
+from lightning_pp.split.cut.wide_cuts import ADVICE, WideCut, wide_cuts
 from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.data.row_references import lengths_noted
 from lightning_pp.split.dry_run.run import DryRun
@@ -187,6 +189,8 @@ class PipelineEngine:
                 partition=layout.partition,
                 updates=self._updates(step),
             )
+        if self.split.record.failure is None:
+            _tell_of_wide_cuts(wide_cuts(self.split.step_plan()))
         self.placement = layout.placement
         self._start = layout.start
         self._connection.set_last_stage(self.placement.rank_of_stage[-1])
@@ -638,3 +642,10 @@ class PipelineEngine:
         if self._device_memory is not None:
             for optimizer in optimizers:
                 self._device_memory.check_split(self.split, optimizer, self._start)
+
+
+def _tell_of_wide_cuts(cuts: Sequence[WideCut]) -> None:
+    if cuts:
+        widest = max(cuts, key=lambda cut: cut.crossing_bytes)
+        others = f" So do {len(cuts) - 1} other cuts." if len(cuts) > 1 else ""
+        rank_zero_warn(f"Much crosses between stages: {widest}.{others} {ADVICE}")

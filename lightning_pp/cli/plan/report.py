@@ -20,6 +20,7 @@ from lightning_pp.planning.model_cutter import ModelCutter
 from lightning_pp.planning.plan_summary import CrossingSummary, CutSummary, StageSummary, UnitSummary, summarize_cut
 from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.split.cut.partition import inseparable_groups, why_inseparable
+from lightning_pp.split.cut.wide_cuts import ADVICE
 from lightning_pp.split.data.tree import tensors_of
 from lightning_pp.strategy import PipelineParallelStrategy
 from lightning_pp.telemetry import Timeline, text_timeline
@@ -119,6 +120,10 @@ def print_stages(console: Console, cutter: ModelCutter, summary: CutSummary, ver
     )
     for stage in summary.stages:
         console.print(stage_tree(stage, [c for c in summary.crossings if c.source == stage.stage]))
+    for cut in summary.wide:
+        console.print(Text(f"wide: {cut}", "yellow"), soft_wrap=True)
+    if summary.wide:
+        console.print(Text(ADVICE), soft_wrap=True)
     console.print()
 
 

@@ -1,0 +1,70 @@
+"""Cuts that send many outputs where one sum would do are named, by counting what a residual outside of units needs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from model_parts import VOCAB, WIDTH, Block, next_token_loss
+from one_process import CPU, build, recorded
+from torch import Tensor, nn
+
+from lightning_pp.split import discover_units, dry_run
+from lightning_pp.split.cut.wide_cuts import WideCut, wide_cuts
+from lightning_pp.split.fakes.parameters import FakeParameters
+from lightning_pp.split.record.plan import build_plan
+
+ROWS, LENGTH, NUM_LAYERS = 2, 6, 6
+
+
+class Residual(nn.Module):
+    """Layers whose residual is outside (``h + layer(h)``) or inside of them."""
+
+    def __init__(self, outside: bool) -> None:
+        super().__init__()
+        self.outside = outside
+        self.embedding, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) if outside else Block() for _ in range(NUM_LAYERS)
+        )
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        h = self.embedding(batch)
+        for layer in self.layers:
+            h = h + layer(h) if self.outside else layer(h)
+        return next_token_loss(self.head(h), batch)
+
+
+@pytest.mark.parametrize("first", [2, 5])
+def test_each_output_that_is_added_outside_of_units_crosses(first: int) -> None:
+    """Before layer ``first`` the embedding's output and those of the layers up to there cross, all of one size."""
+    (cut,) = find(build(lambda: Residual(outside=True)), first)
+    one = ROWS * LENGTH * WIDTH * torch.float64.itemsize
+    assert (cut.before, cut.unit) == (f"layers.{first - 1}", f"layers.{first}")
+    assert (cut.num_tensors, cut.output_bytes, cut.crossing_bytes) == (first + 1, one, (first + 1) * one)
+    assert cut.lines and all("test_wide_cuts.py" in line for line in cut.lines)
+    assert f"{first + 1:.1f} times" in str(cut)
+
+
+def test_two_tensors_are_not_many() -> None:
+    assert find(build(lambda: Residual(outside=True)), 1) == []
+
+
+@pytest.mark.parametrize("first", [1, 2, 5])
+def test_a_residual_inside_of_units_crosses_as_one(first: int) -> None:
+    assert find(build(lambda: Residual(outside=False)), first) == []
+
+
+def find(module: nn.Module, first: int) -> list[WideCut]:
+    """The wide cuts of two stages, the second of which starts with layer ``first``."""
+    units = discover_units(module)
+    batch = torch.randint(0, VOCAB, (ROWS, LENGTH))
+    record = dry_run(
+        recorded(module, batch),
+        module=module,
+        units=units,
+        fake_parameters=FakeParameters(module, CPU),
+        with_gradients=True,
+    )
+    order = list(record.first_calls())
+    stages = {unit: int(index >= order.index(f"layers.{first}")) for index, unit in enumerate(order)}
+    return wide_cuts(build_plan(record, stages, 2))
