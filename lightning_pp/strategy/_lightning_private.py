@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, WeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, ThroughputMonitor, WeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -89,7 +89,6 @@ __all__ = [
     "replace_link",
     "replace_search_for_last",
     "replace_signal_handling",
-    "replace_summary",
     "request_dataloader",
     "requeue_by_slurm",
     "results_of",
@@ -98,6 +97,7 @@ __all__ = [
     "set_update_count",
     "set_value_on_batch",
     "synchronizes_layers",
+    "throughputs_of",
     "trainer_of",
     "transferred_by_hook",
     "update_count",
@@ -115,7 +115,6 @@ for _owner, _name in (
     (_SignalConnector, "_slurm_sigusr_handler_fn"),
     (_FitLoop, "_should_accumulate"),
     (_TrainingEpochLoop, "_broadcast_sigterm_tensor"),
-    (ModelSummary, "_summary"),
     (Precision, "_after_closure"),
     (ModelCheckpoint, "_link_checkpoint"),
     (ModelCheckpoint, "_find_last_checkpoints"),
@@ -299,10 +298,9 @@ def hook_that_logs_kept(trainer: pl.Trainer) -> Iterator[None]:
 # ---------------------------------------------------------------- callbacks
 
 
-def replace_summary(callback: ModelSummary, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Has ``callback`` summarize by ``make(original)(trainer, module)``, once however often it is asked for."""
-    if "_summary" not in vars(callback):
-        vars(callback)["_summary"] = make(callback._summary)
+def throughputs_of(callback: ThroughputMonitor) -> list[Any]:
+    """What ``callback`` counts with, after its ``setup``."""
+    return list(callback._throughputs.values())
 
 
 def replace_link(callback: ModelCheckpoint, link: Callable[[pl.Trainer, str, str], None]) -> None:

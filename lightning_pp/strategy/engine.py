@@ -355,8 +355,8 @@ class PipelineEngine:
         self._num_batches_before = self.num_batches_run
         self._attached.enter_context(self._outside_steps.watched())
         self._attached.enter_context(self._update_hooks.attached(self.groups))
-        norms = GradientNorms(self.module, self.split.fake_parameters, self.groups)
-        self._attached.enter_context(norms.in_place_of_lightnings())
+        norms = GradientNorms(self.module, self.split.fake_parameters, self.groups, self.gradients.clip_by_norm)
+        self._attached.enter_context(norms.in_place_of_others())
         self.metrics.attach()
         if self._compiled_units is not None:
             self._compiled_units.attach()
@@ -576,6 +576,7 @@ class PipelineEngine:
             device=self.device,
             metrics=self.metrics,
             losses=self._loss_check(run),
+            trainer=self._trainer,
         )
 
     def _loss_check(self, run: BatchRun) -> LossCheck | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from os import PathLike
@@ -13,7 +13,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -41,7 +40,6 @@ from lightning_pp.strategy._lightning_private import (
     accumulates,
     leave_samplers_alone,
     optimizers_to_device,
-    replace_summary,
     trainer_of,
 )
 from lightning_pp.strategy.checkpoints.averaging import average_own_part, leave_averages_to_strategy
@@ -52,6 +50,7 @@ from lightning_pp.strategy.engine import PipelineEngine
 from lightning_pp.strategy.faults.failed_device import end_device_work
 from lightning_pp.strategy.faults.failed_run import FailedRuns
 from lightning_pp.strategy.faults.unequal_data import DataProgress, ShortestLoader, check_num_batches
+from lightning_pp.strategy.lightning.callbacks import adapt_callbacks
 from lightning_pp.strategy.lightning.ends import (
     end_at_once_when_interrupted_again,
     refuse_code_zero,
@@ -356,7 +355,7 @@ class PipelineParallelStrategy(MeshStrategy):
         engine = self.engine
         engine.attach(trainer)
         self._num_trained_before = engine.num_batches_trained
-        _summarize_whole_model(trainer, engine)
+        adapt_callbacks(trainer, engine.split.fake_parameters, self.sizes)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         with engine.split.fake_parameters.all_parameters():
             # optimizers are made as on one device, over all names; what is not owned goes afterwards
@@ -718,22 +717,6 @@ class PipelineParallelStrategy(MeshStrategy):
     def _is_preempted(self) -> bool:
         trainer = None if self.lightning_module is None else trainer_of(self.lightning_module)
         return trainer is not None and trainer.received_sigterm
-
-
-def _summarize_whole_model(trainer: pl.Trainer, engine: PipelineEngine) -> None:
-    """Lightning's model summary is about the user's model, not about one stage of it."""
-
-    def summary_of_all(original: Callable[..., Any]) -> Callable[..., Any]:
-        def summary(*args: Any) -> Any:
-            with engine.split.fake_parameters.all_parameters():
-                return original(*args)
-
-        return summary
-
-    callbacks: list[Any] = getattr(trainer, "callbacks", [])
-    for callback in callbacks:
-        if isinstance(callback, ModelSummary):
-            replace_summary(callback, summary_of_all)
 
 
 __all__ = ["PipelineParallelStrategy"]

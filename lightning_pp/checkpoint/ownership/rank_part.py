@@ -99,7 +99,8 @@ def to_save(values: Mapping[str, Any], catalog: ParameterCatalog, pipeline_rank:
     if missing := [name for name in mine if name not in values]:
         raise CheckpointError(
             f"pipeline rank {pipeline_rank} owns {len(missing)} names that its state_dict does not have: "
-            f"{enumerate_names(missing)}; do not remove parameters or buffers after the module is set up"
+            f"{enumerate_names(missing)}; all names are saved, in parts. Leave names out in on_save_checkpoint of "
+            "a single file (save_distributed_checkpoint=False), and do not remove parameters after the set-up"
         )
     return {name: values[name] for name in mine}
 

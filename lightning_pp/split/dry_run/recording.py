@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pp.errors import SplitError
+from lightning_pp.errors import ConfigurationError, SplitError
 from lightning_pp.split._torch_private import NOT_FAKEABLE, is_functorch_wrapped, version_of, without_dispatch_modes
 from lightning_pp.split.data.tree import leaves_of, map_leaves, own_containers, own_copy, tensors_of
 from lightning_pp.split.dry_run.data_flow import DataFlow
@@ -41,6 +41,16 @@ from lightning_pp.split.unit_calls.call_arguments import fingerprint_of, shapes_
 from lightning_pp.split.unit_calls.checkpointed_regions import never_run_again
 from lightning_pp.split.unit_calls.compute_dtype import cast_activations
 from lightning_pp.split.unit_calls.selective_policy import Policy
+
+
+def _check_known(fake_parameters: FakeParameters) -> None:
+    """Raises :class:`ConfigurationError` if the module has parameters that it had not when it was split."""
+    known, module = fake_parameters.canonical_names, fake_parameters.module
+    if added := [name for name, _ in module.named_parameters() if name not in known]:
+        raise ConfigurationError(
+            f"{type(module).__name__} has {len(added)} parameters that it did not have when it was split over the "
+            f"stages: {', '.join(added[:3])}. Make all layers in __init__, setup() or configure_model()."
+        )
 
 
 class DryRun:
@@ -79,6 +89,7 @@ class DryRun:
         self._draws_in_python: set[int] = set()
         # seen now, before fakes take their places
         self._real_parameters: dict[int, frozenset[Source]] = {}
+        _check_known(fake_parameters)
         for name, parameter in fake_parameters.module.named_parameters():
             storage = storage_of(parameter)
             if storage is not None and has_data(parameter):

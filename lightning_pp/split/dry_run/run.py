@@ -114,6 +114,8 @@ def _of_failed_end(
         if run.end_of_batch is not None:
             record.gradient_sources = run.end_of_batch.gradient_sources
         return record
+    if _speaks_of_fakes_only_by_name(first_failure, failure) and not run.lines_of_value_reads():
+        raise failure
     if _is_about_fakes(first_failure) or run.lines_of_value_reads():
         reads = ", ".join(run.lines_of_value_reads()[:3])
         raise SplitError(
@@ -131,6 +133,12 @@ def _is_of_user(first_failure: Exception, failure: Exception) -> bool:
     if not same or isinstance(failure, _OWN_ERRORS) or _is_about_fakes(failure):
         return False
     return innermost_user_line(first_failure) == innermost_user_line(failure)
+
+
+def _speaks_of_fakes_only_by_name(first_failure: Exception, failure: Exception) -> bool:
+    """Whether the same is wrong with a tensor of data as with a fake, whose class the message has."""
+    text = str(first_failure)
+    return type(failure) is type(first_failure) and "FakeTensor" in text and text.replace("Fake", "") == str(failure)
 
 
 def _is_about_fakes(failure: Exception) -> bool:

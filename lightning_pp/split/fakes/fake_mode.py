@@ -96,6 +96,32 @@ class FakeValueMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             self._refuses_edits = before
 
     @contextmanager
+    def refusing_text(self) -> Iterator[None]:
+        """Within, a fake that is formatted or made an array raises :class:`NeedsDataError` where edits are refused.
+
+        Torch's own errors speak of its classes.
+        """
+
+        def refusing(name: str) -> Callable[..., Any]:
+            original = getattr(Tensor, name)
+
+            def method(tensor: Tensor, *args: Any, **options: Any) -> Any:
+                if self.refuses_edits:
+                    raise NeedsDataError(name.strip("_"), user_line(), in_step=False)
+                return original(tensor, *args, **options)
+
+            return method
+
+        names = [name for name in ("__format__", "numpy") if name not in vars(FakeTensor)]
+        for name in names:
+            setattr(FakeTensor, name, refusing(name))
+        try:
+            yield
+        finally:
+            for name in names:
+                delattr(FakeTensor, name)
+
+    @contextmanager
     def making_up(self) -> Iterator[None]:
         """Within, what needs missing data gets made-up data instead of an error."""
         before, self._makes_up = self._makes_up, True

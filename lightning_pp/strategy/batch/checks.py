@@ -27,6 +27,7 @@ from lightning_pp.strategy.batch.preparation import BatchPreparation
 from lightning_pp.strategy.batch.run import BatchRun, StepCall
 from lightning_pp.strategy.parameters.precision import step_dtypes
 from lightning_pp.strategy.step.dry_steps import loggers_muted
+from lightning_pp.strategy.step.progress import trainer_watched
 
 NUM_CHECKED = {"training_step": 2, "validation_step": 1}
 """Batches of a run of the trainer that are checked, by step."""
@@ -102,6 +103,7 @@ class BatchChecks:
                 generators_untouched(self._device),
                 preserved_state(preparation.module),
                 loggers_muted(preparation.module.trainer),
+                trainer_watched(preparation.module),
                 batch_norm_frozen(preparation.module),
                 torch.no_grad(),
                 uncompiled(),

@@ -40,7 +40,9 @@ from lightning_pp.strategy.batch.whole_batch import (
 from lightning_pp.strategy.results.attributes import StepAttributes, kept_by_step
 from lightning_pp.strategy.results.logs import StepLogs
 from lightning_pp.strategy.results.metrics import PipelineMetrics
+from lightning_pp.strategy.step.dry_steps import call_step
 from lightning_pp.strategy.step.frozen import FrozenParameters
+from lightning_pp.strategy.step.held_output import output_held
 from lightning_pp.strategy.step.progress import progress_of
 from lightning_pp.strategy.step.refusals import refuse_carried_state
 
@@ -129,11 +131,11 @@ class BatchPreparation:
         for plan in plans:
             refuse_carried_state(self.module, call.step, plan.record, len(microbatches))
         attributes, updates = StepAttributes(self.module, self._kept_by(plans)), self._updates_of(plans)
-        call_step = self._caller(call, [microbatch.data for microbatch in microbatches], plans, updates, around)
+        call_part = self._caller(call, [microbatch.data for microbatch in microbatches], plans, updates, around)
 
         def rehearse(index: int) -> Any:
-            with self._precision.forward_context():
-                return call_step(index, None)
+            with self._precision.forward_context(), output_held():
+                return call_part(index, None)
 
         def record_at(part: Microbatch, earlier: EarlierRun | None) -> StepRecord:
             if earlier is None:  # a check of the batch needs its plan as well
@@ -159,7 +161,7 @@ class BatchPreparation:
         scopes = StepScopes(
             self.module, self._precision, logs, self.metrics, attributes, scaled, self.split.placement, self._rank
         )
-        return BatchRun(call, microbatches, plans, seed, call_step, scaled, logs, attributes, scopes, updates)
+        return BatchRun(call, microbatches, plans, seed, call_part, scaled, logs, attributes, scopes, updates)
 
     def _prepare_whole(
         self,
@@ -185,14 +187,14 @@ class BatchPreparation:
         plan = self._whole_batches.of(of_batch, plans, microbatches)
         attributes, updates = StepAttributes(self.module, self._kept_by([plan.tail])), self._updates_of([plan.tail])
         # the batch comes last, at END_OF_BATCH
-        call_step = self._caller(call, [*(each.data for each in microbatches), batch], [plan.tail], updates, around)
+        call_part = self._caller(call, [*(each.data for each in microbatches), batch], [plan.tail], updates, around)
         logs, scaled = StepLogs(), not_scaled(number, factor)
         scopes = WholeBatchScopes(
             self.module, self._precision, logs, self.metrics, attributes, scaled, self.split.placement, self._rank
         )
-        work = work_of(plan, partial(call_step, END_OF_BATCH, None), scopes, factor)
+        work = work_of(plan, partial(call_part, END_OF_BATCH, None), scopes, factor)
         return BatchRun(
-            call, microbatches, plan.parts, seed, call_step, scaled, logs, attributes, scopes, updates, work
+            call, microbatches, plan.parts, seed, call_part, scaled, logs, attributes, scopes, updates, work
         )
 
     def _caller(
@@ -206,14 +208,15 @@ class BatchPreparation:
         """What runs the user's step on the ``data`` of an index; each run has a batch of its own to write into."""
         own = own_copy if any(plan.record.edits_batch for plan in plans) else own_containers
 
-        def call_step(index: int, stage: int | None) -> Any:
+        def call_part(index: int, stage: int | None) -> Any:
             with (
                 updates.of_step() if updates else nullcontext(),
                 nullcontext() if around is None else around(index, stage),
+                nullcontext() if around is None else output_held(),
             ):
-                return getattr(self.module, call.step)(own(data[index]), *call.rest, **call.kwargs)
+                return call_step(self.module, call.step, own(data[index]), *call.rest, **call.kwargs)
 
-        return call_step
+        return call_part
 
     def _updates_of(self, plans: Sequence[StepPlan]) -> RepeatedUpdates:
         names = {name for plan in plans for name, others in plan.record.updates.items() if others}

@@ -33,6 +33,7 @@ from lightning_pp.strategy.results.logs import StepLogs
 from lightning_pp.strategy.results.metrics import PipelineMetrics
 from lightning_pp.strategy.results.outputs import loss_of
 from lightning_pp.strategy.step.dry_steps import loggers_muted
+from lightning_pp.strategy.step.progress import trainer_watched
 
 _MOST_ROUNDS = 5
 _SAMPLES_TO_HALVE = 4
@@ -259,6 +260,7 @@ class BatchScaling:
             stack.enter_context(StepLogs().of_step(self._module, None))
             stack.enter_context(self._metrics.suspended())
             stack.enter_context(loggers_muted(trainer_of(self._module)))
+            stack.enter_context(trainer_watched(self._module))
             stack.enter_context(uncompiled())
             stack.enter_context(ScaledStep(batch.facts, scale, has_data, counted))
             preserving = preserved_state(self._module) if record.mutated_attributes else None

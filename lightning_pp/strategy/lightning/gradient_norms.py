@@ -1,9 +1,9 @@
-"""Lightning's ``grad_norm`` over all stages and shards, also where the user's code has imported it before."""
+"""Lightning's ``grad_norm`` and torch's ``clip_grad_norm_`` over all stages and shards, wherever they were imported."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,27 +11,35 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch import utilities
 from lightning.pytorch.utilities import grads
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad
 
 from lightning_pp.distributed.control import ControlGroups
-from lightning_pp.split.fakes.parameters import FakeParameters
+from lightning_pp.split.fakes.parameters import FakeParameters, is_fake
 from lightning_pp.strategy.lightning.callers import namespaces_of_user
+
+Clip = Callable[[list[nn.Parameter], float, float], Tensor]
+"""Clips this rank's part of what all ranks clip, by the norm of all of it; every rank has to call it."""
 
 
 class GradientNorms:
-    """What ``grad_norm(module)`` is on one device, for a module of which this rank has a part.
+    """What ``grad_norm(module)`` and ``clip_grad_norm_`` are on one device, for a module of which this rank has a part.
 
     Args:
         module: The user's module, or what it is part of.
         fake_parameters: Know all its parameters.
         groups: Join the ranks of the pipeline.
+        clip: Clips by norm.
     """
 
-    def __init__(self, module: pl.LightningModule, fake_parameters: FakeParameters, groups: ControlGroups) -> None:
+    def __init__(
+        self, module: pl.LightningModule, fake_parameters: FakeParameters, groups: ControlGroups, clip: Clip
+    ) -> None:
         self._module = module
         self._fake_parameters = fake_parameters
         self._groups = groups
+        self._clip = clip
 
     def __call__(
         self, original: Callable[..., dict[str, Any]], module: nn.Module, norm_type: Any, group_separator: str = "/"
@@ -67,30 +75,67 @@ class GradientNorms:
                 norms[name] = (float(whole), gradient.dtype)
         return norms
 
+    def clip_grad_norm_(
+        self,
+        original: Callable[..., Tensor],
+        parameters: Tensor | Iterable[Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        """As torch's, of the module's parameters over all stages; every rank has to call it, as it calls hooks.
+
+        A rank that has none of the parameters is given none of them, or fakes.
+
+        Raises:
+            RuntimeError: The norm is not finite, and that is an error.
+        """
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        owned = dict.fromkeys(self._module.parameters())
+        real = [parameter for parameter in given if not is_fake(parameter)]
+        if any(parameter not in owned for parameter in real):
+            return original(given, max_norm, norm_type, error_if_nonfinite, foreach)
+        wanted = set(real)
+        total = self._clip([parameter for parameter in owned if parameter in wanted], float(max_norm), float(norm_type))
+        if error_if_nonfinite and not bool(total.isfinite()):
+            raise RuntimeError(
+                f"The total norm of order {norm_type} of the gradients is {float(total)}, so it cannot be clipped to. "
+                "Call clip_grad_norm_ with error_if_nonfinite=False to go on."
+            )
+        dtypes = [parameter.grad.dtype for parameter in (*real, *owned) if parameter.grad is not None]
+        return total.to(dtypes[0] if dtypes else torch.get_default_dtype())
+
     @contextmanager
-    def in_place_of_lightnings(self) -> Iterator[None]:
-        """Within, Lightning's ``grad_norm`` is this one, where Lightning has it and in the user's modules."""
-        original = grads.grad_norm
+    def in_place_of_others(self) -> Iterator[None]:
+        """Within, the two functions are these, where Lightning and torch have them and in the user's modules."""
+        originals = grads.grad_norm, torch.nn.utils.clip_grad_norm_
 
-        @functools.wraps(original)
+        @functools.wraps(originals[0])
         def grad_norm(module: nn.Module, norm_type: Any, group_separator: str = "/") -> dict[str, Any]:
-            return self(original, module, norm_type, group_separator)
+            return self(originals[0], module, norm_type, group_separator)
 
-        _exchange(original, grad_norm)
+        @functools.wraps(originals[1])
+        def clip_grad_norm_(*args: Any, **kwargs: Any) -> Tensor:
+            return self.clip_grad_norm_(originals[1], *args, **kwargs)
+
+        _exchange(originals[0], grad_norm)
+        _exchange(originals[1], clip_grad_norm_)
         try:
             yield
         finally:
-            _exchange(grad_norm, original)  # also in modules that were imported in between
+            _exchange(grad_norm, originals[0])  # also in modules that were imported in between
+            _exchange(clip_grad_norm_, originals[1])
 
 
 def _exchange(one: Callable[..., Any], other: Callable[..., Any]) -> None:
     """Puts ``other`` wherever ``one`` is a global, under any name.
 
-    To change it in Lightning alone is not enough: ``from lightning.pytorch.utilities import grad_norm``, as Lightning's
-    own documentation has it, gives the user's module a name of its own before there is a strategy. Other libraries are
-    left alone.
+    To change it in its library alone is not enough: ``from lightning.pytorch.utilities import grad_norm``, as
+    Lightning's own documentation has it, gives the user's module a name of its own before there is a strategy. Other
+    libraries are left alone.
     """
-    for namespace in (vars(utilities), vars(grads), *namespaces_of_user()):
+    for namespace in (vars(utilities), vars(grads), vars(nn.utils), vars(clip_grad), *namespaces_of_user()):
         for name, value in list(namespace.items()):
             if value is one:
                 namespace[name] = other

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -174,12 +174,22 @@ class StageGradients:
         """
 
         def clip_by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
-            parameters = list(precision.main_params(optimizer))
-            owned = [(p, True) for p in parameters] if self._shared is None else self._shared.with_ownership(parameters)
-            clip_by_norm_(owned, clip_val, mesh=self._data_parallel, note=note_norm)
+            self.clip_by_norm(precision.main_params(optimizer), clip_val, note=note_norm)
 
         def clip_by_value(optimizer: Optimizer, clip_val: int | float) -> None:
             clip_by_value_(precision.main_params(optimizer), clip_val)
 
         methods: dict[str, Any] = {"clip_grad_by_norm": clip_by_norm, "clip_grad_by_value": clip_by_value}
         vars(precision).update(methods)
+
+    def clip_by_norm(
+        self,
+        parameters: Iterable[nn.Parameter],
+        max_norm: float,
+        norm_type: float = 2.0,
+        note: Callable[[Tensor], None] | None = None,
+    ) -> Tensor:
+        """As :func:`clip_by_norm_`, of what all ranks give; every rank has to call it with its part, or with none."""
+        given = list(parameters)
+        owned = [(p, True) for p in given] if self._shared is None else self._shared.with_ownership(given)
+        return clip_by_norm_(owned, max_norm, mesh=self._data_parallel, norm_type=norm_type, note=note)

@@ -39,6 +39,7 @@ class _Content:
         fingerprint: Of the batch that the last stage saw.
         update_counts: Of the module's metrics.
         nonfinite: Which loss is not finite, of any replica; None for none.
+        should_stop: Whether the step has said that training is to stop.
     """
 
     calls: Sequence[LogCall]
@@ -47,6 +48,7 @@ class _Content:
     fingerprint: Fingerprint | None
     update_counts: Sequence[int]
     nonfinite: str | None = None
+    should_stop: bool = False
 
 
 class BatchReport:
@@ -62,6 +64,7 @@ class BatchReport:
         device: Where this rank computes.
         metrics: Those of the module, whose counts of updates are told; None for none.
         losses: Looks at the losses; None for not.
+        trainer: The step may set its ``should_stop``; None: nobody looks.
 
     Attributes:
         nonfinite: Once it is taken up, which loss of the global batch is not finite, in words; None for none.
@@ -79,7 +82,9 @@ class BatchReport:
         device: torch.device,
         metrics: PipelineMetrics | None = None,
         losses: LossCheck | None = None,
+        trainer: pl.Trainer | None = None,
     ) -> None:
+        self._trainer = trainer
         self.nonfinite: str | None = None
         self._losses = losses
         self._line = line
@@ -111,6 +116,7 @@ class BatchReport:
         found = None if self._losses is None else self._losses.begin(outputs, copies)
         copies.end()
         counts = [] if self._metrics is None else self._metrics.update_counts()
+        should_stop = self._trainer is not None and self._trainer.should_stop
 
         def produce() -> _Content:
             copies.wait()
@@ -122,7 +128,7 @@ class BatchReport:
                 raise failure
             if finding is not None and self._losses is not None and self._losses.raises:
                 raise NonFiniteError(finding)
-            return _Content(calls, total, packed, self._fingerprint, counts, finding)
+            return _Content(calls, total, packed, self._fingerprint, counts, finding, should_stop)
 
         self._message = self._line.tell(produce)
 
@@ -147,6 +153,8 @@ class BatchReport:
         if self._fingerprint is not None and content.fingerprint is not None:
             check_same_batch([self._fingerprint, content.fingerprint], batch_idx)
         replay(module, content.calls, content.num_samples)
+        if content.should_stop:
+            module.trainer.should_stop = True
         if self._own is not None:
             return self._own
         if self._metrics is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,14 +15,16 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_pp.errors import BatchError
+from lightning_pp.errors import BatchError, ConfigurationError
 from lightning_pp.split.data.tree import entries_of, places_written
 from lightning_pp.split.dry_run.run import DryRun
+from lightning_pp.split.record.source_lines import innermost_user_line, user_line
 from lightning_pp.split.reductions.recording import is_number
 from lightning_pp.strategy._lightning_private import trainer_of
 from lightning_pp.strategy.lightning.mesh_strategy import MeshStrategy
 from lightning_pp.strategy.results.metrics import metrics_suspended
 from lightning_pp.strategy.results.outputs import loss_of
+from lightning_pp.strategy.step.held_output import output_held
 from lightning_pp.strategy.step.progress import reads_batch_idx, trainer_watched
 from lightning_pp.strategy.step.refusals import check_loss
 
@@ -34,6 +37,7 @@ def logging_to(module: pl.LightningModule, sink: Callable[[Any], None]) -> Itera
     """
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        _check_loggable(name, value)
         sink(torch.tensor(value) if is_number(value) else value)
 
     def log_dict(dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
@@ -49,14 +53,51 @@ def logging_to(module: pl.LightningModule, sink: Callable[[Any], None]) -> Itera
             module.__dict__.pop(name, None)
 
 
+def _check_loggable(name: str, value: Any) -> None:
+    """Raises what Lightning's own raises, here on every rank and not only where the last stage is."""
+    if value is None or isinstance(value, (str, Mapping, list, tuple)):
+        raise ValueError(
+            f"`self.log({name}, {value})` was called, but `{type(value).__name__}` values cannot be logged"
+        )
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ValueError(
+            f"`self.log({name}, ...)` was called with a tensor of shape {tuple(value.shape)}, but it must have a "
+            "single element. Log its mean, or one of its elements."
+        )
+
+
+class _MutedLogger(DummyLogger):
+    """Writes nothing, and tells ``on_use`` when somebody wants it to."""
+
+    def __init__(self, on_use: Callable[[], None]) -> None:
+        super().__init__()
+        self._on_use = on_use
+
+    @property
+    def experiment(self) -> Any:
+        self._on_use()
+        return super().experiment
+
+    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+        self._on_use()
+
+    def __getattr__(self, name: str) -> Any:  # log_image, log_table and the like
+        return lambda *args, **kwargs: self._on_use()
+
+
 @contextmanager
-def loggers_muted(trainer: pl.Trainer | None) -> Iterator[None]:
-    """Within, what a step gives to a logger itself, not by ``self.log``, goes nowhere: it may be made up."""
+def loggers_muted(trainer: pl.Trainer | None, on_use: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Within, what a step gives to a logger itself, not by ``self.log``, goes nowhere: it may be made up.
+
+    Args:
+        trainer: The trainer; None for none.
+        on_use: Called each time that a logger is used.
+    """
     if trainer is None:
         yield
         return
     before = trainer.loggers
-    trainer.loggers = [DummyLogger() for _ in before]
+    trainer.loggers = [_MutedLogger(on_use) for _ in before]
     try:
         yield
     finally:
@@ -80,6 +121,21 @@ def first_arguments(module: pl.LightningModule, step: str, *, has_several_loader
     """
     takes_index = is_param_in_hook_signature(getattr(module, step), "batch_idx", min_args=2)
     return [0] * (takes_index + has_several_loaders)
+
+
+def call_step(module: pl.LightningModule, step: str, *args: Any, **kwargs: Any) -> Any:
+    """Calls the user's step.
+
+    Raises:
+        ConfigurationError: It raises ``StopIteration``, by which Lightning ends an epoch: others may not be there yet.
+    """
+    try:
+        return getattr(module, step)(*args, **kwargs)
+    except StopIteration as error:
+        raise ConfigurationError(
+            f"{step} raised StopIteration, at {innermost_user_line(error)}. In a pipeline a step cannot end an epoch: "
+            "stages may be at other batches. To end it, return -1 from on_train_batch_start or set trainer.should_stop."
+        ) from error
 
 
 def recorded_step(
@@ -121,13 +177,13 @@ def recorded_step(
             stack.enter_context(collectives_refused(module, step))
             stack.enter_context(precision.forward_context())
             stack.enter_context(logging_to(module, dry.need_at_end))
-            stack.enter_context(loggers_muted(trainer_of(module)))
+            stack.enter_context(loggers_muted(trainer_of(module), partial(_tell_of_logger, step)))
             stack.enter_context(metrics_suspended(module, metric_returns, on_fakes=trains))
             if reads_batch_idx(getattr(module, step)):
                 dry.note_progress_read()
             own, shared = dry.own(batch), dict(entries_of(batch, "batch"))
-            with trainer_watched(module, dry.note_progress_read):
-                output = getattr(module, step)(own, *rest, **(kwargs or {}))
+            with trainer_watched(module, dry.note_progress_read), output_held():
+                output = call_step(module, step, own, *rest, **(kwargs or {}))
             _refuse_shared_writes(step, shared, batch)
             if isinstance(dry, DryRun):
                 _tell_what_hooks_see(module, step, places_written(batch, own), edits_contents=dry.edits_batch)
@@ -136,6 +192,14 @@ def recorded_step(
         return output
 
     return run
+
+
+def _tell_of_logger(step: str) -> None:
+    rank_zero_warn(
+        f"{step} calls a logger itself, at {user_line()}. In a pipeline it is called once for each microbatch, on the "
+        "rank of the last stage, and most loggers write on rank 0 only, so that nothing may come of it. Use self.log, "
+        "or return what is to be logged and log it in a hook such as on_train_batch_end."
+    )
 
 
 def _refuse_shared_writes(step: str, before: Mapping[str, Any], batch: Any) -> None:

@@ -41,7 +41,7 @@ class OutsideSteps:
             NeedsDataError: It is logged, or its data are read.
         """
         log = partial(_log, self._mode, self._module.log)
-        with self._mode.refusing_edits(), replaced(self._module, log=log):
+        with self._mode.refusing_edits(), replaced(self._module, log=log), self._mode.refusing_text():
             yield
 
     @contextmanager

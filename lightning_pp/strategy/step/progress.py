@@ -45,10 +45,14 @@ def progress_of(trainer: pl.Trainer, batch_idx: int) -> Progress:
 
 
 class _WatchedTrainer:
-    """Stands for a trainer in all that is read, set or called, and tells ``on_read`` of each name that is read."""
+    """Stands for a trainer in all that is read or called, and tells ``on_read`` of each name that is read.
+
+    What is set (``trainer.should_stop``) stays here: a run that is not the real one may go by made-up values.
+    """
 
     def __init__(self, trainer: pl.Trainer, on_read: Callable[[str], None]) -> None:
         object.__setattr__(self, "_watched", (trainer, on_read))
+        object.__setattr__(self, "_given", {})
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # for isinstance
@@ -57,15 +61,24 @@ class _WatchedTrainer:
     def __getattr__(self, name: str) -> Any:
         trainer, on_read = object.__getattribute__(self, "_watched")
         on_read(name)
+        given: dict[str, Any] = object.__getattribute__(self, "_given")
+        if name in given:
+            return given[name]
+        if name == "estimated_stepping_batches" and trainer.train_dataloader is None:
+            # Lightning would set up the loaders; a step that fails here is recorded with its first batch
+            raise RuntimeError("trainer.estimated_stepping_batches is not known before the loaders are")
         return getattr(trainer, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(object.__getattribute__(self, "_watched")[0], name, value)
+        object.__getattribute__(self, "_given")[name] = value
 
 
 @contextmanager
-def trainer_watched(module: pl.LightningModule, on_read: Callable[[], None]) -> Iterator[None]:
-    """Within, ``on_read`` is called when the module, or one in it, asks its trainer for what changes in a run."""
+def trainer_watched(module: pl.LightningModule, on_read: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Within, ``on_read`` is called when the module, or one in it, asks its trainer for what changes in a run.
+
+    What they set on the trainer is forgotten at the end.
+    """
     trainer = trainer_of(module)
     if trainer is None:
         yield

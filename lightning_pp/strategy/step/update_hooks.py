@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.split.data.tree import own_copy
@@ -71,7 +72,7 @@ class UpdateHooks:
         for name, arguments in _HOOKS.items():
             if getattr(type(module), name, None) is getattr(pl.LightningModule, name):
                 continue
-            if all(parameter.requires_grad for parameter in module.parameters()):
+            if not _has_averages(module):
                 continue
             found = self._updates_of(name, arguments(own_copy(batch)))
             if any(found.values()):
@@ -120,6 +121,12 @@ class UpdateHooks:
         }
         with replaced(self._module, **hooks):
             yield
+
+
+def _has_averages(module: pl.LightningModule) -> bool:
+    if any(isinstance(child, AveragedModel) for child in module.modules()):  # as torch makes it, all require gradients
+        return True
+    return not all(parameter.requires_grad for parameter in module.parameters())
 
 
 def _logged_by(module: pl.LightningModule, hook: str) -> dict[str, float | None]:

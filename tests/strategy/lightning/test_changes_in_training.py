@@ -64,6 +64,11 @@ class Filtered(Classifier):
         return {name: value for name, value in super().state_dict(*args, **kwargs).items() if "layers.0" not in name}
 
 
+class MakesLayersLate(Classifier):
+    def on_train_start(self) -> None:
+        self.late = torch.nn.Linear(3, 3)
+
+
 class Copies(Callback):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         others = [callback for callback in trainer.callbacks if callback is not self]
@@ -120,6 +125,8 @@ def refusal(kind: type[Classifier], callbacks: Any = None) -> str:
 def test_refused(pool: WorkerPool) -> None:
     for message in pool.run(refusal, Filtered, world_size=2):
         assert "ConfigurationError: state_dict of Filtered leaves out layers.0.bias, layers.0.weight" in message
+    for message in pool.run(refusal, MakesLayersLate, world_size=2):
+        assert "2 parameters that it did not have when it was split over the stages: late.weight, late.bias" in message
 
 
 def warnings_of(folder: str) -> list[str]:

@@ -1,0 +1,159 @@
+"""Runs of the step that are not the real one leave nothing behind, and errors of the step are told as they are."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+import warnings
+from contextlib import redirect_stderr, redirect_stdout
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from feature_parts import Data, make, make_trainer
+from lightning.pytorch.loggers.logger import DummyLogger
+from parity_run import Layout
+from pool import WorkerPool
+from small_models import Classifier
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from lightning_pp.errors import SplitError
+
+TWO_STAGES = Layout("1f1b", 2, 1, 2)
+_log = logging.getLogger("a user's module")
+
+
+class Steps(Classifier):
+    """What is done in a training step, by the kind of it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = cross_entropy(self(batch[0]), batch[1], ignore_index=0)  # which is counted in rehearsals
+        return getattr(self, self.kind)(loss, batch_idx)
+
+    def says(self, loss: Tensor, batch_idx: int) -> Tensor:
+        print("printed", batch_idx)
+        print("told", batch_idx, file=sys.stderr)
+        _log.warning("logged %d", batch_idx)
+        warnings.warn(f"warned {batch_idx}", stacklevel=1)
+        return loss
+
+    def fails(self, loss: Tensor, batch_idx: int) -> Tensor:
+        print("before it failed", batch_idx)
+        raise ValueError("as it says")
+
+    def adds_text(self, loss: Tensor, batch_idx: int) -> Tensor:
+        return loss + "text"  # type: ignore[operator]
+
+    def ends_epoch(self, loss: Tensor, batch_idx: int) -> Tensor:
+        raise StopIteration
+
+    def logs_text(self, loss: Tensor, batch_idx: int) -> Tensor:
+        self.log("text", "text")  # type: ignore[arg-type]
+        return loss
+
+    def logs_rows(self, loss: Tensor, batch_idx: int) -> Tensor:
+        self.log("rows", loss.expand(2))
+        return loss
+
+    def calls_logger(self, loss: Tensor, batch_idx: int) -> Tensor:
+        self.logger.log_metrics({"loss": float(loss)})  # type: ignore[union-attr]
+        return loss
+
+
+def outcome(kind: str) -> dict[str, Any]:
+    """What a fit of two batches has printed, logged, warned of and raised."""
+    found: dict[str, Any] = {"printed": io.StringIO(), "told": io.StringIO(), "logged": io.StringIO(), "error": None}
+    handler = logging.StreamHandler(found["logged"])
+    _log.addHandler(handler)
+    trainer = make_trainer(TWO_STAGES, max_epochs=1, limit_train_batches=2, logger=DummyLogger())
+    with (
+        redirect_stdout(found["printed"]),
+        redirect_stderr(found["told"]),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("default")
+        try:
+            trainer.fit(make(Steps, kind=kind), Data())
+        except Exception as error:
+            found["error"] = type(error).__name__, str(error)
+    _log.removeHandler(handler)
+    streams = {name: value.getvalue().splitlines() for name, value in found.items() if isinstance(value, io.StringIO)}
+    return {**found, **streams, "warned": [str(warning.message) for warning in caught]}
+
+
+def test_output_comes_once_for_each_microbatch(pool: WorkerPool) -> None:
+    last = pool.run(outcome, "says", world_size=2)[1]
+    assert last["error"] is None
+    assert last["printed"] == ["printed 0"] * 2 + ["printed 1"] * 2
+    assert [line for line in last["told"] if "told" in line] == ["told 0"] * 2 + ["told 1"] * 2
+    assert last["logged"] == ["logged 0"] * 2 + ["logged 1"] * 2
+    assert [text for text in last["warned"] if text.startswith("warned")] == ["warned 0", "warned 1"]
+
+
+ERRORS = {
+    "fails": ("ValueError", "as it says"),
+    "adds_text": ("TypeError", "unsupported operand type(s) for +: 'Tensor' and 'str'"),
+    "ends_epoch": ("ConfigurationError", "training_step raised StopIteration"),
+    "logs_text": ("ValueError", "`str` values cannot be logged"),
+    "logs_rows": ("ValueError", "a tensor of shape (2,), but it must have a single element"),
+}
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_errors_are_the_steps_own_on_every_rank(pool: WorkerPool, kind: str) -> None:
+    for found in pool.run(outcome, kind, world_size=2):
+        assert found["error"] is not None
+        name, text = ERRORS[kind]
+        assert found["error"][0] == name and text in found["error"][1]
+        if kind == "fails":
+            assert "before it failed 0" in found["printed"]
+
+
+def test_a_logger_called_in_a_step_is_told(pool: WorkerPool) -> None:
+    first, _ = pool.run(outcome, "calls_logger", world_size=2)
+    told = [text for text in first["warned"] if "calls a logger itself" in text]
+    assert first["error"] is None and len(told) == 1
+    assert "test_runs_without_effect.py" in told[0] and "Use self.log" in told[0]
+
+
+class UsesUnits(Classifier):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def on_train_epoch_end(self) -> None:
+        value = self(torch.ones(2, 6, dtype=torch.float64)).mean()
+        print(f"{value:.3f}" if self.how == "format" else value.detach().numpy())
+
+
+def used_in_hook(how: str) -> str:
+    with pytest.raises(SplitError, match="needs the data of another stage") as error:
+        make_trainer(TWO_STAGES, max_epochs=1).fit(make(UsesUnits, how=how), Data())
+    return str(error.value)
+
+
+@pytest.mark.parametrize("how", ["format", "numpy"])
+def test_values_of_units_in_a_hook_are_refused_by_line(pool: WorkerPool, how: str) -> None:
+    for text in pool.run(used_in_hook, how, world_size=2):
+        assert f"in on_train_epoch_end needs the data of another stage ({how})" in text
+        assert "Compute it in training_step or validation_step." in text
+
+
+def saved_before_a_fit(path: str) -> str:
+    trainer: L.Trainer = make_trainer(TWO_STAGES)
+    with pytest.raises(AttributeError) as error:
+        trainer.save_checkpoint(path)
+    return str(error.value)
+
+
+def test_saving_before_a_fit(pool: WorkerPool, tmp_path: Any) -> None:
+    for text in pool.run(saved_before_a_fit, str(tmp_path / "never.ckpt"), world_size=2):
+        assert text.startswith("Saving a checkpoint is only possible if a model is attached to the Trainer")
+    assert not list(tmp_path.iterdir())
