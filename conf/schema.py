@@ -117,6 +117,7 @@ class PipelineStrategyConf:
     initial_weights: str | None = None
     process_group_backend: str | None = None
     timeout: TimeoutConf = field(default_factory=TimeoutConf)
+    flight_recorder_dirpath: str | None = None
 
 
 @dataclass
@@ -218,6 +219,36 @@ class PipelineMonitorConf:
     _target_: str = "lightning_pp.PipelineMonitor"
     every_n_steps: int | None = None
     log_timeline: bool = True
+    timeline_every_n_steps: int | None = None
+    timeline_dirpath: str | None = None
+
+
+@dataclass
+class PipelineProfilerConf:
+    """``lightning_pp.PipelineProfiler``."""
+
+    _target_: str = "lightning_pp.PipelineProfiler"
+    wait: int = 10
+    warmup: int = 2
+    active: int = 3
+    repeat: int = 1
+    ranks: Any = "all"
+    dirpath: str | None = None
+    nvtx: bool = False
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+
+
+@dataclass
+class MemorySnapshotsConf:
+    """``lightning_pp.MemorySnapshots``."""
+
+    _target_: str = "lightning_pp.MemorySnapshots"
+    every_n_steps: int | None = None
+    max_entries: int = 100000
+    ranks: Any = "all"
+    dirpath: str | None = None
 
 
 @dataclass
@@ -287,4 +318,16 @@ def register() -> None:
         name="pipeline_monitor_schema",
         node=PipelineMonitorConf,
         package="callbacks.pipeline_monitor",
+    )
+    store.store(
+        group="callbacks",
+        name="pipeline_profiler_schema",
+        node=PipelineProfilerConf,
+        package="callbacks.pipeline_profiler",
+    )
+    store.store(
+        group="callbacks",
+        name="memory_snapshots_schema",
+        node=MemorySnapshotsConf,
+        package="callbacks.memory_snapshots",
     )

@@ -7,14 +7,14 @@ Importing the package registers ``Trainer(strategy="pipeline_parallel")``. Witho
 from __future__ import annotations
 
 __version__ = "0.1.0"
-__all__ = ["BatchPart", "PipelineMonitor", "PipelineParallelStrategy"]
+__all__ = ["BatchPart", "MemorySnapshots", "PipelineMonitor", "PipelineParallelStrategy", "PipelineProfiler"]
 
 try:
     from lightning.pytorch.strategies import StrategyRegistry
 except ModuleNotFoundError:
     pass
 else:
-    from lightning_pp.callbacks import PipelineMonitor
+    from lightning_pp.callbacks import MemorySnapshots, PipelineMonitor, PipelineProfiler
     from lightning_pp.split import BatchPart
     from lightning_pp.strategy import PipelineParallelStrategy
 

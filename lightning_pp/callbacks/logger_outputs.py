@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_pp.telemetry import StageInfo, Timeline, html_timeline
+from lightning_pp.telemetry import StageInfo
 
 
 class LoggerOutputs:
@@ -44,17 +44,6 @@ class LoggerOutputs:
                         for name, value in _hyperparameters(info).items()
                     }
                 )
-
-        self._write(write)
-
-    def log_timeline(self, timeline: Timeline, step: int) -> None:
-        """A picture of one step, to W&B."""
-
-        def write(logger: Logger) -> None:
-            if isinstance(logger, WandbLogger):
-                import wandb
-
-                logger.log_metrics({"pp/timeline": wandb.Html(html_timeline(timeline))}, step=step)
 
         self._write(write)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,8 +14,10 @@ from torch import Tensor
 
 from lightning_pp.callbacks._lightning_private import accumulates, logged_step
 from lightning_pp.callbacks.logger_outputs import LoggerOutputs
+from lightning_pp.callbacks.pipeline import pipeline_of
+from lightning_pp.callbacks.timelines import FitTimelines
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.telemetry import FitMeasurement, MeasurablePipeline, PipelineReport
+from lightning_pp.telemetry import FitMeasurement, PipelineReport
 
 
 class PipelineMonitor(Callback):
@@ -27,7 +30,9 @@ class PipelineMonitor(Callback):
             pp_stage_{s}/forward_ms, backward_input_ms, backward_weight_ms
             pp_stage_{s}/bubble_fraction, p2p_wait_ms, peak_memory_gib
             pp/step_ms, pp/bubble_fraction, and pp/tokens_per_s (pp/samples_per_s without token ids)
-        end: gather one step's times; log them as a picture; make the report
+        timeline_every_n_steps optimizer steps: gather the times of this step and of the slowest since the last; write
+            timelines, planned beside measured, to files, W&B and TensorBoard
+        end: the same once more; make the report
 
     In between a batch costs no collective. The numbers are those of the first replica's pipeline; throughput is that
     of all replicas, and losses are means over them. A logger that raises ends nothing: it is told once, in a warning.
@@ -35,39 +40,58 @@ class PipelineMonitor(Callback):
 
     Args:
         every_n_steps: How often to log, in optimizer steps; None for ``Trainer(log_every_n_steps=)``.
-        log_timeline: Whether to log the picture of the last step, to W&B.
+        log_timeline: Whether to write timelines, at least at the end of a fit: of the last step and of the slowest.
+        timeline_every_n_steps: How often to write them, in optimizer steps; None for the end only.
+        timeline_dirpath: Folder of ``timeline.html`` and ``timeline.json``; None for ``timelines`` in the folder of
+            the trainer's first logger that has one, and no files where none has.
 
     Attributes:
         report: What was measured, on global rank 0 once a fit has ended; None before that and elsewhere.
 
     Raises:
-        ConfigurationError: ``every_n_steps`` is less than 1.
+        ConfigurationError: ``every_n_steps`` or ``timeline_every_n_steps`` is less than 1.
     """
 
-    def __init__(self, every_n_steps: int | None = None, log_timeline: bool = True) -> None:
+    def __init__(
+        self,
+        every_n_steps: int | None = None,
+        log_timeline: bool = True,
+        timeline_every_n_steps: int | None = None,
+        timeline_dirpath: str | Path | None = None,
+    ) -> None:
         if every_n_steps is not None and every_n_steps < 1:
             raise ConfigurationError(
                 f"PipelineMonitor(every_n_steps={every_n_steps}) must be at least 1, or None for the trainer's "
                 "log_every_n_steps."
             )
+        if timeline_every_n_steps is not None and timeline_every_n_steps < 1:
+            raise ConfigurationError(
+                f"PipelineMonitor(timeline_every_n_steps={timeline_every_n_steps}) must be at least 1, or None for the "
+                "end of the fit only."
+            )
         self.every_n_steps = every_n_steps
         self.log_timeline = log_timeline
+        self.timeline_every_n_steps = timeline_every_n_steps
+        self.timeline_dirpath = timeline_dirpath
         self.report: PipelineReport | None = None
         self._measurement: FitMeasurement | None = None
+        self._timelines: FitTimelines | None = None
         self._outputs = LoggerOutputs([])
         self._has_warned = False
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Logs the table of stages."""
         self.report = None
-        self._measurement = None
-        pipeline = _pipeline_of(trainer)
+        self._measurement = self._timelines = None
+        pipeline = pipeline_of(trainer)
         if pipeline is None:
             if not self._has_warned:
                 self._has_warned = True
                 rank_zero_warn(f"PipelineMonitor measures nothing, {_why_none(trainer)}, or remove the callback.")
         else:
             self._measurement = FitMeasurement(pipeline)
+            if self.log_timeline:
+                self._timelines = FitTimelines(trainer, pipeline, self.timeline_every_n_steps, self.timeline_dirpath)
             if trainer.is_global_zero:
                 self._outputs = LoggerOutputs(trainer.loggers)
                 self._outputs.log_stages(self._measurement.stages(), logged_step(trainer))
@@ -89,6 +113,8 @@ class PipelineMonitor(Callback):
             found = measurement.collect()
             if found is not None:
                 self._outputs.log_metrics(found.metrics(), logged_step(trainer))
+        if self._timelines is not None:
+            self._timelines.batch_ended(logged_step(trainer), is_update=not accumulates(trainer))
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """What follows does not count as training time."""
@@ -101,28 +127,19 @@ class PipelineMonitor(Callback):
             self._measurement.clock.resume()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Makes the report and logs the picture of the last step."""
+        """Makes the report and writes the last timelines."""
         measurement, self._measurement = self._measurement, None
         if measurement is None:
             return
         self.report = measurement.finish()
-        if self.report is not None and self.log_timeline:
-            self._outputs.log_timeline(self.report.timeline, logged_step(trainer))
+        if self._timelines is not None:
+            self._timelines.finish(logged_step(trainer))
 
     def _is_time(self, trainer: pl.Trainer) -> bool:
         every_n_steps = self.every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined] # set by a connector
         if every_n_steps == 0 or accumulates(trainer):
             return False
         return (logged_step(trainer) + 1) % every_n_steps == 0
-
-
-def _pipeline_of(trainer: pl.Trainer) -> MeasurablePipeline | None:
-    """What runs the pipeline on this rank, or None without one; known by what the strategy offers."""
-    # looked up in the class, since the property raises before the pipeline is built
-    if not hasattr(type(trainer.strategy), "engine") or trainer.strategy.is_plain:  # type: ignore[attr-defined]
-        return None
-    engine: MeasurablePipeline = trainer.strategy.engine  # type: ignore[attr-defined]
-    return engine
 
 
 def _why_none(trainer: pl.Trainer) -> str:

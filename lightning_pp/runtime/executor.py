@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -48,6 +48,8 @@ class StepInputs:
             microbatch is run in its F.
         on_outputs: Gets on the last stage what is returned, after its last forward.
         is_timed: Whether the times of the actions are taken.
+        label: Makes a context around each action, and around each wait for other stages, of its name
+            (:func:`label_of`), for a profiler; None for none.
     """
 
     plans: Sequence[StepPlan]
@@ -60,6 +62,7 @@ class StepInputs:
     whole_batch: WholeBatch | None = None
     on_outputs: Callable[[list[Any]], None] | None = None
     is_timed: bool = True
+    label: Callable[[str], AbstractContextManager[Any]] | None = None
 
 
 class PipelineExecutor:
@@ -134,22 +137,16 @@ class PipelineExecutor:
                     stack.enter_context(weight_gradients_deferrable())
                 for entry in program.entries:
                     running = entry
-                    if isinstance(entry, Action):
-                        step.shard(entry)
-                        continue
-                    step.begin(entry)
-                    if entry.kind is ActionKind.F:
-                        step.forward(entry)
-                    elif entry.kind is ActionKind.W:
-                        step.weight_gradients(entry)
+                    if inputs.label is None:
+                        step.carry_out(entry)
                     else:
-                        step.backward(entry)
-                    step.end(entry)
+                        with inputs.label(label_of(_action_of(entry))):
+                            step.carry_out(entry)
                 step.finish()
         except BaseException as error:
             step.abandon()
             if running is not None:
-                vars(error)[_FAILED_ACTION] = str(running if isinstance(running, Action) else running.stop.action)
+                vars(error)[_FAILED_ACTION] = str(_action_of(running))
             raise
         return step.outputs, step.timer
 
@@ -241,6 +238,20 @@ class _Step:
             number = len(inputs.plans) if len(inputs.plans) > 1 else 0
             randomness = self._randomness(inputs.whole_batch.plan.tail, number)
             self._tail = TailRun(inputs.whole_batch, inputs.loss_of, randomness)
+
+    def carry_out(self, entry: _Entry | Action) -> None:
+        """One action of the program."""
+        if isinstance(entry, Action):
+            self.shard(entry)
+            return
+        self.begin(entry)
+        if entry.kind is ActionKind.F:
+            self.forward(entry)
+        elif entry.kind is ActionKind.W:
+            self.weight_gradients(entry)
+        else:
+            self.backward(entry)
+        self.end(entry)
 
     def shard(self, action: Action) -> None:
         """UNSHARD, RESHARD or REDUCE."""
@@ -345,8 +356,10 @@ class _Step:
 
     def _receive(self, stop: Stop) -> list[tuple[Value, Tensor]]:
         """What the action receives, waited for now."""
+        label = self._inputs.label
         self.timer.start_waiting()
-        received = self._transport.receive(stop)
+        with nullcontext() if label is None else label(f"wait for {label_of(stop.action)}"):
+            received = self._transport.receive(stop)
         self.timer.stop_waiting()
         return received
 
@@ -357,9 +370,19 @@ class _Step:
         return StepRandomness.of_microbatch(self._inputs.seed, number, self._device)
 
 
+def label_of(action: Action) -> str:
+    """What an action is called in a profile: ``stage 1 F microbatch 3``."""
+    microbatch = "" if action.microbatch is None else f" microbatch {action.microbatch}"
+    return f"stage {action.stage} {action.kind.value}{microbatch}"
+
+
 def failed_action(error: BaseException) -> str:
     """The action (``1F3``: stage, kind, microbatch) in which ``error`` was raised; empty if it was in none."""
     return str(vars(error).get(_FAILED_ACTION, ""))
+
+
+def _action_of(entry: _Entry | Action) -> Action:
+    return entry if isinstance(entry, Action) else entry.stop.action
 
 
 def _nothing() -> Iterable[tuple[Value, Tensor]]:

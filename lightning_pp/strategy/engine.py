@@ -138,6 +138,7 @@ class PipelineEngine:
         self._attached = ExitStack()
         self.last_training_step: tuple[Schedule, StepTimer] | None = None
         self.is_timed = False
+        self.label: Callable[[str], AbstractContextManager[Any]] | None = None  # around actions, for a profiler
         self.last_num_samples = 0
 
     @property
@@ -542,6 +543,7 @@ class PipelineEngine:
                     run.whole,
                     on_outputs,
                     is_timed=trains and self._is_looked_at,
+                    label=self.label,
                 ),
             )
         if not trains:

@@ -154,6 +154,8 @@ class PipelineParallelStrategy(MeshStrategy):
         process_group_backend: ``"nccl"``, ``"gloo"``, ...; by default what suits the device.
         timeout: How long a collective or a message may wait, once all processes have met; for that they have half an
             hour. None: ten minutes over NCCL, half an hour over gloo, as torch has it.
+        flight_recorder_dirpath: Folder into which each rank writes its latest collectives and messages over NCCL when
+            one of them times out, by torch's flight recorder; None: nothing is recorded.
         split_batch: ``split_batch(batch, n)`` cuts a batch, on the device, into at most ``n`` microbatches, where
             cutting along dimension 0 is not right (graphs, objects): a list of :class:`lightning_pp.BatchPart`, or of
             data whose tensors all have one length along dimension 0. The same on every rank of a pipeline.
@@ -200,6 +202,7 @@ class PipelineParallelStrategy(MeshStrategy):
         initial_weights: str | Path | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = None,
+        flight_recorder_dirpath: str | Path | None = None,
         split_batch: SplitBatch | None = None,
     ) -> None:
         super().__init__(
@@ -209,6 +212,7 @@ class PipelineParallelStrategy(MeshStrategy):
             timeout,
             data_parallel_replicate_size,
             has_shards_on_host=cpu_offload,
+            flight_recorder_dirpath=flight_recorder_dirpath,
         )
         # whether sizes fit the number of devices is checked once that is known
         check_size("pipeline_parallel_size", pipeline_parallel_size)

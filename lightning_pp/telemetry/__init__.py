@@ -8,6 +8,9 @@ from lightning_pp.telemetry.report import Measurements, PipelineReport, StageInf
 from lightning_pp.telemetry.sums import RankSums, StageSums, longest_span_bubble
 from lightning_pp.telemetry.throughput import BatchClock, Throughput, count_tokens
 from lightning_pp.telemetry.timeline.html import html_timeline
+from lightning_pp.telemetry.timeline.raster import raster_timeline
+from lightning_pp.telemetry.timeline.recorded import RecordedStep
+from lightning_pp.telemetry.timeline.recording import StepRecorder
 from lightning_pp.telemetry.timeline.step import Timeline
 from lightning_pp.telemetry.timeline.svg import svg_timeline
 from lightning_pp.telemetry.timeline.text import text_timeline
@@ -20,16 +23,19 @@ __all__ = [
     "Measurements",
     "PipelineReport",
     "RankSums",
+    "RecordedStep",
     "StageInfo",
     "StageReport",
     "StageSums",
     "StageTimes",
+    "StepRecorder",
     "Throughput",
     "Timeline",
     "chrome_trace",
     "count_tokens",
     "html_timeline",
     "longest_span_bubble",
+    "raster_timeline",
     "read_peak_memory_gib",
     "svg_timeline",
     "text_timeline",

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import shutil
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pp.runtime.timing import ActionTimes, StepTimer
-from lightning_pp.schedule import Action, Placement, Schedule
+from lightning_pp.runtime.timing import StepTimer
+from lightning_pp.schedule import Placement, Schedule
 from lightning_pp.split.cut.partition import Partition
 from lightning_pp.telemetry.memory import read_peak_memory_gib
 from lightning_pp.telemetry.report import Measurements, PipelineReport, StageInfo, StageReport
 from lightning_pp.telemetry.sums import RankSums
 from lightning_pp.telemetry.throughput import BatchClock, Throughput, count_tokens
-from lightning_pp.telemetry.timeline.step import Timeline, compute_actions, sharding_actions
+from lightning_pp.telemetry.timeline.gathering import gather_row, gather_timeline
+from lightning_pp.telemetry.timeline.step import Timeline
 from lightning_pp.telemetry.timeline.text import text_timeline
 
 # How many of the latest steps are read when measurements are collected; the timers of older ones are dropped unread.
@@ -62,6 +64,7 @@ class MeasurablePipeline(Protocol):
         last_training_step: The schedule and the times of the last training batch; a new pair for each.
         last_num_samples: Samples in that batch.
         is_timed: Whether times are taken from the next batch on.
+        label: Makes a context around each action of its name, for a profiler; None for none.
     """
 
     rank: int
@@ -71,6 +74,7 @@ class MeasurablePipeline(Protocol):
     last_training_step: tuple[Schedule, StepTimer] | None
     last_num_samples: int
     is_timed: bool
+    label: Callable[[str], AbstractContextManager[Any]] | None
 
     @property
     def split(self) -> SplitPipeline: ...
@@ -218,27 +222,10 @@ class FitMeasurement:
         """The last step with all its microbatches, on all ranks, on rank 0."""
         assert self._pictured is not None
         schedule, timer = self._pictured
-        ranks = self._gather_times(timer.times(), [compute_actions(schedule, rank) for rank in self._ranks])
-        sharding: list[list[ActionTimes]] | None = []
-        if self._pipeline.groups.num_replicas > 1:
-            actions = [sharding_actions(schedule, rank) for rank in self._ranks]
-            sharding = self._gather_times(timer.sharding_times(), actions)
-        if ranks is None or sharding is None:
-            return None
-        return Timeline.aligned(schedule, ranks, sharding)
-
-    def _gather_times(
-        self, own: Sequence[ActionTimes], actions: Sequence[Sequence[Action]]
-    ) -> list[list[ActionTimes]] | None:
-        """The times of all ranks' ``actions``, on rank 0."""
-        row = [number for times in own for number in (times.asked_ms, times.start_ms, times.end_ms, times.early_ms)]
-        rows = self._gather(row, 4 * max(map(len, actions)))
-        if rows is None:
-            return None
-        return [
-            [ActionTimes(action, *row[4 * index : 4 * index + 4]) for index, action in enumerate(of_rank)]
-            for of_rank, row in zip(actions, rows, strict=True)
-        ]
+        groups = self._pipeline.groups
+        return gather_timeline(
+            schedule, timer, groups.pipeline, self._pipeline.rank, has_replicas=groups.num_replicas > 1
+        )
 
     def _mean_losses(self) -> tuple[float | None, float | None]:
         """The first and the last loss; on pipeline rank 0, where they are reported, means over the replicas."""
@@ -260,14 +247,7 @@ class FitMeasurement:
 
     def _gather(self, row: Sequence[float], length: int) -> list[list[float]] | None:
         """Every rank's row on pipeline rank 0, filled up to the same ``length``; None on the others."""
-        group = self._pipeline.groups.pipeline
-        if group is None:
-            return [list(row)]
-        padded = torch.tensor([*row, *[0.0] * (length - len(row))], dtype=torch.float64, device="cpu")
-        is_receiver = self._pipeline.rank == 0
-        rows = [torch.empty_like(padded) for _ in self._ranks] if is_receiver else None
-        dist.gather(padded, rows, group=group, group_dst=0)
-        return [gathered.tolist() for gathered in rows] if rows is not None else None
+        return gather_row(row, length, self._pipeline.groups.pipeline, self._pipeline.rank)
 
 
 def _terminal_width() -> int:

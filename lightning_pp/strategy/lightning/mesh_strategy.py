@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -34,6 +35,7 @@ from lightning_pp.strategy._lightning_private import give_device_mesh, init_proc
 from lightning_pp.strategy._torch_private import set_timeout_of_job
 from lightning_pp.strategy.device_queues import use_all_queues
 from lightning_pp.strategy.faults.failed_device import refuse_aborted_groups
+from lightning_pp.strategy.faults.flight_recorder import record_nccl
 from lightning_pp.strategy.lightning.callers import line_of_user, user_reading
 from lightning_pp.strategy.lightning.launcher import RunLauncher
 
@@ -57,6 +59,7 @@ class MeshStrategy(ParallelStrategy):
         data_parallel_replicate_size: Of the replicas, how many hold the same shards.
         has_shards_on_host: Whether collectives on tensors of the host have to work as well: those of tied parameters,
             of checkpoints, and what users ask of sharded parameters.
+        flight_recorder_dirpath: Folder for what goes over NCCL, written when it times out.
 
     Raises:
         ConfigurationError: ``timeout`` is not positive, or longer than torch can wait.
@@ -71,6 +74,7 @@ class MeshStrategy(ParallelStrategy):
         data_parallel_replicate_size: int = 1,
         *,
         has_shards_on_host: bool = False,
+        flight_recorder_dirpath: str | Path | None = None,
     ) -> None:
         if timeout is not None and not timedelta() < timeout <= _LONGEST_TIMEOUT:
             raise ConfigurationError(
@@ -86,6 +90,7 @@ class MeshStrategy(ParallelStrategy):
         self._process_group_backend = process_group_backend
         self._timeout = timeout
         self._has_shards_on_host = has_shards_on_host
+        self._flight_recorder_dirpath = flight_recorder_dirpath
         self._sizes: ParallelSizes | None = None
         self._device_mesh: DeviceMesh | None = None
         self._data_parallel_mesh: DeviceMesh | None = None
@@ -218,6 +223,7 @@ class MeshStrategy(ParallelStrategy):
         is_new = not dist.is_initialized()
         if not is_new:
             refuse_aborted_groups()
+        record_nccl(self._flight_recorder_dirpath, backend)
         self._meet(backend)
         if self._timeout is None:
             self._timeout = default_timeout(backend)

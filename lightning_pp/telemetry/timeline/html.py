@@ -1,14 +1,125 @@
-"""A step's timeline as a page with one SVG, without scripts."""
+"""Steps as one page to zoom into: planned beside measured. It holds everything that it shows and asks for nothing."""
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Sequence
 from html import escape
+from importlib.resources import files
+from typing import Any
 
-from lightning_pp.telemetry.timeline.step import Timeline
-from lightning_pp.telemetry.timeline.svg import svg_timeline
+from lightning_pp.runtime.timing import ActionTimes
+from lightning_pp.schedule import Schedule
+from lightning_pp.telemetry.timeline.drawing import COLORS
+from lightning_pp.telemetry.timeline.recorded import RecordedStep
+from lightning_pp.telemetry.timeline.step import Timeline, compute_actions, name_of_kind, sharding_actions
+
+_FORMAT = "lightning_pp.timeline/1"
+_LEAST_TICKS = 1e5  # in the span of a step
+_LARGEST_TICK = 1e-3
 
 
-def html_timeline(timeline: Timeline) -> str:
-    """The picture of :func:`~lightning_pp.telemetry.timeline.svg.svg_timeline` as a page of its own."""
-    title = f"{timeline.schedule.name}, {timeline.schedule.num_microbatches} microbatches"
-    return f"<title>{escape(title)}</title>\n<style>body{{background:#fff}}</style>\n{svg_timeline(timeline)}"
+def html_timeline(steps: Timeline | Sequence[RecordedStep]) -> str:
+    """A page that shows steps: a row a rank, to zoom and pan, with what is known of each action under the pointer.
+
+    About 10 bytes an action and view, and as many once for each program.
+
+    Args:
+        steps: Steps to choose from, each planned beside measured; or one timeline.
+    """
+    data = page_data(steps)
+    title = " · ".join(sorted({f"{one['name']}, {one['num_microbatches']} microbatches" for one in data["programs"]}))
+    parts = {
+        "title": escape(title),
+        "style": _asset("page.css"),
+        "script": _asset("page.js"),
+        # "</script>" in a name would end the element
+        "data": json.dumps(data, separators=(",", ":")).replace("</", "<\\/"),
+    }
+    page = _asset("page.html")
+    for name, part in parts.items():
+        page = page.replace(f"<!--{name}-->", part, 1)
+    return page
+
+
+def page_data(steps: Timeline | Sequence[RecordedStep]) -> dict[str, Any]:
+    """What the page shows, as it lies in it.
+
+    Returns:
+        ``programs``: for each schedule its name, the stages and the actions of each rank, as ``0F3 1F0`` (stage, kind,
+        microbatch). ``steps``: for each its ``program``, its number, why it was kept, and its views. A view has the
+        times of each rank as whole numbers of ``tick`` (in ``unit``), four for each action of the program: how long
+        after the end of the one before the rank came to it, how long it worked before it needed other stages, how long
+        it waited for them, and how long it worked then. The UNSHARD, RESHARD and REDUCE of ``sharding`` have two: when
+        they began, and how long they took.
+    """
+    if isinstance(steps, Timeline):
+        shown: list[tuple[dict[str, Any], list[tuple[str, Timeline]]]] = [({"step": None, "why": ""}, [("", steps)])]
+    else:
+        shown = [
+            ({"step": one.step, "why": one.why}, [("planned", one.planned), ("measured", one.measured)])
+            for one in steps
+        ]
+    schedules: list[Schedule] = []
+    rows = []
+    for about, views in shown:
+        schedule = views[0][1].schedule
+        if schedule not in schedules:
+            schedules.append(schedule)
+        tick = _tick(max(timeline.span_ms for _, timeline in views))
+        found = [_view(name, timeline, tick) for name, timeline in views]
+        rows.append({**about, "program": schedules.index(schedule), "tick": tick, "views": found})
+    return {
+        "format": _FORMAT,
+        "unit": shown[0][1][0][1].unit if shown else "ms",
+        "kinds": {kind.value: {"name": name_of_kind(kind), "color": color} for kind, color in COLORS.items()},
+        "programs": [_program(schedule) for schedule in schedules],
+        "steps": rows,
+    }
+
+
+def _program(schedule: Schedule) -> dict[str, Any]:
+    ranks = range(schedule.placement.num_ranks)
+    return {
+        "name": schedule.name,
+        "num_microbatches": schedule.num_microbatches,
+        "rank_of_stage": list(schedule.placement.rank_of_stage),
+        "ranks": [" ".join(map(str, compute_actions(schedule, rank))) for rank in ranks],
+        "sharding": [" ".join(map(str, sharding_actions(schedule, rank))) for rank in ranks],
+    }
+
+
+def _tick(span: float) -> float:
+    """The power of ten in which a step's times are whole numbers, at least 100,000 in it."""
+    return min(_LARGEST_TICK, 10.0 ** math.floor(math.log10(span / _LEAST_TICKS))) if span > 0 else _LARGEST_TICK
+
+
+def _view(name: str, timeline: Timeline, tick: float) -> dict[str, Any]:
+    return {
+        "name": name,
+        "bubbles": [round(timeline.bubble_fraction(rank), 4) for rank in range(len(timeline.ranks))],
+        "ranks": [_row(times, tick) for times in timeline.ranks],
+        "sharding": [
+            [number for moment in times for number in (round(moment.start_ms / tick), round(moment.work_ms / tick))]
+            for times in timeline.sharding
+        ],
+    }
+
+
+def _row(times: Sequence[ActionTimes], tick: float) -> list[int]:
+    """Differences of rounded moments, so that nothing adds up over a row."""
+    row: list[int] = []
+    before = 0
+    for moment in times:
+        asked, waiting, start, end = (
+            round(at / tick)
+            for at in (moment.asked_ms, moment.asked_ms + moment.early_ms, moment.start_ms, moment.end_ms)
+        )
+        row += (asked - before, waiting - asked, start - waiting, end - start)
+        before = end
+    return row
+
+
+def _asset(name: str) -> str:
+    return (files("lightning_pp.telemetry.timeline") / "page" / name).read_text(encoding="utf-8")

@@ -119,6 +119,11 @@ class Timeline:
         return cls(schedule, moved(ranks), unit, moved(sharding) if any(sharding) else ())
 
 
+def name_of_kind(kind: ActionKind) -> str:
+    """What a kind of action does, in words."""
+    return _NAMES[kind]
+
+
 def compute_actions(schedule: Schedule, rank: int) -> list[Action]:
     """The F, I, W and B of one rank's program."""
     return [action for action in schedule.programs[rank] if action.kind.is_compute]
@@ -175,7 +180,7 @@ def _bounds(schedule: Schedule, ranks: Sequence[Sequence[ActionTimes]]) -> dict[
     rank_of_stage = schedule.placement.rank_of_stage
     bounds: dict[tuple[int, int], _Bound] = {}
     for moment in time_of.values():
-        for needed in _needs(moment.action, schedule.placement.num_stages):
+        for needed in needs(moment.action, schedule.placement.num_stages):
             pair = (rank_of_stage[needed.stage], rank_of_stage[moment.action.stage])
             if needed in time_of and pair[0] != pair[1]:
                 bound = _Bound(time_of[needed].end_ms - moment.start_ms, moment.wait_ms)
@@ -194,7 +199,7 @@ def _difference(least: _Bound | None, reverse: _Bound | None) -> float:
     return weight * least.shift_ms - (1.0 - weight) * reverse.shift_ms
 
 
-def _needs(action: Action, num_stages: int) -> Iterator[Action]:
+def needs(action: Action, num_stages: int) -> Iterator[Action]:
     """What ``action`` needs from the neighbouring stages."""
     if action.kind is ActionKind.F and action.stage > 0:
         yield Action(action.stage - 1, ActionKind.F, action.microbatch)

@@ -1,61 +1,145 @@
-"""A step's timeline for trace viewers (chrome://tracing, Perfetto)."""
+"""Steps for trace viewers (ui.perfetto.dev, chrome://tracing)."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
-from lightning_pp.telemetry.timeline.step import Timeline
+from lightning_pp.runtime.timing import ActionTimes
+from lightning_pp.telemetry.timeline.recorded import RecordedStep
+from lightning_pp.telemetry.timeline.step import Timeline, needs
 
 _LEAST_WAIT_MS = 1e-3  # the resolution of the format's microseconds
+_INSIDE_US = 0.001  # an arrow belongs to the action in which its end lies
+_GAP = 0.05
+_STEPS_PROCESS, _MEASURED_PROCESS, _PLANNED_PROCESS = 0, 1, 2
 
 
-def chrome_trace(timeline: Timeline) -> str:
-    """The step in Chrome's trace event format, JSON: a thread per rank, an event per action and per wait.
+def chrome_trace(steps: Timeline | Sequence[RecordedStep]) -> str:
+    """Steps in Chrome's trace event format, JSON: a thread per rank, an event per action and per wait.
 
-    Gathers and reductions, where there are any, have a thread of their own for each rank.
+    Arrows go from each measured action to those of other ranks that need its message. Gathers and reductions, where
+    there are any, have a thread of their own for each rank. Several steps follow one another with a gap of a twentieth
+    of a step between them, whatever lay between them in the run; their planned and measured ranks are processes of
+    their own, and another shows which step is where.
+
+    Args:
+        steps: Steps, or one timeline.
     """
-    placement = timeline.schedule.placement
-    events: list[dict[str, Any]] = [_named("process_name", f"pipeline, {timeline.schedule.name}", 0)]
-    for rank, times in enumerate(timeline.ranks):
-        stages = ", ".join(map(str, placement.stages_of_rank(rank)))
-        events.append(_named("thread_name", f"rank {rank}, stage {stages}", rank))
-        for moment in times:
-            action = moment.action
-            about = {"stage": action.stage, "microbatch": action.microbatch}
-            start_ms, work_ms = moment.start_ms, moment.end_ms - moment.start_ms
-            if moment.wait_ms > _LEAST_WAIT_MS:
-                if moment.early_ms > _LEAST_WAIT_MS:
-                    events.append(_event(str(action), action.kind.value, rank, moment.asked_ms, moment.early_ms, about))
-                wait_from_ms = moment.asked_ms + moment.early_ms
-                events.append(_event(f"wait for {action}", "wait", rank, wait_from_ms, moment.wait_ms, {}))
-            else:
-                start_ms, work_ms = start_ms - moment.early_ms, moment.work_ms
-            events.append(_event(str(action), action.kind.value, rank, start_ms, work_ms, about))
-    for rank, times in enumerate(timeline.sharding):
-        thread = len(timeline.ranks) + rank
-        events.append(_named("thread_name", f"rank {rank}, gathers and reductions", thread))
-        for moment in times:
-            action = moment.action
-            about = {"stage": action.stage}
-            events.append(_event(str(action), action.kind.value, thread, moment.start_ms, moment.work_ms, about))
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
+    if isinstance(steps, Timeline):
+        trace = _Trace()
+        trace.name_ranks(_MEASURED_PROCESS, "pipeline", steps)
+        trace.add(_MEASURED_PROCESS, steps, 0.0)
+        return trace.text()
+    trace = _Trace()
+    trace.name(_STEPS_PROCESS, "process_name", "steps", 0)
+    begins_ms = 0.0
+    for number, step in enumerate(steps):
+        if number == 0:
+            trace.name_ranks(_MEASURED_PROCESS, "measured", step.measured)
+            trace.name_ranks(_PLANNED_PROCESS, "planned", step.planned)
+        # ranks that stood waiting when the step began do so before its first action
+        early_ms = max(0.0, -_first_asked_ms(step.measured))
+        begins_ms += early_ms
+        span_ms = max(step.measured.span_ms, step.planned.span_ms)
+        about = {"why": step.why, "measured_ms": step.measured.span_ms, "planned_ms": step.planned.span_ms}
+        trace.event(f"step {step.step}", "step", (_STEPS_PROCESS, 0), begins_ms, span_ms, about)
+        trace.boundary(f"step {step.step}", begins_ms)
+        trace.add(_MEASURED_PROCESS, step.measured, begins_ms)
+        trace.add(_PLANNED_PROCESS, step.planned, begins_ms)
+        begins_ms += span_ms * (1 + _GAP)
+    return trace.text()
 
 
-def _named(kind: str, name: str, thread: int) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": 0, "tid": thread, "args": {"name": name}}
+class _Trace:
+    """Events; a place is a process and a thread."""
+
+    def __init__(self) -> None:
+        self._events: list[dict[str, Any]] = []
+        self._num_arrows = 0
+
+    def text(self) -> str:
+        return json.dumps({"traceEvents": self._events, "displayTimeUnit": "ms"}, separators=(",", ":"))
+
+    def name(self, process: int, what: str, name: str, thread: int) -> None:
+        self._events.append({"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}})
+
+    def name_ranks(self, process: int, name: str, timeline: Timeline) -> None:
+        self.name(process, "process_name", f"{name}, {timeline.schedule.name}", 0)
+        for rank in range(len(timeline.ranks)):
+            stages = ", ".join(map(str, timeline.schedule.placement.stages_of_rank(rank)))
+            self.name(process, "thread_name", f"rank {rank}, stage {stages}", rank)
+        for rank in range(len(timeline.sharding)):
+            self.name(process, "thread_name", f"rank {rank}, gathers and reductions", len(timeline.ranks) + rank)
+
+    def boundary(self, name: str, at_ms: float) -> None:
+        """A line through all processes."""
+        self._events.append({"ph": "i", "s": "g", "name": name, "pid": _STEPS_PROCESS, "tid": 0, "ts": _us(at_ms)})
+
+    def event(
+        self, name: str, category: str, place: tuple[int, int], start_ms: float, duration_ms: float, about: Any
+    ) -> None:
+        process, thread = place
+        self._events.append(
+            {
+                "ph": "X",
+                "name": name,
+                "cat": category,
+                "pid": process,
+                "tid": thread,
+                "ts": _us(start_ms),
+                "dur": _us(duration_ms),
+                "args": about,
+            }
+        )
+
+    def add(self, process: int, timeline: Timeline, begins_ms: float) -> None:
+        """All actions, waits, gathers and messages of a step."""
+        for rank, times in enumerate(timeline.ranks):
+            for moment in times:
+                self._add_action((process, rank), moment, begins_ms)
+        for rank, times in enumerate(timeline.sharding):
+            for moment in times:
+                action = moment.action
+                place = process, len(timeline.ranks) + rank
+                start_ms = begins_ms + moment.start_ms
+                self.event(str(action), action.kind.value, place, start_ms, moment.work_ms, {"stage": action.stage})
+        if process == _MEASURED_PROCESS:
+            self._add_messages(process, timeline, begins_ms)
+
+    def _add_action(self, place: tuple[int, int], moment: ActionTimes, begins_ms: float) -> None:
+        action = moment.action
+        about = {"stage": action.stage, "microbatch": action.microbatch}
+        start_ms, work_ms = begins_ms + moment.start_ms, moment.end_ms - moment.start_ms
+        asked_ms = begins_ms + moment.asked_ms
+        if moment.wait_ms > _LEAST_WAIT_MS:
+            if moment.early_ms > _LEAST_WAIT_MS:
+                self.event(str(action), action.kind.value, place, asked_ms, moment.early_ms, about)
+            self.event(f"wait for {action}", "wait", place, asked_ms + moment.early_ms, moment.wait_ms, {})
+        else:
+            start_ms, work_ms = start_ms - moment.early_ms, moment.work_ms
+        self.event(str(action), action.kind.value, place, start_ms, work_ms, about)
+
+    def _add_messages(self, process: int, timeline: Timeline, begins_ms: float) -> None:
+        placement = timeline.schedule.placement
+        time_of = {moment.action: moment for times in timeline.ranks for moment in times}
+        for receiver, moment in time_of.items():
+            for sender in needs(receiver, placement.num_stages):
+                ranks = placement.rank_of_stage[sender.stage], placement.rank_of_stage[receiver.stage]
+                if sender not in time_of or ranks[0] == ranks[1]:
+                    continue
+                self._num_arrows += 1
+                about = {"name": f"{sender} to {receiver}", "cat": "message", "id": self._num_arrows, "pid": process}
+                sent_us = _us(begins_ms + time_of[sender].end_ms) - _INSIDE_US
+                arrived_us = _us(begins_ms + moment.start_ms) + _INSIDE_US
+                self._events.append({**about, "ph": "s", "tid": ranks[0], "ts": round(sent_us, 3)})
+                self._events.append({**about, "ph": "f", "bp": "e", "tid": ranks[1], "ts": round(arrived_us, 3)})
 
 
-def _event(
-    name: str, category: str, rank: int, start_ms: float, duration_ms: float, about: dict[str, Any]
-) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "name": name,
-        "cat": category,
-        "pid": 0,
-        "tid": rank,
-        "ts": round(start_ms * 1e3, 3),
-        "dur": round(duration_ms * 1e3, 3),
-        "args": about,
-    }
+def _first_asked_ms(timeline: Timeline) -> float:
+    return min((times[0].asked_ms for times in timeline.ranks if times), default=0.0)
+
+
+def _us(milliseconds: float) -> float:
+    return round(milliseconds * 1e3, 3)

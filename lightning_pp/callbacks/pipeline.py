@@ -1,0 +1,27 @@
+"""The pipeline that runs under a trainer, if there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_pp.telemetry import MeasurablePipeline
+
+
+def pipeline_of(trainer: pl.Trainer) -> MeasurablePipeline | None:
+    """What runs the pipeline on this rank, or None without one; known by what the strategy offers."""
+    # looked up in the class, since the property raises before the pipeline is built
+    if not hasattr(type(trainer.strategy), "engine") or trainer.strategy.is_plain:  # type: ignore[attr-defined]
+        return None
+    engine: MeasurablePipeline = trainer.strategy.engine  # type: ignore[attr-defined]
+    return engine
+
+
+def set_label(trainer: pl.Trainer, label: Callable[[str], AbstractContextManager[Any]] | None) -> None:
+    """Has the actions of the pipeline run within contexts of their names from the next batch on; None: no longer."""
+    pipeline = pipeline_of(trainer)
+    if pipeline is not None:
+        pipeline.label = label

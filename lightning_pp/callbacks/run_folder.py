@@ -1,0 +1,71 @@
+"""Where callbacks put their files."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+
+from lightning_pp.errors import ConfigurationError
+
+
+def folder_of_logs(trainer: pl.Trainer) -> Path | None:
+    """The folder of the first logger that has one, as ``ModelCheckpoint`` finds it; on global rank 0 only."""
+    for logger in trainer.loggers:
+        if logger.save_dir is not None:
+            version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+            return Path(logger.save_dir) / str(logger.name) / version
+    return None
+
+
+def shared_folder(trainer: pl.Trainer, dirpath: str | Path | None, name: str) -> Path:
+    """A folder into which every rank writes: every rank has to ask for it, and is told the one of rank 0.
+
+    Args:
+        trainer: The trainer.
+        dirpath: The folder, if the user gave one.
+        name: Of a folder within that of the logs, or of ``default_root_dir``, if not.
+    """
+    folder = dirpath
+    if folder is None and trainer.is_global_zero:
+        folder = (folder_of_logs(trainer) or Path(trainer.default_root_dir)) / name
+    return Path(trainer.strategy.broadcast(str(folder)))
+
+
+def check_ranks(callback: str, ranks: object) -> None:
+    """Checks what a user gave for ``ranks``.
+
+    Raises:
+        ConfigurationError: It is neither ``"all"`` nor a list of numbers.
+    """
+    if ranks == "all":
+        return
+    if not isinstance(ranks, (list, tuple)) or not ranks or not all(type(rank) is int and rank >= 0 for rank in ranks):
+        raise ConfigurationError(
+            f"{callback}(ranks={ranks!r}) must be 'all', or a list of the numbers of processes: [0, 3]."
+        )
+
+
+def is_chosen(callback: str, ranks: str | Sequence[int], rank: int) -> bool:
+    """Whether a process is among ``ranks``.
+
+    Raises:
+        ConfigurationError: One of them is not there.
+    """
+    if isinstance(ranks, str):
+        return True
+    num_processes = dist.get_world_size() if dist.is_initialized() else 1
+    if max(ranks) >= num_processes:
+        raise ConfigurationError(
+            f"{callback}(ranks={list(ranks)}) names process {max(ranks)}, and the run has {num_processes}, "
+            "counted from 0."
+        )
+    return rank in ranks
+
+
+def tell_unwritten(what: str, error: Exception) -> None:
+    """Warns, on whichever rank, of a file that could not be written."""
+    warnings.warn(f"{what} could not be written: {type(error).__name__}: {error}. Training goes on.", stacklevel=2)

@@ -1,0 +1,45 @@
+"""NCCL's flight recorder: the latest collectives and messages of each rank, written when one of them times out."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from lightning_pp.errors import ConfigurationError
+
+_NUM_ENTRIES = 2000
+
+
+def record_nccl(dirpath: str | Path | None, backend: str) -> None:
+    """Has torch record what goes over NCCL; before process groups are made, which read the environment.
+
+    A rank writes its file, ``rank_<number>``, when a collective times out. What the environment has already is kept.
+
+    Args:
+        dirpath: Folder of the files, on a file system of each host; None: nothing is recorded.
+        backend: Of the process group.
+
+    Raises:
+        ConfigurationError: The backend is not NCCL, or the folder cannot be made.
+    """
+    if dirpath is None:
+        return
+    if "nccl" not in backend:
+        raise ConfigurationError(
+            f"flight_recorder_dirpath={str(dirpath)!r} records what goes over NCCL, and this run communicates over "
+            f"{backend}. Leave it out."
+        )
+    folder = Path(dirpath).absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"flight_recorder_dirpath={str(dirpath)!r} cannot be made: {error}") from error
+    for name, value in {
+        # the second of each pair is its earlier name, which torch still reads
+        "TORCH_FR_BUFFER_SIZE": str(_NUM_ENTRIES),
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": str(_NUM_ENTRIES),
+        "TORCH_FR_DUMP_TEMP_FILE": f"{folder}/rank_",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{folder}/rank_",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }.items():
+        os.environ.setdefault(name, value)
