@@ -14,6 +14,7 @@ import time
 import torch.multiprocessing as mp
 from torch.distributed import TCPStore
 
+from lightning_pp.distributed.standstill import Position, Stack, Standstill
 from lightning_pp.distributed.watchdog import Progress, Watchdog, board_of
 
 SECONDS = 10.0
@@ -27,12 +28,16 @@ def watch(rank: int, num_ranks: int, port: int, watches: bool, used: object, pid
     neighbours = {other: pid for other, pid in enumerate(pids) if other != rank}  # type: ignore[arg-type]
     watchdog = None
     if watches:
+        board = board_of(store, 0, num_ranks, rank)
+        stands = Standstill(
+            board, str, lambda: Position("the start", "", 0), lambda: Stack(waits=True, lines=()), 1800.0
+        )
         watchdog = Watchdog(
-            board_of(store, 0, num_ranks, rank),
+            board,
             neighbours,
             wake=lambda: None,
             exit_codes=dict,
-            where=lambda: "",
+            standstill=stands,
             progress=lambda: [Progress("training", 0, 1, False), Progress("validation", 0, 0, False)],
             store_is_of_rank_0=True,
         )

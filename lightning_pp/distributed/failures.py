@@ -20,6 +20,11 @@ class Store(Protocol):
     def get(self, key: str, /) -> bytes: ...
     def check(self, keys: list[str], /) -> bool: ...
     def append(self, key: str, value: str, /) -> None: ...
+    def add(self, key: str, amount: int, /) -> int: ...
+
+
+class RankStoppedError(RuntimeError):
+    """What this rank waited for does not come: another rank has ended, or does not go on."""
 
 
 @dataclass(frozen=True)
@@ -111,13 +116,18 @@ class FailureBoard:
         """Notes that this rank has run all batches of its ``data``, unless another has done so before."""
         self._store.compare_set(f"{self._prefix}/data/{data}", "", json.dumps([self.rank, num_batches]))
 
-    def ask(self) -> None:
-        """Has every rank tell where it is, under ``where``."""
-        self._store.set(f"{self._prefix}/asked", "")
+    def ask(self) -> int:
+        """Has every rank tell where it stands; returns the number of the question, from 1."""
+        return self._store.add(f"{self._prefix}/asked", 1)
 
-    def is_asked(self) -> bool:
-        """Whether a rank has called :meth:`ask`."""
-        return self._store.check([f"{self._prefix}/asked"])
+    def num_asked(self) -> int:
+        """The number of the last question of any rank; 0 if there was none."""
+        key = f"{self._prefix}/asked"
+        return int(self._store.get(key)) if self._store.check([key]) else 0
+
+    def is_first(self, name: str) -> bool:
+        """Whether no other rank has called this with ``name``."""
+        return self._store.compare_set(f"{self._prefix}/{name}", "", str(self.rank)).decode() == str(self.rank)
 
     def add(self, name: str, value: str) -> None:
         """Adds a line to what all ranks have added under ``name``; it has no line break of its own."""
@@ -141,7 +151,7 @@ def _read(raw: bytes) -> RankFailure:
 
 def is_about_others(error: BaseException) -> bool:
     """Whether ``error`` says no more than that another rank did not answer."""
-    if isinstance(error, dist.DistError):
+    if isinstance(error, (RankStoppedError, dist.DistError)):
         return True
     text = str(error)
     return isinstance(error, RuntimeError) and any(
@@ -150,7 +160,6 @@ def is_about_others(error: BaseException) -> bool:
             "gloo",
             "Gloo",
             "NCCL",
-            "has stopped",
             "Connection closed",
             "caused pair closure",
             "Connection reset",

@@ -16,14 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pp.distributed.control import ControlGroups, pickled, pickled_error
+from lightning_pp.distributed.failures import RankStoppedError
 
 _FRAME_BYTES = 4096
 _LENGTH_BYTES = 8
 _TAG_RANGE = 1 << 29
-
-
-class RankStoppedError(RuntimeError):
-    """A message could not be passed on, because another rank has stopped."""
 
 
 class MessageLine:
@@ -143,7 +140,7 @@ def _listen(message: Future[Any], groups: ControlGroups, tag: int) -> None:
             payload += _receive(missing, groups, tag + 1)
         failed, content = pickle.loads(payload)
     except RuntimeError as error:
-        message.set_exception(_stopped(error))
+        message.set_exception(RankStoppedError(f"What a batch came to did not arrive from the last stage: {error}"))
     except Exception as error:  # whatever unpickling raises
         message.set_exception(error)
     else:
@@ -163,10 +160,3 @@ def _receive(num_bytes: int, groups: ControlGroups, tag: int) -> bytes:
 
 def _bytes(content: bytes) -> Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
-
-
-def _stopped(error: Exception) -> RankStoppedError:
-    return RankStoppedError(
-        "What a batch came to could not be passed on, because another rank of the pipeline has stopped; look for its "
-        f"own error, which came first. ({error})"
-    )

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from lightning_pp.distributed.failures import FailureBoard, RankFailure
 from lightning_pp.distributed.processes import exit_code_of, is_gone, is_stopped, told_by
+from lightning_pp.distributed.standstill import Standstill
 
 _POLL_S = 0.25
 # a process that is stopped for less may be one that somebody looks at
@@ -24,7 +25,6 @@ _END_S = 6.0
 _STORE_ANSWERS_S = 2.0
 # a rank asks the store some seven things each time; many ranks ask less often, so that one store can answer them all
 _MOST_RANKS_PER_S = 2048
-_WAITS = "waits"
 
 
 class Progress(NamedTuple):
@@ -60,7 +60,7 @@ class Watchdog:
         neighbours: The other ranks whose processes this one can see, on its host, with their numbers.
         wake: Ends what this rank waits for.
         exit_codes: Asks the launcher, where this process has started others: rank to exit code, negative for a signal.
-        where: Where this rank's main thread is; empty if it waits for others.
+        standstill: Asks where ranks stand that do not go on, and answers for this one.
         progress: How far this rank has come in its data.
         store_is_of_rank_0: Whether the store ends with the process of rank 0.
     """
@@ -71,7 +71,7 @@ class Watchdog:
         neighbours: Mapping[int, int],
         wake: Callable[[], None],
         exit_codes: Callable[[], Mapping[int, int]],
-        where: Callable[[], str],
+        standstill: Standstill,
         progress: Callable[[], Sequence[Progress]],
         *,
         store_is_of_rank_0: bool,
@@ -79,7 +79,7 @@ class Watchdog:
         self._board = board
         self._wake = wake
         self._exit_codes = exit_codes
-        self._where = where
+        self._standstill = standstill
         self._progress = progress
         self._ends_told: dict[str, int] = {}
         self._store_is_of_rank_0 = store_is_of_rank_0
@@ -105,26 +105,23 @@ class Watchdog:
             time.sleep(_POLL_S / 4)
         return self._found
 
-    def not_waiting(self, seconds: float) -> dict[int, str]:
-        """The ranks that do not wait for others, with where they are; those that do not answer, with nothing.
+    def one_that_stands(self) -> RankFailure | None:
+        """The rank that keeps the others waiting, once all have been told of it; or the failure that came first.
 
-        Args:
-            seconds: How long they have to answer.
+        That is one that runs the user's code and has not moved for long, else one that does not answer. None if there
+        is no such rank.
         """
-        with contextlib.suppress(RuntimeError):
-            self._board.ask()
-        time.sleep(seconds)
-        try:
-            told = {rank: self._board.told("where", rank) for rank in range(self._board.num_ranks)}
-        except RuntimeError:  # the store has ended, and who kept it is the failure
-            return {}
-        return {rank: where or "" for rank, where in told.items() if where != _WAITS and rank != self._board.rank}
+        answers = self._standstill.ask(lambda: self._found is not None)
+        for rank, answer in answers.items():
+            if answer is not None and not answer.stack.waits and answer.seconds >= self._standstill.silent_s:
+                return self.post(RankFailure(rank, answer.place, f"kept the others waiting: it {answer}", is_gone=True))
+        for rank, answer in answers.items():
+            if answer is None:
+                return self.post(RankFailure(rank, "", "does not answer, and others have waited for it", is_gone=True))
+        return self._found
 
-    def post(self, failure: RankFailure) -> None:
-        """Tells the others, unless another failure came first."""
-        if failure.is_gone and failure.rank == 0 and self._store_is_of_rank_0:
-            self._found = self._found or failure
-            return
+    def post(self, failure: RankFailure) -> RankFailure:
+        """Tells the others, unless another failure came first; returns the one that did."""
 
         def post() -> None:
             self._found = self._found or self._board.post(failure)
@@ -134,6 +131,7 @@ class Watchdog:
         thread.start()
         thread.join(_STORE_ANSWERS_S)
         self._found = self._found or failure
+        return self._found
 
     def wait_until_known(self) -> None:
         """Returns when every rank knows of the failure, or has had two seconds, if the store ends with this process."""
@@ -162,15 +160,12 @@ class Watchdog:
                 self._board.add(f"left/{self._host}", str(self._board.rank))
 
     def _ask_store(self) -> None:
-        has_answered = False
         poll_s = max(_POLL_S, self._board.num_ranks / _MOST_RANKS_PER_S)
         while not self._ended.wait(poll_s):
             if self._is_without_store():
                 return
             try:
-                if not has_answered and self._board.is_asked():
-                    has_answered = True
-                    self._board.tell("where", self._where() or _WAITS)
+                self._standstill.look()
                 self._left.update(map(int, self._board.added(f"left/{self._host}")))
                 self._compare_data()
                 self._found = self._found or self._board.first()
@@ -214,7 +209,7 @@ class Watchdog:
             if self._found is None:
                 failure = self._failure_of_neighbour(stopped_since) or self._failure_of_store()
                 if failure is not None:
-                    self.post(failure)
+                    self._take_up(failure)
             failure = self._found
             if failure is None:
                 continue
@@ -227,6 +222,17 @@ class Watchdog:
             if waited > _END_S and self._is_gone(failure) and not self._ended.is_set():
                 print(f"lightning_pp: this rank ended because {failure}", file=sys.stderr, flush=True)  # noqa: T201
                 os._exit(1)
+
+    def _take_up(self, failure: RankFailure) -> None:
+        """A process is gone or stopped; one that is stopped is ended, or it would stay when all others have ended."""
+        if failure.rank == 0 and self._store_is_of_rank_0:  # its store is no more, or does not answer
+            self._found = self._found or failure
+        else:
+            self.post(failure)
+        pid = self._pids.get(failure.rank)
+        if pid is not None and is_stopped(pid):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
 
     def _is_gone(self, failure: RankFailure) -> bool:
         pid = self._pids.get(failure.rank)
@@ -248,8 +254,6 @@ class Watchdog:
                 self._goes_on.add(rank)
                 continue
             elif time.monotonic() - stopped_since.setdefault(rank, time.monotonic()) > _STOPPED_S:
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)  # or it would stay when all others have ended
                 return _stopped(rank, pid)
             self._goes_on.discard(rank)
         return None

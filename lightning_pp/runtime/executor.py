@@ -112,6 +112,13 @@ class PipelineExecutor:
         self._recomputation = recomputation
         self._runners: dict[int, StageRunner] = {}
         self._programs: dict[tuple[int, ...], _Program] = {}
+        self._running: Action | _Entry | None = None
+
+    @property
+    def running_action(self) -> str:
+        """The action (``1F3``) that is under way; empty outside of steps. To be read from any thread."""
+        running = self._running
+        return "" if running is None else str(_action_of(running))
 
     def run(self, schedule: Schedule, inputs: StepInputs) -> tuple[list[Any], StepTimer]:
         """Runs one step.
@@ -128,7 +135,6 @@ class PipelineExecutor:
         step = _Step(inputs, self._transport, self._device)
         program = self._program(schedule, inputs.plans)
         self._transport.begin(program.route)
-        running: Action | _Entry | None = None
         try:
             with ExitStack() as stack:
                 stack.enter_context(step_seeded(inputs.seed * 4096 + self._rank, self._device))
@@ -136,7 +142,7 @@ class PipelineExecutor:
                 if program.splits_backward:
                     stack.enter_context(weight_gradients_deferrable())
                 for entry in program.entries:
-                    running = entry
+                    self._running = entry
                     if inputs.label is None:
                         step.carry_out(entry)
                     else:
@@ -145,9 +151,10 @@ class PipelineExecutor:
                 step.finish()
         except BaseException as error:
             step.abandon()
-            if running is not None:
-                vars(error)[_FAILED_ACTION] = str(_action_of(running))
+            vars(error)[_FAILED_ACTION] = self.running_action
             raise
+        finally:
+            self._running = None
         return step.outputs, step.timer
 
     def drain(self) -> None:

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from lightning_pp.checkpoint import RankPart
 from lightning_pp.distributed.control import ControlGroups
+from lightning_pp.distributed.failures import RankStoppedError
 from lightning_pp.distributed.fingerprints import Fingerprint, check_same_batch, check_same_given, fingerprint
-from lightning_pp.distributed.messages import RankStoppedError
 from lightning_pp.distributed.sizes import ParallelSizes
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.memory.limit import DeviceMemory
@@ -378,6 +378,11 @@ class PipelineEngine:
         return self._failed
 
     @property
+    def running_action(self) -> str:
+        """The action (``1F3``) that this rank runs; empty outside of a batch. To be read from any thread."""
+        return self._executor.running_action if hasattr(self, "_executor") else ""
+
+    @property
     def channels(self) -> list[Any]:
         """What carries tensors between stages, where they do not go through a group."""
         return self._connection.channels
@@ -460,12 +465,8 @@ class PipelineEngine:
             yield
         except NoLossError:
             raise
-        except BaseException as error:
+        except BaseException:
             self.abandon()
-            if isinstance(error, RuntimeError) and "gloo" in str(error) and "has stopped" not in str(error):
-                raise RuntimeError(
-                    f"Another rank of the pipeline has stopped; look for its own error, which came first. ({error})"
-                ) from error
             raise
 
     def _prepare(self, call: StepCall, batch: Any, factor: float) -> BatchRun:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -23,6 +23,7 @@ from lightning_pp.checkpoint import read_alone
 from lightning_pp.checkpoint.storage.folder import checkpoint_at
 from lightning_pp.checkpoint.storage.location import is_folder
 from lightning_pp.distributed.sizes import Auto, check_size
+from lightning_pp.distributed.standstill import Position
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.activation_checkpointing import ActivationCheckpointing
 from lightning_pp.planning.cuts import CutOptions, names_of
@@ -47,21 +48,21 @@ from lightning_pp.strategy.checkpoints.checkpoints import Checkpoints
 from lightning_pp.strategy.checkpoints.last import LastCheckpoints, find_last_at_urls
 from lightning_pp.strategy.checkpoints.rank_part import rank_part
 from lightning_pp.strategy.engine import PipelineEngine
-from lightning_pp.strategy.faults.failed_device import end_device_work
-from lightning_pp.strategy.faults.failed_run import FailedRuns
-from lightning_pp.strategy.faults.unequal_data import DataProgress, ShortestLoader, check_num_batches
-from lightning_pp.strategy.lightning.callbacks import adapt_callbacks
-from lightning_pp.strategy.lightning.ends import (
+from lightning_pp.strategy.faults.ends import (
     end_at_once_when_interrupted_again,
     refuse_code_zero,
     warn_of_nothing_trained,
 )
+from lightning_pp.strategy.faults.failed_device import end_device_work
+from lightning_pp.strategy.faults.failed_run import FailedRuns
+from lightning_pp.strategy.faults.preemption import Preemption
+from lightning_pp.strategy.faults.unequal_data import DataProgress, ShortestLoader, check_num_batches
+from lightning_pp.strategy.lightning.callbacks import adapt_callbacks
 from lightning_pp.strategy.lightning.launcher import RunLauncher
 from lightning_pp.strategy.lightning.loggers import GuardedLoggers
 from lightning_pp.strategy.lightning.loop import PipelineOptimization
 from lightning_pp.strategy.lightning.mesh_strategy import MeshStrategy
 from lightning_pp.strategy.lightning.plain import take_compiled_modules, with_stages
-from lightning_pp.strategy.lightning.preemption import Preemption
 from lightning_pp.strategy.parameters.finetuning import finetune_whole_module, resume_finetuning
 from lightning_pp.strategy.parameters.optimizers import (
     KeptOptimizers,
@@ -330,6 +331,9 @@ class PipelineParallelStrategy(MeshStrategy):
             wake=self._wake,
             exit_codes=self._exit_codes,
             progress=self._data_progress,
+            place=self._stages,
+            position=self._position,
+            timeout_s=cast(timedelta, self._timeout).total_seconds(),
         )
         leave_averages_to_strategy(self.lightning_module.trainer)
 
@@ -664,15 +668,27 @@ class PipelineParallelStrategy(MeshStrategy):
         if self._has_device:
             end_device_work(self._channels())
 
-    def _place(self) -> str:
-        """Where this rank is, and how far it has come."""
+    def _stages(self) -> str:
+        """Where this rank is: ``stage 1 of pipeline 0``; empty before that is known."""
         if self._engine is None or self._sizes is None:
             return ""
         stages = ""
         if hasattr(self._engine, "placement"):
             numbers = self._engine.placement.stages_of_rank(self.pipeline_rank)
             stages = f"stage{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))} of "
-        return f"{stages}pipeline {self.data_parallel_rank}, after {self._engine.num_batches_trained} training batches"
+        return f"{stages}pipeline {self.data_parallel_rank}"
+
+    def _place(self) -> str:
+        """Where this rank is, and how far it has come."""
+        stages = self._stages()
+        return stages and f"{stages}, after {self.engine.num_batches_trained} training batches"
+
+    def _position(self) -> Position:
+        """How far this rank has come in all that it does; read from a thread."""
+        engine, batch = self._engine, str(self._data_progress)
+        if engine is None:
+            return Position(batch, "", self._num_collectives)
+        return Position(batch, engine.running_action, self._num_collectives + engine.num_batches_run)
 
     def _before_first_batch(self) -> None:
         assert self.lightning_module is not None

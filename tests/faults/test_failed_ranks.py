@@ -58,7 +58,7 @@ CAUSES = {
     "SIGKILL": r"has ended without a word: killed|was killed by SIGKILL",
     "SIGSTOP": r"was stopped by a signal and did not go on for 3 s",
     "exit(0)": r"called exit\(0\)",
-    "loop": r"has kept the others waiting until they timed out; it is at .*faulty_job\.py:\d+ in _loop",
+    "loop": r"kept the others waiting: it has not moved since .*, for \d+ s; its stack: .*faulty_job\.py:\d+ in _loop",
 }
 
 

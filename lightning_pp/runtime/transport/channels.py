@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_pp.distributed.failures import RankStoppedError
 from lightning_pp.distributed.groups import are_aborted, group_of_two
 from lightning_pp.runtime.transport.route import Message, Route, Stop
 from lightning_pp.runtime.transport.sends import Send, Sends
@@ -153,10 +154,9 @@ class Transport:
                 try:
                     work.wait()
                 except RuntimeError as error:
-                    raise RuntimeError(
-                        f"Pipeline rank {self._rank} waited for pipeline rank {sender} (global rank "
-                        f"{self._ranks[sender]}) to send what {stop.action} needs, and that rank has stopped; look for "
-                        f"its own error, which came first. ({error})"
+                    raise RankStoppedError(
+                        f"Pipeline rank {self._rank} waited in vain for pipeline rank {sender} (global rank "
+                        f"{self._ranks[sender]}) to send what {stop.action} needs: {error}"
                     ) from error
                 # one that is empty is not sent, and proves nothing
                 self._sends.acknowledge(sender, self._receipts[tag])

@@ -15,14 +15,14 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_pp.distributed.control import hang_up
 from lightning_pp.distributed.failures import RankFailure, is_about_others
 from lightning_pp.distributed.processes import this_machine
+from lightning_pp.distributed.standstill import Position, Standstill
 from lightning_pp.distributed.watchdog import Progress, Watchdog, board_of
 from lightning_pp.runtime.executor import failed_action
 from lightning_pp.strategy._torch_private import store_of_job
-from lightning_pp.strategy.faults.tracebacks import lines_of_user, tell_shortly, where_main_thread_is
+from lightning_pp.strategy.faults.tracebacks import lines_of_user, stack_of_main_thread, tell_shortly
 
 # what others died of is known by then: an exception is told at once, a killed process is seen in a second
 _CAUSE_S = 6.0
-_ANSWER_S = 1.5
 
 _numbers = itertools.count(1)
 
@@ -41,6 +41,9 @@ class FailedRuns:
         wake: Callable[[], None],
         exit_codes: Callable[[], Mapping[int, int]],
         progress: Callable[[], Sequence[Progress]],
+        place: Callable[[], str],
+        position: Callable[[], Position],
+        timeout_s: float,
     ) -> None:
         """Watches the other ranks from here on; every rank has to call it.
 
@@ -49,7 +52,10 @@ class FailedRuns:
             num_ranks: Of the job.
             wake: Ends what this rank may wait for.
             exit_codes: What the launcher knows of processes that it has started: rank to exit code.
-            progress: How far this rank has come in its training data.
+            progress: How far this rank has come in its data.
+            place: Where it is: its stages and replica.
+            position: How far it has come in all that it does.
+            timeout_s: How long a collective may wait.
         """
         self.end()
         if num_ranks == 1 or not dist.is_initialized():
@@ -66,12 +72,13 @@ class FailedRuns:
             wake()
             hang_up(dist.group.WORLD)
 
+        board = board_of(store_of_job(), run, num_ranks, rank)
         self._watchdog = Watchdog(
-            board_of(store_of_job(), run, num_ranks, rank),
+            board,
             neighbours,
             wake_all,
             exit_codes,
-            where_main_thread_is,
+            Standstill(board, lambda: _on_host(place()), position, stack_of_main_thread, timeout_s),
             progress,
             store_is_of_rank_0=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
         )
@@ -93,7 +100,7 @@ class FailedRuns:
             self.end()
             return
         if is_about_others(error):
-            failure = watchdog.wait(_CAUSE_S) or self._one_that_is_stuck(watchdog, str(error))
+            failure = watchdog.wait(_CAUSE_S) or watchdog.one_that_stands()
             if failure is not None:
                 cause = str(failure) if failure.rank != self._rank else f"it {failure.what}"
                 error.args = (f"This rank ended because {cause}.",)
@@ -101,11 +108,12 @@ class FailedRuns:
                 watchdog.wait_until_known()
                 self.end(failed=True)
                 return
+            error.args = (f"{error} (No rank has told of a failure of its own.)",)
         what = f"raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         if isinstance(error, SystemExit):
             what = f"called exit({error.code!r})"
         action = failed_action(error)
-        place = ", ".join(part for part in (f"on {socket.gethostname()}", place, action) if part)
+        place = _on_host(place, action)
         failure = RankFailure(self._rank, place, what, lines_of_user(error))
         watchdog.post(failure)
         watchdog.wait_until_known()
@@ -113,24 +121,13 @@ class FailedRuns:
             tell_shortly(error, f"rank {failure.rank} ({place}) failed.", with_frames=True)
         self.end(failed=True)
 
-    def _one_that_is_stuck(self, watchdog: Watchdog, text: str) -> RankFailure | None:
-        """After a time-out: a rank that waits for nobody, and that others have waited for."""
-        if "imed out" not in text and "imeout" not in text:
-            return None
-        for rank, where in watchdog.not_waiting(_ANSWER_S).items():
-            what = (
-                "has kept the others waiting until they timed out; it is"
-                if where
-                else ("does not answer, and the others have waited for it until they timed out")
-            )
-            failure = RankFailure(rank, "", what, (where,) if where else (), is_gone=True)
-            watchdog.post(failure)
-            return failure
-        return watchdog.wait(0)
-
     def end(self, *, failed: bool = False) -> None:
         """The run has ended on this rank, one way or the other."""
         watchdog, self._watchdog = self._watchdog, None
         if watchdog is not None:
             watchdog.end(failed=failed)
             atexit.unregister(self.end)
+
+
+def _on_host(*parts: str) -> str:
+    return ", ".join(part for part in (f"on {socket.gethostname()}", *parts) if part)

@@ -9,6 +9,7 @@ import traceback
 from types import FrameType, TracebackType
 from typing import NamedTuple
 
+from lightning_pp.distributed.standstill import Stack
 from lightning_pp.strategy.lightning.callers import is_of_user, line_of
 
 WHOLE_TRACEBACK = "LIGHTNING_PP_TRACEBACK"
@@ -16,6 +17,8 @@ WHOLE_TRACEBACK = "LIGHTNING_PP_TRACEBACK"
 
 _MOST_LINES = 4
 _TOLD = "_lightning_pp_told"
+# where a main thread waits for other ranks, or for a device that does
+_WAIT = ("lightning_pp.", "torch.distributed.", "torch.cuda.")
 
 
 class _Told(NamedTuple):
@@ -49,8 +52,8 @@ def tell_shortly(error: BaseException, sentence: str, *, with_frames: bool = Fal
     vars(error)[_TOLD] = _Told(sentence, with_frames)
 
 
-def where_main_thread_is() -> str:
-    """``file:line in function`` of the user's code that the main thread runs; empty if it waits for others."""
+def stack_of_main_thread() -> Stack:
+    """What the main thread runs: the user's last four lines, and the innermost one, whose ever it is."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     frames: list[FrameType] = []
     while frame is not None:
@@ -58,9 +61,10 @@ def where_main_thread_is() -> str:
         frame = frame.f_back
     names = (str(each.f_globals.get("__name__", "")) for each in frames)
     innermost = next((name for name in names if name.partition(".")[0] not in sys.stdlib_module_names), "")
-    if innermost.startswith(("lightning_pp.", "torch.distributed.")):
-        return ""
-    return next((line_of(each) for each in frames if is_of_user(each)), innermost)
+    lines = [line_of(each) for each in frames if is_of_user(each)][:_MOST_LINES]
+    if frames and not is_of_user(frames[0]):
+        lines.insert(0, line_of(frames[0]))
+    return Stack(innermost.startswith(_WAIT), tuple(reversed(lines)))
 
 
 def _print_shortly(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -44,6 +44,7 @@ class DataProgress:
 
     def __init__(self) -> None:
         self._begun: dict[str, tuple[Progress, Any]] = {}
+        self._last: Progress | None = None
 
     def begin_batch(self, trainer: pl.Trainer) -> None:
         """Notes the batch whose step the trainer is about to run; those of a sanity check are passed over."""
@@ -51,11 +52,16 @@ class DataProgress:
             return
         what, batches = _batches(trainer)
         number = batches.current.ready
-        self._begun[what] = Progress(what, batches.total.ready - number, number, batches.is_last_batch), batches
+        self._last = Progress(what, batches.total.ready - number, number, batches.is_last_batch)
+        self._begun[what] = self._last, batches
 
     def forget(self) -> None:
         """A run over other data is about to begin."""
-        self._begun = {}
+        self._begun, self._last = {}, None
+
+    def __str__(self) -> str:
+        """The batch that was begun last: ``batch 812 of training``."""
+        return "the start of the run" if self._last is None else f"batch {self._last.num_batches} of {self._last.data}"
 
     def __call__(self) -> list[Progress]:
         """As of now; a pass has ended if its last batch has been completed."""

@@ -21,12 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 from torch.optim import Optimizer
 
+from lightning_pp.distributed.failures import RankStoppedError
 from lightning_pp.distributed.gathering import gathered
 from lightning_pp.distributed.groups import default_timeout, warm_up
 from lightning_pp.distributed.launcher_store import store_of_attempt
 from lightning_pp.distributed.loopback import keep_gloo_on_loopback, store_on_loopback
 from lightning_pp.distributed.meshes import groups_of_collectives, make_meshes
-from lightning_pp.distributed.messages import RankStoppedError
 from lightning_pp.distributed.sizes import Auto, ParallelSizes
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.runtime.split_backward.wide_products import try_products
@@ -95,6 +95,7 @@ class MeshStrategy(ParallelStrategy):
         self._device_mesh: DeviceMesh | None = None
         self._data_parallel_mesh: DeviceMesh | None = None
         self._running_step: str | None = None
+        self._num_collectives = 0
 
     # ---------------------------------------------------------------- processes
 
@@ -396,6 +397,7 @@ class MeshStrategy(ParallelStrategy):
             self._running_step = before
 
     def _check_outside_step(self, collective: str, num_ranks: int) -> None:
+        self._num_collectives += 1
         if self._running_step is not None and num_ranks > 1:
             raise ConfigurationError(
                 f"{self._running_step} calls strategy.{collective} among {num_ranks} ranks, at {line_of_user()}. In a "
@@ -422,7 +424,7 @@ class MeshStrategy(ParallelStrategy):
             failed = torch.full((), self.num_ranks if failure is None else self.global_rank, device=self.root_device)
             dist.all_reduce(failed, dist.ReduceOp.MIN)
             if failure is None and (rank := int(failed)) < self.num_ranks:
-                failure = RankStoppedError(f"Rank {rank} has stopped in the set-up; look for its own error.")
+                failure = RankStoppedError(f"Rank {rank} has failed in the set-up.")
         if failure is not None:
             raise failure
         result: Any = outcome
