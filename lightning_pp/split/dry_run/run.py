@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,26 +71,38 @@ def dry_run(
         SplitError: The step looks at a weight-dependent value before its last unit call, or the outputs of a unit have
             shapes that depend on weights.
     """
-    run = DryRun(units, fake_parameters, seed_inter_unit=seed_inter_unit, policy=policy)
+    new_run = partial(DryRun, units, fake_parameters, seed_inter_unit=seed_inter_unit, policy=policy)
+    attempt = partial(
+        _attempt,
+        step=step,
+        module=module,
+        units=units,
+        fake_parameters=fake_parameters,
+        with_gradients=with_gradients,
+        earlier=earlier,
+    )
+    run = new_run()
     try:
-        return _attempt(run, step, module, units, fake_parameters, with_gradients, earlier)
+        return attempt(run)
     except SplitError:
         raise
     except Exception as error:
         first_failure = error
     # Fakes may be what failed: a branch on a fake value, a function that is not torch's. The last stage runs what
     # follows the last unit call on real data, so it may be tried on made-up data.
-    num_calls = len(run.record.calls)
-    lines = run.lines_of_value_reads()
-    run = DryRun(
-        units, fake_parameters, num_calls=num_calls, reads=lines, seed_inter_unit=seed_inter_unit, policy=policy
-    )
+    run = new_run(num_calls=len(run.record.calls), reads=run.lines_of_value_reads())
     try:
-        return _attempt(run, step, module, units, fake_parameters, with_gradients, earlier)
+        record = attempt(run)
     except SplitError:
+        _raise_if_once(first_failure, lambda: attempt(new_run()))
         raise
     except Exception as error:
         failure = error
+        if type(failure) is not type(first_failure):
+            _raise_if_once(first_failure, lambda: attempt(new_run()))
+    else:
+        _raise_if_once(first_failure, lambda: attempt(new_run()))
+        return record
     if may_fail and _is_of_user(first_failure, failure):
         line = innermost_user_line(failure)
         record = run.finish_opaque(line)
@@ -125,6 +138,18 @@ def _of_failed_end(
             "after the last unit call of a validation step."
         ) from failure
     raise first_failure
+
+
+def _raise_if_once(failure: Exception, again: Callable[[], Any]) -> None:
+    """Raises ``failure``, of a run on fakes, unless another run on fakes fails alike: then it comes of the fakes."""
+    if _is_about_fakes(failure):
+        return
+    try:
+        again()
+    except Exception as error:
+        if type(error) is type(failure):
+            return
+    raise failure
 
 
 def _is_of_user(first_failure: Exception, failure: Exception) -> bool:
