@@ -55,7 +55,21 @@ def run_command(
     module: str = "lightning_pp",
 ) -> Finished:
     """``python -m MODULE ARGUMENTS`` in ``folder``; the whole process group is ended if it hangs."""
-    process = subprocess.Popen(
+    process = start_command(arguments, folder, launcher, module)
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        raise AssertionError(f"the command did not end within {timeout_s:.0f} s; its output:\n{output}") from None
+    return Finished(process.returncode, output)
+
+
+def start_command(
+    arguments: list[str], folder: Path, launcher: tuple[str, ...] = (), module: str = "lightning_pp"
+) -> subprocess.Popen[str]:
+    """Starts what :func:`run_command` runs, in a process group of its own."""
+    return subprocess.Popen(
         [sys.executable, *launcher, "-m", module, *arguments],
         cwd=folder,
         env=environment(),
@@ -64,13 +78,6 @@ def run_command(
         text=True,
         start_new_session=True,
     )
-    try:
-        output, _ = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        raise AssertionError(f"the command did not end within {timeout_s:.0f} s; its output:\n{output}") from None
-    return Finished(process.returncode, output)
 
 
 def run_forked(

@@ -6,13 +6,11 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from command import TINY_RUN, environment, run_forked
+from command import TINY_RUN, run_forked, start_command
 
 
 @pytest.fixture
@@ -47,23 +45,8 @@ def test_a_finished_run_goes_on_with_more_steps_as_documented(folder: Path) -> N
 
 def test_a_signal_to_the_command_saves_and_ends_with_143(folder: Path) -> None:
     """The processes that the command has started end with it, and the checkpoint's name is one for Hydra."""
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "lightning_pp",
-            *TINY_RUN,
-            *TEXT,
-            "trainer.max_steps=100000",
-            "trainer.val_check_interval=3",
-        ],
-        cwd=folder,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    endless = ["trainer.max_steps=100000", "trainer.val_check_interval=3"]
+    process = start_command([*TINY_RUN, *TEXT, *endless], folder)
     try:
         deadline = time.monotonic() + 60
         while not list(folder.glob("outputs/*/*/checkpoints/step*.ckpt")):

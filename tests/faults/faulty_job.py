@@ -28,7 +28,7 @@ from lightning_pp.runtime.transport.channels import Transport
 from lightning_pp.sharding.stages import ShardedStages
 
 BATCH = 3
-_LONGEST_S = 60.0
+_LONGEST_S = 150.0  # a run that does not end, on a host that is busy
 
 
 def _exhaust() -> None:
@@ -51,7 +51,6 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "SIGSTOP": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "exit(0)": lambda: sys.exit(0),
     "loop": _loop,
-    "NaN": lambda: None,  # the forward multiplies by it
 }
 
 
@@ -65,26 +64,27 @@ class Samples(Dataset[Tensor]):
 
     def __getitem__(self, index: int) -> Tensor:
         if index >= 8 * BATCH:
+            if (self.job.fault, self.job.place) == ("NaN", "loading"):  # all ranks of a pipeline read the same
+                return torch.full((6,), float("nan"))
             self.job.reached("loading")
         return torch.full((6,), 1.0 + index / 64)
 
 
 class GradientFault(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, reached: Callable[[], None]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, reached: Callable[[], float]) -> Tensor:
         ctx.reached = reached
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        ctx.reached()
-        return grads[0], None
+        return grads[0] * ctx.reached(), None
 
 
 class DelayedGradients(nn.Module):
     """Is called where weight gradients are computed."""
 
-    def __init__(self, reached: Callable[[], None]) -> None:
+    def __init__(self, reached: Callable[[], Any]) -> None:
         super().__init__()
         self.backward_dw = reached
 
@@ -93,16 +93,14 @@ class DelayedGradients(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, reached: Callable[[str], None], not_a_number: Callable[[], bool]) -> None:
+    def __init__(self, reached: Callable[[str], float]) -> None:
         super().__init__()
         self.linear = nn.Linear(6, 6)
         self.delayed = DelayedGradients(lambda: reached("weight gradient"))
-        self.reached, self.not_a_number = reached, not_a_number
+        self.reached = reached
 
     def forward(self, x: Tensor) -> Tensor:
-        self.reached("forward")
-        if self.not_a_number():
-            x = x * float("nan")
+        x = x * self.reached("forward")
         x = GradientFault.apply(x, lambda: self.reached("backward"))
         return x + torch.tanh(self.delayed(self.linear(x)))
 
@@ -113,23 +111,27 @@ class Job(L.LightningModule):
     def __init__(self, fault: str, place: str, rank: int) -> None:
         super().__init__()
         self.fault, self.place, self.rank = fault, place, rank
-        self.blocks = nn.Sequential(*(Block(self.reached_in_batch, self.gives_nan) for _ in range(8)))
+        self.blocks = nn.Sequential(*(Block(self.reached_in_batch) for _ in range(8)))
         self.runs = False
 
     def at_batch(self) -> bool:
         return self.runs and self.trainer.training and self.trainer.global_step == BATCH
 
-    def reached_in_batch(self, place: str) -> None:
-        if self.at_batch():
-            self.reached(place)
+    def reached_in_batch(self, place: str) -> float:
+        """By what the numbers that are at ``place`` are multiplied, if the rank comes to go on."""
+        return self.reached(place) if self.at_batch() else 1.0
 
-    def gives_nan(self) -> bool:
-        return self.fault == "NaN" and self.at_batch() and int(os.environ["FAULT_RANK"]) == self.rank
-
-    def reached(self, place: str) -> None:
-        if self.place == place and int(os.environ["FAULT_RANK"]) == self.rank:
-            Path(os.environ["FAULT_FILE"]).write_text(repr(time.time()))
+    def reached(self, place: str) -> float:
+        if self.place != place or int(os.environ["FAULT_RANK"]) != self.rank:
+            return 1.0
+        Path(os.environ["FAULT_FILE"]).write_text(repr(time.time()))
+        if self.fault != "NaN":
             FAULTS[self.fault]()
+        elif place not in ("forward", "backward"):
+            with torch.no_grad():
+                for parameter in self.parameters():
+                    parameter.fill_(float("nan"))
+        return float("nan") if self.fault == "NaN" else 1.0
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if not self.runs:

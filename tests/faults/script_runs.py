@@ -1,7 +1,8 @@
-"""Runs ``training_script.py`` in processes of its own, by Lightning's launcher or by torchrun."""
+"""Runs scripts in processes of their own, by Lightning's launcher or by torchrun."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -32,36 +33,58 @@ class Ended:
         code: Of the process that was started.
         output: Its stdout and stderr together.
         seconds: From ``meanwhile`` to the end.
+        at: When it ended, in seconds since the epoch.
+        left: Processes that were still there ten seconds after it; they are ended.
     """
 
     code: int
     output: str
     seconds: float
+    at: float
+    left: list[str]
 
 
 def run_script(
     launcher: str,
     folder: Path,
     meanwhile: Callable[[subprocess.Popen[str]], None] | None = None,
-    timeout_s: float = 120.0,
     environment: dict[str, str] | None = None,
     **asked: Any,
 ) -> Ended:
-    """Runs the script, in a process group of its own that is ended if it hangs.
+    """Runs ``training_script.py``; what it takes is ``asked``, the rest is as in :func:`run_launched`.
 
     Args:
         launcher: A key of :data:`LAUNCHERS`.
         folder: Where it writes.
         meanwhile: Called with the started process.
-        timeout_s: For all of it.
         environment: Variables besides this process's own.
         asked: What the script takes.
+    """
+    script = [str(SCRIPT), json.dumps({"folder": str(folder), **asked})]
+    return run_launched([*LAUNCHERS[launcher], *script], folder, meanwhile, environment=environment)
+
+
+def run_launched(
+    arguments: list[str],
+    folder: Path,
+    meanwhile: Callable[[subprocess.Popen[str]], None] | None = None,
+    timeout_s: float = 240.0,
+    environment: dict[str, str] | None = None,
+) -> Ended:
+    """Runs Python in a session of its own, which is ended if it hangs.
+
+    Args:
+        arguments: Of Python.
+        folder: Where it runs.
+        meanwhile: Called with the started process.
+        timeout_s: For all of it.
+        environment: Variables besides this process's own.
     """
     environ = {name: value for name, value in os.environ.items() if name not in _SET_BY_LAUNCHERS}
     environ["PYTHONPATH"] = str(Path(lightning_pp.__file__).parents[1])
     environ |= {"OMP_NUM_THREADS": "1", **(environment or {})}
     process = subprocess.Popen(
-        [sys.executable, *LAUNCHERS[launcher], str(SCRIPT), json.dumps({"folder": str(folder), **asked})],
+        [sys.executable, *arguments],
         cwd=folder,
         env=environ,
         stdout=subprocess.PIPE,
@@ -74,11 +97,29 @@ def run_script(
             meanwhile(process)
         started = time.monotonic()
         output, _ = process.communicate(timeout=timeout_s)
+        seconds, at = time.monotonic() - started, time.time()
     except BaseException:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
         raise AssertionError(f"the run did not end within {timeout_s:.0f} s; its output:\n{output}") from None
-    return Ended(process.returncode, output, time.monotonic() - started)
+    return Ended(process.returncode, output, seconds, at, _left_of_session(process.pid))
+
+
+def _left_of_session(session: int) -> list[str]:
+    """Processes that have not ended ten seconds from now; they are ended."""
+    deadline = time.monotonic() + 10
+    while left := _processes_of_session(session):
+        if time.monotonic() > deadline:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(session, signal.SIGKILL)
+            break
+        time.sleep(0.05)
+    return left
+
+
+def _processes_of_session(session: int) -> list[str]:
+    listed = subprocess.run(["ps", "-o", "pid=,stat=,args=", "-s", str(session)], capture_output=True, text=True)
+    return [line for line in listed.stdout.splitlines() if line.split()[1][0] != "Z"]
 
 
 def when_batches_are_done(folder: Path, number: int, action: Callable[[subprocess.Popen[str]], None]) -> Any:
@@ -93,7 +134,7 @@ def when_batches_are_done(folder: Path, number: int, action: Callable[[subproces
 
 def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
     """Returns when ``condition`` holds; ``process`` has to run until then."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.02)

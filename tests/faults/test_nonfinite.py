@@ -333,4 +333,4 @@ def test_a_gradient_in_one_shard_ends_the_ranks_of_all_replicas(pool: WorkerPool
     report = pool.run(fit_with_replicas_and_raise, tmp_path, world_size=4, expect_failure=True, grace=20.0)
     kinds = [None if failure is None else failure.type for failure in report.failures]
     assert kinds.count("NonFiniteError") == 1 and None not in kinds, report.failures
-    assert report.seconds < 30
+    assert report.seconds < 100

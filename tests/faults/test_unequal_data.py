@@ -69,7 +69,7 @@ def run(layout: Layout, what: str, kind: Any, numbers: list[int]) -> None:
 
 
 def check(pool: WorkerPool, pattern: str, layout: Layout, *args: Any) -> None:
-    report = pool.run(run, layout, *args, world_size=layout.world_size, timeout=60.0, expect_failure=True)
+    report = pool.run(run, layout, *args, world_size=layout.world_size, timeout=150.0, expect_failure=True)
     for rank, failure in enumerate(report.failures):
         assert failure is not None and re.search(pattern, failure.message), f"rank {rank} says {failure}"
 
