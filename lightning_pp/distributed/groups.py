@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Collection, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -72,6 +73,21 @@ def group_of_two(name: str, place: int, device_type: str, timeout: timedelta | N
     if device_type == "cuda":
         return nccl_of_two(store, place, timeout)
     return dist.ProcessGroupGloo(store, place, 2, timeout or default_pg_timeout)
+
+
+def destroyed_with(owner: object, groups: list[dist.ProcessGroup]) -> None:
+    """Has what is in ``groups`` by then destroyed when nothing holds ``owner`` any more, where it is of gloo.
+
+    To destroy a gloo group is this rank's own business. Groups of a device stay, as torch has it.
+    """
+    weakref.finalize(owner, _destroy, groups).atexit = False
+
+
+def _destroy(groups: list[dist.ProcessGroup]) -> None:
+    for group in groups:
+        with contextlib.suppress(ValueError, RuntimeError):  # it has been destroyed before
+            if dist.get_backend(group) == "gloo":
+                dist.destroy_process_group(group)
 
 
 def default_timeout(backend: str) -> timedelta:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_pp.distributed._torch_private import flattened
+from lightning_pp.distributed.groups import destroyed_with
 from lightning_pp.distributed.sizes import ParallelSizes
 
 PIPELINE, DATA_PARALLEL = "pipeline", "data_parallel"
@@ -20,10 +21,19 @@ def make_meshes(device_type: str, sizes: ParallelSizes) -> tuple[DeviceMesh, Dev
         mesh = init_device_mesh(
             device_type, (sizes.pipeline, sizes.data_parallel), mesh_dim_names=(PIPELINE, DATA_PARALLEL)
         )
+        _destroy_groups_with(mesh)
         return mesh, mesh[DATA_PARALLEL]
     shape = (sizes.pipeline, sizes.data_parallel_replicate, sizes.data_parallel_shard)
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=(PIPELINE, *HSDP_AXES))
-    return mesh, flattened(mesh[HSDP_AXES], DATA_PARALLEL)
+    data_parallel = flattened(mesh[HSDP_AXES], DATA_PARALLEL)
+    _destroy_groups_with(mesh, data_parallel)
+    return mesh, data_parallel
+
+
+def _destroy_groups_with(mesh: DeviceMesh, *others: DeviceMesh) -> None:
+    """Has the groups that were made for ``mesh``, and for ``others`` of it, go with it."""
+    groups = [each.get_group(axis) for each in (mesh, *others) for axis in range(each.ndim)]
+    destroyed_with(mesh, [group for group in groups if group is not dist.group.WORLD])
 
 
 def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:

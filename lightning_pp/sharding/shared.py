@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_pp.distributed.groups import agreed_groups
+from lightning_pp.distributed.groups import agreed_groups, destroyed_with
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.sharding._torch_private import all_gather
 from lightning_pp.sharding.units.flat import (
@@ -68,6 +68,7 @@ class SharedParameters:
             description="shared_parameters",
             timeout=timeout,
         )
+        destroyed_with(self, list(self._groups.values()))
 
     def counts_here(self, parameter: nn.Parameter) -> bool:
         """Whether this rank is the one that counts ``parameter`` in a norm; True for one that is not shared."""

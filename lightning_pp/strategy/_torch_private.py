@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 
@@ -26,9 +27,9 @@ def store_of_job() -> Any:
     return _get_default_store()
 
 
-def set_timeout_of_job(timeout: timedelta) -> None:
-    """How long collectives among all ranks may wait from here on."""
-    _set_pg_timeout(timeout)
+def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
+    """How long collectives of ``group`` may wait from here on; by default those among all ranks."""
+    _set_pg_timeout(timeout, group)
 
 
 def children_of(module: nn.Module) -> Mapping[str, nn.Module | None]:

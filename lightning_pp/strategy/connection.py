@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_pp.distributed.control import ControlGroups, make_control_groups
+from lightning_pp.distributed.groups import destroyed_with
 from lightning_pp.distributed.messages import MessageLine
 from lightning_pp.distributed.sizes import ParallelSizes
 from lightning_pp.runtime.transport.channels import Transport
@@ -44,6 +45,8 @@ class Connection:
         self._is_open = True
         self._messages: MessageLine | None = None
         self._transport: Transport | None = None
+        self._made: list[dist.ProcessGroup] = []
+        destroyed_with(self, self._made)
         self.groups = self._new_groups()
 
     @property
@@ -115,4 +118,6 @@ class Connection:
         return bool(failed), largest
 
     def _new_groups(self) -> ControlGroups:
-        return make_control_groups(self._sizes.pipeline, self._sizes.data_parallel, 0, self._timeout)
+        groups = make_control_groups(self._sizes.pipeline, self._sizes.data_parallel, 0, self._timeout)
+        self._made += [group for group in (groups.pipeline, groups.data_parallel) if group is not None]
+        return groups

@@ -1,1 +1,1 @@
-"""How a run ends that fails: the first failure is told on every rank, and no rank waits for one that has failed."""
+"""How a run ends before its time: by a failure, told on every rank so that none waits for it, a signal, or `exit()`."""

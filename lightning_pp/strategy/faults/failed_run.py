@@ -12,8 +12,8 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_pp.distributed.control import hang_up
 from lightning_pp.distributed.failures import RankFailure, is_about_others
+from lightning_pp.distributed.meeting import among_all_ranks, end_world
 from lightning_pp.distributed.processes import this_machine
 from lightning_pp.distributed.standstill import Position, Standstill
 from lightning_pp.distributed.watchdog import Progress, Watchdog, board_of
@@ -23,6 +23,8 @@ from lightning_pp.strategy.faults.tracebacks import lines_of_user, stack_of_main
 
 # what others died of is known by then: an exception is told at once, a killed process is seen in a second
 _CAUSE_S = 6.0
+# a rank that has timed out asks where the others stand before one that has lost its connection by that
+_CAUSE_OF_TIMEOUT_S = 4.0
 
 _numbers = itertools.count(1)
 
@@ -63,14 +65,15 @@ class FailedRuns:
         # told at once, so that nobody has to ask for it of a process that may have been stopped
         own = (next(_numbers), this_machine(), os.getpid())
         told: list[Any] = [None] * num_ranks
-        dist.all_gather_object(told, own)
+        with among_all_ranks():
+            dist.all_gather_object(told, own)
         run, machine = told[0][0], own[1]
         neighbours = {other: pid for other, (_, its, pid) in enumerate(told) if other != rank and machine == its != ""}
         self._rank = rank
 
         def wake_all() -> None:
             wake()
-            hang_up(dist.group.WORLD)
+            end_world()
 
         board = board_of(store_of_job(), run, num_ranks, rank)
         self._watchdog = Watchdog(
@@ -100,7 +103,7 @@ class FailedRuns:
             self.end()
             return
         if is_about_others(error):
-            failure = watchdog.wait(_CAUSE_S) or watchdog.one_that_stands()
+            failure = self._failure_of_others(watchdog, error)
             if failure is not None:
                 cause = str(failure) if failure.rank != self._rank else f"it {failure.what}"
                 error.args = (f"This rank ended because {cause}.",)
@@ -120,6 +123,14 @@ class FailedRuns:
         if not isinstance(error, SystemExit):
             tell_shortly(error, f"rank {failure.rank} ({place}) failed.", with_frames=True)
         self.end(failed=True)
+
+    @staticmethod
+    def _failure_of_others(watchdog: Watchdog, error: BaseException) -> RankFailure | None:
+        """What ``error``, which is about other ranks, comes of; None if there is nothing to be found."""
+        if any(sign in str(error) for sign in ("imed out", "imeout")):
+            return watchdog.wait(_CAUSE_OF_TIMEOUT_S) or watchdog.one_that_stands()
+        # a rank whose time-out has ended this one's connection has asked by then, and comes to tell what it found
+        return watchdog.wait(_CAUSE_S) or watchdog.one_that_stands() or watchdog.wait(_CAUSE_S - _CAUSE_OF_TIMEOUT_S)
 
     def end(self, *, failed: bool = False) -> None:
         """The run has ended on this rank, one way or the other."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
+from lightning_pp.distributed.meeting import among_all_ranks
 from lightning_pp.distributed.watchdog import Progress
 from lightning_pp.errors import ConfigurationError
 
@@ -25,7 +26,8 @@ def check_num_batches(trainer: pl.Trainer) -> None:
     """
     what, mine = _numbers(trainer)
     told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, mine)
+    with among_all_ranks():
+        dist.all_gather_object(told, mine)
     for rank, numbers in enumerate(told):
         if numbers != told[0]:
             raise ConfigurationError(

@@ -26,13 +26,14 @@ from lightning_pp.distributed.gathering import gathered
 from lightning_pp.distributed.groups import default_timeout, warm_up
 from lightning_pp.distributed.launcher_store import store_of_attempt
 from lightning_pp.distributed.loopback import keep_gloo_on_loopback, store_on_loopback
+from lightning_pp.distributed.meeting import among_all_ranks, store_if_ended
 from lightning_pp.distributed.meshes import groups_of_collectives, make_meshes
 from lightning_pp.distributed.sizes import Auto, ParallelSizes
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.runtime.split_backward.wide_products import try_products
 from lightning_pp.sharding import end_update
 from lightning_pp.strategy._lightning_private import give_device_mesh, init_process_group, reduced, trainer_of
-from lightning_pp.strategy._torch_private import set_timeout_of_job
+from lightning_pp.strategy._torch_private import set_timeout, store_of_job
 from lightning_pp.strategy.device_queues import use_all_queues
 from lightning_pp.strategy.faults.failed_device import refuse_aborted_groups
 from lightning_pp.strategy.faults.flight_recorder import record_nccl
@@ -96,6 +97,7 @@ class MeshStrategy(ParallelStrategy):
         self._data_parallel_mesh: DeviceMesh | None = None
         self._running_step: str | None = None
         self._num_collectives = 0
+        self._world: dist.ProcessGroup | None = None
 
     # ---------------------------------------------------------------- processes
 
@@ -221,46 +223,58 @@ class MeshStrategy(ParallelStrategy):
             backend = f"cpu:gloo,{self.root_device.type}:{backend}"
         # Not bound to the device (device_id): torch would then split each further group off this one, which takes all
         # ranks of the world, and the ranks outside of a gloo group would wait for a split that its members do not make.
-        is_new = not dist.is_initialized()
-        if not is_new:
-            refuse_aborted_groups()
         record_nccl(self._flight_recorder_dirpath, backend)
-        self._meet(backend)
+        is_new = self._meet(backend)
         if self._timeout is None:
             self._timeout = default_timeout(backend)
         if is_new:
-            set_timeout_of_job(self._timeout)
+            set_timeout(self._timeout)
         self._sizes = self._resolve_sizes(self.num_ranks)
         if self._device_mesh is None:
             self._device_mesh, self._data_parallel_mesh = make_meshes(self.root_device.type, self.sizes)
+            groups = groups_of_collectives(self._device_mesh, self._data_parallel_mesh)
+            for group in groups:
+                set_timeout(self._timeout, group)
             if self.root_device.type != "cpu":
-                warm_up(groups_of_collectives(self._device_mesh, self._data_parallel_mesh), self.root_device)
+                warm_up(groups, self.root_device)
                 try_products(self.root_device)
         give_device_mesh(self.lightning_module, self._device_mesh)
 
-    def _meet(self, backend: str) -> None:
-        """Joins the process group; on one node by sockets that no other host reaches."""
+    def _meet(self, backend: str) -> bool:
+        """Joins the process group, on one node by sockets that no other host reaches; whether it is a new one."""
         environment = self.cluster_environment
         assert environment is not None
         # processes may come late: they import, and build models, before they meet
         timeout = max(self._timeout or default_pg_timeout, default_pg_timeout)
         num_ranks = environment.world_size()
         store: Store | None = None
-        if not dist.is_initialized():
+        if dist.is_initialized():
+            refuse_aborted_groups()
+            store = store_if_ended(store_of_job(), num_ranks, timeout)
+        else:
             store = store_of_attempt(timeout)
-        if num_ranks == self.num_processes and not dist.is_initialized():
+        is_new = not dist.is_initialized()
+        if num_ranks == self.num_processes and is_new:
             keep_gloo_on_loopback()
             store = store or store_on_loopback(
                 environment.main_address, environment.main_port, environment.global_rank(), num_ranks, timeout
             )
         init_process_group(environment, backend, timeout=timeout, store=store)
+        if self._world is not None and self._world is not dist.group.WORLD:
+            raise RuntimeError(
+                "An exception has ended the connections between the ranks, which have made new ones. This trainer has "
+                "those of before: make a new Trainer, strategy and module, with ckpt_path= for the last checkpoint."
+            )
+        self._world = dist.group.WORLD
+        return is_new
 
     def barrier(self, name: str | None = None) -> None:
         """Waits for all ranks; after an exception it does not, since the others may never come."""
         if dist.is_initialized() and not self._is_interrupted:
             self._check_outside_step("barrier", self.num_ranks)
             on_gpu = "nccl" in dist.get_backend()
-            dist.barrier(device_ids=[self.root_device.index] if on_gpu else None)
+            with among_all_ranks():
+                dist.barrier(device_ids=[self.root_device.index] if on_gpu else None)
 
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
         """Rank ``src``'s object on every rank."""
@@ -268,7 +282,8 @@ class MeshStrategy(ParallelStrategy):
             return obj
         self._check_outside_step("broadcast", self.num_ranks)
         objects = [obj]
-        dist.broadcast_object_list(objects, src)
+        with among_all_ranks():
+            dist.broadcast_object_list(objects, src)
         return objects[0]
 
     @contextmanager
@@ -380,7 +395,8 @@ class MeshStrategy(ParallelStrategy):
             return decision
         self._check_outside_step("reduce_boolean_decision", self.num_ranks)
         votes = torch.full((), int(decision), device=self.root_device)
-        dist.all_reduce(votes)
+        with among_all_ranks():
+            dist.all_reduce(votes)
         return int(votes) == self.num_ranks if all else int(votes) > 0
 
     @contextmanager
@@ -422,7 +438,8 @@ class MeshStrategy(ParallelStrategy):
             failure = error
         if self.num_ranks > 1 and dist.is_initialized():
             failed = torch.full((), self.num_ranks if failure is None else self.global_rank, device=self.root_device)
-            dist.all_reduce(failed, dist.ReduceOp.MIN)
+            with among_all_ranks():
+                dist.all_reduce(failed, dist.ReduceOp.MIN)
             if failure is None and (rank := int(failed)) < self.num_ranks:
                 failure = RankStoppedError(f"Rank {rank} has failed in the set-up.")
         if failure is not None:
