@@ -14,8 +14,8 @@ import time
 import torch.multiprocessing as mp
 from torch.distributed import TCPStore
 
-from lightning_pp.distributed.standstill import Position, Stack, Standstill
-from lightning_pp.distributed.watchdog import Progress, Watchdog, board_of
+from lightning_pp.distributed.watch.standstill import Position, Stack, Standstill
+from lightning_pp.distributed.watch.watchdog import Progress, Watchdog, board_of
 
 SECONDS = 10.0
 

@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 
 from lightning_pp.checkpoint import RankPart
 from lightning_pp.distributed.control import ControlGroups
-from lightning_pp.distributed.failures import RankStoppedError
 from lightning_pp.distributed.fingerprints import Fingerprint, check_same_batch, check_same_given, fingerprint
 from lightning_pp.distributed.sizes import ParallelSizes
+from lightning_pp.distributed.watch.failures import RankStoppedError
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.memory.limit import DeviceMemory
 from lightning_pp.planning.memory.model import MemoryModel

@@ -8,8 +8,8 @@ import time
 import pytest
 from torch.distributed import HashStore
 
-from lightning_pp.distributed.failures import FailureBoard
-from lightning_pp.distributed.standstill import Position, Stack, Standstill
+from lightning_pp.distributed.watch.failures import FailureBoard
+from lightning_pp.distributed.watch.standstill import Position, Stack, Standstill
 
 WAITS = Stack(waits=True, lines=("train.py:88 in <module>", "channels.py:150 in receive"))
 WORKS = Stack(waits=False, lines=("train.py:88 in <module>", "train.py:41 in on_train_batch_end"))

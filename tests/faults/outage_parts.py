@@ -19,7 +19,7 @@ from pipelined_fit import loader
 from small_models import Blocks
 
 from lightning_pp import PipelineMonitor, PipelineParallelStrategy
-from lightning_pp.distributed.processes import is_gone
+from lightning_pp.distributed.watch.processes import is_gone
 
 NUM_BATCHES, BROKEN_AFTER = 6, 2
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pp.distributed.failures import RankStoppedError
 from lightning_pp.distributed.groups import are_aborted, group_of_two
+from lightning_pp.distributed.watch.failures import RankStoppedError
 from lightning_pp.runtime.transport.route import Message, Route, Stop
 from lightning_pp.runtime.transport.sends import Send, Sends
 from lightning_pp.split.record.step_record import Value

@@ -12,11 +12,11 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_pp.distributed.failures import RankFailure, is_about_others
 from lightning_pp.distributed.meeting import among_all_ranks, end_world
-from lightning_pp.distributed.processes import this_machine
-from lightning_pp.distributed.standstill import Position, Standstill
-from lightning_pp.distributed.watchdog import Progress, Watchdog, board_of
+from lightning_pp.distributed.watch.failures import RankFailure, is_about_others
+from lightning_pp.distributed.watch.processes import this_machine
+from lightning_pp.distributed.watch.standstill import Position, Standstill
+from lightning_pp.distributed.watch.watchdog import Progress, Watchdog, board_of
 from lightning_pp.runtime.executor import failed_action
 from lightning_pp.strategy._torch_private import store_of_job
 from lightning_pp.strategy.faults.tracebacks import lines_of_user, stack_of_main_thread, tell_shortly

@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 from torch.optim import Optimizer
 
-from lightning_pp.distributed.failures import RankStoppedError
 from lightning_pp.distributed.gathering import gathered
 from lightning_pp.distributed.groups import default_timeout, warm_up
 from lightning_pp.distributed.launcher_store import store_of_attempt
@@ -29,6 +28,7 @@ from lightning_pp.distributed.loopback import keep_gloo_on_loopback, store_on_lo
 from lightning_pp.distributed.meeting import among_all_ranks, store_if_ended
 from lightning_pp.distributed.meshes import groups_of_collectives, make_meshes
 from lightning_pp.distributed.sizes import Auto, ParallelSizes
+from lightning_pp.distributed.watch.failures import RankStoppedError
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.runtime.split_backward.wide_products import try_products
 from lightning_pp.sharding import end_update

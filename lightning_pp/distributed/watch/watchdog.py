@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
-from lightning_pp.distributed.failures import FailureBoard, RankFailure
-from lightning_pp.distributed.processes import exit_code_of, is_gone, is_stopped, told_by
-from lightning_pp.distributed.standstill import Standstill
+from lightning_pp.distributed.watch.failures import FailureBoard, RankFailure
+from lightning_pp.distributed.watch.processes import exit_code_of, is_gone, is_stopped, told_by
+from lightning_pp.distributed.watch.standstill import Standstill
 
 _POLL_S = 0.25
 # a process that is stopped for less may be one that somebody looks at

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from lightning_pp.distributed.failures import FailureBoard
+from lightning_pp.distributed.watch.failures import FailureBoard
 
 _SILENT_S = 60.0
 _POLL_S = 0.05
