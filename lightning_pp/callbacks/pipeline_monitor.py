@@ -13,6 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_pp.callbacks._lightning_private import accumulates, logged_step
+from lightning_pp.callbacks.diagnosis import FitDiagnosis
 from lightning_pp.callbacks.logger_outputs import LoggerOutputs
 from lightning_pp.callbacks.pipeline import pipeline_of
 from lightning_pp.callbacks.timelines import FitTimelines
@@ -30,9 +31,10 @@ class PipelineMonitor(Callback):
             pp_stage_{s}/forward_ms, backward_input_ms, backward_weight_ms
             pp_stage_{s}/bubble_fraction, p2p_wait_ms, peak_memory_gib
             pp/step_ms, pp/bubble_fraction, and pp/tokens_per_s (pp/samples_per_s without token ids)
+        once, after the first measured steps: gather their times; tell what would make a step shorter (findings)
         timeline_every_n_steps optimizer steps: gather the times of this step and of the slowest since the last; write
             timelines, planned beside measured, to files, W&B and TensorBoard
-        end: the same once more; make the report
+        end: the same once more; make the report, with the findings of the latest steps
 
     In between a batch costs no collective. The numbers are those of the first replica's pipeline; throughput is that
     of all replicas, and losses are means over them. A logger that raises ends nothing: it is told once, in a warning.
@@ -76,6 +78,7 @@ class PipelineMonitor(Callback):
         self.report: PipelineReport | None = None
         self._measurement: FitMeasurement | None = None
         self._timelines: FitTimelines | None = None
+        self._diagnosis: FitDiagnosis | None = None
         self._outputs = LoggerOutputs([])
         self._has_warned = False
 
@@ -100,6 +103,7 @@ class PipelineMonitor(Callback):
         """Starts the clock, the sanity check being over."""
         if self._measurement is not None:
             self._measurement.clock.restart()
+            self._diagnosis = FitDiagnosis(trainer)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
@@ -115,6 +119,8 @@ class PipelineMonitor(Callback):
                 self._outputs.log_metrics(found.metrics(), logged_step(trainer))
         if self._timelines is not None:
             self._timelines.batch_ended(logged_step(trainer), is_update=not accumulates(trainer))
+        if self._diagnosis is not None:
+            self._diagnosis.batch_ended()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """What follows does not count as training time."""
@@ -131,9 +137,19 @@ class PipelineMonitor(Callback):
         measurement, self._measurement = self._measurement, None
         if measurement is None:
             return
+        diagnosis, self._diagnosis = self._diagnosis, None
+        found = diagnosis.finish() if diagnosis is not None else None
         self.report = measurement.finish()
         if self._timelines is not None:
             self._timelines.finish(logged_step(trainer))
+        if self.report is not None:
+            self.report.diagnosis = found
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Leaves the trainer as it was."""
+        diagnosis, self._diagnosis = self._diagnosis, None
+        if diagnosis is not None:
+            diagnosis.end()
 
     def _is_time(self, trainer: pl.Trainer) -> bool:
         every_n_steps = self.every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined] # set by a connector

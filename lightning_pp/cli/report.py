@@ -1,4 +1,4 @@
-"""What a run prints at its end: the stages, one step as a picture, the loss, and where the results lie."""
+"""What a run prints at its end: stages, one step as a picture, what to change, the loss, where the results lie."""
 
 from __future__ import annotations
 
@@ -91,6 +91,9 @@ def print_summary(summary: RunSummary, console: Console | None = None) -> None:
         console.print()
         console.print(Text.from_ansi(report.timeline_text), soft_wrap=True)
         console.print()
+        if report.diagnosis is not None:
+            console.print(Text(report.diagnosis.text), soft_wrap=True)
+            console.print()
     for name, value in facts(summary).items():
         console.print(Text.assemble((f"{name:<18}", "bold"), value), soft_wrap=True)
 

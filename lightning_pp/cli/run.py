@@ -18,10 +18,12 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from omegaconf import DictConfig
 
 from lightning_pp.cli.earlier_run import Position, position_of, why_finished
 from lightning_pp.cli.launch import is_rank_zero, share_cores
+from lightning_pp.cli.past_runs.run_file import write_run_file
 from lightning_pp.cli.problems import UserError, full_errors_wanted, user_errors
 from lightning_pp.cli.report import RunSummary, print_summary
 from lightning_pp.cli.run_logs import go_on_with_logs, keep_rows
@@ -115,10 +117,17 @@ class Run:
             ) from error
 
     def report(self) -> None:
-        """Print, on rank 0, what the run did and where it left its results."""
+        """On rank 0, print what the run did and where its results are; leave a file for ``lightning-pp-report``."""
         if not self.trainer.is_global_zero:
             return
-        print_summary(self._summary())
+        summary = self._summary()
+        print_summary(summary)
+        if summary.report is not None:
+            config = without_secrets(self.config)
+            try:
+                write_run_file(summary.output_folder, summary.report, summary.metrics, config)
+            except OSError as error:
+                rank_zero_warn(f"lightning-pp-report will not find this run, whose file could not be written: {error}")
 
     def _summary(self) -> RunSummary:
         monitor: Any = next((c for c in _callbacks(self.trainer) if getattr(c, "report", None) is not None), None)

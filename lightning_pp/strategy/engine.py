@@ -37,6 +37,7 @@ from lightning_pp.split.data.row_references import lengths_noted
 from lightning_pp.split.dry_run.run import DryRun
 from lightning_pp.split.dry_run.weight_updates import Updates
 from lightning_pp.strategy.autotune.compiled_backward import CompiledBackward
+from lightning_pp.strategy.autotune.plan_facts import plan_facts
 from lightning_pp.strategy.autotune.profiling import tuned_programs
 from lightning_pp.strategy.batch.checks import BatchChecks
 from lightning_pp.strategy.batch.cutter import BatchCutter
@@ -59,6 +60,7 @@ from lightning_pp.strategy.step.frozen import FrozenParameters
 from lightning_pp.strategy.step.outside_steps import OutsideSteps
 from lightning_pp.strategy.step.refusals import raise_own, refuse_carried_state, refuse_unrecorded
 from lightning_pp.strategy.step.update_hooks import UpdateHooks
+from lightning_pp.telemetry.diagnosis.evidence import PlanFacts
 
 _BATCHES_CHECKED_BEFOREHAND = 2
 
@@ -423,6 +425,15 @@ class PipelineEngine:
     def costs(self) -> StageCosts | None:
         """Costs of the stages, given or measured; the same on every rank."""
         return self._programs.costs
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the schedule stays as it is from the next training batch on; the same on every rank."""
+        return not self._programs.measures
+
+    def plan_facts(self) -> PlanFacts:
+        """What a diagnosis asks of the plan."""
+        return plan_facts(self.split, self._options, self._device_memory, self.device.type)
 
     # ---------------------------------------------------------------- batches
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from lightning_pp.telemetry.diagnosis.diagnose import Diagnosis
+from lightning_pp.telemetry.diagnosis.finding import Finding
 from lightning_pp.telemetry.measurement import FitMeasurement, MeasurablePipeline
 from lightning_pp.telemetry.memory import read_peak_memory_gib
 from lightning_pp.telemetry.report import Measurements, PipelineReport, StageInfo, StageReport, StageTimes
@@ -18,6 +20,8 @@ from lightning_pp.telemetry.timeline.trace import chrome_trace
 
 __all__ = [
     "BatchClock",
+    "Diagnosis",
+    "Finding",
     "FitMeasurement",
     "MeasurablePipeline",
     "Measurements",

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from lightning_pp.schedule import Placement
+from lightning_pp.telemetry.diagnosis.diagnose import Diagnosis
+from lightning_pp.telemetry.diagnosis.finding import Finding
 from lightning_pp.telemetry.sums import RankSums, longest_span_bubble
 from lightning_pp.telemetry.throughput import Throughput
 from lightning_pp.telemetry.timeline.step import Timeline
@@ -76,6 +78,7 @@ class PipelineReport:
         bubble_fraction: ``1 - work / longest span`` (:func:`longest_span_bubble`).
         timeline_text: The last step with all its microbatches, drawn for a terminal, with ANSI colours.
         timeline: The same step, to be drawn by :func:`text_timeline`, :func:`html_timeline` and :func:`chrome_trace`.
+        diagnosis: What would make the latest steps shorter; None where there were too few of them.
     """
 
     stages: list[StageReport]
@@ -87,6 +90,12 @@ class PipelineReport:
     bubble_fraction: float
     timeline_text: str
     timeline: Timeline
+    diagnosis: Diagnosis | None = None
+
+    @property
+    def findings(self) -> Sequence[Finding]:
+        """Those of the diagnosis, the biggest gain first."""
+        return () if self.diagnosis is None else self.diagnosis.findings
 
 
 @dataclass(frozen=True)

@@ -96,8 +96,16 @@ def encode(schedule: Programs) -> list[list[int]]:
     ]
 
 
-def execute(codes: Sequence[Sequence[int]], tables: CostTables, placement: Placement, m: int) -> Run:
+def execute(
+    codes: Sequence[Sequence[int]],
+    tables: CostTables,
+    placement: Placement,
+    m: int,
+    begin_ms: Sequence[float] | None = None,
+) -> Run:
     """Run all programs as far as they go.
+
+    Each rank begins at its ``begin_ms``, at 0 by default.
 
     A program without UNSHARD gathers each stage once, from the start of the step in the order of first use; a program
     without REDUCE reduces each stage once, after its last W or B.
@@ -110,7 +118,7 @@ def execute(codes: Sequence[Sequence[int]], tables: CostTables, placement: Place
     end: list[list[float]] = [[] for _ in range(num_ranks)]
     done = [-1.0] * (3 * num_stages * m)
     waiting = [-1] * (2 * num_stages * m)
-    clock = [0.0] * num_ranks
+    clock = [0.0] * num_ranks if begin_ms is None else list(begin_ms)
     side = [
         max((gathered[stage] for stage in placement.stages_of_rank(rank)), default=0.0) for rank in range(num_ranks)
     ]

@@ -1,0 +1,1 @@
+"""``lightning-pp-report``: runs that have ended, shown again and compared."""

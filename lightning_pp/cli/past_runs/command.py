@@ -1,0 +1,152 @@
+"""``lightning-pp-report RUN_DIR [RUN_DIR]``: shows a run again, or compares two."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lightning_pp.cli.past_runs.comparison import Comparison, Pair
+from lightning_pp.cli.past_runs.run_file import RunFile, read_run_file
+from lightning_pp.cli.problems import UserError
+from lightning_pp.cli.report import stage_table
+from lightning_pp.telemetry import svg_timeline, text_timeline
+
+_WIDTH = 140
+_EPILOG = """\
+RUN_DIR is the output folder of a training by lightning-pp (outputs/DAY/TIME, or a job's folder of a sweep).
+
+examples:
+  lightning-pp-report outputs/2026-11-24/09-30-00
+  lightning-pp-report outputs/2026-11-24/09-30-00 outputs/2026-11-24/09-45-00
+  lightning-pp-report RUN_DIR --html report.html
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of the command."""
+    options = _parser().parse_args(arguments)
+    try:
+        runs = [read_run_file(path) for path in options.run_dir]
+        if len(runs) > 2:
+            raise UserError(f"{len(runs)} folders were given: one is shown, two are compared.")
+        if options.json:
+            found = runs[0].content if len(runs) == 1 else Comparison(*runs).to_dict()
+            sys.stdout.write(json.dumps(found, indent=2) + "\n")
+            return
+        console = Console(record=options.html is not None)
+        if not console.is_terminal:
+            console = Console(record=options.html is not None, width=_WIDTH)
+        for run in runs if len(runs) == 1 else ():
+            show(run, console)
+        if len(runs) == 2:
+            show_comparison(Comparison(*runs), console)
+        if options.html is not None:
+            _save_html(console, runs, options.html)
+    except (UserError, OSError) as error:
+        sys.stderr.write(f"lightning-pp-report: {error}\n")
+        sys.exit(1)
+
+
+def show(run: RunFile, console: Console) -> None:
+    """Prints what the run printed at its end."""
+    pipeline, diagnosis = run.pipeline, run.diagnosis
+    console.print(Text(f"{run.folder}", "bold"), soft_wrap=True)
+    console.print(stage_table(run.stages))
+    console.print()
+    picture = text_timeline(run.timeline, width=min(max(console.width, 60), _WIDTH))
+    console.print(Text.from_ansi(picture), soft_wrap=True)
+    console.print()
+    if diagnosis is not None:
+        console.print(Text(diagnosis.text), soft_wrap=True)
+        console.print()
+    lines = {"step": f"{pipeline['step_ms']:.1f} ms", "bubble": f"{pipeline['bubble_fraction']:.1%}"}
+    if pipeline["tokens_per_s"] is not None:
+        lines["tokens per second"] = f"{pipeline['tokens_per_s']:,.0f}"
+    lines["samples per second"] = f"{pipeline['samples_per_s']:,.1f}"
+    if pipeline["first_loss"] is not None and pipeline["last_loss"] is not None:
+        lines["loss"] = f"{pipeline['first_loss']:.3f} at the start, {pipeline['last_loss']:.3f} at the end"
+    lines |= {name: f"{value:.4g}" for name, value in sorted(run.content["metrics"].items()) if name.startswith("val")}
+    for name, value in lines.items():
+        console.print(Text.assemble((f"{name:<20}", "bold"), value), soft_wrap=True)
+
+
+def show_comparison(comparison: Comparison, console: Console) -> None:
+    """Prints two runs side by side."""
+    first, second = comparison.first, comparison.second
+    console.print(Text.assemble(("A  ", "bold"), str(first.folder)), soft_wrap=True)
+    console.print(Text.assemble(("B  ", "bold"), str(second.folder)), soft_wrap=True)
+    console.print()
+    settings = comparison.settings()
+    table = _table("Settings", "A", "B")
+    for name, (mine, other) in settings.items():
+        table.add_row(name, str(mine), str(other))
+    console.print(table if settings else Text("The settings are the same."))
+    console.print()
+    for title, pairs in (("Pipeline", comparison.whole()), *comparison.stages()):
+        table = _table(title, "A", "B", "B by A")
+        for pair in pairs:
+            table.add_row(pair.name, _number(pair.first), _number(pair.second), _change(pair))
+        console.print(table)
+        console.print()
+    if len(first.stages) != len(second.stages):
+        console.print(Text(f"A has {len(first.stages)} stages, B has {len(second.stages)}."))
+    for text in (comparison.speed_text(),):
+        if text is not None:
+            console.print(Text(text), soft_wrap=True)
+            console.print()
+    for name, run in (("A", first), ("B", second)):
+        console.print(Text.assemble((f"{name}  ", "bold"), f"bubble {run.pipeline['bubble_fraction']:.1%}"))
+        console.print(Text.from_ansi(text_timeline(run.timeline, width=min(console.width, _WIDTH))), soft_wrap=True)
+        console.print()
+        if run.diagnosis is not None:
+            console.print(Text(run.diagnosis.text), soft_wrap=True)
+            console.print()
+
+
+def _table(title: str, *headings: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    for heading in headings:
+        table.add_column(heading, justify="right", overflow="fold")
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+
+
+def _change(pair: Pair) -> str:
+    if pair.name.startswith("bubble") and pair.first is not None and pair.second is not None:
+        return f"{100 * (pair.second - pair.first):+.1f} points"
+    return "" if pair.change is None else f"{pair.change:+.1%}"
+
+
+def _save_html(console: Console, runs: Sequence[RunFile], path: Path) -> None:
+    """What was printed, and the timelines as pictures, in one page that needs nothing else."""
+    page = console.export_html()
+    pictures = "".join(f"<p>{run.folder}</p>{svg_timeline(run.timeline)}" for run in runs)
+    path.write_text(page.replace("</body>", f"{pictures}</body>"), encoding="utf-8")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning-pp-report",
+        description="Shows a run that has ended, or compares two.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run_dir", nargs="+", metavar="RUN_DIR", help="output folder of a run")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--html", type=Path, metavar="PATH", help="also write a page")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

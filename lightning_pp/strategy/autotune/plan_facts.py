@@ -1,0 +1,58 @@
+"""What a diagnosis asks of the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from lightning_pp.errors import ConfigurationError, SplitError
+from lightning_pp.planning.cuts import best_partition
+from lightning_pp.planning.memory.limit import DeviceMemory
+from lightning_pp.planning.pipeline_options import PipelineOptions
+from lightning_pp.planning.schedules.source import FromFile
+from lightning_pp.planning.stage_costs import assumed_speed, held_gib
+from lightning_pp.planning.stage_model import SplitModel
+from lightning_pp.schedule import Schedule, StageCosts
+from lightning_pp.split.cut.unit_costs import UnitCost, estimate_unit_costs
+from lightning_pp.telemetry.diagnosis.evidence import PlanFacts
+
+
+def plan_facts(split: SplitModel, options: PipelineOptions, memory: DeviceMemory | None, device_type: str) -> PlanFacts:
+    """The facts of a model that is cut.
+
+    Args:
+        split: The model.
+        options: What the user says.
+        memory: What a rank may hold altogether; None for no limit.
+        device_type: Of the device that computes.
+    """
+    record, partition, placement = split.record, split.partition, split.placement
+    flops = estimate_unit_costs(record, split.num_parameters)
+    whole_batch_loss = options.schedule.whole_batch_loss
+    after_forward, after_input = held_gib(record, partition, placement, whole_batch_loss=whole_batch_loss)
+
+    def cut_again(units: Mapping[str, UnitCost], speeds: Sequence[float], program: Schedule) -> list[list[str]] | None:
+        cut = replace(options.cut, split_points=None, unit_weights=None, rank_speeds=speeds)
+        try:
+            found = best_partition(
+                record, split.num_parameters, placement, cut, costs=units, program=program, memory=memory
+            )
+        except (ConfigurationError, SplitError):
+            return None
+        return [_called(found.units_of_stage(stage), flops) for stage in range(found.num_stages)]
+
+    return PlanFacts(
+        stages=[_called(partition.units_of_stage(stage), flops) for stage in range(partition.num_stages)],
+        unit_costs=flops,
+        unit_classes={name: type(unit).__name__ for name, unit in split.units.items()},
+        held=StageCosts(0.0, 0.0, 0.0, held_after_forward=after_forward, held_after_input=after_input),
+        memory_limit_gib=options.schedule.memory_limit_gib,
+        cut_again=cut_again,
+        names_schedule=not isinstance(options.schedule.source, FromFile),
+        fixed_ms=assumed_speed(device_type).action_ms,
+    )
+
+
+def _called(units: Sequence[str], flops: Mapping[str, UnitCost]) -> list[str]:
+    """Those that the step calls."""
+    return [unit for unit in units if unit in flops]

@@ -1,0 +1,197 @@
+"""Keeps the latest steps of a training on every rank, and brings them together for a diagnosis."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import mean, median
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from lightning_pp.runtime.timing import ActionTimes, StepTimer
+from lightning_pp.schedule import Action, Schedule
+from lightning_pp.telemetry.diagnosis.diagnose import Diagnosis, diagnose
+from lightning_pp.telemetry.diagnosis.evidence import Evidence, PlanFacts, RankEvidence
+
+NUM_STEPS = 8
+"""Steps that a diagnosis looks at, the latest of those with the same actions."""
+_DUE_AFTER = (NUM_STEPS, 2 * NUM_STEPS, 4 * NUM_STEPS)  # the first steps may not be like those that follow
+_FEWEST_STEPS = 3
+_NUM_WARM_UP_BATCHES = 1
+_FAR_LONGER = 1.5
+
+
+class DiagnosablePipeline(Protocol):
+    """What runs one rank of a pipeline, as far as a diagnosis asks it.
+
+    Attributes:
+        rank: This rank's place in the pipeline.
+        replica: This pipeline's place among its replicas.
+        last_training_step: The schedule and the times of the last training batch; a new pair for each.
+        last_num_samples: Samples in that batch.
+        is_settled: Whether the schedule will stay as it is; the same on every rank.
+    """
+
+    rank: int
+    replica: int
+    last_training_step: tuple[Schedule, StepTimer] | None
+    last_num_samples: int
+
+    @property
+    def is_settled(self) -> bool: ...
+
+    @property
+    def groups(self) -> Any: ...
+
+    def plan_facts(self) -> PlanFacts: ...
+
+
+class StepWindow:
+    """The latest steps of one rank of the first replica; other replicas are not looked at.
+
+    Args:
+        pipeline: What runs on this rank.
+    """
+
+    def __init__(self, pipeline: DiagnosablePipeline) -> None:
+        self._pipeline = pipeline
+        self._is_measured = pipeline.replica == 0
+        self._steps: deque[tuple[StepTimer, float, float]] = deque(maxlen=NUM_STEPS)
+        self._schedule: Schedule | None = None
+        self._last_step = pipeline.last_training_step
+        self._last_end: float | None = None
+        self._num_batches = 0
+        self._num_samples = 0
+        self._num_steps = 0
+        self._num_others = 0
+
+    def batch_ended(self, data_ms: float) -> None:
+        """Notes a training batch; no collective, and it does not wait for the device.
+
+        Args:
+            data_ms: How long the rank waited for its loader before the batch.
+        """
+        step = self._pipeline.last_training_step
+        if not self._is_measured or step is None or step is self._last_step:
+            return
+        self._last_step = step
+        now = time.perf_counter()
+        begun, self._last_end = self._last_end, now
+        self._num_batches += 1
+        if begun is None or self._num_batches <= _NUM_WARM_UP_BATCHES or not self._pipeline.is_settled:
+            return
+        if self._schedule is not step[0] and (self._schedule is None or _actions(self._schedule) != _actions(step[0])):
+            # the last batch of an epoch, or a batch of an accumulation: not unless there are only such
+            self._num_others += 1
+            if self._schedule is not None and self._num_others < NUM_STEPS:
+                return
+            self._steps.clear()
+            self._schedule = step[0]
+        self._num_others = 0
+        self._num_samples = self._pipeline.last_num_samples
+        self._num_steps += 1
+        self._steps.append((step[1], 1e3 * (now - begun), data_ms))
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time for a diagnosis, thrice in a fit; the same on every rank of the pipeline."""
+        return self._num_steps in _DUE_AFTER and len(self._steps) == NUM_STEPS
+
+    def diagnose(self, num_workers: int | None = None) -> Diagnosis | None:
+        """Gathers what the ranks measured on rank 0, and diagnoses it there; every rank has to call it.
+
+        Args:
+            num_workers: Worker processes of this rank's loader.
+
+        Returns:
+            None on the other ranks, and where there were too few steps.
+        """
+        if not self._is_measured or self._schedule is None or len(self._steps) < _FEWEST_STEPS:
+            return None
+        own = RankSteps(
+            times=[timer.times() for timer, _, _ in self._steps],
+            step_ms=[step_ms for _, step_ms, _ in self._steps],
+            data_ms=[data_ms for _, _, data_ms in self._steps],
+            host=socket.gethostname(),
+            num_samples=self._num_samples,
+            num_workers=num_workers,
+            num_cores=_cores_of_a_rank(),
+        )
+        ranks = self._gather(own)
+        if ranks is None:
+            return None
+        usual = usual_steps(ranks)
+        evidence = [rank.mean_of(usual) for rank in ranks]
+        return diagnose(Evidence.of(self._schedule, evidence, self._pipeline.plan_facts()), len(usual))
+
+    def _gather(self, own: RankSteps) -> list[RankSteps] | None:
+        group = self._pipeline.groups.pipeline
+        if group is None:
+            return [own]
+        is_receiver = self._pipeline.rank == 0
+        rows: list[Any] | None = [None] * group.size() if is_receiver else None
+        dist.gather_object(own, rows, group=group, group_dst=0)
+        return rows
+
+
+@dataclass(frozen=True)
+class RankSteps:
+    """What one rank measured, step by step; the fields are those of :class:`RankEvidence`."""
+
+    times: Sequence[Sequence[ActionTimes]]
+    step_ms: Sequence[float]
+    data_ms: Sequence[float]
+    host: str
+    num_samples: int
+    num_workers: int | None
+    num_cores: int
+
+    def mean_of(self, steps: Sequence[int]) -> RankEvidence:
+        """Means over some of the steps."""
+        return RankEvidence(
+            times=mean_times([self.times[step] for step in steps]),
+            step_ms=mean(self.step_ms[step] for step in steps),
+            data_ms=mean(self.data_ms[step] for step in steps),
+            host=self.host,
+            num_samples=self.num_samples,
+            num_workers=self.num_workers,
+            num_cores=self.num_cores,
+            steps=[self.times[step] for step in steps],
+        )
+
+
+def usual_steps(ranks: Sequence[RankSteps]) -> list[int]:
+    """Steps that took no rank far longer than usual, as one does with a validation or a checkpoint before its end."""
+    longest = [max(of_ranks) for of_ranks in zip(*(rank.step_ms for rank in ranks), strict=True)]
+    usual = median(longest)
+    return [step for step, step_ms in enumerate(longest) if step_ms <= _FAR_LONGER * usual]
+
+
+def mean_times(steps: Sequence[Sequence[ActionTimes]]) -> list[ActionTimes]:
+    """The mean moments of every action over steps of the same program."""
+    number = len(steps)
+    return [
+        ActionTimes(
+            same[0].action,
+            sum(moment.asked_ms for moment in same) / number,
+            sum(moment.start_ms for moment in same) / number,
+            sum(moment.end_ms for moment in same) / number,
+            sum(moment.early_ms for moment in same) / number,
+        )
+        for same in zip(*steps, strict=True)
+    ]
+
+
+def _actions(schedule: Schedule) -> list[list[Action]]:
+    """The F, I, W and B of every rank."""
+    return [[action for action in program if action.kind.is_compute] for program in schedule.programs]
+
+
+def _cores_of_a_rank() -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -1,0 +1,47 @@
+"""One thing that makes a step longer, with what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What holds a step up, what to change, and what the change is simulated to save.
+
+    Attributes:
+        cause: One word for it: ``cuts``, ``slow_rank``, ``slow_link``, ``data``, ``microbatches``, ``schedule`` or
+            ``weight_gradients``.
+        seen: What was measured, a sentence.
+        remedy: What to do, words that "saves so much" can follow.
+        gain_ms: Simulated, of one step, milliseconds.
+        gain_fraction: The same, by the measured time of a step.
+        override: What to write on the command line of ``lightning-pp``; empty where no option helps.
+        argument: The same as an argument in Python.
+    """
+
+    cause: str
+    seen: str
+    remedy: str
+    gain_ms: float
+    gain_fraction: float
+    override: str = ""
+    argument: str = ""
+
+    @property
+    def text(self) -> str:
+        """All of it, in a line."""
+        saved = f"{self.gain_ms:.0f}" if self.gain_ms >= 10 else f"{self.gain_ms:.2g}"
+        change = f": {self.override}, in Python {self.argument}" if self.override else ""
+        return f"{self.seen} {self.remedy} would save {saved} ms a step ({self.gain_fraction:.0%}){change}."
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it, with the line."""
+        return {**asdict(self), "text": self.text}
+
+
+def hydra_list(values: Sequence[object]) -> str:
+    """A list as Hydra reads it from a command line, in quotes for the shell."""
+    return "'[" + ",".join(map(str, values)) + "]'"
