@@ -31,7 +31,7 @@ class PipelineMonitor(Callback):
             pp_stage_{s}/forward_ms, backward_input_ms, backward_weight_ms
             pp_stage_{s}/bubble_fraction, p2p_wait_ms, peak_memory_gib
             pp/step_ms, pp/bubble_fraction, and pp/tokens_per_s (pp/samples_per_s without token ids)
-        once, after the first measured steps: gather their times; tell what would make a step shorter (findings)
+        after 8, 16 and 32 measured steps: gather their times; tell, once, what would make a step shorter (findings)
         timeline_every_n_steps optimizer steps: gather the times of this step and of the slowest since the last; write
             timelines, planned beside measured, to files, W&B and TensorBoard
         end: the same once more; make the report, with the findings of the latest steps

@@ -73,9 +73,7 @@ def fit_with_a_slow_loader() -> dict[str, Any]:
 def test_a_fit_that_waits_for_its_loader_says_so_once_and_in_its_report(pool: WorkerPool) -> None:
     first, last = pool.run(fit_with_a_slow_loader, world_size=2, timeout=120)
     (line,) = first["lines"]
-    assert (
-        f"Diagnosis of {NUM_STEPS} measured steps" in line and "for its loader, which has no worker processes" in line
-    )
+    assert " measured steps of " in line and "for its loader, which has no worker processes" in line
     diagnosis = first["diagnosis"]
     assert diagnosis.is_explained and diagnosis.step_ms > 1e3 * LOADER_S
     assert first["findings"][0].cause == "data"
