@@ -166,19 +166,31 @@ class ByteTextConf:
 
 @dataclass
 class WandbConf:
-    """``lightning.pytorch.loggers.WandbLogger``."""
+    """``lightning_pp.PipelineWandbLogger``; what it does not name goes to ``wandb.init``.
 
-    _target_: str = "lightning.pytorch.loggers.WandbLogger"
+    Attributes:
+        group: The runs of a sweep have the sweep's folder for one, unless this says another.
+        id: The same as ``version``. ``resume=FOLDER`` of the command fills it in.
+        resume: What wandb does where a run of this id is there already.
+    """
+
+    _target_: str = "lightning_pp.PipelineWandbLogger"
     name: str | None = None
     save_dir: str = MISSING
     version: str | None = None
+    id: str | None = None
+    resume: str | None = "allow"
     offline: bool = True
     project: str | None = None
     entity: str | None = None
     group: str | None = None
+    job_type: str | None = None
     tags: list[str] | None = None
     notes: str | None = None
     prefix: str = ""
+    log_model: Any = False
+    log_model_as: str = "files"
+    every_node: bool = False
 
 
 @dataclass
@@ -221,6 +233,7 @@ class PipelineMonitorConf:
     log_timeline: bool = True
     timeline_every_n_steps: int | None = None
     timeline_dirpath: str | None = None
+    peak_tflops: float | None = None
 
 
 @dataclass

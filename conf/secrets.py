@@ -35,7 +35,7 @@ def without_secrets(config: DictConfig) -> Any:
     Raises:
         OmegaConfBaseException: An interpolation cannot be resolved.
     """
-    resolved = OmegaConf.to_container(config, resolve=True)
+    resolved = OmegaConf.to_container(config, resolve=True, enum_to_str=True)
     written = OmegaConf.to_container(config, resolve=False)
     secrets = {*_secrets(resolved)}
     return hide(_with_environment_as_written(resolved, written, secrets), secrets)

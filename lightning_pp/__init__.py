@@ -7,14 +7,21 @@ Importing the package registers ``Trainer(strategy="pipeline_parallel")``. Witho
 from __future__ import annotations
 
 __version__ = "0.1.0"
-__all__ = ["BatchPart", "MemorySnapshots", "PipelineMonitor", "PipelineParallelStrategy", "PipelineProfiler"]
+__all__ = [
+    "BatchPart",
+    "MemorySnapshots",
+    "PipelineMonitor",
+    "PipelineParallelStrategy",
+    "PipelineProfiler",
+    "PipelineWandbLogger",
+]
 
 try:
     from lightning.pytorch.strategies import StrategyRegistry
 except ModuleNotFoundError:
     pass
 else:
-    from lightning_pp.callbacks import MemorySnapshots, PipelineMonitor, PipelineProfiler
+    from lightning_pp.callbacks import MemorySnapshots, PipelineMonitor, PipelineProfiler, PipelineWandbLogger
     from lightning_pp.split import BatchPart
     from lightning_pp.strategy import PipelineParallelStrategy
 

@@ -6,8 +6,10 @@ Tried with Lightning 2.6.4 to 2.6.6. Importing fails, and says which name is mis
 from __future__ import annotations
 
 from importlib.metadata import version
+from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.loggers import WandbLogger
 
 from lightning_pp._private_names import private, private_of_instances
 
@@ -22,6 +24,8 @@ except ImportError as error:
 
 private(_FitLoop, "_should_accumulate", of="lightning", tried="2.6.4 to 2.6.6")
 private_of_instances(_TrainingEpochLoop, "_batches_that_stepped", of="lightning", tried="2.6.4 to 2.6.6")
+for name in ("_wandb_init", "_checkpoint_name", "_experiment"):
+    private_of_instances(WandbLogger, name, of="lightning", tried="2.6.4 to 2.6.6")
 
 
 def accumulates(trainer: pl.Trainer) -> bool:
@@ -32,3 +36,18 @@ def accumulates(trainer: pl.Trainer) -> bool:
 def logged_step(trainer: pl.Trainer) -> int:
     """The step under which Lightning logs training metrics."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def init_arguments(logger: WandbLogger) -> dict[str, Any]:
+    """What ``logger`` calls ``wandb.init`` with, once it is used; may be changed until then."""
+    return logger._wandb_init
+
+
+def artifact_name(logger: WandbLogger) -> str | None:
+    """The argument ``checkpoint_name`` of ``logger``."""
+    return logger._checkpoint_name
+
+
+def run_of(logger: WandbLogger) -> Any:
+    """The W&B run of ``logger``; None where it has logged nothing yet, which then starts none."""
+    return logger._experiment

@@ -2,51 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from typing import Any
-
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_pp.telemetry.diagnosis.collection import DiagnosablePipeline, StepWindow
 from lightning_pp.telemetry.diagnosis.diagnose import Diagnosis
-
-_FETCH = "train_dataloader_next"
-
-
-class LoaderWait:
-    """Takes the time that a fit waits for its training loader, which Lightning tells its profiler around.
-
-    Args:
-        trainer: Its profiler is listened to until :meth:`end`.
-    """
-
-    def __init__(self, trainer: pl.Trainer) -> None:
-        self._profiler: Any = trainer.profiler  # type: ignore[attr-defined] # set by a connector
-        self._waited_s = 0.0
-        self._begun = 0.0
-        start, stop = self._profiler.start, self._profiler.stop
-
-        def start_and_note(action_name: str) -> None:
-            start(action_name)
-            if action_name.endswith(_FETCH):
-                self._begun = time.perf_counter()
-
-        def stop_and_note(action_name: str) -> None:
-            if action_name.endswith(_FETCH):
-                self._waited_s += time.perf_counter() - self._begun
-            stop(action_name)
-
-        self._profiler.start, self._profiler.stop = start_and_note, stop_and_note
-
-    def take_ms(self) -> float:
-        """Milliseconds since the last call."""
-        waited, self._waited_s = self._waited_s, 0.0
-        return 1e3 * waited
-
-    def end(self) -> None:
-        """Listens no longer."""
-        del self._profiler.start, self._profiler.stop
 
 
 class FitDiagnosis:
@@ -60,12 +20,15 @@ class FitDiagnosis:
         self._trainer = trainer
         pipeline: DiagnosablePipeline = trainer.strategy.engine  # type: ignore[attr-defined] # of a pipeline's strategy
         self._window = StepWindow(pipeline)
-        self._wait = LoaderWait(trainer)
         self._has_told = False
 
-    def batch_ended(self) -> None:
-        """Notes a training batch; after the first measured steps gathers, and tells on rank 0, once."""
-        self._window.batch_ended(self._wait.take_ms())
+    def batch_ended(self, waited_ms: float) -> None:
+        """Notes a training batch; after the first measured steps gathers, and tells on rank 0, once.
+
+        Args:
+            waited_ms: How long the loader was waited for, since the batch before.
+        """
+        self._window.batch_ended(waited_ms)
         if self._window.is_due:
             diagnosis = self._diagnose()
             if diagnosis is not None and diagnosis.findings and not self._has_told:
@@ -74,12 +37,7 @@ class FitDiagnosis:
 
     def finish(self) -> Diagnosis | None:
         """The diagnosis of the latest steps, on rank 0 of the first pipeline; every rank has to call it."""
-        self.end()
         return self._diagnose()
-
-    def end(self) -> None:
-        """Leaves the trainer as it was."""
-        self._wait.end()
 
     def _diagnose(self) -> Diagnosis | None:
         """A diagnosis that fails is told, and is no reason to end a training; it fails on rank 0, after the gather."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, fields
+from typing import Any
 
 from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_pp.planning.schedules.predictions import Prediction
 from lightning_pp.telemetry import StageInfo
 
 
@@ -27,23 +30,47 @@ class LoggerOutputs:
         """Numbers, to every logger."""
         self._write(lambda logger: logger.log_metrics(dict(metrics), step=step))
 
-    def log_stages(self, stages: Sequence[StageInfo], step: int) -> None:
-        """Which units are where: a table in W&B, hyperparameters elsewhere."""
+    def log_plan(
+        self, facts: Mapping[str, Any], stages: Sequence[StageInfo], predictions: Sequence[Prediction], step: int
+    ) -> None:
+        """What "auto" became and which units are where: as hyperparameters, and in W&B as tables too.
 
+        Args:
+            facts: By name, logged as ``pp/name``.
+            stages: In order, logged as ``pp_stage_{s}/...`` and ``pp/stages``.
+            predictions: The schedules that were compared, logged as ``pp/schedules``.
+            step: The step under which tables are logged.
+        """
+        self.log_facts(
+            {f"pp/{name}": value for name, value in facts.items()}
+            | {
+                f"pp_stage_{stage}/{name}": value
+                for stage, info in enumerate(stages)
+                for name, value in _hyperparameters(info).items()
+            }
+        )
+        rows = [[stage, info.rank, ", ".join(info.units), info.num_parameters] for stage, info in enumerate(stages)]
+        self._log_table("pp/stages", ["stage", "rank", "units", "num_parameters"], rows, step)
+        self.log_predictions(predictions, step)
+
+    def log_facts(self, facts: Mapping[str, Any]) -> None:
+        """Hyperparameters, to every logger; those that it has already are replaced."""
+        self._write(lambda logger: logger.log_hyperparams(dict(facts)))
+
+    def log_predictions(self, predictions: Sequence[Prediction], step: int) -> None:
+        """The schedules that were compared, to W&B."""
+        columns = [field.name for field in fields(Prediction)]
+        self._log_table("pp/schedules", columns, [list(astuple(row)) for row in predictions], step)
+
+    @property
+    def shows_tables(self) -> bool:
+        """Whether a logger takes tables and pages."""
+        return any(isinstance(logger, WandbLogger) for logger in self._loggers)
+
+    def _log_table(self, key: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
         def write(logger: Logger) -> None:
             if isinstance(logger, WandbLogger):
-                rows = [
-                    [stage, info.rank, ", ".join(info.units), info.num_parameters] for stage, info in enumerate(stages)
-                ]
-                logger.log_table("pp/stages", ["stage", "rank", "units", "num_parameters"], rows, step=step)
-            else:
-                logger.log_hyperparams(
-                    {
-                        f"pp_stage_{stage}/{name}": value
-                        for stage, info in enumerate(stages)
-                        for name, value in _hyperparameters(info).items()
-                    }
-                )
+                logger.log_table(key, columns, rows, step=step)
 
         self._write(write)
 

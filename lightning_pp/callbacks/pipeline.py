@@ -4,19 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
 
+from lightning_pp.planning.schedules.predictions import Prediction
 from lightning_pp.telemetry import MeasurablePipeline
 
 
-def pipeline_of(trainer: pl.Trainer) -> MeasurablePipeline | None:
+class LoggedPipeline(MeasurablePipeline, Protocol):
+    """A pipeline that can also tell how it was planned."""
+
+    def facts(self) -> dict[str, int | str | bool]: ...
+
+    def predictions(self) -> list[Prediction]: ...
+
+
+def pipeline_of(trainer: pl.Trainer) -> LoggedPipeline | None:
     """What runs the pipeline on this rank, or None without one; known by what the strategy offers."""
     # looked up in the class, since the property raises before the pipeline is built
     if not hasattr(type(trainer.strategy), "engine") or trainer.strategy.is_plain:  # type: ignore[attr-defined]
         return None
-    engine: MeasurablePipeline = trainer.strategy.engine  # type: ignore[attr-defined]
+    engine: LoggedPipeline = trainer.strategy.engine  # type: ignore[attr-defined]
     return engine
 
 

@@ -11,12 +11,16 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_pp.callbacks._lightning_private import accumulates, logged_step
 from lightning_pp.callbacks.diagnosis import FitDiagnosis
+from lightning_pp.callbacks.loader_wait import LoaderWait
 from lightning_pp.callbacks.logger_outputs import LoggerOutputs
-from lightning_pp.callbacks.pipeline import pipeline_of
+from lightning_pp.callbacks.pipeline import LoggedPipeline, pipeline_of
+from lightning_pp.callbacks.run_facts import known_peak_tflops, run_facts
 from lightning_pp.callbacks.timelines import FitTimelines
+from lightning_pp.callbacks.wandb_logger import PipelineWandbLogger
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.telemetry import FitMeasurement, PipelineReport
 
@@ -26,11 +30,10 @@ class PipelineMonitor(Callback):
 
     A fit::
 
-        start: log which units are on which stage
+        start: log what "auto" became, which units are on which stage, the schedules that were compared
         every_n_steps optimizer steps: one gather of a few numbers to rank 0 of the pipeline, which logs
-            pp_stage_{s}/forward_ms, backward_input_ms, backward_weight_ms
-            pp_stage_{s}/bubble_fraction, p2p_wait_ms, peak_memory_gib
-            pp/step_ms, pp/bubble_fraction, and pp/tokens_per_s (pp/samples_per_s without token ids)
+            pp_stage_{s}/... for each stage (telemetry.STAGE_METRICS): times, waits, bytes, memory, gradients
+            pp/... for the pipeline (telemetry.PIPELINE_METRICS): step time, bubble, throughput, FLOP/s, ...
         after 8, 16 and 32 measured steps: gather their times; tell, once, what would make a step shorter (findings)
         timeline_every_n_steps optimizer steps: gather the times of this step and of the slowest since the last; write
             timelines, planned beside measured, to files, W&B and TensorBoard
@@ -46,12 +49,15 @@ class PipelineMonitor(Callback):
         timeline_every_n_steps: How often to write them, in optimizer steps; None for the end only.
         timeline_dirpath: Folder of ``timeline.html`` and ``timeline.json``; None for ``timelines`` in the folder of
             the trainer's first logger that has one, and no files where none has.
+        peak_tflops: What one device can do at most, TFLOP/s, for ``pp/model_flops_utilization``; None: what Lightning
+            knows of the GPU and the precision, and no such metric where it knows nothing.
 
     Attributes:
         report: What was measured, on global rank 0 once a fit has ended; None before that and elsewhere.
 
     Raises:
-        ConfigurationError: ``every_n_steps`` or ``timeline_every_n_steps`` is less than 1.
+        ConfigurationError: ``every_n_steps`` or ``timeline_every_n_steps`` is less than 1, or ``peak_tflops`` is no
+            positive number.
     """
 
     def __init__(
@@ -60,6 +66,7 @@ class PipelineMonitor(Callback):
         log_timeline: bool = True,
         timeline_every_n_steps: int | None = None,
         timeline_dirpath: str | Path | None = None,
+        peak_tflops: float | None = None,
     ) -> None:
         if every_n_steps is not None and every_n_steps < 1:
             raise ConfigurationError(
@@ -71,7 +78,10 @@ class PipelineMonitor(Callback):
                 f"PipelineMonitor(timeline_every_n_steps={timeline_every_n_steps}) must be at least 1, or None for the "
                 "end of the fit only."
             )
+        if peak_tflops is not None and not peak_tflops > 0:
+            raise ConfigurationError(f"PipelineMonitor(peak_tflops={peak_tflops}) must be positive, or None.")
         self.every_n_steps = every_n_steps
+        self.peak_tflops = peak_tflops
         self.log_timeline = log_timeline
         self.timeline_every_n_steps = timeline_every_n_steps
         self.timeline_dirpath = timeline_dirpath
@@ -79,11 +89,15 @@ class PipelineMonitor(Callback):
         self._measurement: FitMeasurement | None = None
         self._timelines: FitTimelines | None = None
         self._diagnosis: FitDiagnosis | None = None
+        self._wait: LoaderWait | None = None
         self._outputs = LoggerOutputs([])
         self._has_warned = False
+        self._schedule: int | str | bool = ""
+        self._peak_tflops: float | None = None
+        self._seen_before = {"samples": 0, "tokens": 0}
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Logs the table of stages."""
+        """Logs the plan; every rank has to call it."""
         self.report = None
         self._measurement = self._timelines = None
         pipeline = pipeline_of(trainer)
@@ -95,15 +109,27 @@ class PipelineMonitor(Callback):
             self._measurement = FitMeasurement(pipeline)
             if self.log_timeline:
                 self._timelines = FitTimelines(trainer, pipeline, self.timeline_every_n_steps, self.timeline_dirpath)
+            self._peak_tflops = self.peak_tflops or known_peak_tflops(pipeline.device, trainer)
             if trainer.is_global_zero:
                 self._outputs = LoggerOutputs(trainer.loggers)
-                self._outputs.log_stages(self._measurement.stages(), logged_step(trainer))
+                self._log_plan(pipeline, self._measurement, logged_step(trainer))
+            for logger in trainer.loggers:
+                if isinstance(logger, PipelineWandbLogger):
+                    logger.watch_this_node(trainer)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Starts the clock, the sanity check being over."""
         if self._measurement is not None:
             self._measurement.clock.restart()
             self._diagnosis = FitDiagnosis(trainer)
+            self._wait = LoaderWait(trainer)
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Looks at the gradients, if this update is to be logged."""
+        if self._measurement is not None and self._is_time(trainer):
+            self._measurement.note_gradients()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
@@ -112,15 +138,40 @@ class PipelineMonitor(Callback):
         measurement = self._measurement
         if measurement is None:
             return
-        measurement.batch_ended(batch, _loss_of(outputs, trainer))
+        waited_ms = self._wait.take_ms() if self._wait is not None else 0.0
+        measurement.batch_ended(batch, _loss_of(outputs, trainer), waited_ms)
         if self._is_time(trainer) and measurement.is_warm:
             found = measurement.collect()
             if found is not None:
-                self._outputs.log_metrics(found.metrics(), logged_step(trainer))
+                metrics = {**found.metrics(self._peak_tflops), **self._of_training(trainer, measurement)}
+                self._outputs.log_metrics(metrics, logged_step(trainer))
+                pipeline = pipeline_of(trainer)
+                if pipeline is not None:
+                    self._log_changed_plan(pipeline, logged_step(trainer))
         if self._timelines is not None:
             self._timelines.batch_ended(logged_step(trainer), is_update=not accumulates(trainer))
         if self._diagnosis is not None:
-            self._diagnosis.batch_ended()
+            self._diagnosis.batch_ended(waited_ms)
+
+    def _of_training(self, trainer: pl.Trainer, measurement: FitMeasurement) -> dict[str, float]:
+        """What the trainer and the batches tell."""
+        found = {f"pp/{name}": float(number) for name, number in self._seen(measurement).items() if number}
+        if trainer.optimizers:
+            found["pp/learning_rate"] = float(trainer.optimizers[0].param_groups[0]["lr"])
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the training has seen so far; right on global rank 0."""
+        return {"seen": self._seen(self._measurement)}
+
+    def _seen(self, measurement: FitMeasurement | None) -> dict[str, int]:
+        """Samples and tokens of all replicas, those before this fit included."""
+        now = (0, 0) if measurement is None else (measurement.num_samples, measurement.num_tokens)
+        return {name: self._seen_before[name] + number for name, number in zip(("samples", "tokens"), now, strict=True)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on counting."""
+        self._seen_before = dict(state_dict["seen"])
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """What follows does not count as training time."""
@@ -137,8 +188,10 @@ class PipelineMonitor(Callback):
         measurement, self._measurement = self._measurement, None
         if measurement is None:
             return
+        self._end_wait()
         diagnosis, self._diagnosis = self._diagnosis, None
         found = diagnosis.finish() if diagnosis is not None else None
+        self._seen_before = self._seen(measurement)
         self.report = measurement.finish()
         if self._timelines is not None:
             self._timelines.finish(logged_step(trainer))
@@ -147,9 +200,35 @@ class PipelineMonitor(Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Leaves the trainer as it was."""
-        diagnosis, self._diagnosis = self._diagnosis, None
-        if diagnosis is not None:
-            diagnosis.end()
+        self._diagnosis = None
+        self._end_wait()
+
+    def _end_wait(self) -> None:
+        wait, self._wait = self._wait, None
+        if wait is not None:
+            wait.end()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Ends what loggers have begun on other nodes."""
+        for logger in trainer.loggers:
+            if isinstance(logger, PipelineWandbLogger):
+                logger.leave_node()
+
+    def _log_plan(self, pipeline: LoggedPipeline, measurement: FitMeasurement, step: int) -> None:
+        facts = pipeline.facts()
+        self._schedule = facts["schedule"]
+        predictions = pipeline.predictions() if self._outputs.shows_tables else []
+        self._outputs.log_plan({**facts, **run_facts()}, measurement.stages(), predictions, step)
+
+    def _log_changed_plan(self, pipeline: LoggedPipeline, step: int) -> None:
+        """After the search by measured costs: what is run from then on."""
+        facts = pipeline.facts()
+        if facts["schedule"] == self._schedule:
+            return
+        self._schedule = facts["schedule"]
+        self._outputs.log_facts({f"pp/{name}": facts[name] for name in ("schedule", "costs_from")})
+        if self._outputs.shows_tables:
+            self._outputs.log_predictions(pipeline.predictions(), step)
 
     def _is_time(self, trainer: pl.Trainer) -> bool:
         every_n_steps = self.every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined] # set by a connector

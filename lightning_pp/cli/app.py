@@ -8,6 +8,7 @@ One run, in order::
     build            data (files are looked for here, before any process is launched), model, logger, callbacks, Trainer
     Trainer.<mode>   launches the other processes, unless torchrun or a cluster already did
     report           on rank 0: stages, timeline, loss, tokens per second, paths
+    close            ends the W&B run, so that the next job of a sweep has one of its own
 """
 
 from __future__ import annotations
@@ -72,10 +73,12 @@ def _run(config: DictConfig) -> None:
             run = Run.build(config)
         run.execute()
         run.report()
+        run.close()
     except BaseException as error:
         if isinstance(error, UserError):
             print_problem(error)
         if run is not None:
+            run.close(failed=True)
             launch.end_children(run.trainer)
         if isinstance(error, UserError):
             sys.exit(1)

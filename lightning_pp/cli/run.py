@@ -26,7 +26,7 @@ from lightning_pp.cli.launch import is_rank_zero, share_cores
 from lightning_pp.cli.past_runs.run_file import write_run_file
 from lightning_pp.cli.problems import UserError, full_errors_wanted, user_errors
 from lightning_pp.cli.report import RunSummary, print_summary
-from lightning_pp.cli.run_logs import go_on_with_logs, keep_rows
+from lightning_pp.cli.run_logs import end_wandb_run, go_on_with_logs, keep_rows, name_the_sweep
 from lightning_pp.conf import Mode
 from lightning_pp.conf.secrets import hide, hide_in_files, without_secrets
 from lightning_pp.conf.targets import build, check_targets_of_run
@@ -61,6 +61,8 @@ class Run:
         model = build(config.model)
         if config.get("resume") is not None and config.logger is not None:
             go_on_with_logs(config.logger)
+        if HydraConfig.initialized():
+            name_the_sweep(config.logger, HydraConfig.get())
         logger = build(config.logger) if config.logger is not None else False
         trainer = build(config.trainer, strategy=strategy, logger=logger, callbacks=callbacks)
         for one in trainer.loggers:
@@ -106,9 +108,8 @@ class Run:
 
     def _log_config(self, logger: Logger) -> None:
         """The first that ``logger`` is given, by which it shows whether it can be used."""
-        config = without_secrets(self.config)
         try:
-            logger.log_hyperparams({"config": config})
+            logger.log_hyperparams(without_secrets(self.config))
         except Exception as error:
             if full_errors_wanted():
                 raise
@@ -128,6 +129,11 @@ class Run:
                 write_run_file(summary.output_folder, summary.report, summary.metrics, config)
             except OSError as error:
                 rank_zero_warn(f"lightning-pp-report will not find this run, whose file could not be written: {error}")
+
+    def close(self, *, failed: bool = False) -> None:
+        """End what the loggers have open; the process may go on to another run."""
+        if self.trainer.is_global_zero and any(isinstance(logger, WandbLogger) for logger in self.trainer.loggers):
+            end_wandb_run(failed=failed)
 
     def _summary(self) -> RunSummary:
         monitor: Any = next((c for c in _callbacks(self.trainer) if getattr(c, "report", None) is not None), None)
@@ -176,6 +182,12 @@ def _let_hydra_print() -> None:
         logger.propagate = True
     # Lightning 2.6 asks torch a question that torch 2.13 deprecates; no user can do anything about it.
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
+    logging.getLogger("lightning_utilities.core.rank_zero").addFilter(_is_no_tip)
+
+
+def _is_no_tip(record: logging.LogRecord) -> bool:
+    """Lightning praises another logger whenever a run has one of its own; who writes ``logger=wandb`` has chosen."""
+    return "Tip: For seamless cloud logging" not in record.getMessage()
 
 
 def hide_saved_secrets() -> None:

@@ -1,4 +1,4 @@
-"""Loggers of a run that goes on: the same W&B run, the same version of files."""
+"""Loggers of a run that goes on (the same W&B run, the same version of files) or is one of several in a process."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from hydra.types import RunMode
 from lightning.pytorch.loggers import CSVLogger
 from omegaconf import DictConfig, open_dict
 
+_WANDB_LOGGERS = ("WandbLogger", "PipelineWandbLogger")
 _WANDB_FOLDER = re.compile(r"(?:offline-)?run-(\d{8}_\d{6})-(.+)")
 
 
@@ -23,13 +25,34 @@ def go_on_with_logs(logger: DictConfig) -> None:
     if logger.get("version") is not None or logger.get("id") is not None or logger.get("save_dir") is None:
         return
     version: Any = None
-    if kind == "WandbLogger":
+    if kind in _WANDB_LOGGERS:
         version = _wandb_run(Path(logger.save_dir))
     elif kind in ("CSVLogger", "TensorBoardLogger"):
         version = _newest_version(Path(logger.save_dir, logger.get("name", "lightning_logs") or ""))
     if version is not None:
         with open_dict(logger):
             logger.version = version
+
+
+def name_the_sweep(logger: DictConfig | None, hydra: Any) -> None:
+    """Has the W&B runs of a sweep share a group, named by the sweep's folder, unless another one is named."""
+    if logger is None or hydra.mode != RunMode.MULTIRUN or logger.get("group") is not None:
+        return
+    if str(logger.get("_target_", "")).rpartition(".")[2] in _WANDB_LOGGERS:
+        with open_dict(logger):
+            logger.group = str(hydra.sweep.dir)
+
+
+def end_wandb_run(*, failed: bool) -> None:
+    """Ends the W&B run that is open in this process, if there is one; else the next logger would write into it."""
+    import wandb
+
+    if wandb.run is None:
+        return
+    try:
+        wandb.finish(exit_code=int(failed))
+    except Exception as error:
+        warnings.warn(f"The W&B run could not be ended: {type(error).__name__}: {error}", stacklevel=2)
 
 
 def keep_rows(logger: CSVLogger, step: int) -> None:

@@ -13,6 +13,7 @@ from lightning_pp.planning.cuts import CutOptions, best_partition, costs_of_othe
 from lightning_pp.planning.memory.limit import DeviceMemory
 from lightning_pp.planning.schedules.given_costs import GivenCosts
 from lightning_pp.planning.schedules.options import ScheduleOptions
+from lightning_pp.planning.schedules.predictions import Prediction
 from lightning_pp.planning.stage_costs import assumed_speed, estimated_costs
 from lightning_pp.schedule import Placement, Schedule, StageCosts
 from lightning_pp.split.cut.partition import Partition
@@ -38,6 +39,7 @@ class Layout:
         start: The schedule of the first batches, for as many microbatches as the first batch has.
         reason: Why, for the log; empty where there was nothing to choose.
         room_gib: What a limit of all memory leaves for activations on each rank; None without one.
+        rejected: What was found on other placements, by the same costs.
     """
 
     placement: Placement
@@ -46,6 +48,7 @@ class Layout:
     start: Schedule
     reason: str = ""
     room_gib: tuple[float, ...] | None = None
+    rejected: tuple[Prediction, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -108,11 +111,13 @@ def choose_layout(record: StepRecord, num_parameters: Mapping[str, int], request
     """
     found: list[Layout] = []
     failures: list[Exception] = []
+    rejected: list[Prediction] = []
     for placement in request.placements:
         try:
             found.append(_layout(record, num_parameters, request, placement))
         except (ConfigurationError, SplitError, ScheduleError) as error:
             failures.append(error)
+            rejected.append(Prediction.impossible(request.options.source.name, placement, error))
     if not found:
         limit = request.options.memory_limit_gib
         if limit is not None and isinstance(failures[0], ScheduleError):
@@ -123,7 +128,10 @@ def choose_layout(record: StepRecord, num_parameters: Mapping[str, int], request
         worth = _WORTH_MORE_STAGES if layout.placement.num_stages > best.placement.num_stages else 1.0
         if _step_ms(layout) < worth * _step_ms(best):
             best = layout
-    return replace(best, reason=_reason(best, found, failures)) if request.options.source.is_searched else best
+    if not request.options.source.is_searched:
+        return best
+    others = [Prediction.of(other.start.name, other.start, other.costs) for other in found if other is not best]
+    return replace(best, reason=_reason(best, found, failures), rejected=(*others, *rejected))
 
 
 def _step_ms(layout: Layout) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -134,6 +135,7 @@ class PipelineExecutor:
         """
         step = _Step(inputs, self._transport, self._device)
         program = self._program(schedule, inputs.plans)
+        step.timer.sent_bytes = program.sent_bytes
         self._transport.begin(program.route)
         try:
             with ExitStack() as stack:
@@ -178,8 +180,10 @@ class PipelineExecutor:
         }
         last_stage = schedule.placement.num_stages - 1
         entries: list[_Entry | Action] = []
+        sent_bytes: Counter[int] = Counter()
         for stop in route.stops:
             stage, microbatch = stop.action.stage, stop.action.microbatch
+            sent_bytes[stage] += sum(m.spec.num_bytes for m in stop.departures if m.receiver != self._rank)
             if microbatch is None:
                 entries.append(stop.action)
                 continue
@@ -195,7 +199,7 @@ class PipelineExecutor:
                 )
             )
         # the objects are kept with what came of them, so that their ids stay theirs
-        return _Program((schedule, *plans), route, entries, bool(split))
+        return _Program((schedule, *plans), route, entries, bool(split), sent_bytes)
 
     def _runner(self, stage: int) -> StageRunner:
         if stage not in self._runners:
@@ -404,6 +408,7 @@ class _Program:
     route: Route
     entries: list[_Entry | Action]
     splits_backward: bool
+    sent_bytes: Mapping[int, int]
 
 
 def _detached(leaf: Any) -> Any:

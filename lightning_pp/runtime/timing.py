@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,9 @@ class StepTimer:
     Args:
         device: Where the actions work.
         is_on: Whether somebody will ask; otherwise no time is taken.
+
+    Attributes:
+        sent_bytes: What each stage of this rank sends to other ranks in the step.
     """
 
     def __init__(self, device: torch.device, *, is_on: bool = True) -> None:
@@ -63,6 +66,7 @@ class StepTimer:
         self._waiting: Any = self._origin
         self._arrived: Any = self._origin
         self._marks: list[tuple[Action, Any, Any, Any, Any]] = []
+        self.sent_bytes: Mapping[int, int] = {}
 
     def start(self) -> None:
         """The next action is due."""

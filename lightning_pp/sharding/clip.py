@@ -44,6 +44,22 @@ def global_norm(
     """
     if norm_type == 0:
         raise ValueError("norm_type=0 is no norm; use a positive number or math.inf")
+    norms, device = _norms_by_copies(parameters, mesh, norm_type)
+    none = torch.zeros(0, dtype=torch.float64, device=device)
+    if math.isinf(norm_type):
+        together = torch.cat([each for some in norms.values() for each in some]) if norms else none
+        return _extreme(together, math.copysign(1.0, norm_type), group)
+    powers = [(torch.cat(some) ** norm_type).sum() / num_copies for num_copies, some in norms.items()]
+    total = torch.stack(powers).sum() if powers else none.sum()
+    if _is_spread(group):
+        dist.all_reduce(total, group=group)
+    return total ** (1.0 / norm_type)
+
+
+def _norms_by_copies(
+    parameters: Iterable[tuple[nn.Parameter, bool]], mesh: DeviceMesh | None, norm_type: float
+) -> tuple[dict[int, list[Tensor]], torch.device]:
+    """Norms of this rank's gradients, by the number of ranks that count the same, and the device that they are on."""
     device = torch.device("cpu" if mesh is None else mesh.device_type)
     # by the number of ranks that count the same, and what one call takes together
     alike: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = {}
@@ -61,15 +77,23 @@ def global_norm(
         each = torch.stack(norm_of_each(gradients, norm_type, torch.promote_types(dtype, torch.float32)))
         # shards may lie on the host, and others not
         norms.setdefault(num_copies, []).append(each.to(device, torch.float64))
-    none = torch.zeros(0, dtype=torch.float64, device=device)
-    if math.isinf(norm_type):
-        together = torch.cat([each for some in norms.values() for each in some]) if norms else none
-        return _extreme(together, math.copysign(1.0, norm_type), group)
-    powers = [(torch.cat(some) ** norm_type).sum() / num_copies for num_copies, some in norms.items()]
-    total = torch.stack(powers).sum() if powers else none.sum()
-    if _is_spread(group):
-        dist.all_reduce(total, group=group)
-    return total ** (1.0 / norm_type)
+    return norms, device
+
+
+@torch.no_grad()
+def own_square(parameters: Iterable[tuple[nn.Parameter, bool]], mesh: DeviceMesh | None = None) -> Tensor:
+    """This rank's part of the square of the gradients' 2-norm: over the data-parallel ranks the parts add up to it.
+
+    The arguments are those of :func:`global_norm`.
+
+    Returns:
+        A float64 scalar on the device of the mesh, or else of the parameters. No collective.
+    """
+    norms, device = _norms_by_copies(parameters, mesh, 2.0)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for num_copies, some in norms.items():
+        total += (torch.cat(some) ** 2).sum() / num_copies
+    return total
 
 
 @torch.no_grad()

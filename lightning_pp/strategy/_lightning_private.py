@@ -16,10 +16,12 @@ from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, ThroughputMonitor, WeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, ThroughputMonitor, WeightAveraging
+from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.model_summary.model_summary import ModelSummary as LayerSummaries
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.swa_utils import AveragedModel
@@ -115,6 +117,8 @@ for _owner, _name in (
     (_SignalConnector, "_slurm_sigusr_handler_fn"),
     (_FitLoop, "_should_accumulate"),
     (_TrainingEpochLoop, "_broadcast_sigterm_tensor"),
+    (ModelSummary, "_summary"),
+    (LayerSummaries, "_get_summary_data"),
     (Precision, "_after_closure"),
     (ModelCheckpoint, "_link_checkpoint"),
     (ModelCheckpoint, "_find_last_checkpoints"),
@@ -136,6 +140,8 @@ for _kind, _name in (
     (_AcceleratorConnector, "_layer_sync"),
     (CombinedLoader, "_mode"),
     (Strategy, "_launcher"),
+    (WandbLogger, "_log_model"),
+    (LayerSummaries, "_layer_summary"),
 ):
     private_of_instances(_kind, _name, **_LIGHTNING)
 private(Metric, "_filter_kwargs", **_TORCHMETRICS)
@@ -301,6 +307,28 @@ def hook_that_logs_kept(trainer: pl.Trainer) -> Iterator[None]:
 def throughputs_of(callback: ThroughputMonitor) -> list[Any]:
     """What ``callback`` counts with, after its ``setup``."""
     return list(callback._throughputs.values())
+
+
+def uploads_checkpoints(logger: WandbLogger) -> bool:
+    """The argument ``log_model`` of ``logger``."""
+    return bool(logger._log_model)
+
+
+def replace_summary(callback: ModelSummary, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Has ``callback`` summarize by ``make(original)(trainer, module)``, once however often it is asked for."""
+    if "_summary" not in vars(callback):
+        vars(callback)["_summary"] = make(callback._summary)
+
+
+def summary_columns(summary: Any) -> list[tuple[str, list[str]]]:
+    """The columns of Lightning's model summary: heading, and a cell for each layer."""
+    columns: list[tuple[str, list[str]]] = summary._get_summary_data()
+    return columns
+
+
+def layer_names_of(summary: Any) -> list[str]:
+    """The layers of Lightning's model summary, without the row of parameters of no layer."""
+    return list(summary._layer_summary)
 
 
 def replace_link(callback: ModelCheckpoint, link: Callable[[pl.Trainer, str, str], None]) -> None:

@@ -25,6 +25,7 @@ from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.memory.limit import DeviceMemory
 from lightning_pp.planning.memory.model import MemoryModel
 from lightning_pp.planning.pipeline_options import PipelineOptions
+from lightning_pp.planning.schedules.predictions import Prediction
 from lightning_pp.planning.stage_model import RecordedModel, SplitModel, assign_stages, record_model
 from lightning_pp.planning.tuning import choose_layout, decided_by_one
 from lightning_pp.runtime.compilation import CompiledUnits
@@ -60,6 +61,7 @@ from lightning_pp.strategy.step.frozen import FrozenParameters
 from lightning_pp.strategy.step.outside_steps import OutsideSteps
 from lightning_pp.strategy.step.refusals import raise_own, refuse_carried_state, refuse_unrecorded
 from lightning_pp.strategy.step.update_hooks import UpdateHooks
+from lightning_pp.telemetry import StepPrediction
 from lightning_pp.telemetry.diagnosis.evidence import PlanFacts
 
 _BATCHES_CHECKED_BEFOREHAND = 2
@@ -142,6 +144,7 @@ class PipelineEngine:
         self.is_timed = False
         self.label: Callable[[str], AbstractContextManager[Any]] | None = None  # around actions, for a profiler
         self.last_num_samples = 0
+        self.last_model_flops = 0.0
 
     @property
     def groups(self) -> ControlGroups:
@@ -196,6 +199,7 @@ class PipelineEngine:
             _tell_of_wide_cuts(wide_cuts(self.split.step_plan()))
         self.placement = layout.placement
         self._start = layout.start
+        self._num_microbatches = len(microbatches)
         self._connection.set_last_stage(self.placement.rank_of_stage[-1])
         self.metrics = PipelineMetrics(self.module, self.groups)
         self._programs = tuned_programs(
@@ -435,6 +439,38 @@ class PipelineEngine:
         """What a diagnosis asks of the plan."""
         return plan_facts(self.split, self._options, self._device_memory, self.device.type)
 
+    def facts(self) -> dict[str, int | str | bool]:
+        """What the pipeline's options became, and the model's size, by name; the same on every rank."""
+        sizes, placement, options = self.sizes, self.placement, self._options
+        parameters = [self.split.fake_parameters.names[name] for name in self.split.owners]
+        return {
+            "pipeline_parallel_size": sizes.pipeline,
+            "data_parallel_size": sizes.data_parallel,
+            "data_parallel_replicate_size": sizes.data_parallel_replicate,
+            "world_size": self.mesh.size(),
+            "num_microbatches": self._num_microbatches,
+            "schedule": self._programs.schedule_of(self._num_microbatches).name,
+            "placement": placement.kind,
+            "num_stages": placement.num_stages,
+            "costs_from": self._programs.costs_from,
+            "sharding": options.sharding.mode,
+            "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type,
+            "num_parameters": sum(parameter.numel() for parameter in parameters),
+            "num_trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
+        }
+
+    def predictions(self) -> list[Prediction]:
+        """The schedule that is run, and those in whose place it is, by the costs that it was chosen by."""
+        return self._programs.predictions(self._num_microbatches)
+
+    def prediction_of(self, schedule: Schedule) -> StepPrediction:
+        """What the costs by which schedules are chosen say of a step of ``schedule``."""
+        return self._programs.prediction_of(schedule)
+
+    def gradient_squares(self) -> list[float]:
+        """As :meth:`StageGradients.squares`."""
+        return self.gradients.squares()
+
     # ---------------------------------------------------------------- batches
 
     def train(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, accumulate: int, reduce: bool) -> Any:
@@ -576,6 +612,8 @@ class PipelineEngine:
         if self._compiled_backward is not None:
             self._compiled_backward.note(schedule)
         self.last_num_samples = run.num_samples
+        # a product's backward is two of its size
+        self.last_model_flops = 3.0 * sum(plan.record.forward_flops for plan in run.plans) if self.is_timed else 0.0
         self.num_batches_trained += 1
 
     def _begin_report(self, run: BatchRun) -> BatchReport:

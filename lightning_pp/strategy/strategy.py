@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -59,7 +60,7 @@ from lightning_pp.strategy.faults.preemption import Preemption
 from lightning_pp.strategy.faults.unequal_data import DataProgress, ShortestLoader, check_num_batches
 from lightning_pp.strategy.lightning.callbacks import adapt_callbacks
 from lightning_pp.strategy.lightning.launcher import RunLauncher
-from lightning_pp.strategy.lightning.loggers import GuardedLoggers
+from lightning_pp.strategy.lightning.loggers import GuardedLoggers, warn_of_folders_left_out
 from lightning_pp.strategy.lightning.loop import PipelineOptimization
 from lightning_pp.strategy.lightning.mesh_strategy import MeshStrategy
 from lightning_pp.strategy.lightning.plain import take_compiled_modules, with_stages
@@ -323,6 +324,8 @@ class PipelineParallelStrategy(MeshStrategy):
     def setup_environment(self) -> None:
         """Joins the process group; callbacks that would copy the whole module are told not to."""
         super().setup_environment()
+        # Lightning 2.6 asks torch a question that torch 2.13 deprecates; no user can do anything about it
+        warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
         assert self.lightning_module is not None
         self._data_progress.forget()
         self._failed_runs.start(
@@ -363,7 +366,7 @@ class PipelineParallelStrategy(MeshStrategy):
         engine = self.engine
         engine.attach(trainer)
         self._num_trained_before = engine.num_batches_trained
-        adapt_callbacks(trainer, engine.split.fake_parameters, self.sizes)
+        adapt_callbacks(trainer, lambda: self.engine.split, self.sizes)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         with engine.split.fake_parameters.all_parameters():
             # optimizers are made as on one device, over all names; what is not owned goes afterwards
@@ -375,6 +378,8 @@ class PipelineParallelStrategy(MeshStrategy):
             part = rank_part(engine.split, self.device_mesh, optimizers)
             self._kept_optimizers.note(optimizers, part.catalog.optimizer_groups)
         if is_fitting:
+            if self._checkpoints.is_sharded:
+                warn_of_folders_left_out(trainer.loggers)
             engine.check_memory(optimizers)
             keep_parameters(self.optimizers, list(engine.module.parameters()))
             if not self.options.sharding.cpu_offload:  # states are made where their parameters are

@@ -5,7 +5,9 @@ from __future__ import annotations
 from lightning_pp.telemetry.diagnosis.diagnose import Diagnosis
 from lightning_pp.telemetry.diagnosis.finding import Finding
 from lightning_pp.telemetry.measurement import FitMeasurement, MeasurablePipeline
-from lightning_pp.telemetry.memory import read_peak_memory_gib
+from lightning_pp.telemetry.memory import read_memory_gib, read_peak_memory_gib
+from lightning_pp.telemetry.metric_table import PIPELINE_METRICS, STAGE_METRICS
+from lightning_pp.telemetry.reading import RankReading, StepPrediction
 from lightning_pp.telemetry.report import Measurements, PipelineReport, StageInfo, StageReport, StageTimes
 from lightning_pp.telemetry.sums import RankSums, StageSums, longest_span_bubble
 from lightning_pp.telemetry.throughput import BatchClock, Throughput, count_tokens
@@ -19,6 +21,8 @@ from lightning_pp.telemetry.timeline.text import text_timeline
 from lightning_pp.telemetry.timeline.trace import chrome_trace
 
 __all__ = [
+    "PIPELINE_METRICS",
+    "STAGE_METRICS",
     "BatchClock",
     "Diagnosis",
     "Finding",
@@ -26,12 +30,14 @@ __all__ = [
     "MeasurablePipeline",
     "Measurements",
     "PipelineReport",
+    "RankReading",
     "RankSums",
     "RecordedStep",
     "StageInfo",
     "StageReport",
     "StageSums",
     "StageTimes",
+    "StepPrediction",
     "StepRecorder",
     "Throughput",
     "Timeline",
@@ -40,6 +46,7 @@ __all__ = [
     "html_timeline",
     "longest_span_bubble",
     "raster_timeline",
+    "read_memory_gib",
     "read_peak_memory_gib",
     "svg_timeline",
     "text_timeline",

@@ -15,7 +15,8 @@ from torch import Tensor
 from lightning_pp.runtime.timing import StepTimer
 from lightning_pp.schedule import Placement, Schedule
 from lightning_pp.split.cut.partition import Partition
-from lightning_pp.telemetry.memory import read_peak_memory_gib
+from lightning_pp.telemetry.memory import read_memory_gib, read_peak_memory_gib
+from lightning_pp.telemetry.reading import RankReading, StepPrediction
 from lightning_pp.telemetry.report import Measurements, PipelineReport, StageInfo, StageReport
 from lightning_pp.telemetry.sums import RankSums
 from lightning_pp.telemetry.throughput import BatchClock, Throughput, count_tokens
@@ -63,6 +64,7 @@ class MeasurablePipeline(Protocol):
         groups: Who gathers.
         last_training_step: The schedule and the times of the last training batch; a new pair for each.
         last_num_samples: Samples in that batch.
+        last_model_flops: Operations of its forward and backward, over all stages, without what is computed again.
         is_timed: Whether times are taken from the next batch on.
         label: Makes a context around each action of its name, for a profiler; None for none.
     """
@@ -73,6 +75,7 @@ class MeasurablePipeline(Protocol):
     placement: Placement
     last_training_step: tuple[Schedule, StepTimer] | None
     last_num_samples: int
+    last_model_flops: float
     is_timed: bool
     label: Callable[[str], AbstractContextManager[Any]] | None
 
@@ -82,6 +85,10 @@ class MeasurablePipeline(Protocol):
     @property
     def groups(self) -> PipelineGroups: ...
 
+    def prediction_of(self, schedule: Schedule) -> StepPrediction: ...
+
+    def gradient_squares(self) -> list[float]: ...
+
 
 class FitMeasurement:
     """Collects the times of training steps; every rank has one.
@@ -89,20 +96,31 @@ class FitMeasurement:
     A fit, on every rank of the first replica's pipeline::
 
         after each batch: keep the step's timer, unread; note wall time, samples, tokens and loss     (no collective)
+        note_gradients(): before an update that is to be logged, norms of this rank's gradients       (no collective)
         collect(): read the timers of the latest steps, sum, one gather to rank 0
         finish(): collect what is left; gather one step's times; rank 0 puts the report together
 
-    The other replicas only keep their losses, which are averaged in ``finish``.
+    The other replicas keep their losses, which are averaged in ``finish``, and add their shards' part to the norms of
+    gradients in ``collect``.
 
     The first batch warms up caches and allocators, and is left out unless there is no other.
 
     Args:
         pipeline: What runs on this rank.
         clock: Times the batches.
+
+    Attributes:
+        num_samples: Samples that all replicas have trained on, the first batch included; on pipeline rank 0.
+        num_tokens: The same of tokens.
     """
 
     def __init__(self, pipeline: MeasurablePipeline, clock: BatchClock | None = None) -> None:
         self.clock = clock or BatchClock()
+        self._waited_ms = 0.0
+        self.num_samples = 0
+        self.num_tokens = 0
+        self._squares: list[float] = []
+        self._prediction: tuple[Schedule, StepPrediction] | None = None
         self._pipeline = pipeline
         self._placement = pipeline.placement
         self._stages = pipeline.placement.stages_of_rank(pipeline.rank)
@@ -119,13 +137,15 @@ class FitMeasurement:
 
     # ---------------------------------------------------------------- during the fit
 
-    def batch_ended(self, batch: Any, loss: Tensor | None) -> None:
+    def batch_ended(self, batch: Any, loss: Tensor | None, waited_ms: float = 0.0) -> None:
         """Notes a training batch; costs no collective and does not wait for the device.
 
         Args:
             batch: The batch.
             loss: What the step returned for it, a scalar.
+            waited_ms: How long the loader was waited for, since the batch before.
         """
+        self._waited_ms += waited_ms
         step = self._pipeline.last_training_step
         if step is None or step is self._last_step:
             return  # nothing was run, as for a batch that the loader gave as None
@@ -133,6 +153,8 @@ class FitMeasurement:
         self._num_batches += 1
         if self._num_batches == 1:
             self._first_loss = loss
+        if self._num_batches == _NUM_WARM_UP_BATCHES:
+            self._waited_ms = 0.0  # what follows belongs to batches that count
         self._last_loss = loss
         if not self._is_measured:
             return
@@ -140,7 +162,10 @@ class FitMeasurement:
             self._pictured = step  # not the short last batch of an epoch
         num_tokens = count_tokens(batch) if self._pipeline.rank == 0 else 0
         num_replicas = self._pipeline.groups.num_replicas
-        throughput = self.clock.batch_ended(self._pipeline.last_num_samples * num_replicas, num_tokens * num_replicas)
+        num_samples, num_tokens = self._pipeline.last_num_samples * num_replicas, num_tokens * num_replicas
+        throughput = self.clock.batch_ended(num_samples, num_tokens, self._pipeline.last_model_flops * num_replicas)
+        self.num_samples += num_samples
+        self.num_tokens += num_tokens
         if self._num_batches == _NUM_WARM_UP_BATCHES + 1:
             self._timers.clear()
             self._throughput = Throughput()
@@ -152,28 +177,65 @@ class FitMeasurement:
         """Whether there is a batch after the warm-up, the same on every rank."""
         return self._num_batches > _NUM_WARM_UP_BATCHES
 
+    def note_gradients(self) -> None:
+        """Takes the norms of this rank's gradients, which are complete; waits for the device."""
+        self._squares = self._pipeline.gradient_squares()
+
     def collect(self) -> Measurements | None:
-        """What was measured since the last call; every rank of the pipeline has to call it.
+        """What was measured since the last call; every rank has to call it.
 
         Returns:
             On rank 0 of the first pipeline the measurements, elsewhere None.
         """
-        if not self._is_measured:
-            return None
+        squares, self._squares = self._squares, []
+        group = self._pipeline.groups.data_parallel
+        if squares and group is not None:
+            over_replicas = torch.tensor(squares, dtype=torch.float64, device="cpu")
+            dist.all_reduce(over_replicas, group=group)
+            squares = over_replicas.tolist()
+        return self._collect(squares) if self._is_measured else None
+
+    def _collect(self, squares: Sequence[float]) -> Measurements | None:
         own = RankSums.none(len(self._stages))
         for timer in self._timers:
-            own += RankSums.of_step(timer.times(), self._stages)
+            own += RankSums.of_step(timer.times(), self._stages, timer.sent_bytes)
         self._timers.clear()
-        row = [read_peak_memory_gib(self._pipeline.device), *own.to_row()]
-        longest = 1 + RankSums.row_length(max(len(self._placement.stages_of_rank(r)) for r in self._ranks))
-        rows = self._gather(row, longest)
+        nums_stages = [len(self._placement.stages_of_rank(rank)) for rank in self._ranks]
+        most = max(nums_stages)
+        first = RankReading.row_length(most)
+        rows = self._gather([*self._read(squares).to_row(most), *own.to_row()], first + RankSums.row_length(most))
         throughput, self._throughput = self._throughput, Throughput()
         if rows is None:
             return None
-        sums = [RankSums.from_row(rows[rank][1:], len(self._placement.stages_of_rank(rank))) for rank in self._ranks]
-        found = Measurements(self._placement, sums, [row[0] for row in rows], throughput)
+        sums = [RankSums.from_row(row[first:], number) for row, number in zip(rows, nums_stages, strict=True)]
+        readings = [RankReading.from_row(row, number) for row, number in zip(rows, nums_stages, strict=True)]
+        found = Measurements(self._placement, sums, readings, throughput, self._predict(), self._num_devices)
         self._total = found if self._total is None else self._total + found
         return found
+
+    def _read(self, squares: Sequence[float]) -> RankReading:
+        device = self._pipeline.device
+        waited_ms, self._waited_ms = self._waited_ms, 0.0
+        return RankReading(
+            read_peak_memory_gib(device),
+            *read_memory_gib(device),
+            waited_ms,
+            squares[0] if squares else -1.0,
+            tuple(squares[1:]),
+        )
+
+    def _predict(self) -> StepPrediction | None:
+        """What was expected of the latest schedule, simulated once."""
+        if self._last_step is None:
+            return None
+        schedule = self._last_step[0]
+        if self._prediction is None or self._prediction[0] is not schedule:
+            self._prediction = (schedule, self._pipeline.prediction_of(schedule))
+        return self._prediction[1]
+
+    @property
+    def _num_devices(self) -> int:
+        return self._placement.num_ranks * self._pipeline.groups.num_replicas
 
     # ---------------------------------------------------------------- at the end
 
@@ -189,7 +251,7 @@ class FitMeasurement:
         if not self._is_measured:
             return None
         if self._timers:
-            self.collect()
+            self._collect([])
         timeline = self._gather_timeline()
         if timeline is None or self._total is None:
             return None

@@ -1,4 +1,4 @@
-"""The most memory that a rank has held."""
+"""What a rank holds of its device's memory, and the most that it has held."""
 
 from __future__ import annotations
 
@@ -22,6 +22,21 @@ def read_peak_memory_gib(device: torch.device) -> float:
         torch.cuda.reset_peak_memory_stats(device)
         return peak / _GIB
     return _peak_resident_bytes() / _GIB
+
+
+def read_memory_gib(device: torch.device) -> tuple[float, float]:
+    """What is held of ``device``'s memory now, and what is reserved for it, GiB.
+
+    On CUDA: what tensors hold, and what torch's allocator has taken from the device. On the CPU both are the resident
+    set of this process.
+    """
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device) / _GIB, torch.cuda.memory_reserved(device) / _GIB
+    status = Path("/proc/self/statm")
+    resident = (
+        int(status.read_text().split()[1]) * resource.getpagesize() if status.exists() else _peak_resident_bytes()
+    )
+    return resident / _GIB, resident / _GIB
 
 
 def _peak_resident_bytes() -> int:

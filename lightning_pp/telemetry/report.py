@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from math import sqrt
 
 from lightning_pp.schedule import Placement
 from lightning_pp.telemetry.diagnosis.diagnose import Diagnosis
 from lightning_pp.telemetry.diagnosis.finding import Finding
-from lightning_pp.telemetry.sums import RankSums, longest_span_bubble
+from lightning_pp.telemetry.reading import RankReading, StepPrediction
+from lightning_pp.telemetry.sums import RankSums, imbalance_of, longest_span_bubble
 from lightning_pp.telemetry.throughput import Throughput
 from lightning_pp.telemetry.timeline.step import Timeline
 
@@ -24,6 +26,13 @@ class StageTimes:
         bubble_fraction: ``1 - work / span`` of the stage's rank.
         p2p_wait_ms: Time a step in which the rank stood waiting for what this stage needed from other ranks.
         peak_memory_gib: The most that the stage's rank held (:func:`read_peak_memory_gib`).
+        backward_ms: One microbatch's whole backward: I and W, or B.
+        sent_bytes: Bytes that the stage sends to other ranks in a step.
+        memory_allocated_gib: What the stage's rank holds now (:func:`read_memory_gib`).
+        memory_reserved_gib: What is reserved for it.
+        activations_gib: The most that the stage's rank holds of microbatches between their F and their W, by the
+            simulation of the step; 0 where none was made.
+        gradient_norm: 2-norm of the stage's gradients at the latest update, before clipping; None if not looked at.
     """
 
     forward_ms: float
@@ -32,6 +41,12 @@ class StageTimes:
     bubble_fraction: float
     p2p_wait_ms: float
     peak_memory_gib: float
+    backward_ms: float = 0.0
+    sent_bytes: float = 0.0
+    memory_allocated_gib: float = 0.0
+    memory_reserved_gib: float = 0.0
+    activations_gib: float = 0.0
+    gradient_norm: float | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +77,12 @@ class StageReport:
     bubble_fraction: float
     p2p_wait_ms: float
     peak_memory_gib: float
+    backward_ms: float = 0.0
+    sent_bytes: float = 0.0
+    memory_allocated_gib: float = 0.0
+    memory_reserved_gib: float = 0.0
+    activations_gib: float = 0.0
+    gradient_norm: float | None = None
 
 
 @dataclass
@@ -105,21 +126,27 @@ class Measurements:
     Attributes:
         placement: Which rank holds which stages.
         ranks: Sums by rank.
-        peak_memory_gib: Peak memory by rank.
+        readings: What ranks told of themselves.
         throughput: What went through, over all replicas.
+        prediction: What was expected of a step, if anything.
+        num_devices: Ranks of all replicas.
     """
 
     placement: Placement
     ranks: Sequence[RankSums]
-    peak_memory_gib: Sequence[float]
+    readings: Sequence[RankReading]
     throughput: Throughput
+    prediction: StepPrediction | None = None
+    num_devices: int = 1
 
     def __add__(self, other: Measurements) -> Measurements:
         return Measurements(
             self.placement,
             [mine + its for mine, its in zip(self.ranks, other.ranks, strict=True)],
-            [max(mine, its) for mine, its in zip(self.peak_memory_gib, other.peak_memory_gib, strict=True)],
+            [mine.merged(its) for mine, its in zip(self.readings, other.readings, strict=True)],
             self.throughput + other.throughput,
+            other.prediction,
+            other.num_devices,
         )
 
     @property
@@ -131,26 +158,44 @@ class Measurements:
         """Means by stage."""
         return [self._times_of(stage) for stage in range(self.placement.num_stages)]
 
-    def metrics(self) -> dict[str, float]:
-        """What is logged: ``pp_stage_{s}/...`` for every stage, and ``pp/...`` for the pipeline."""
+    def metrics(self, peak_tflops: float | None = None) -> dict[str, float]:
+        """What is logged: ``pp_stage_{s}/...`` for every stage, and ``pp/...`` for the pipeline (:data:`METRICS`).
+
+        Args:
+            peak_tflops: What one device can do at most, TFLOP/s; without it there is no utilisation.
+        """
         metrics = {
             f"pp_stage_{stage}/{name}": value
             for stage, times in enumerate(self.stage_times())
             for name, value in asdict(times).items()
+            if value is not None
         }
-        metrics["pp/step_ms"] = self.throughput.step_ms
-        metrics["pp/bubble_fraction"] = self.bubble_fraction
-        tokens_per_s = self.throughput.tokens_per_s
-        if tokens_per_s is None:
-            metrics["pp/samples_per_s"] = self.throughput.samples_per_s
-        else:
-            metrics["pp/tokens_per_s"] = tokens_per_s
-        return metrics
+        found = {f"pp/{name}": value for name, value in self._of_pipeline(peak_tflops).items() if value is not None}
+        return metrics | found
+
+    def _of_pipeline(self, peak_tflops: float | None) -> dict[str, float | None]:
+        through, prediction = self.throughput, self.prediction
+        tflops = through.model_flops / through.seconds / self.num_devices / 1e12 if through.seconds else 0.0
+        squares = [reading.gradient_square for reading in self.readings]
+        waits = [reading.data_wait_ms for reading in self.readings]
+        return {
+            "step_ms": through.step_ms,
+            "bubble_fraction": self.bubble_fraction,
+            "imbalance": imbalance_of(self.ranks),
+            "predicted_over_measured": prediction.step_ms / through.step_ms if prediction and through.step_ms else None,
+            "data_wait_ms": max(waits) / through.num_batches if through.num_batches else 0.0,
+            "samples_per_s": through.samples_per_s,
+            "tokens_per_s": through.tokens_per_s,
+            "tflops_per_device": tflops,
+            "model_flops_utilization": tflops / peak_tflops if peak_tflops else None,
+            "gradient_norm": sqrt(sum(squares)) if min(squares) >= 0 else None,
+        }
 
     def _times_of(self, stage: int) -> StageTimes:
         rank = self.placement.rank_of_stage[stage]
         sums = self.ranks[rank]
-        of_stage = sums.stages[self.placement.stages_of_rank(rank).index(stage)]
+        place = self.placement.stages_of_rank(rank).index(stage)
+        of_stage, reading = sums.stages[place], self.readings[rank]
         per_microbatch = 1.0 / of_stage.num_microbatches if of_stage.num_microbatches else 0.0
         return StageTimes(
             forward_ms=of_stage.forward_ms * per_microbatch,
@@ -158,5 +203,11 @@ class Measurements:
             backward_weight_ms=of_stage.backward_weight_ms * per_microbatch,
             bubble_fraction=sums.bubble_fraction,
             p2p_wait_ms=of_stage.wait_ms / sums.num_steps if sums.num_steps else 0.0,
-            peak_memory_gib=self.peak_memory_gib[rank],
+            peak_memory_gib=reading.peak_memory_gib,
+            backward_ms=(of_stage.backward_input_ms + of_stage.backward_weight_ms) * per_microbatch,
+            sent_bytes=of_stage.sent_bytes / sums.num_steps if sums.num_steps else 0.0,
+            memory_allocated_gib=reading.memory_allocated_gib,
+            memory_reserved_gib=reading.memory_reserved_gib,
+            activations_gib=self.prediction.held_gib[rank] if self.prediction is not None else 0.0,
+            gradient_norm=sqrt(reading.gradient_squares[place]) if reading.gradient_squares else None,
         )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
+from types import MappingProxyType
 
 from lightning_pp.runtime.timing import ActionTimes
 from lightning_pp.schedule import ActionKind
@@ -19,6 +20,7 @@ class StageSums:
         backward_input_ms: Time in I, and in B, which does both parts of the backward at once.
         backward_weight_ms: Time in W.
         wait_ms: Time that the rank stood waiting for what the stage's actions needed from other ranks.
+        sent_bytes: What the stage sent to other ranks.
     """
 
     num_microbatches: float = 0.0
@@ -26,6 +28,7 @@ class StageSums:
     backward_input_ms: float = 0.0
     backward_weight_ms: float = 0.0
     wait_ms: float = 0.0
+    sent_bytes: float = 0.0
 
     def __add__(self, other: StageSums) -> StageSums:
         return StageSums(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
@@ -63,14 +66,19 @@ class RankSums:
         return cls(0.0, 0.0, 0.0, (StageSums(),) * num_stages)
 
     @classmethod
-    def of_step(cls, times: Sequence[ActionTimes], stages: Sequence[int]) -> RankSums:
+    def of_step(
+        cls, times: Sequence[ActionTimes], stages: Sequence[int], sent_bytes: Mapping[int, int] = MappingProxyType({})
+    ) -> RankSums:
         """One step.
 
         Args:
             times: The actions of the rank in the order in which it ran them.
             stages: The stages that the rank holds.
+            sent_bytes: What each of them sent to other ranks.
         """
         sums = {stage: dict.fromkeys(StageSums.__dataclass_fields__, 0.0) for stage in stages}
+        for stage in stages:
+            sums[stage]["sent_bytes"] = float(sent_bytes.get(stage, 0))
         for moment in times:
             of_stage = sums[moment.action.stage]
             of_stage[_FIELD_OF_KIND[moment.action.kind]] += moment.work_ms
@@ -114,6 +122,12 @@ class RankSums:
     def row_length(num_stages: int) -> int:
         """Length of the row of a rank of ``num_stages`` stages."""
         return _NUM_RANK_FIELDS + num_stages * _NUM_STAGE_FIELDS
+
+
+def imbalance_of(ranks: Sequence[RankSums]) -> float:
+    """By how much the rank with the most work has more than the mean of the ranks, as a fraction of that mean."""
+    mean = sum(rank.work_ms for rank in ranks) / len(ranks)
+    return max(rank.work_ms for rank in ranks) / mean - 1.0 if mean else 0.0
 
 
 def longest_span_bubble(ranks: Sequence[RankSums]) -> float:

@@ -29,12 +29,14 @@ class Throughput:
         seconds: Wall time that they took.
         num_samples: Samples in them.
         num_tokens: Tokens in them; 0 if they hold no token ids.
+        model_flops: Floating point operations of their forwards and backwards, without what is computed again.
     """
 
     num_batches: int = 0
     seconds: float = 0.0
     num_samples: int = 0
     num_tokens: int = 0
+    model_flops: float = 0.0
 
     def __add__(self, other: Throughput) -> Throughput:
         return Throughput(
@@ -42,6 +44,7 @@ class Throughput:
             self.seconds + other.seconds,
             self.num_samples + other.num_samples,
             self.num_tokens + other.num_tokens,
+            self.model_flops + other.model_flops,
         )
 
     @property
@@ -88,8 +91,8 @@ class BatchClock:
             self._last_end += self._now() - self._paused_at
             self._paused_at = None
 
-    def batch_ended(self, num_samples: int, num_tokens: int) -> Throughput:
-        """One batch of so many samples and tokens has ended."""
+    def batch_ended(self, num_samples: int, num_tokens: int, model_flops: float = 0.0) -> Throughput:
+        """One batch of so many samples, tokens and operations has ended."""
         end = self._now()
         seconds, self._last_end = end - self._last_end, end
-        return Throughput(1, seconds, num_samples, num_tokens)
+        return Throughput(1, seconds, num_samples, num_tokens, model_flops)

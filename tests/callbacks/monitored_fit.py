@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities import grad_norm
 from small_models import VOCAB, WIDTH, TokenModel
 from torch.utils.data import DataLoader
 
@@ -57,6 +58,16 @@ class MemoryLogger(DummyLogger):
         return [row for row in self.rows if any(name.startswith("pp") for name in row[1])]
 
 
+class Norms(L.Callback):
+    """Lightning's own norms of gradients, of each parameter and in total, before every update."""
+
+    def __init__(self) -> None:
+        self.of_updates: list[dict[str, float]] = []
+
+    def on_before_optimizer_step(self, trainer: Any, module: L.LightningModule, optimizer: Any) -> None:
+        self.of_updates.append({name: float(norm) for name, norm in grad_norm(module, 2).items()})
+
+
 class Counts(L.Callback):
     """After each batch, how often the monitor has gathered and a timer has been read."""
 
@@ -97,14 +108,14 @@ def fit(
     **options: Any,
 ) -> tuple[dict[str, Any], PipelineMonitor]:
     """Trains in this process, one of several."""
-    monitor, counts = PipelineMonitor(every_n_steps), Counts()
+    monitor, counts, norms = PipelineMonitor(every_n_steps, peak_tflops=1e-3), Counts(), Norms()
     trainer = L.Trainer(
         accelerator="cpu",
         devices=pipeline * replicas,
         strategy=PipelineParallelStrategy(pipeline, replicas, num_microbatches=4, schedule=schedule),
         max_epochs=1,
         logger=list(loggers),
-        callbacks=[monitor, counts],
+        callbacks=[monitor, counts, norms],
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -118,6 +129,7 @@ def fit(
     report = monitor.report
     outcome: dict[str, Any] = {
         "losses": model.losses,
+        "norms": norms.of_updates,
         "after_batches": counts.after_batches,
         "num_gathers": counts.num_gathers,
         "report": None if report is None else {**vars(report), "stages": [vars(stage) for stage in report.stages]},

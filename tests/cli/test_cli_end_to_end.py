@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from command import TINY_RUN, Finished, run_command, run_forked, torchrun
+from wandb_runs import config_of, of_type, records
 
 
 def reported_path(finished: Finished, name: str) -> Path:
@@ -91,14 +92,37 @@ def test_multirun_under_torchrun_runs_every_job(own_text: Path) -> None:
     folder = own_text / "sweep"
     folder.mkdir()
     finished = run_forked(
-        [*TINY_RUN, "--multirun", "data.files=[../my.txt]", "logger=none", "data.seed=1,2", "trainer.max_steps=2"],
+        [*TINY_RUN, "--multirun", "data.files=[../my.txt]", "data.seed=1,2", "trainer.max_steps=2"],
         folder,
         num_processes=2,
     )
     assert finished.code == 0, finished.output
     assert finished.output.count("Pipeline stages") == 2
     assert [path.name for path in folder.iterdir()] == ["multirun"]
-    assert sorted(path.name for path in folder.glob("multirun/*/*/*") if path.is_dir()) == ["0", "1"]
+    jobs = sorted(path for path in folder.glob("multirun/*/*/*") if path.is_dir())
+    assert [path.name for path in jobs] == ["0", "1"]
+    _check_one_wandb_run_each(folder, jobs)
+
+
+def test_plain_multirun_gives_each_job_a_wandb_run(own_text: Path) -> None:
+    folder = own_text / "plain"
+    folder.mkdir()
+    arguments = [*TINY_RUN, "--multirun", "data.files=[../my.txt]", "data.seed=1,2", "trainer.devices=1"]
+    finished = run_forked([*arguments, "trainer.max_steps=2"], folder)
+    assert finished.code == 0, finished.output
+    _check_one_wandb_run_each(folder, sorted(path for path in folder.glob("multirun/*/*/*") if path.is_dir()))
+
+
+def _check_one_wandb_run_each(folder: Path, jobs: list[Path]) -> None:
+    found = [records(job) for job in jobs]
+    runs = [of_type(each, "run")[0] for each in found]
+    assert len({run["run_id"] for run in runs}) == 2
+    assert {run["run_group"] for run in runs} == {str(jobs[0].parent.relative_to(folder))}
+    for each, job, seed in zip(found, jobs, (1, 2), strict=True):
+        config = config_of(each)
+        assert (config["data"]["seed"], config["model"]["dim"], config["mode"]) == (seed, 16, "fit")
+        assert config["logger"]["save_dir"] == str(job)
+        assert [ended["exit_code"] for ended in of_type(each, "exit")] == [0]
 
 
 def test_model_in_the_users_folder_is_found_with_its_own_config(tmp_path: Path) -> None:

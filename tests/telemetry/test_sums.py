@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from simulated_steps import UNEVEN_COSTS, schedule_and_costs, simulated_times
 
 from lightning_pp.runtime.timing import ActionTimes
 from lightning_pp.schedule import Action, ActionKind
-from lightning_pp.telemetry import Measurements, RankSums, Throughput, longest_span_bubble
+from lightning_pp.telemetry import (
+    PIPELINE_METRICS,
+    STAGE_METRICS,
+    Measurements,
+    RankReading,
+    RankSums,
+    StepPrediction,
+    Throughput,
+    longest_span_bubble,
+)
+from lightning_pp.telemetry.sums import imbalance_of
+
+
+def readings(peaks_gib: list[float]) -> list[RankReading]:
+    return [RankReading(peak, data_wait_ms=10.0 * rank if peak else 0.0) for rank, peak in enumerate(peaks_gib)]
+
 
 SCHEDULES = ["gpipe", "1f1b", "zb_h1", "zb_h2", "zb_v", "interleaved_1f1b"]
 
@@ -36,7 +53,7 @@ def test_means_are_the_costs_of_each_stage(name: str) -> None:
     sums = sums_of(name)
     twice = [rank + rank for rank in sums]  # means do not depend on the number of steps
     peaks = [float(rank) for rank in range(len(sums))]
-    times = Measurements(schedule.placement, twice, peaks, Throughput()).stage_times()
+    times = Measurements(schedule.placement, twice, readings(peaks), Throughput()).stage_times()
     assert [stage.forward_ms for stage in times] == pytest.approx(UNEVEN_COSTS["forward"])
     backward = [stage.backward_input_ms + stage.backward_weight_ms for stage in times]
     whole = [sum(pair) for pair in zip(UNEVEN_COSTS["backward_input"], UNEVEN_COSTS["backward_weight"], strict=True)]
@@ -86,29 +103,46 @@ def test_rows_come_back_whatever_follows_them() -> None:
 def test_nothing_measured_gives_zeros() -> None:
     schedule, _ = schedule_and_costs("1f1b")
     nothing = [RankSums.none(1)] * 4
-    metrics = Measurements(schedule.placement, nothing, [0.0] * 4, Throughput()).metrics()
+    metrics = Measurements(schedule.placement, nothing, readings([0.0] * 4), Throughput()).metrics()
     assert set(metrics.values()) == {0.0}
 
 
 def test_measurements_add_up() -> None:
     schedule, _ = schedule_and_costs("zb_h1")
-    first = Measurements(schedule.placement, sums_of("zb_h1"), [1.0, 4.0, 2.0, 2.0], Throughput(2, 1.0, 8, 80))
-    second = Measurements(schedule.placement, sums_of("zb_h1"), [3.0, 1.0, 2.0, 5.0], Throughput(1, 2.0, 4, 40))
+    peaks = [[1.0, 4.0, 2.0, 2.0], [3.0, 1.0, 2.0, 5.0]]
+    first = Measurements(schedule.placement, sums_of("zb_h1"), readings(peaks[0]), Throughput(2, 1.0, 8, 80, 6e12))
+    looked_at = [replace(reading, gradient_square=4.0, gradient_squares=(9.0,)) for reading in readings(peaks[1])]
+    later, prediction = Throughput(1, 2.0, 4, 40, 6e12), StepPrediction(800.0, (1.0, 2.0, 3.0, 4.0))
+    second = Measurements(schedule.placement, sums_of("zb_h1"), looked_at, later, prediction, num_devices=4)
     both = first + second
-    assert both.peak_memory_gib == [3.0, 4.0, 2.0, 5.0]
-    assert both.throughput == Throughput(3, 3.0, 12, 120)
+    assert [reading.peak_memory_gib for reading in both.readings] == [3.0, 4.0, 2.0, 5.0]
+    assert both.throughput == Throughput(3, 3.0, 12, 120, 12e12)
     assert both.stage_times()[1].p2p_wait_ms == pytest.approx(first.stage_times()[1].p2p_wait_ms)
     metrics = both.metrics()
     assert metrics["pp/step_ms"] == 1000.0
     assert metrics["pp/tokens_per_s"] == 40.0
-    assert "pp/samples_per_s" not in metrics
-    names = [
-        "forward_ms",
-        "backward_input_ms",
-        "backward_weight_ms",
-        "bubble_fraction",
-        "p2p_wait_ms",
-        "peak_memory_gib",
-    ]
-    expected = {f"pp_stage_{stage}/{name}" for stage in range(4) for name in names}
-    assert set(metrics) == expected | {"pp/step_ms", "pp/tokens_per_s", "pp/bubble_fraction"}
+    assert metrics["pp/samples_per_s"] == 4.0
+    assert metrics["pp/data_wait_ms"] == 2 * 30.0 / 3  # of the rank that waited longest
+    assert metrics["pp/tflops_per_device"] == 1.0  # 12 TFLOP in 3 s on 4 devices
+    assert metrics["pp/predicted_over_measured"] == 0.8
+    assert metrics["pp/gradient_norm"] == 4.0 and metrics["pp_stage_2/gradient_norm"] == 3.0
+    assert [metrics[f"pp_stage_{stage}/activations_gib"] for stage in range(4)] == [1.0, 2.0, 3.0, 4.0]
+    assert "pp/model_flops_utilization" not in metrics
+    assert both.metrics(peak_tflops=2.5)["pp/model_flops_utilization"] == 0.4
+    # what is documented is what is logged; the monitor adds what the trainer and the batches tell
+    stages = {f"pp_stage_{stage}/{metric.name}" for stage in range(4) for metric in STAGE_METRICS}
+    others = {f"pp/{metric.name}" for metric in PIPELINE_METRICS}
+    assert set(both.metrics(peak_tflops=2.5)) == stages | others - {"pp/samples", "pp/tokens", "pp/learning_rate"}
+
+
+def test_imbalance_is_that_of_the_work() -> None:
+    sums = [RankSums(1.0, work_ms, 20.0, ()) for work_ms in (10.0, 10.0, 10.0, 14.0)]
+    assert imbalance_of(sums) == pytest.approx(14 / 11 - 1)
+
+
+def test_readings_come_back_from_rows_of_any_length() -> None:
+    looked_at = RankReading(1.0, 2.0, 3.0, 4.0, 25.0, (9.0, 16.0))
+    for reading, num_stages in ((looked_at, 2), (RankReading(1.0), 1)):
+        row = reading.to_row(3)
+        assert len(row) == RankReading.row_length(3)
+        assert RankReading.from_row([*row, 7.0], num_stages) == reading

@@ -68,13 +68,20 @@ def make_plan(config: DictConfig, console: Console | None = None) -> Plan | None
     if not console.is_terminal:
         console = Console(file=console.file, width=140)
     request = _request(config)
+    with Console(stderr=True).status("building data and model") as status:  # nothing where that is no terminal
+        return _plan(request, console, status.update)
+
+
+def _plan(request: Request, console: Console, tell: Callable[[str], None]) -> Plan | None:
+    config = request.config
     data = build(config.data)
     model = build_without_memory(lambda: build(config.model))
+    tell("recording the step by a dry run on the first batch, and cutting it")
 
     device_type = "cpu" if config.trainer.accelerator == "cpu" else "cuda"
 
     def look(cutter: ModelCutter) -> Plan | None:
-        return _look(request, cutter, console)
+        return _look(request, cutter, console, tell)
 
     with user_errors(FileNotFoundError), explained(type(model).__name__) if config.check else nullcontext():
         return look_at_cuts(
@@ -146,7 +153,7 @@ def _num_devices(config: DictConfig) -> tuple[int, str]:
     return least, about
 
 
-def _look(request: Request, cutter: ModelCutter, console: Console) -> Plan | None:
+def _look(request: Request, cutter: ModelCutter, console: Console, tell: Callable[[str], None]) -> Plan | None:
     config, options = request.config, request.strategy.options
     costs = Costs(request.speed, request.costs, options.cut)
     limit_gib = config.device_memory_gib if config.device_memory_gib is not None else options.device_memory_gib
@@ -158,7 +165,7 @@ def _look(request: Request, cutter: ModelCutter, console: Console) -> Plan | Non
         print_check(console, cutter, cut.split, f"training_step, on the first batch of {config.data.get('_target_')}")
         return None
     costs.calibrate(cut)
-    table = planner.table(config.schedules)
+    table = planner.table(config.schedules, tell)
     configured = table.named(options.schedule.source.name, cut.split.placement)
     shown = _shown(config.show, table, configured, limit)
     assumptions = tuple(filter(None, (request.devices_about, memory.assumed)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from lightning_pp.cli.plan.costs import Costs
@@ -186,13 +186,16 @@ class Planner:
             self._cuts[key] = ModelCut(cut.split, summary, costs)
         return self._cuts[key]
 
-    def table(self, names: Sequence[str] | None = None) -> ScheduleTable:
+    def table(
+        self, names: Sequence[str] | None = None, tell: Callable[[str], None] = lambda text: None
+    ) -> ScheduleTable:
         """Builds every schedule.
 
         Families that cannot have the run's stages on each rank have as many as is usual for them.
 
         Args:
             names: The schedules to build, by default all; that of the run is in the table whatever they are.
+            tell: Is told which one is being built.
 
         Raises:
             ScheduleError: A name is unknown, or a CSV file does not fit.
@@ -205,6 +208,7 @@ class Planner:
             source = schedule_source(name, whole_batch_loss=configured.whole_batch_loss)
             source = source.with_stages_per_rank(configured.stages_per_rank)
             placements = source.placements(self._num_ranks)
+            tell(f"building and simulating {name}")
             for placement in sorted(placements, key=lambda one: (one.num_stages, one.kind == "V")):
                 number = placement.num_stages // self._num_ranks
                 try:

@@ -42,6 +42,11 @@ class ProgramCache:
         self._measured: dict[int, Schedule] = {}
         self._evaluation: dict[int, Schedule] = {}
 
+    @property
+    def costs(self) -> StageCosts:
+        """Costs of the stages that programs are chosen by."""
+        return self._costs
+
     def use(self, found: Schedule, costs: StageCosts, memory_limit: float | Sequence[float] | None) -> None:
         """From now on programs come from ``found``, and these costs and limits count."""
         self._found, self._costs, self._memory_limit = found, costs, memory_limit

@@ -368,6 +368,11 @@ class StepRecord:
             first.setdefault(call.unit, call.index)
         return first
 
+    @cached_property
+    def forward_flops(self) -> int:
+        """Floating point operations of the step's forward."""
+        return self.tail.flops + sum(call.flops + call.reads.flops for call in self.calls)
+
     def parameters_used_outside(self) -> set[str]:
         """Canonical names of the parameters that are used outside the unit that holds them."""
         return set(self.tail.parameters).union(*(call.reads.parameters for call in self.calls))

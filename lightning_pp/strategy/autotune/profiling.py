@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.errors import ScheduleError
 from lightning_pp.planning.schedules.options import ScheduleOptions
+from lightning_pp.planning.schedules.predictions import Prediction
 from lightning_pp.planning.schedules.programs import ProgramCache
 from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.planning.tuning import Layout, decided_by_one
@@ -21,7 +22,8 @@ from lightning_pp.schedule import Schedule, Sharding, StageCosts
 from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.record.plan import StepPlan
 from lightning_pp.strategy.autotune.measured_costs import CostExchange, Measured, Profile, Shape
-from lightning_pp.strategy.autotune.tuning_report import comparison, costs_text, save_costs
+from lightning_pp.strategy.autotune.tuning_report import comparison, costs_text, predicted_schedules, save_costs
+from lightning_pp.telemetry import StepPrediction
 
 NUM_WARM_UP_BATCHES = 2
 """Left out of the measurement: they fill caches and allocators and make communicators."""
@@ -52,6 +54,7 @@ class TunedPrograms:
         device: Where this rank computes.
         broadcast: Returns rank 0's argument on every rank.
         room_gib: What is left for activations on each rank of a limit of all memory; None without one.
+        rejected: What was found on other placements, by estimated or given costs.
 
     Attributes:
         sharding: What the stages gather and reduce; the search compares schedules with it. None: nothing.
@@ -68,7 +71,9 @@ class TunedPrograms:
         device: torch.device,
         broadcast: Callable[[Any], Any],
         room_gib: tuple[float, ...] | None = None,
+        rejected: tuple[Prediction, ...] = (),
     ) -> None:
+        self._rejected = rejected
         self._options = options
         self._cache = cache
         self._split = split
@@ -103,6 +108,29 @@ class TunedPrograms:
             return self._cache.training(num_microbatches)
         self.queued_bytes = {}
         return self._cache.measured(num_microbatches)
+
+    def schedule_of(self, num_microbatches: int) -> Schedule:
+        """The schedule of training batches, as things stand; unlike :meth:`training` it changes nothing."""
+        return self._cache.training(num_microbatches)
+
+    def predictions(self, num_microbatches: int) -> list[Prediction]:
+        """The schedule that is run, and those in whose place it is, by the costs that it was chosen by."""
+        found = predicted_schedules(
+            self._cache.costs, self._cache.training(num_microbatches), memory_limit=self._options.memory_limit_gib
+        )
+        return [*found, *(self._rejected if self.costs_from != "measured" else ())]
+
+    def prediction_of(self, schedule: Schedule) -> StepPrediction:
+        """The time of a step in a row of overlapping ones, and what ranks hold, by the same costs."""
+        simulation = schedule.simulate(self._cache.costs)
+        return StepPrediction(float(max(simulation.span_ms)), tuple(map(float, simulation.peak_memory)))
+
+    @property
+    def costs_from(self) -> str:
+        """Where these costs are from: ``estimated``, ``given`` or ``measured``."""
+        if self._options.costs is not None:
+            return "given"
+        return "measured" if self.costs is not None and self._options.searches_again else "estimated"
 
     def evaluation(self, num_microbatches: int) -> Schedule:
         """The schedule of an evaluation batch."""
@@ -206,7 +234,9 @@ def tuned_programs(
         rank_zero_info(
             f"schedule={options.source.name!r} begins with {layout.start.name}, by {how} costs:\n{layout.reason}"
         )
-    programs = TunedPrograms(options, cache, split, mesh, data_parallel, groups, device, broadcast, layout.room_gib)
+    programs = TunedPrograms(
+        options, cache, split, mesh, data_parallel, groups, device, broadcast, layout.room_gib, layout.rejected
+    )
     if options.costs is not None:
         programs.costs = layout.costs  # of these cuts, and with the bytes that were not given
     return programs

@@ -10,6 +10,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_pp.errors import ScheduleError
+from lightning_pp.planning.schedules.predictions import Prediction
 from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.schedule import Placement, Schedule, StageCosts, available_schedules, build_schedule
 from lightning_pp.schedule.registry import schedule_family
@@ -89,25 +90,36 @@ def costs_text(costs: StageCosts) -> str:
     return f"  measured per stage, ms: {', '.join(parts)}"
 
 
+def predicted_schedules(
+    costs: StageCosts,
+    chosen: Schedule,
+    before: Schedule | None = None,
+    memory_limit: float | None = None,
+) -> list[Prediction]:
+    """What ``costs`` say of the schedule that is chosen, of the one before, and of those made by hand in its place."""
+    found = [Prediction.of(chosen.name, chosen, costs, is_chosen=True)]
+    if before is not None:
+        found.append(Prediction.of(f"{before.name}, until now", before, costs))
+    by_hand = compared_schedules(
+        costs, chosen.placement, chosen.num_microbatches, memory_limit, whole_batch_loss=chosen.whole_batch_loss
+    )
+    for name, schedule in by_hand:
+        if isinstance(schedule, ScheduleError):
+            found.append(Prediction.impossible(name, chosen.placement, schedule))
+        elif name != chosen.name:
+            found.append(Prediction.of(name, schedule, costs))
+    return found
+
+
 def comparison(measured: Measured, found: Schedule, before: Schedule, limit: float | None) -> list[str]:
     """A line for each schedule: predicted step time and bubble."""
-    costs = measured.costs
-    compared: list[tuple[str, Schedule | ScheduleError]] = [
-        (f"> {found.name}", found),
-        (f"  {before.name}, until now", before),
-    ]
-    by_hand = compared_schedules(
-        costs, found.placement, measured.num_microbatches, limit, whole_batch_loss=found.whole_batch_loss
-    )
-    compared += [(f"  {name}", schedule) for name, schedule in by_hand]
     lines = ["  predicted                       step, ms   bubble   most held, GiB"]
-    for name, schedule in compared:
-        if isinstance(schedule, ScheduleError):
-            lines.append(f"  {name:<30} {schedule}")
-            continue
-        simulation = schedule.simulate(costs)
-        lines.append(
-            f"  {name:<30} {max(simulation.span_ms):9.4g} {simulation.bubble_fraction:8.3f} "
-            f"{max(simulation.peak_memory):12.3g}"
-        )
+    for row in predicted_schedules(measured.costs, found, before, limit):
+        mark = ">" if row.is_chosen else " "
+        if row.step_ms is None:
+            lines.append(f"  {mark} {row.schedule:<28} {row.why_not}")
+        else:
+            lines.append(
+                f"  {mark} {row.schedule:<28} {row.step_ms:9.4g} {row.bubble_fraction:8.3f} {row.held_gib:12.3g}"
+            )
     return lines

@@ -86,6 +86,11 @@ class Checkpoints:
         self._promised: set[str] = set()
         self._opened: OpenedCheckpoint | None = None
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether checkpoints are folders."""
+        return self._is_sharded
+
     def refuse_plugin(self, checkpoint_io: CheckpointIO) -> None:
         """Raises :class:`ConfigurationError` for a plugin that a sharded checkpoint would not go through."""
         if type(checkpoint_io) is not TorchCheckpointIO and self._is_sharded:

@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelSummary, ThroughputMonitor
+from lightning.pytorch.callbacks import ThroughputMonitor
 
 from lightning_pp.distributed.sizes import ParallelSizes
-from lightning_pp.split.fakes.parameters import FakeParameters
+from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.strategy._lightning_private import throughputs_of
+from lightning_pp.strategy.lightning.summary import summarize_whole_model
 
 
-def adapt_callbacks(trainer: pl.Trainer, fake_parameters: FakeParameters, sizes: ParallelSizes) -> None:
+def adapt_callbacks(trainer: pl.Trainer, split: Callable[[], SplitModel], sizes: ParallelSizes) -> None:
     """Has the callbacks of ``trainer`` speak of the model and not of a stage, and of replicas and not of ranks.
 
     Args:
         trainer: After the ``setup`` of its callbacks.
-        fake_parameters: Knows all parameters of the model.
+        split: Gives the model as it is cut by the time of the summary.
         sizes: Of the mesh.
     """
+    summarize_whole_model(trainer, split)
     callbacks: list[Any] = getattr(trainer, "callbacks", [])
     for callback in callbacks:
-        if isinstance(callback, ModelSummary):
-            _summarize_whole_model(callback, fake_parameters)
-        elif isinstance(callback, ThroughputMonitor):
+        if isinstance(callback, ThroughputMonitor):
             _count_replicas(callback, sizes)
-
-
-def _summarize_whole_model(callback: ModelSummary, fake_parameters: FakeParameters) -> None:
-    def on_fit_start(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        with fake_parameters.all_parameters():  # a summary counts while it is printed
-            type(callback).on_fit_start(callback, trainer, module)
-
-    vars(callback)["on_fit_start"] = on_fit_start
 
 
 def _count_replicas(callback: ThroughputMonitor, sizes: ParallelSizes) -> None:

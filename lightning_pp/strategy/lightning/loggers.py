@@ -12,8 +12,10 @@ from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_pp.strategy._lightning_private import uploads_checkpoints
 from lightning_pp.strategy.lightning.patching import replaced
 
 #: What Lightning, its callbacks and the monitor of the pipeline call.
@@ -84,4 +86,13 @@ class GuardedLoggers:
             "what this logger is given may be lost. It is called again each time, and further errors of it are not "
             "told.",
             stacklevel=3,
+        )
+
+
+def warn_of_folders_left_out(loggers: Sequence[Logger]) -> None:
+    """Says that Lightning's logger of W&B makes artifacts of files only, where checkpoints are to be folders."""
+    if any(isinstance(logger, WandbLogger) and uploads_checkpoints(logger) for logger in loggers):
+        rank_zero_warn(
+            "WandbLogger(log_model=...) makes no artifacts of checkpoints that are folders. Use "
+            "lightning_pp.PipelineWandbLogger, or PipelineParallelStrategy(save_distributed_checkpoint=False)."
         )

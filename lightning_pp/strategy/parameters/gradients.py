@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,7 +20,7 @@ from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.schedule import Schedule, Sharding
 from lightning_pp.sharding import ReplicatedUnits, ShardedStages
 from lightning_pp.sharding.accumulation import WideGradients
-from lightning_pp.sharding.clip import clip_by_norm_, clip_by_value_
+from lightning_pp.sharding.clip import clip_by_norm_, clip_by_value_, own_square
 from lightning_pp.sharding.fsdp import ShardedUnits
 from lightning_pp.sharding.replicated import ReplicatedGradients
 from lightning_pp.sharding.shared import SharedParameters
@@ -59,6 +59,8 @@ class StageGradients:
         dtypes: StepDtypes,
     ) -> None:
         self._module = split.module
+        self._split = split
+        self._rank = rank
         self._data_parallel = data_parallel
         self._num_ranks = mesh.size()
         self._units: ShardedUnits | ReplicatedUnits | None = None
@@ -165,6 +167,26 @@ class StageGradients:
         if isinstance(self._units, ShardedUnits):
             self._units.take_apart()
 
+    def squares(self) -> list[float]:
+        """This rank's parts of squared gradient norms: of all that it counts in the norm of the model, then by stage.
+
+        Summed over the data-parallel ranks they are the squares themselves. A parameter of several stages counts in
+        each of them, and once in the first number. Waits for the device; no collective.
+        """
+        names, stages = self._split.fake_parameters.canonical_names, self._split.placement.stages_of_rank(self._rank)
+        named = [(names[name], parameter) for name, parameter in self._module.named_parameters()]
+        counted = self._counted([parameter for _, parameter in named])
+        of_stages = [[(p, True) for name, p in named if stage in self._split.owners[name]] for stage in stages]
+        squares = [own_square(some, self._data_parallel) for some in (counted, *of_stages)]
+        found: list[float] = torch.stack(squares).tolist()
+        return found
+
+    def _counted(self, parameters: Sequence[nn.Parameter]) -> list[tuple[nn.Parameter, bool]]:
+        """Each with whether it counts here in the norm of the whole model."""
+        if self._shared is None:
+            return [(parameter, True) for parameter in parameters]
+        return list(self._shared.with_ownership(parameters))
+
     def install_clipping(self, precision: Precision, note_norm: Callable[[Tensor], None]) -> None:
         """Makes ``precision`` clip by the norm over all stages and shards, shared parameters counted once.
 
@@ -190,6 +212,5 @@ class StageGradients:
         note: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
         """As :func:`clip_by_norm_`, of what all ranks give; every rank has to call it with its part, or with none."""
-        given = list(parameters)
-        owned = [(p, True) for p in given] if self._shared is None else self._shared.with_ownership(given)
+        owned = self._counted(list(parameters))
         return clip_by_norm_(owned, max_norm, mesh=self._data_parallel, norm_type=norm_type, note=note)

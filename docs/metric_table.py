@@ -1,0 +1,32 @@
+"""Writes the tables of metrics in ``docs/metrics.md`` from the code: ``python docs/metric_table.py``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_pp.telemetry import PIPELINE_METRICS, STAGE_METRICS
+from lightning_pp.telemetry.metric_table import Metric
+
+DOCUMENT = Path(__file__).parent / "metrics.md"
+TABLES = re.compile(r"(?<=<!-- metrics -->\n).*?(?=<!-- end of metrics -->)", re.DOTALL)
+
+
+def tables() -> str:
+    """Both tables, as Markdown."""
+    return f"{_table('pp_stage_{s}/', STAGE_METRICS)}\n{_table('pp/', PIPELINE_METRICS)}"
+
+
+def document() -> str:
+    """The page with the tables of today."""
+    return TABLES.sub(lambda _: tables(), DOCUMENT.read_text())
+
+
+def _table(prefix: str, metrics: Sequence[Metric]) -> str:
+    rows = [f"| `{prefix}{metric.name}` | {metric.meaning} |" for metric in metrics]
+    return "\n".join(["| metric | what it is |", "|---|---|", *rows]) + "\n"
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(document())

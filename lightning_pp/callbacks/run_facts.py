@@ -1,0 +1,65 @@
+"""What a run was made with, for its loggers: versions and the state of the code."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+import warnings
+from importlib.metadata import PackageNotFoundError, version
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.throughput import get_available_flops
+
+_PACKAGES = ("lightning", "transformers", "wandb")
+_GIT_SECONDS = 5.0
+
+
+def run_facts() -> dict[str, str]:
+    """Versions by name, and ``git_commit`` where the run was started within a repository."""
+    package = sys.modules["lightning_pp"]
+    facts = {
+        "version_python": platform.python_version(),
+        "version_torch": str(torch.__version__),
+        "version_lightning_pp": package.__version__,
+    }
+    if torch.version.cuda is not None:
+        facts["version_cuda"] = torch.version.cuda
+    for name in _PACKAGES:
+        try:
+            facts[f"version_{name}"] = version(name)
+        except PackageNotFoundError:
+            continue
+    commit = _git_commit()
+    return facts if commit is None else {**facts, "git_commit": commit}
+
+
+def _git_commit() -> str | None:
+    """The commit that is checked out here, with ``-dirty`` where files that it tracks have changed since."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None
+
+
+def known_peak_tflops(device: torch.device, trainer: pl.Trainer) -> float | None:
+    """What Lightning's table says that ``device`` can do at most in the trainer's precision, TFLOP/s; None if nothing.
+
+    It raises, or warns, of devices that it does not know; both are nothing to a training.
+    """
+    if device.type == "cpu":
+        return None
+    dtype = torch.float32
+    for name, kind in (("bf16", torch.bfloat16), ("16", torch.float16)):
+        if str(trainer.precision).startswith(name):
+            dtype = kind
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            flops = get_available_flops(device, dtype)
+    except Exception:
+        return None
+    return None if flops is None else flops / 1e12

@@ -1,0 +1,51 @@
+"""What steps would take under several schedules, by the same costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_pp.schedule import Placement, Schedule, StageCosts
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One schedule, as it is simulated.
+
+    Attributes:
+        schedule: Its name.
+        placement: Where its stages are: one chunk, V, interleaved.
+        num_stages: How many they are.
+        is_chosen: Whether it is the one that is run.
+        step_ms: The time of a step in a row of overlapping ones, milliseconds; None where it cannot be used.
+        bubble_fraction: ``1 - work / longest span``; None as well.
+        held_gib: The most that a rank holds of microbatches, GiB; None as well.
+        why_not: Why it cannot be used; empty where it can.
+    """
+
+    schedule: str
+    placement: str
+    num_stages: int
+    is_chosen: bool = False
+    step_ms: float | None = None
+    bubble_fraction: float | None = None
+    held_gib: float | None = None
+    why_not: str = ""
+
+    @classmethod
+    def of(cls, name: str, schedule: Schedule, costs: StageCosts, *, is_chosen: bool = False) -> Prediction:
+        """What ``costs``, with ``held_*`` in GiB, say of ``schedule``."""
+        simulation, placement = schedule.simulate(costs), schedule.placement
+        return cls(
+            name,
+            placement.kind,
+            placement.num_stages,
+            is_chosen,
+            float(max(simulation.span_ms)),
+            float(simulation.bubble_fraction),
+            float(max(simulation.peak_memory)),
+        )
+
+    @classmethod
+    def impossible(cls, name: str, placement: Placement, error: Exception) -> Prediction:
+        """A schedule that cannot be used there, and why."""
+        return cls(name, placement.kind, placement.num_stages, why_not=str(error))
