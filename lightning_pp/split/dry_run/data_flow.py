@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -44,11 +44,20 @@ from lightning_pp.split.unit_calls.selective_policy import Policy, saves_output
 
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
-# the CPU's attention, which torch's registry leaves out: its operands are those of the GPU's
-_MORE_FLOPS = {
+
+
+def _grouped_product_flops(first: Tensor, second: Tensor, *_: Any, **__: Any) -> int:
+    """Of a product whose rows go to one of several matrices each, as in layers of experts."""
+    rows = first[0] if first.ndim > second.ndim else first  # a column goes to one matrix of the first
+    return 2 * rows.numel() * second.shape[-1]
+
+
+# what torch's registry leaves out: the CPU's attention, whose operands are those of the GPU's, and grouped products
+_MORE_FLOPS: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._grouped_mm: _grouped_product_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
         torch.ops.aten._scaled_dot_product_flash_attention
-    ]
+    ],
 }
 
 

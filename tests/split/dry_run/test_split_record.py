@@ -76,6 +76,28 @@ def test_costs_of_calls() -> None:
     assert record.tail.flops == 0
 
 
+def test_products_of_experts_are_counted() -> None:
+    """Each row goes to one expert, whatever their number."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, WIDTH, WIDTH))
+
+        def forward(self, h: Tensor) -> Tensor:
+            rows = h.flatten(0, 1).bfloat16()
+            ends = torch.arange(1, 5, dtype=torch.int32) * (len(rows) // 4)
+            return h + nn.functional.grouped_mm(rows, self.weight.bfloat16(), offs=ends).view(h.shape)
+
+    class Mixture(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Experts(), Experts()])
+
+    record = record_of(build(Mixture), batches(4)[0])
+    assert record.calls[1].flops == 2 * (4 * 6) * WIDTH * WIDTH
+
+
 def test_inter_unit_code_has_costs_too() -> None:
     class Similarity(Small):
         def training_step(self, batch: Any) -> Tensor:
