@@ -6,12 +6,15 @@ Shape letters: B sequences, T bytes per sequence, D model width, H heads, V = 25
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from lightning_pp.recipes.optimization import optimizer_with_warmup
 
 NUM_BYTE_VALUES = 256
 
@@ -59,7 +62,8 @@ class ByteGPT(L.LightningModule):
         dropout: Dropout probability.
         learning_rate: Peak of a cosine schedule after the warm-up.
         num_warmup_steps: Optimizer steps of linear warm-up.
-        weight_decay: AdamW's decay of the matrices; norms and positions are not decayed.
+        weight_decay: Decay of the matrices; norms and positions are not decayed.
+        optimizer: Makes the optimizer from groups of parameters and ``lr``; None is AdamW.
 
     Raises:
         ValueError: ``num_heads`` does not divide ``dim``.
@@ -75,14 +79,16 @@ class ByteGPT(L.LightningModule):
         learning_rate: float = 3e-3,
         num_warmup_steps: int = 20,
         weight_decay: float = 0.1,
+        optimizer: Callable[..., torch.optim.Optimizer] | None = None,
     ) -> None:
         super().__init__()
         if dim % num_heads:
             raise ValueError(f"dim={dim} is not divisible by num_heads={num_heads}: choose num_heads that divides dim")
-        self.save_hyperparameters()
+        self.save_hyperparameters(ignore=["optimizer"])
         self.learning_rate = learning_rate
         self.num_warmup_steps = num_warmup_steps
         self.weight_decay = weight_decay
+        self.make_optimizer = optimizer
         self.max_seq_len = max_seq_len
         self.embedding = nn.Embedding(NUM_BYTE_VALUES, dim)
         self.position = nn.Embedding(max_seq_len, dim)
@@ -114,6 +120,11 @@ class ByteGPT(L.LightningModule):
 
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
         """Mean next-byte cross-entropy in nats; the sequences [B, T] are inputs and, shifted by one, targets."""
+        if len(batch) > 1:
+            raise ValueError(
+                f"ByteGPT takes input_ids alone, and the batch has {', '.join(batch)}: it has no masks of documents. "
+                "Give data.documents=joined, or a model of transformers"
+            )
         logits = self(batch["input_ids"][:, :-1])
         return F.cross_entropy(logits.flatten(0, 1).float(), batch["input_ids"][:, 1:].flatten())
 
@@ -136,24 +147,15 @@ class ByteGPT(L.LightningModule):
         return self(batch["input_ids"]).argmax(dim=-1)  # type: ignore[no-any-return]
 
     def configure_optimizers(self) -> Any:
-        """AdamW with linear warm-up and cosine decay to a tenth, stepped with the optimizer."""
+        """AdamW, or the optimizer that was given, with linear warm-up and cosine decay to a tenth."""
         decayed = [p for name, p in self.named_parameters() if p.ndim >= 2 and not name.startswith("position")]
         other = [p for name, p in self.named_parameters() if p.ndim < 2 or name.startswith("position")]
-        groups = [
-            {"params": decayed, "weight_decay": self.weight_decay},
-            {"params": other, "weight_decay": 0.0},
-        ]
-        optimizer = torch.optim.AdamW(groups, lr=self.learning_rate, betas=(0.9, 0.95))
-        num_steps = int(self.trainer.estimated_stepping_batches)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: warmup_cosine(step, self.num_warmup_steps, num_steps)
+        return optimizer_with_warmup(
+            decayed,
+            other,
+            optimizer=self.make_optimizer,
+            learning_rate=self.learning_rate,
+            weight_decay=self.weight_decay,
+            num_warmup_steps=self.num_warmup_steps,
+            num_steps=int(self.trainer.estimated_stepping_batches),
         )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-
-def warmup_cosine(step: int, num_warmup_steps: int, num_steps: int, floor: float = 0.1) -> float:
-    """Factor on the peak learning rate at ``step`` (from 0): linear up to 1, then a half cosine down to ``floor``."""
-    if step < num_warmup_steps:
-        return (step + 1) / num_warmup_steps
-    progress = min(1.0, (step - num_warmup_steps) / max(1, num_steps - num_warmup_steps))
-    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import re
@@ -12,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -25,6 +26,26 @@ from lightning_pp.checkpoint.reading.stored_tensor import StoredTensor
 from lightning_pp.checkpoint.storage import folder
 from lightning_pp.checkpoint.storage.safetensors_file import INDEX_FILENAME, write_safetensors
 from lightning_pp.errors import CheckpointError
+
+
+class ToWrite(Protocol):
+    """Tensors for a file.
+
+    Attributes:
+        names: The names to write, of tied parameters the first.
+        tied: For the further names of tied parameters, the name that is written.
+        left_out: Names in the checkpoint that are not written.
+    """
+
+    names: dict[str, str]
+    tied: dict[str, str]
+    left_out: list[str]
+
+    def specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """One of them."""
 
 
 class Weights:
@@ -84,7 +105,7 @@ class Weights:
         return self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
-def export_safetensors_file(weights: Weights, target: Path, *, overwrite: bool = False) -> None:
+def export_safetensors_file(weights: ToWrite, target: Path, *, overwrite: bool = False) -> None:
     """Write one safetensors file; further names of tied parameters are noted in its header.
 
     Raises:
@@ -95,10 +116,11 @@ def export_safetensors_file(weights: Weights, target: Path, *, overwrite: bool =
 
 
 def export_safetensors_folder(
-    weights: Weights,
+    weights: ToWrite,
     target: Path,
     *,
-    max_shard_bytes: int,
+    stem: str = "model",
+    max_shard_bytes: float = math.inf,
     overwrite: bool = False,
     also: Callable[[Path], None] = lambda folder: None,
 ) -> None:
@@ -107,6 +129,7 @@ def export_safetensors_folder(
     Args:
         weights: What to write.
         target: The folder.
+        stem: Of the files' names.
         max_shard_bytes: A file holds at most that, or one tensor.
         overwrite: Replace what is there.
         also: Writes more into the folder, such as the model's configuration.
@@ -123,8 +146,8 @@ def export_safetensors_folder(
         shards[-1].append(name)
     with _new(target, overwrite) as staged:
         staged.mkdir(parents=True)
-        files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-        files = files if len(shards) > 1 else ["model.safetensors"]
+        files = [f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+        files = files if len(shards) > 1 else [f"{stem}.safetensors"]
         for file, names in zip(files, shards, strict=True):
             metadata = {alias: first for alias, first in weights.tied.items() if first in names}
             own = {name: specs[name] for name in names}

@@ -1,0 +1,132 @@
+"""The module of a checkpoint, on the meta device, and the transformers model that it wraps."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.errors import InstantiationException
+from omegaconf import OmegaConf
+from torch.nn import Module
+
+from lightning_pp.checkpoint.ownership.catalog import enumerate_names
+from lightning_pp.checkpoint.storage.location import Location
+from lightning_pp.conf.targets import build
+from lightning_pp.errors import CheckpointError, ConfigurationError
+
+
+def module_of(spec: str | None, source: Location, content: dict[str, Any]) -> Module | None:
+    """The module: named, or from the config that a run of ``lightning-pp`` left above ``source``; None if unknown.
+
+    Args:
+        spec: ``package.module:Class``, or None.
+        source: The checkpoint.
+        content: What it holds; hyper-parameters in it are given to the class.
+
+    Raises:
+        ConfigurationError: The module cannot be found or made.
+    """
+    with torch.device("meta"):
+        if spec is not None:
+            found = _class(spec)
+            module = found(**_hyper_parameters(found, content))
+        elif (config := _config_of_run(source)) is not None:
+            module = _built(config.model)
+        else:
+            return None
+        if callable(configure := getattr(module, "configure_model", None)):
+            configure()
+    if not isinstance(module, Module):
+        raise ConfigurationError(f"{spec} makes a {type(module).__name__}, not a module")
+    return module
+
+
+def _built(config: Any) -> Any:
+    try:
+        return build(config)
+    except InstantiationException as error:
+        cause = error.__cause__ or error
+        raise ConfigurationError(f"the model of the run's config cannot be made: {cause}") from error
+
+
+def _class(spec: str) -> Any:
+    package, colon, name = spec.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = import_module(package)
+    except ImportError as error:
+        raise ConfigurationError(f"--module {spec}: {error}") from error
+    finally:
+        sys.path.remove(str(Path.cwd()))
+    if not colon or not hasattr(found, name):
+        raise ConfigurationError(
+            f"--module {spec}: give it as package.module:Class; {package} has no {name or 'class'}"
+        )
+    return getattr(found, name)
+
+
+def _hyper_parameters(found: Any, content: dict[str, Any]) -> dict[str, Any]:
+    """What ``save_hyperparameters`` kept, as far as the class takes it."""
+    kept = {str(name): value for name, value in content.get("hyper_parameters", {}).items()}
+    parameters = inspect.signature(found).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return kept
+    return {name: value for name, value in kept.items() if name in parameters}
+
+
+def _config_of_run(source: Location) -> Any:
+    if not isinstance(source, Path):
+        return None  # the config lies beside the run, not beside the upload
+    for folder in source.absolute().parents:
+        file = folder / ".hydra" / "config.yaml"
+        if file.is_file():
+            config = OmegaConf.load(file)
+            return config if "model" in config else None
+    return None
+
+
+def wrapped_model(module: Module) -> tuple[str, Any] | None:
+    """Name and module of the transformers model inside, or of the PEFT model around one, outermost first."""
+    try:
+        from transformers import PreTrainedModel
+    except ImportError:
+        return None
+    kinds: tuple[type, ...] = (PreTrainedModel,)
+    if "peft" in sys.modules:  # else nothing has made such a model
+        from peft import PeftModel
+
+        kinds += (PeftModel,)
+    return next(((name, child) for name, child in module.named_modules() if isinstance(child, kinds)), None)
+
+
+def check_fit(
+    found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]], source: Location, kind: str
+) -> None:
+    """Compare names and shapes in a checkpoint with those of a model.
+
+    Args:
+        found: The shape of each tensor in the checkpoint that is to be written; of tied ones, of each name.
+        expected: The shape of each tensor that the model reads.
+        source: The checkpoint.
+        kind: The model's class, for the error.
+
+    Raises:
+        CheckpointError: They differ; all names are counted, and some are told.
+    """
+    reshaped = [
+        f"{name} ({shape} in the checkpoint, {expected[name]} in the model)"
+        for name, shape in found.items()
+        if name in expected and shape != expected[name]
+    ]
+    problems = {
+        "are missing": [name for name in expected if name not in found],
+        "are unexpected": [name for name in found if name not in expected],
+        "have another shape": reshaped,
+    }
+    told = [f"{len(names)} names {what}: {enumerate_names(names)}" for what, names in problems.items() if names]
+    if told:
+        raise CheckpointError(f"{source} does not fit {kind}: {'; '.join(told)}")

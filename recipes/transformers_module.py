@@ -1,0 +1,171 @@
+"""Models of the transformers library, from their configuration or a local directory: nothing is downloaded.
+
+Needs the extra ``hf``, and ``peft`` for adapters.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor, nn
+
+from lightning_pp.recipes.optimization import optimizer_with_warmup
+
+
+class TransformersModule(L.LightningModule):
+    """A model of transformers with its own loss; a subclass names the class of models and says what they are given.
+
+    Args:
+        model_type: The transformers name of an architecture, for example ``gpt2`` or ``llama``: its fresh weights.
+        config: Keyword arguments of that architecture's configuration class; with ``directory``, what replaces values
+            of its ``config.json``.
+        directory: A model directory on this machine, as ``save_pretrained`` writes it, in place of ``model_type``.
+        weights: Whether each process reads the weights of ``directory``. False leaves them fresh, for the pipeline's
+            ``initial_weights`` to read: each process reads only its own part then.
+        lora: Keyword arguments of ``peft.LoraConfig``, such as ``r`` and ``target_modules``. What it adds is trained,
+            the rest is frozen. None trains all.
+        learning_rate: Peak of a cosine schedule after the warm-up.
+        num_warmup_steps: Optimizer steps of linear warm-up.
+        weight_decay: Decay of the matrices; vectors are not decayed.
+        activation_checkpointing: Recompute each block's activations in backward instead of keeping them.
+        optimizer: Makes the optimizer from groups of parameters and ``lr``; None is AdamW.
+
+    Raises:
+        ImportError: transformers, or peft for ``lora``, is not installed.
+        ValueError: Not one of ``model_type`` and ``directory`` is given, or transformers does not know the model.
+        FileNotFoundError: ``directory`` has no ``config.json``.
+    """
+
+    #: The class of transformers that makes the model.
+    auto_class: ClassVar[str]
+    #: What PEFT calls its task; None where it has no word for it.
+    peft_task: ClassVar[str | None] = None
+
+    def __init__(
+        self,
+        model_type: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        directory: str | None = None,
+        weights: bool = True,
+        lora: Mapping[str, Any] | None = None,
+        learning_rate: float = 6e-4,
+        num_warmup_steps: int = 100,
+        weight_decay: float = 0.1,
+        activation_checkpointing: bool = False,
+        optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = _configuration(model_type, config or {}, directory)
+        self.lora = None if lora is None else _lora_configuration(lora, self.peft_task)
+        self.save_hyperparameters(ignore=["optimizer"])
+        self.directory = str(Path(directory).expanduser()) if directory is not None and weights else None
+        self.learning_rate = learning_rate
+        self.num_warmup_steps = num_warmup_steps
+        self.weight_decay = weight_decay
+        self.activation_checkpointing = activation_checkpointing
+        self.make_optimizer = optimizer
+        self.model: Any = None  # a transformers PreTrainedModel, or a PeftModel around one, made in configure_model
+        self._made_without_memory = _without_memory()
+
+    def configure_model(self) -> None:
+        """Build the model here, where the strategy decides which device, if any, its weights are made on."""
+        if self.model is not None:
+            return
+        import transformers
+
+        kind = getattr(transformers, self.auto_class)
+        dtype = torch.get_default_dtype()
+        if self.directory is None or self._made_without_memory:
+            self.model = kind.from_config(self.config, dtype=dtype)
+        elif _without_memory():
+            raise ValueError(
+                f"meta_init makes parameters without memory, so the weights of {self.directory} have no place. Give "
+                f"model.weights=false and strategy.initial_weights={self.directory}, or leave strategy.meta_init out."
+            )
+        else:
+            self.model = kind.from_pretrained(self.directory, config=self.config, dtype=dtype)
+        if self.activation_checkpointing:
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if self.lora is not None:
+            from peft import get_peft_model
+
+            with warnings.catch_warnings():  # PEFT asks transformers by a name that is going to change
+                warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+                self.model = get_peft_model(self.model, self.lora)
+        self.model.train()
+
+    def _outputs(self, batch: dict[str, Tensor]) -> Any:
+        """What the model says of a batch, with its ``loss`` and ``logits``."""
+        return self.model(**batch)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """Log and return the model's own loss."""
+        loss: Tensor = self._outputs(batch).loss
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """Log the loss of one batch, averaged over the epoch."""
+        self.log("val_loss", self._outputs(batch).loss, prog_bar=True, sync_dist=True)
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """Log the loss of one batch, averaged over the epoch."""
+        self.log("test_loss", self._outputs(batch).loss, sync_dist=True)
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """The most likely class of each logit's last dimension."""
+        return self._outputs(batch).logits.argmax(dim=-1)  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> Any:
+        """AdamW, or the optimizer that was given, with linear warm-up and cosine decay to a tenth."""
+        parameters = [p for p in self.parameters() if p.requires_grad]
+        return optimizer_with_warmup(
+            [p for p in parameters if p.ndim >= 2],
+            [p for p in parameters if p.ndim < 2],
+            optimizer=self.make_optimizer,
+            learning_rate=self.learning_rate,
+            weight_decay=self.weight_decay,
+            num_warmup_steps=self.num_warmup_steps,
+            num_steps=int(self.trainer.estimated_stepping_batches),
+        )
+
+
+def _configuration(model_type: str | None, config: Mapping[str, Any], directory: str | None) -> Any:
+    """The transformers configuration, without a cache of keys, which training has no use for."""
+    if (model_type is None) == (directory is None):
+        both = "both" if directory is not None else "none"
+        raise ValueError(
+            f"{both} of model.directory and model.model_type given: name a local model directory "
+            "(model.directory=DIR) for its weights, or an architecture (model.model_type=llama) for fresh ones"
+        )
+    try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        raise ImportError("this model needs transformers: pip install 'lightning-pp[hf]'") from error
+    if directory is None:
+        return AutoConfig.for_model(model_type, **{"use_cache": False, **config})
+    if not (Path(directory).expanduser() / "config.json").is_file():
+        raise FileNotFoundError(
+            f"model.directory={directory} has no config.json (looked from {Path.cwd()}); it has to be a model "
+            "directory on this machine, as save_pretrained writes it"
+        )
+    place = Path(directory).expanduser().absolute()
+    return AutoConfig.from_pretrained(place, local_files_only=True, **{"use_cache": False, **config})
+
+
+def _lora_configuration(lora: Mapping[str, Any], task: str | None) -> Any:
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise ImportError("model.lora needs peft: pip install 'lightning-pp[peft]'") from error
+    return LoraConfig(**{"task_type": task, **lora})
+
+
+def _without_memory() -> bool:
+    """Whether parameters that are made now have no memory."""
+    return nn.Linear(1, 1, bias=False).weight.is_meta
