@@ -122,7 +122,19 @@ class PipelineStrategyConf:
 
 @dataclass
 class ByteGPTConf:
-    """``lightning_pp.recipes.byte_gpt.ByteGPT``."""
+    """``lightning_pp.recipes.byte_gpt.ByteGPT``.
+
+    Attributes:
+        num_layers: Transformer blocks.
+        dim: Width of the model.
+        num_heads: Attention heads; divides ``dim``.
+        max_seq_len: Longest sequence that there are positions for.
+        dropout: Probability of dropping an activation.
+        learning_rate: At its peak, after the warm-up.
+        num_warmup_steps: Optimizer steps until then.
+        weight_decay: Of matrices.
+        optimizer: What the group ``optimizer`` gives; null is AdamW.
+    """
 
     _target_: str = "lightning_pp.recipes.byte_gpt.ByteGPT"
     num_layers: int = 8
@@ -133,24 +145,145 @@ class ByteGPTConf:
     learning_rate: float = 3e-3
     num_warmup_steps: int = 20
     weight_decay: float = 0.1
+    optimizer: Any = None
 
 
 @dataclass
 class CausalLMConf:
-    """``lightning_pp.recipes.causal_lm.CausalLM``; ``config`` goes to the transformers configuration class."""
+    """``lightning_pp.recipes.causal_lm.CausalLM``.
+
+    Attributes:
+        model_type: An architecture of transformers, with fresh weights; or else ``directory``.
+        config: Arguments of its configuration class; with ``directory``, in place of values of its ``config.json``.
+        directory: A model directory on this machine.
+        weights: Whether each process reads its weights; false with ``strategy.initial_weights``.
+        lora: Arguments of ``peft.LoraConfig``; null trains all parameters.
+        learning_rate: At its peak, after the warm-up.
+        num_warmup_steps: Optimizer steps until then.
+        weight_decay: Of matrices.
+        activation_checkpointing: Compute the activations of blocks again in backward.
+        optimizer: What the group ``optimizer`` gives; null is AdamW.
+    """
 
     _target_: str = "lightning_pp.recipes.causal_lm.CausalLM"
-    model_type: str = MISSING
+    model_type: str | None = None
     config: dict[str, Any] = field(default_factory=dict)
+    directory: str | None = None
+    weights: bool = True
+    lora: Any = None  # a dict: of a typed one that is None nothing can be set
     learning_rate: float = 6e-4
     num_warmup_steps: int = 100
     weight_decay: float = 0.1
     activation_checkpointing: bool = False
+    optimizer: Any = None
+
+
+@dataclass
+class Seq2SeqLMConf(CausalLMConf):
+    """``lightning_pp.recipes.seq2seq.Seq2SeqLM``; the fields are those of :class:`CausalLMConf`."""
+
+    _target_: str = "lightning_pp.recipes.seq2seq.Seq2SeqLM"
+
+
+@dataclass
+class ImageClassifierConf(CausalLMConf):
+    """``lightning_pp.recipes.images.ImageClassifier``; the fields are those of :class:`CausalLMConf`."""
+
+    _target_: str = "lightning_pp.recipes.images.ImageClassifier"
+
+
+@dataclass
+class TwoTowerConf:
+    """``lightning_pp.recipes.two_tower.TwoTower``.
+
+    Attributes:
+        num_layers: Transformer blocks of each tower.
+        dim: Width of the towers.
+        num_heads: Attention heads; divides ``dim``.
+        max_seq_len: Longest half of a text; ``data.seq_len`` is both halves.
+        temperature: Similarities are divided by it.
+        learning_rate: At its peak, after the warm-up.
+        num_warmup_steps: Optimizer steps until then.
+        weight_decay: Of matrices.
+        optimizer: What the group ``optimizer`` gives; null is AdamW.
+    """
+
+    _target_: str = "lightning_pp.recipes.two_tower.TwoTower"
+    num_layers: int = 4
+    dim: int = 128
+    num_heads: int = 4
+    max_seq_len: int = 64
+    temperature: float = 0.05
+    learning_rate: float = 1e-3
+    num_warmup_steps: int = 20
+    weight_decay: float = 0.1
+    optimizer: Any = None
+
+
+@dataclass
+class AdamWConf:
+    """``torch.optim.AdamW``, which the model calls with its parameters and learning rate.
+
+    Attributes:
+        betas: Decay of the first and of the second moments.
+        eps: Is added to the root of the second moments.
+        fused: One kernel for all; null is torch's choice.
+        foreach: A few kernels over all parameters; null is torch's choice.
+    """
+
+    _target_: str = "torch.optim.AdamW"
+    _partial_: bool = True
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    fused: bool | None = None
+    foreach: bool | None = None
+
+
+@dataclass
+class SGDConf:
+    """``torch.optim.SGD``, which the model calls with its parameters and learning rate.
+
+    Attributes:
+        momentum: Decay of the moving average of gradients.
+        nesterov: Look ahead by the momentum.
+    """
+
+    _target_: str = "torch.optim.SGD"
+    _partial_: bool = True
+    momentum: float = 0.9
+    nesterov: bool = False
+
+
+@dataclass
+class AdafactorConf:
+    """``torch.optim.Adafactor``, which the model calls with its parameters and learning rate.
+
+    Attributes:
+        beta2_decay: By which power of the step the decay of second moments comes to 1.
+        d: Largest root mean square of an update.
+    """
+
+    _target_: str = "torch.optim.Adafactor"
+    _partial_: bool = True
+    beta2_decay: float = -0.8
+    d: float = 1.0
 
 
 @dataclass
 class ByteTextConf:
-    """``lightning_pp.recipes.byte_text.ByteTextDataModule``."""
+    """``lightning_pp.recipes.byte_text.ByteTextDataModule``.
+
+    Attributes:
+        files: Paths and patterns of text files; none: the sources of the running Python's standard library.
+        batch_size: Sequences in a batch of a data-parallel rank.
+        seq_len: Bytes in a sequence.
+        num_train_crops: Sequences in an epoch.
+        num_val_crops: Sequences of a validation.
+        val_fraction: The last part of the text, which is not trained on.
+        max_bytes: Text beyond that is not read.
+        seed: Chooses the sequences of an epoch.
+        num_workers: Processes that load.
+    """
 
     _target_: str = "lightning_pp.recipes.byte_text.ByteTextDataModule"
     files: list[str] = field(default_factory=list)
@@ -161,6 +294,71 @@ class ByteTextConf:
     val_fraction: float = 0.05
     max_bytes: int = 4194304
     seed: int = 0
+    num_workers: int = 0
+
+
+@dataclass
+class SpanCorruptionConf(ByteTextConf):
+    """``lightning_pp.recipes.seq2seq.SpanCorruptionDataModule``: the fields of :class:`ByteTextConf`, and its own.
+
+    Attributes:
+        num_spans: Spans that are left out of each sequence.
+        span_length: Bytes of a span.
+    """
+
+    _target_: str = "lightning_pp.recipes.seq2seq.SpanCorruptionDataModule"
+    num_spans: int = 8
+    span_length: int = 3
+
+
+@dataclass
+class TokensConf:
+    """``lightning_pp.recipes.tokens.TokenDataModule``.
+
+    Attributes:
+        directory: The folder that ``lightning-pp-data`` made.
+        batch_size: Rows in a batch of a data-parallel rank.
+        seq_len: Tokens of a row.
+        documents: ``joined`` (windows over all documents), ``masked`` (windows in which no document sees another) or
+            ``separate`` (a document a row, of its own length).
+        pad_to_multiple: For ``separate``: of which lengths are a multiple.
+        val_fraction: Share of the documents, from the end, that is not trained on.
+        num_val_batches: Most batches of a validation.
+        num_workers: Processes that load.
+    """
+
+    _target_: str = "lightning_pp.recipes.tokens.TokenDataModule"
+    directory: str = MISSING
+    batch_size: int = 16
+    seq_len: int = 1024
+    documents: str = "joined"
+    pad_to_multiple: int = 64
+    val_fraction: float = 0.01
+    num_val_batches: int = 16
+    num_workers: int = 0
+
+
+@dataclass
+class ImagesConf:
+    """``lightning_pp.recipes.images.ImageDataModule``.
+
+    Attributes:
+        folder: Has ``train`` and ``val``, each with ``images.npy`` and ``labels.npy``; null draws images.
+        batch_size: Images in a batch of a data-parallel rank.
+        image_size: Height and width of drawn images.
+        num_classes: Of drawn images.
+        num_train_images: Drawn images of an epoch.
+        num_val_images: Drawn images of a validation.
+        num_workers: Processes that load.
+    """
+
+    _target_: str = "lightning_pp.recipes.images.ImageDataModule"
+    folder: str | None = None
+    batch_size: int = 64
+    image_size: int = 224
+    num_classes: int = 10
+    num_train_images: int = 10000
+    num_val_images: int = 256
     num_workers: int = 0
 
 
@@ -265,6 +463,18 @@ class MemorySnapshotsConf:
 
 
 @dataclass
+class PredictionWriterConf:
+    """``lightning_pp.callbacks.PredictionWriter``.
+
+    Attributes:
+        folder: Of the files with predictions, one for each batch.
+    """
+
+    _target_: str = "lightning_pp.callbacks.PredictionWriter"
+    folder: str = MISSING
+
+
+@dataclass
 class RunConf:
     """One run: what to build, from which groups, and what to do with it."""
 
@@ -322,10 +532,24 @@ def register() -> None:
     store.store(group="strategy", name="pipeline_schema", node=PipelineStrategyConf)
     store.store(group="model", name="byte_gpt_schema", node=ByteGPTConf)
     store.store(group="model", name="causal_lm_schema", node=CausalLMConf)
+    store.store(group="model", name="seq2seq_schema", node=Seq2SeqLMConf)
+    store.store(group="model", name="image_classifier_schema", node=ImageClassifierConf)
+    store.store(group="model", name="two_tower_schema", node=TwoTowerConf)
+    for name, node in (("adamw", AdamWConf), ("sgd", SGDConf), ("adafactor", AdafactorConf)):
+        store.store(group="optimizer", name=f"{name}_schema", node=node, package="model.optimizer")
     store.store(group="data", name="byte_text_schema", node=ByteTextConf)
+    store.store(group="data", name="span_corruption_schema", node=SpanCorruptionConf)
+    store.store(group="data", name="tokens_schema", node=TokensConf)
+    store.store(group="data", name="images_schema", node=ImagesConf)
     store.store(group="logger", name="wandb_schema", node=WandbConf)
     store.store(group="logger", name="csv_schema", node=CSVLoggerConf)
     store.store(group="callbacks", name="checkpoint_schema", node=CheckpointConf, package="callbacks.checkpoint")
+    store.store(
+        group="callbacks",
+        name="prediction_writer_schema",
+        node=PredictionWriterConf,
+        package="callbacks.prediction_writer",
+    )
     store.store(
         group="callbacks",
         name="pipeline_monitor_schema",

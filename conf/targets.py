@@ -122,6 +122,10 @@ def _targets(node: Any, place: str) -> Iterator[tuple[str, Any]]:
 
 
 def _check(place: str, target: Any) -> None:
+    if target is None:
+        raise ConfigurationError(
+            f"{place} is not given: name the class or function to call, as in {place}=my_module.MyClass."
+        )
     if not isinstance(target, str) or not _DOTTED.fullmatch(target):
         raise ConfigurationError(f"{place}={target!r} is no dotted name of a class or function.")
     if target in _ALLOWED_ALONE or target in _LOOK_UPS:

@@ -33,10 +33,14 @@ def standard_library_sources() -> list[Path]:
     return sources
 
 
-def find_files(patterns: Sequence[str]) -> list[Path]:
+def find_files(patterns: Sequence[str], what: str = "data.files") -> list[Path]:
     """Expand paths and glob patterns (``more/*.md``, ``**`` for any depth) to readable files, in the order given.
 
     Every problem is reported at once, before anything is launched.
+
+    Args:
+        patterns: The paths and patterns.
+        what: They are, for the error.
 
     Raises:
         FileNotFoundError: Some pattern matches no file, or some file cannot be read; the message names each.
@@ -57,7 +61,7 @@ def find_files(patterns: Sequence[str]) -> list[Path]:
                 problems.append(f"{match}: {problem}")
             found[match] = None
     if problems:
-        raise FileNotFoundError("data.files cannot be read:\n  " + "\n  ".join(problems))
+        raise FileNotFoundError(f"{what} cannot be read:\n  " + "\n  ".join(problems))
     return list(found)
 
 

@@ -22,6 +22,7 @@ class RunSummary:
         metrics: Lightning's ``callback_metrics`` at the end.
         checkpoint: The saved checkpoint: a file, or a folder of shards.
         tracking: Folder of each logger, by the name to print.
+        predictions: Folder of what was predicted.
         output_folder: Hydra's folder of this run.
     """
 
@@ -30,6 +31,7 @@ class RunSummary:
     checkpoint: str | None
     output_folder: Path
     tracking: dict[str, Path] = field(default_factory=dict)
+    predictions: Path | None = None
 
 
 def stage_table(stages: Sequence[StageReport]) -> Table:
@@ -112,6 +114,8 @@ def facts(summary: RunSummary) -> dict[str, str]:
         for name, value in sorted(summary.metrics.items())
         if name.startswith(("val", "test")) and not name.endswith("_step")
     }
+    if summary.predictions is not None:
+        lines["predictions"] = f"{summary.predictions} (lightning_pp.callbacks.read_predictions)"
     if summary.checkpoint is not None:
         lines["checkpoint"] = str(summary.checkpoint)
     lines |= {name: str(path) for name, path in summary.tracking.items()}

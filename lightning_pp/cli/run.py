@@ -17,10 +17,12 @@ import lightning.pytorch as L
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from omegaconf import DictConfig
 
+from lightning_pp.callbacks import PredictionWriter
 from lightning_pp.cli.earlier_run import Position, position_of, why_finished
 from lightning_pp.cli.launch import is_rank_zero, share_cores
 from lightning_pp.cli.past_runs.run_file import write_run_file
@@ -30,6 +32,9 @@ from lightning_pp.cli.run_logs import end_wandb_run, go_on_with_logs, keep_rows,
 from lightning_pp.conf import Mode
 from lightning_pp.conf.secrets import hide, hide_in_files, without_secrets
 from lightning_pp.conf.targets import build, check_targets_of_run
+
+#: What ``ckpt_path`` says for the weights that the model is made with.
+INITIAL = "initial"
 
 
 @dataclass
@@ -48,8 +53,10 @@ class Run:
         Raises:
             InstantiationException: Something the config names cannot be built; its cause says why.
             ConfigurationError: Something the config names is not from an allowed package; nothing has been built.
-            UserError: ``ckpt_path`` names nothing, or the trainer wants a GPU where there is none.
+            UserError: ``ckpt_path`` names nothing, or is not given where one is needed, or the trainer wants a GPU
+                where there is none.
         """
+        _check_weights_are_named(config.mode, config.ckpt_path)
         _check_checkpoint_path(config.ckpt_path)
         _check_gpu(config.trainer.get("accelerator"))
         _let_hydra_print()
@@ -57,6 +64,8 @@ class Run:
         check_targets_of_run(config)
         data = build(config.data)
         callbacks = [build(c) for c in config.callbacks.values() if c is not None]
+        if config.mode is Mode.predict and not any(isinstance(c, BasePredictionWriter) for c in callbacks):
+            callbacks.append(PredictionWriter(_predictions_folder()))
         strategy = build(config.strategy)
         model = build(config.model)
         if config.get("resume") is not None and config.logger is not None:
@@ -104,7 +113,10 @@ class Run:
                     keep_rows(logger, position.step if position is not None else 0)
                 self._log_config(logger)
         with user_errors(FileNotFoundError):
-            method(self.model, datamodule=self.data, ckpt_path=self.config.ckpt_path)
+            path = None if self.config.ckpt_path == INITIAL else self.config.ckpt_path
+            # predictions are written, and need not be kept
+            more = {"return_predictions": False} if self.config.mode is Mode.predict else {}
+            method(self.model, datamodule=self.data, ckpt_path=path, **more)
 
     def _log_config(self, logger: Logger) -> None:
         """The first that ``logger`` is given, by which it shows whether it can be used."""
@@ -145,8 +157,13 @@ class Run:
             metrics={name: float(value) for name, value in self.trainer.callback_metrics.items()},
             checkpoint=str(checkpoint) if checkpoint else None,
             tracking={_tracker_name(logger): path for logger in self.trainer.loggers if (path := _log_folder(logger))},
+            predictions=self._written_predictions(),
             output_folder=Path(HydraConfig.get().runtime.output_dir),
         )
+
+    def _written_predictions(self) -> Path | None:
+        writers = [c for c in _callbacks(self.trainer) if isinstance(c, PredictionWriter)]
+        return writers[0].folder if writers and self.config.mode is Mode.predict else None
 
 
 def _position_of(config: DictConfig) -> Position | None:
@@ -155,9 +172,22 @@ def _position_of(config: DictConfig) -> Position | None:
     return position_of(path) if path is not None and Path(path).exists() else None
 
 
+def _predictions_folder() -> Path:
+    return Path(HydraConfig.get().runtime.output_dir) / "predictions"
+
+
+def _check_weights_are_named(mode: Mode, path: str | None) -> None:
+    """Evaluating weights that nothing has trained is seldom meant, so it has to be said."""
+    if mode is not Mode.fit and path is None:
+        raise UserError(
+            f"mode={mode.value} needs a checkpoint: ckpt_path=PATH. For the weights that the model begins with, random "
+            f"unless it reads them itself, say ckpt_path={INITIAL}"
+        )
+
+
 def _check_checkpoint_path(path: str | None) -> None:
     """Say that a checkpoint is missing before anything is launched; words and addresses are Lightning's to resolve."""
-    if path is None or path in ("best", "last", "hpc") or ":" in path or Path(path).exists():
+    if path is None or path in (INITIAL, "best", "last", "hpc") or ":" in path or Path(path).exists():
         return
     raise UserError(f"ckpt_path={path} does not exist (looked from {Path.cwd()})")
 

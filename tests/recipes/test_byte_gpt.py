@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from lightning_pp.recipes.byte_gpt import ByteGPT, warmup_cosine
+from lightning_pp.recipes.byte_gpt import ByteGPT
+from lightning_pp.recipes.optimization import warmup_cosine
 
 
 def test_default_size_and_first_loss() -> None:

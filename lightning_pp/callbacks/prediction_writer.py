@@ -1,0 +1,92 @@
+"""Predictions to files, batch by batch, with the samples that they are of."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning_utilities.core.apply_func import apply_to_collection
+
+from lightning_pp.errors import ConfigurationError
+
+
+class PredictionWriter(BasePredictionWriter):
+    """Writes what ``predict_step`` returns, a file for each batch; :func:`read_predictions` reads them.
+
+    One rank of each replica writes: ``loader0/rank0/batch000000.pt`` is of the first loader, replica and batch. A file
+    holds ``{"indices": [...], "predictions": ...}``, tensors on the CPU, and appears when it is whole.
+
+    Args:
+        folder: Of the files.
+
+    Raises:
+        ConfigurationError: When predicting begins: the folder holds predictions already.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        super().__init__(write_interval="batch")
+        self.folder = Path(folder)
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuses to mix predictions of two runs."""
+        place = f"loader*/rank{_replica(trainer)}/batch*.pt"
+        if stage == "predict" and _writes(trainer) and any(self.folder.glob(place)):
+            raise ConfigurationError(f"{self.folder} holds predictions already; give another folder, or remove it")
+
+    def write_on_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        prediction: Any,
+        batch_indices: Sequence[int] | None,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        """Writes one file."""
+        if not _writes(trainer):
+            return
+        folder = self.folder / f"loader{dataloader_idx}" / f"rank{_replica(trainer)}"
+        folder.mkdir(parents=True, exist_ok=True)
+        host = apply_to_collection(prediction, torch.Tensor, lambda tensor: tensor.detach().cpu().clone())
+        file = folder / f"batch{batch_idx:06d}.pt"
+        staged = file.with_suffix(".partial")
+        torch.save({"indices": None if batch_indices is None else list(batch_indices), "predictions": host}, staged)
+        os.replace(staged, file)
+
+
+def read_predictions(folder: str | Path, dataloader: int = 0) -> list[dict[str, Any]]:
+    """What :class:`PredictionWriter` wrote of one loader, in the order of its samples.
+
+    Args:
+        folder: That it was given.
+        dataloader: The loader's number.
+
+    Returns:
+        For each batch ``{"indices": [...], "predictions": ...}``: the samples' numbers, None for a stream, and what
+        ``predict_step`` returned for them.
+
+    Raises:
+        FileNotFoundError: There are none.
+    """
+    files = sorted((Path(folder) / f"loader{dataloader}").glob("rank*/batch*.pt"))
+    if not files:
+        raise FileNotFoundError(f"{folder} holds no predictions of loader {dataloader}")
+    found = [torch.load(file, weights_only=True) for file in files]
+    return sorted(found, key=lambda batch: (batch["indices"] or [0])[0])
+
+
+def _replica(trainer: pl.Trainer) -> int:
+    """Which part of the data this rank sees."""
+    sampler: dict[str, Any] = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {"rank": 0}
+    return int(sampler["rank"])
+
+
+def _writes(trainer: pl.Trainer) -> bool:
+    """Whether this rank is the first of those that see the same data."""
+    return int(getattr(trainer.strategy, "pipeline_rank", 0)) == 0
