@@ -1,17 +1,18 @@
 """Hydra configuration: the typed schema and the config groups, each valid alone.
 
-Importing this package puts the schema into Hydra's ConfigStore. A Hydra application of your own uses the groups with::
+Importing this package puts the schema into Hydra's ConfigStore and the groups on Hydra's search path. A Hydra
+application of your own uses them after::
 
     import lightning_pp.conf
-
-and, in its primary config, ``hydra.searchpath: [pkg://lightning_pp.conf, pkg://lightning_pp.recipes]``.
 """
 
 from __future__ import annotations
 
 from lightning_pp.conf.schema import Mode, RunConf, register
+from lightning_pp.conf.search_path import register_search_path
 from lightning_pp.conf.targets import build
 
 __all__ = ["Mode", "RunConf", "build", "register"]
 
 register()
+register_search_path()

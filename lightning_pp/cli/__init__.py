@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from lightning_pp.cli.app import main
+from lightning_pp.cli.hydra_app import hydra_main
 
-__all__ = ["main"]
+__all__ = ["hydra_main", "main"]

@@ -4,7 +4,7 @@ One run, in order::
 
     resume           goes on with an earlier run or attempt: its overrides, its folder, its newest checkpoint
     main             ranks other than 0 are told to leave Hydra's folder and log file to rank 0
-    Hydra            composes the config; what it refuses is printed with the closest names
+    Hydra            composes the config; what it refuses is told in a sentence with the closest names
     build            data (files are looked for here, before any process is launched), model, logger, callbacks, Trainer
     Trainer.<mode>   launches the other processes, unless torchrun or a cluster already did
     report           on rank 0: stages, timeline, loss, tokens per second, paths
@@ -16,49 +16,42 @@ from __future__ import annotations
 import os
 import sys
 
-import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-import lightning_pp.conf  # noqa: F401  (importing it registers the schema)
 from lightning_pp.cli import launch
+from lightning_pp.cli.hydra_app.answers import answer_alone
+from lightning_pp.cli.hydra_app.application import run_task
 from lightning_pp.cli.problems import (
     UserError,
     check_choices,
-    explain_override,
     print_problem,
-    rank_zero_first,
     user_errors,
 )
 from lightning_pp.cli.resume import remember_folder, with_what_it_resumes
 from lightning_pp.cli.run import Run, hide_saved_secrets
 
+_COMMAND = "lightning-pp"
+
 
 def main() -> None:
     """Entry point of the command."""
     sys.path.insert(0, os.getcwd())  # modules in the user's own folder are found, as with `python -m`
+    answer_alone(sys.argv[1:], _COMMAND)
     try:
         check_choices(sys.argv[1:])
-        sys.argv[1:] = launch.arguments_of_this_rank(with_what_it_resumes(sys.argv[1:]))
+        sys.argv[1:] = with_what_it_resumes(sys.argv[1:])
     except UserError as error:
-        print_problem(error)
+        print_problem(error, _COMMAND)
         sys.exit(1)
-    with rank_zero_first() as speak_freely:
+    run_task(_task, "pkg://lightning_pp.conf", "config", "1.3", _COMMAND)
 
-        @hydra.main(version_base="1.3", config_path="pkg://lightning_pp.conf", config_name="config")
-        def task(config: DictConfig) -> None:
-            speak_freely()
-            if launch.is_rank_zero():
-                hide_saved_secrets()
-            _run(config)
 
-        try:
-            task()
-        except SystemExit as stop:
-            # Hydra prints what it refuses and exits from inside its handler, so the refused override is in the context.
-            explain_override(stop.__context__)
-            raise
+def _task(config: DictConfig) -> None:
+    if launch.is_rank_zero():
+        hide_saved_secrets()
+    _run(config)
 
 
 def _run(config: DictConfig) -> None:

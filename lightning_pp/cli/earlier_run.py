@@ -120,7 +120,7 @@ class EarlierRun:
 
     def _changes_since(self, overrides: list[str]) -> Iterator[tuple[str, str]]:
         """Keys whose values the run's overrides compose to others now, and overrides that give them what they were."""
-        search_path = [f"hydra.searchpath=[pkg://lightning_pp.recipes,'file://{self.config_folder}']"]
+        search_path = [f"hydra.searchpath=['file://{self.config_folder}']"]
         try:
             with initialize_config_module(config_module="lightning_pp.conf", version_base="1.3"):
                 now = compose("config", overrides + (search_path if self.config_folder else []))

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
 import io
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TextIO
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import ConfigCompositionException, HydraException, InstantiationException
+from hydra.errors import HydraException, InstantiationException
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
 from lightning_pp.cli import launch
-from lightning_pp.cli._omegaconf_private import root_of
 from lightning_pp.errors import (
     BatchError,
     CheckpointError,
@@ -76,31 +74,65 @@ def full_errors_wanted() -> bool:
     return os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
 
 
-@contextmanager
-def rank_zero_first() -> Iterator[Callable[[], None]]:
-    """Hold back on the other ranks what Hydra prints when it refuses a config: rank 0 refuses the same.
+class HeldBack(io.TextIOBase):
+    """Keeps what is written, until it is dropped or let go; afterwards what is written goes straight through.
 
-    Where only this rank refuses (its files differ), it still speaks, a moment later.
-
-    Yields:
-        A function that ends the holding back; called when the config is accepted.
+    Args:
+        stream: Where it goes in the end.
     """
-    if launch.is_rank_zero():
-        yield lambda: None
-        return
-    stderr, held = sys.stderr, io.StringIO()
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._held = io.StringIO()
+        self.is_let_go = False
+
+    def writable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def write(self, text: str) -> int:
+        return (self._stream if self.is_let_go else self._held).write(text)
+
+    def flush(self) -> None:
+        if self.is_let_go:
+            self._stream.flush()
+
+    def drop(self) -> None:
+        """Forgets what was written, and holds nothing more back."""
+        self._held, self.is_let_go = io.StringIO(), True
+
+    def let_go(self) -> None:
+        """Writes what is held; a rank other than 0 says that it is one."""
+        text, self.is_let_go = self._held.getvalue(), True
+        self._stream.write(text if launch.is_rank_zero() or not text else f"[rank {launch.global_rank()}] {text}")
+        self._stream.flush()
+
+
+@contextmanager
+def held_back() -> Iterator[HeldBack]:
+    """Holds back what goes to stderr while Hydra composes, so that what it refuses can be said in other words.
+
+    What is held at the end of the block is written then: at once on rank 0, and a moment later on the others, which the
+    launcher has ended by then if rank 0 has refused the same.
+    """
+    stderr = sys.stderr
+    held = HeldBack(stderr)
     sys.stderr = held
-
-    def speak_freely() -> None:
-        sys.stderr = stderr
-
     try:
-        yield speak_freely
+        yield held
+    except BaseException:
+        if not held.is_let_go and not launch.is_rank_zero():
+            time.sleep(_RANK_ZERO_SPEAKS_FIRST_SECONDS)
+        raise
     finally:
         sys.stderr = stderr
-        if held.getvalue():
-            time.sleep(_RANK_ZERO_SPEAKS_FIRST_SECONDS)
-            stderr.write(f"[rank {launch.global_rank()}] {held.getvalue()}")
+        if not held.is_let_go:
+            held.let_go()
 
 
 def print_problem(error: UserError, command: str = "lightning-pp") -> None:
@@ -145,28 +177,6 @@ def check_choices(arguments: Sequence[str]) -> None:
             f"({override.key_or_group}=NAME; --help lists them). A field of it is set with "
             f"{override.key_or_group}.FIELD=VALUE"
         )
-
-
-def explain_override(error: BaseException | None) -> None:
-    """After Hydra's own message about an override that does not exist, print the closest names there are."""
-    if not isinstance(error, ConfigCompositionException):
-        return
-    refused = error.__cause__
-    if not isinstance(refused, (ConfigAttributeError, ConfigKeyError)) or not isinstance(
-        refused.parent_node, DictConfig
-    ):
-        return
-    parent = refused.parent_node
-    section = str(refused.full_key).rpartition(".")[0]
-    names = [str(name) for name in parent]
-    close = difflib.get_close_matches(str(refused.key), names, n=3, cutoff=0.5)
-    everything = OmegaConf.to_container(root_of(parent), resolve=False)
-    elsewhere = [key for key in dotted_keys(everything) if key.rpartition(".")[2] == str(refused.key)]
-    suggestions = list(dict.fromkeys([f"{section}.{name}".lstrip(".") for name in close] + elsewhere))
-    if suggestions:
-        sys.stderr.write(f"\nClosest names: {', '.join(suggestions)}\n")
-    else:
-        sys.stderr.write(f"\nNames in {section or 'the config'}: {', '.join(names)}\n")
 
 
 def dotted_keys(tree: object, prefix: str = "") -> list[str]:

@@ -23,6 +23,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from omegaconf import DictConfig
 
 from lightning_pp.callbacks import PredictionWriter
+from lightning_pp.cli.before_launch import can_be_cut
 from lightning_pp.cli.earlier_run import Position, position_of, why_finished
 from lightning_pp.cli.launch import is_rank_zero, share_cores
 from lightning_pp.cli.past_runs.run_file import write_run_file
@@ -77,6 +78,8 @@ class Run:
         for one in trainer.loggers:
             _hide_secrets_from(one)
         share_cores(trainer.num_devices)
+        if config.mode is Mode.fit and not can_be_cut(trainer, model, data, config.trainer):
+            model, data = build(config.model), build(config.data)
         return cls(config, trainer, model, data)
 
     @staticmethod

@@ -7,6 +7,7 @@ version has one no longer.
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -39,7 +40,7 @@ try:
     from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization as AutomaticOptimization
     from lightning.pytorch.loops.prediction_loop import _PredictionLoop
     from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-    from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessScriptLauncher
+    from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
     from lightning.pytorch.trainer import trainer as _trainer_file
     from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning_module_hook
     from lightning.pytorch.trainer.call import _call_strategy_hook as call_strategy
@@ -128,6 +129,7 @@ for _owner, _name in (
         (AutomaticOptimization, name)
         for name in ("_make_closure", "_make_step_fn", "_make_zero_grad_fn", "_training_step")
     ),
+    (_SubprocessScriptLauncher, "_call_children_scripts"),
     *((Strategy, name) for name in ("_configure_launcher", "_reset_optimizers_and_schedulers")),
 ):
     private(_owner, _name, **_LIGHTNING)
@@ -152,6 +154,22 @@ for _name in ("_forward_cache", "_to_sync", "_computed", "_should_unsync"):
 NO_SYNC: Callable[..., Any] = _Sync.no_op
 
 # ---------------------------------------------------------------- module and trainer
+
+
+class SubprocessScriptLauncher(_SubprocessScriptLauncher):
+    """Lightning's launcher, with a say in the command line of the processes that it starts."""
+
+    def arguments_of_others(self) -> list[str]:
+        """What follows the program's name; by default what this process was given."""
+        return sys.argv[1:]
+
+    def _call_children_scripts(self) -> None:
+        arguments = sys.argv[1:]
+        sys.argv[1:] = self.arguments_of_others()
+        try:
+            super()._call_children_scripts()
+        finally:
+            sys.argv[1:] = arguments
 
 
 def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:

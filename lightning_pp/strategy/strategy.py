@@ -286,6 +286,11 @@ class PipelineParallelStrategy(MeshStrategy):
         return bool(self._is_plain)
 
     @property
+    def fewest_stages(self) -> int:
+        """Stages that the module has to be cut into, at least; known as soon as the trainer has given devices."""
+        return self.options.layout_request(self.sizes.pipeline, 1, self.root_device.type).fewest_stages
+
+    @property
     def is_distributed(self) -> bool:
         """Whether Lightning is to give samplers a part of the data, and wait for other ranks."""
         return not self.is_plain
@@ -304,6 +309,7 @@ class PipelineParallelStrategy(MeshStrategy):
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
+        self.options.schedule.check_num_ranks(self.sizes.pipeline)
         if not self.is_plain:
             return
         self._launcher = None  # there is nothing to launch
@@ -419,7 +425,6 @@ class PipelineParallelStrategy(MeshStrategy):
             leave_samplers_alone(trainer)
 
     def _build(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self.options.schedule.check_num_ranks(self.sizes.pipeline)
         self.model = self.precision_plugin.convert_module(module)
         engine = PipelineEngine(
             trainer=trainer,

@@ -18,13 +18,13 @@ import os
 import sys
 from collections.abc import Sequence
 
-import hydra
 from omegaconf import DictConfig
 
-import lightning_pp.conf  # noqa: F401  (importing it registers the schema)
+from lightning_pp.cli.hydra_app.answers import answer_alone
+from lightning_pp.cli.hydra_app.application import run_task
 from lightning_pp.cli.plan.check import run_check
 from lightning_pp.cli.plan.run import make_plan
-from lightning_pp.cli.problems import UserError, check_choices, explain_override, print_problem, user_errors
+from lightning_pp.cli.problems import UserError, check_choices, print_problem, user_errors
 
 _COMMAND = "lightning-pp-plan"
 
@@ -33,6 +33,7 @@ def main() -> None:
     """Entry point of the command."""
     sys.path.insert(0, os.getcwd())  # modules in the user's own folder are found, as with `python -m`
     arguments = sys.argv[1:]
+    answer_alone(arguments, _COMMAND)
     if "--check" in arguments and _names_a_class(arguments):
         sys.exit(check_class(arguments))
     try:
@@ -42,18 +43,13 @@ def main() -> None:
         sys.exit(1)
     sys.argv[1:] = ["check=true" if argument == "--check" else argument for argument in arguments]
 
-    @hydra.main(version_base="1.3", config_path="pkg://lightning_pp.conf", config_name="plan")
-    def task(config: DictConfig) -> None:
-        code = run_plan(config)
-        if code:
-            sys.exit(code)
+    run_task(_task, "pkg://lightning_pp.conf", "plan", "1.3", _COMMAND)
 
-    try:
-        task()
-    except SystemExit as stop:
-        # Hydra prints what it refuses and exits from inside its handler, so the refused override is in the context.
-        explain_override(stop.__context__)
-        raise
+
+def _task(config: DictConfig) -> None:
+    code = run_plan(config)
+    if code:
+        sys.exit(code)
 
 
 def _names_a_class(arguments: Sequence[str]) -> bool:

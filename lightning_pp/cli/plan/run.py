@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 
 import lightning.pytorch as L
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 
+from lightning_pp.cli.before_launch import trainer_options
 from lightning_pp.cli.launch import num_processes_wanted
 from lightning_pp.cli.plan.costs import Costs, Speed, check_costs_file, find_speed
 from lightning_pp.cli.plan.files import write_files
@@ -85,7 +86,7 @@ def _plan(request: Request, console: Console, tell: Callable[[str], None]) -> Pl
 
     with user_errors(FileNotFoundError), explained(type(model).__name__) if config.check else nullcontext():
         return look_at_cuts(
-            _trainer_options(config.trainer),
+            trainer_options(config.trainer),
             model,
             data,
             request.strategy.options,
@@ -250,15 +251,6 @@ def _with_costs(config: DictConfig, costs: str | None) -> DictConfig:
     config = config.copy()
     config.costs = costs
     return config
-
-
-def _trainer_options(config: DictConfig) -> dict[str, Any]:
-    """The trainer's arguments as plain values; its folder is left out, which is Hydra's to name."""
-    kept = {str(name): config[name] for name in config if name not in ("_target_", "default_root_dir")}
-    return {
-        name: OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-        for name, value in kept.items()
-    }
 
 
 def _compute_dtype(precision: Any) -> torch.dtype:

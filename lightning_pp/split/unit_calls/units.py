@@ -47,6 +47,27 @@ def refine_unit(name: str, unit: nn.Module) -> dict[str, nn.Module]:
     return {child_name: child for child_name, child in children.items() if owns_parameters(child)}
 
 
+def most_units(module: nn.Module, patterns: Sequence[str] | None = None) -> int:
+    """How many units ``module`` has if its step calls every block of a list as such, and everything else in parts.
+
+    A step that calls the parts of blocks one by one has more; only recording it tells.
+
+    Args:
+        module: The whole model.
+        patterns: As of :func:`discover_units`.
+    """
+    blocks = set() if patterns is not None else _repeated_blocks(module)
+
+    def parts(name: str, unit: nn.Module) -> int:
+        children = refine_unit(name, unit)
+        if unit in blocks or not children:
+            return 1
+        return sum(parts(child_name, child) for child_name, child in children.items())
+
+    units = discover_units(module, patterns)
+    return len(units) if patterns is not None else sum(parts(name, unit) for name, unit in units.items())
+
+
 def owns_parameters(module: nn.Module) -> bool:
     """Whether ``module`` or one of its submodules has a parameter."""
     return next(module.parameters(), None) is not None

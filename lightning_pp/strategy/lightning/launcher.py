@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from hydra.core.hydra_config import HydraConfig
 
+from lightning_pp.errors import ConfigurationError
 from lightning_pp.strategy._lightning_private import SubprocessScriptLauncher
 
 
@@ -27,8 +31,30 @@ class RunLauncher(SubprocessScriptLauncher):
 
     @property
     def is_interactive_compatible(self) -> bool:
-        """Nothing is started where processes are there already, so a notebook may be one of them."""
-        return self.cluster_environment.creates_processes_externally
+        """Where it is not, :meth:`check_program` has said so, and what does work; Lightning's advice would not."""
+        return True
+
+    def check_program(self) -> None:
+        """Raises :class:`ConfigurationError` if other processes are to be started, and have no file to run."""
+        num_others = self.num_processes * self.num_nodes - 1
+        if self.cluster_environment.creates_processes_externally or num_others == 0 or _has_program():
+            return
+        where = "a notebook or an interactive Python" if hasattr(sys, "ps1") else "code without a file"
+        raise ConfigurationError(
+            f"{num_others + 1} processes cannot be started from {where}: each of them runs the program's file from its "
+            "beginning. Save the code as train.py (in a notebook: %%writefile train.py) and start python train.py (in "
+            "a notebook: !python train.py). Trainer(devices=1) works here."
+        )
+
+    def arguments_of_others(self) -> list[str]:
+        """In a Hydra application the other processes write no log file; overrides stand last, as Hydra wants them."""
+        arguments = sys.argv[1:]
+        if not HydraConfig.initialized():
+            return arguments
+        options = [each for each in arguments if each.startswith("-") or not ("=" in each or each.startswith("~"))]
+        overrides = [each for each in arguments if each not in options]
+        quiet = [f"hydra/{log}=none" for log in ("job_logging", "hydra_logging")]
+        return [*options, *overrides, *(each for each in quiet if each not in overrides)]
 
     def exit_codes(self) -> dict[int, int]:
         """Local rank to exit code of the processes that this one has started and that have ended."""
@@ -44,3 +70,10 @@ class RunLauncher(SubprocessScriptLauncher):
         if self.when_done is not None:
             self.when_done()
         return result
+
+
+def _has_program() -> bool:
+    """Whether this process runs a file or a module that another process can run."""
+    if hasattr(sys, "ps1"):
+        return False
+    return getattr(sys.modules.get("__main__"), "__spec__", None) is not None or Path(sys.argv[0]).is_file()

@@ -183,7 +183,9 @@ class MeshStrategy(ParallelStrategy):
         if self.cluster_environment.creates_processes_externally:
             self._check_num_started()
         _ = self.sizes  # a wrong product is told before any process is launched
-        self._launcher = RunLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        launcher = RunLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        launcher.check_program()
+        self._launcher = launcher
 
     @property
     def weights_only(self) -> bool | None:

@@ -1,0 +1,39 @@
+"""What a command answers without composing a run: ``--version``, and ``--completion`` of a shell."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+import lightning_pp
+from lightning_pp.cli.hydra_app.completion import SHELLS, completion_script
+from lightning_pp.cli.problems import UserError, print_problem
+
+_CONFIGS = {"lightning-pp": "config", "lightning-pp-plan": "plan"}
+
+
+def answer_alone(arguments: Sequence[str], command: str) -> None:
+    """Answers and ends the process, if that is what ``arguments`` ask for.
+
+    Raises:
+        SystemExit: It was answered, or cannot be.
+    """
+    if "--version" in arguments:
+        sys.stdout.write(f"{version_line(command)}\n")
+        sys.exit(0)
+    if "--completion" not in arguments:
+        return
+    shell = "".join([*arguments, ""][list(arguments).index("--completion") + 1])
+    if shell not in SHELLS:
+        print_problem(UserError(f"--completion takes the name of a shell: {' or '.join(SHELLS)}"), command)
+        sys.exit(1)
+    sys.stdout.write(completion_script(command, _CONFIGS[command]))
+    sys.exit(0)
+
+
+def version_line(command: str) -> str:
+    """The version of this package, and of those on which a run depends most."""
+    others = {"torch": "torch", "lightning": "lightning", "hydra-core": "Hydra"}
+    told = ", ".join(f"{name} {version(package)}" for package, name in others.items())
+    return f"{command} {lightning_pp.__version__} ({told})"
