@@ -491,7 +491,7 @@ class RunConf:
 
 @dataclass
 class CommandConf(RunConf):
-    """What ``lightning-pp`` is asked. ``resume``: the folder of a run to go on with, from its newest checkpoint."""
+    """What ``lightning-pp`` is asked. ``resume``: the folder of a run to go on with, from its newest checkpoint, or ``auto``."""
 
     resume: str | None = None
 

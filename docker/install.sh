@@ -25,5 +25,5 @@ case $device in
 esac
 
 "${PYTHON:-python3}" -m venv "$venv"
-"$venv/bin/pip" install "${pip_options[@]}" "$source_tree[$extras]"
+"$venv/bin/pip" install "${pip_options[@]}" "${source_tree}[$extras]"
 "$venv/bin/pip" check

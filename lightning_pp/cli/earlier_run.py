@@ -131,6 +131,14 @@ class EarlierRun:
             ) from error
         yield from _differences(_plain(self.config), _plain(now))
 
+    def has_saved(self) -> bool:
+        """Whether there is a checkpoint, good or not, on this machine; or a URL, where nobody has looked."""
+        places = list(self._places())
+        folders = [self.folder, *(Path(place) for place in places if not is_url(place))]
+        return any(is_url(place) for place in places) or any(
+            next(_checkpoints_under(folder), None) is not None for folder in folders
+        )
+
     def newest_checkpoint(self) -> Position | None:
         """The newest checkpoint of this run that a training can go on from; None if it has saved none.
 

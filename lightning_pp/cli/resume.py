@@ -1,4 +1,4 @@
-"""``resume=RUN_DIR``, and attempts that torchrun makes after one has failed: the command line of a run that goes on.
+"""``resume=RUN_DIR``, ``resume=auto``, and attempts that torchrun makes after one has failed: the command line of a run that goes on.
 
 The rank 0 decides where a job goes on, and tells the others over the store of torchrun, if there is one. Without one
 every rank looks for itself, in a folder that all of them have to see.
@@ -20,6 +20,7 @@ from lightning_pp.cli.problems import UserError
 from lightning_pp.distributed.launcher_store import LauncherStore, launcher_store
 
 _FOLDER = "folder"
+_AUTO = "auto"
 # set for the processes that Lightning starts with the command line of this one, which says all already
 _DECIDED = "LIGHTNING_PP_RESUME_DECIDED"
 
@@ -67,6 +68,11 @@ def _decide(arguments: Sequence[str], named: str | None, attempt: int, store: La
             _say(f"attempt {attempt + 1} of the sweep starts it again: runs of a sweep go on one by one, by resume=")
             return list(arguments)
         raise UserError("resume= goes on with one run, not with a sweep: leave --multirun out")
+    if named == _AUTO:
+        named = _folder_if_saved(arguments)
+        arguments = [each for each in arguments if _key(each) != "resume"]
+        if named is None and attempt == 0:
+            return list(arguments)
     folder = _folder_of_job(arguments, store) if attempt > 0 else None
     if folder is None and named not in (None, "null"):
         folder = named
@@ -104,6 +110,18 @@ def _going_on(run: EarlierRun, arguments: Sequence[str], attempt: int) -> list[s
     if run.config_folder is not None and not any(each in ("--config-dir", "-cd") for each in options):
         options += ["--config-dir", run.config_folder]
     return [*options, *composed, f"resume={folder}", f"hydra.run.dir={folder}"]
+
+
+def _folder_if_saved(arguments: Sequence[str]) -> str | None:
+    """The folder that ``hydra.run.dir`` names, if a run in it has saved a checkpoint: for jobs that start again."""
+    folder = _value_of("hydra.run.dir", arguments)
+    if folder is None:
+        raise UserError(
+            "resume=auto goes on with the run in the folder that hydra.run.dir names, if one has saved something there. "
+            "Give one that all processes see: hydra.run.dir=/data/run"
+        )
+    started = Path(folder, ".hydra", "hydra.yaml").is_file()
+    return folder if started and EarlierRun.at(folder).has_saved() else None
 
 
 def _enter(run: EarlierRun) -> None:

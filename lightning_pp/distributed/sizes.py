@@ -41,6 +41,23 @@ class ParallelSizes:
         """Over how many ranks each parameter is sharded."""
         return self.data_parallel // self.data_parallel_replicate
 
+    def replicate_size_within_nodes(self, ranks_per_node: int) -> int | None:
+        """The fewest copies of the shards with which every group that shards parameters lies within one node.
+
+        Ranks are counted node by node, and shard groups are runs of neighbours, so this is where the size of a group
+        divides that of a node.
+
+        Args:
+            ranks_per_node: Processes on each node.
+
+        Returns:
+            A value for ``data_parallel_replicate``, the present one if it serves; None if only groups of one rank do.
+        """
+        for replicate in range(self.data_parallel_replicate, self.data_parallel):
+            if self.data_parallel % replicate == 0 and ranks_per_node % (self.data_parallel // replicate) == 0:
+                return replicate
+        return None if self.data_parallel_shard > 1 else self.data_parallel_replicate
+
     @classmethod
     def resolve(
         cls, pipeline: int | Auto, data_parallel: int | Auto, world_size: int, data_parallel_replicate: int = 1

@@ -215,6 +215,7 @@ class PipelineParallelStrategy(MeshStrategy):
             data_parallel_replicate_size,
             has_shards_on_host=cpu_offload,
             flight_recorder_dirpath=flight_recorder_dirpath,
+            shards_parameters=sharding != "replicate",
         )
         # whether sizes fit the number of devices is checked once that is known
         check_size("pipeline_parallel_size", pipeline_parallel_size)

@@ -39,7 +39,7 @@ def check_equal(one: Path, other: Path) -> None:
 def test_a_run_goes_on_as_one_that_was_not_interrupted(folder: Path) -> None:
     """From another working folder, with what has changed on top; weights and logs are those of one run, bit for bit."""
     options = [*TINY_RUN, "data.files=[my.txt]", "logger=csv", "strategy.schedule=1f1b", "model.dropout=0.1"]
-    first = run_forked([*options, "hydra.run.dir=run"], folder, 2)
+    first = run_forked([*options, "hydra.run.dir=run", "resume=auto"], folder, 2)  # nothing there yet
     assert first.code == 0, first.output
     (folder / "elsewhere").mkdir()
     resumed = run_forked(["trainer.max_steps=8", "resume=../run"], folder / "elsewhere", 2)
@@ -51,7 +51,7 @@ def test_a_run_goes_on_as_one_that_was_not_interrupted(folder: Path) -> None:
     check_equal(folder / "run/checkpoints/step8.ckpt", folder / "whole/checkpoints/step8.ckpt")
     assert losses(folder / "run") == losses(folder / "whole")
     # what was changed stays
-    again = run_forked(["resume=run"], folder, 2)
+    again = run_forked(["resume=auto", "hydra.run.dir=run"], folder, 2)
     assert again.code == 0 and "all 8 steps of trainer.max_steps=8 are done" in again.output, again.output
     assert len(list(folder.glob("run/checkpoints/*"))) == 2
 

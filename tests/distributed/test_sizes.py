@@ -68,3 +68,32 @@ def test_replicate_size_splits_the_data_parallel_size() -> None:
 def test_replicate_size_that_does_not_divide(replicate: int, error: str) -> None:
     with pytest.raises(ConfigurationError, match=error):
         ParallelSizes.resolve(2, 4, 8, replicate)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "data", "replicate", "per_node", "expected"),
+    [
+        (2, 8, 1, 8, 1),  # a group is a node
+        (4, 4, 1, 8, 1),  # two groups in a node
+        (2, 16, 1, 8, 2),
+        (1, 32, 1, 8, 4),
+        (2, 16, 4, 8, 4),
+        (2, 12, 1, 8, 3),  # groups of 12 cross nodes, and so do those of 6; of 4 they do not
+        (2, 7, 1, 8, None),
+        (16, 1, 1, 8, 1),
+    ],
+)
+def test_fewest_copies_that_keep_shards_within_nodes(
+    pipeline: int, data: int, replicate: int, per_node: int, expected: int | None
+) -> None:
+    sizes = ParallelSizes(pipeline, data, replicate)
+    assert sizes.replicate_size_within_nodes(per_node) == expected
+
+    def crosses(copies: int) -> bool:
+        """Whether a group has ranks on two nodes, by going through all of them."""
+        size = data // copies
+        groups = [range(first, first + size) for first in range(0, pipeline * data, size)]
+        return any(group[0] // per_node != group[-1] // per_node for group in groups)
+
+    serve = [copies for copies in range(replicate, data + 1) if data % copies == 0 and not crosses(copies)]
+    assert serve[0] == (data if expected is None else expected)

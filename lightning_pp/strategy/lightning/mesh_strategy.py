@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -61,6 +62,7 @@ class MeshStrategy(ParallelStrategy):
         has_shards_on_host: Whether collectives on tensors of the host have to work as well: those of tied parameters,
             of checkpoints, and what users ask of sharded parameters.
         flight_recorder_dirpath: Folder for what goes over NCCL, written when it times out.
+        shards_parameters: Whether replicas share parameters; they hold whole ones otherwise.
 
     Raises:
         ConfigurationError: ``timeout`` is not positive, or longer than torch can wait.
@@ -76,6 +78,7 @@ class MeshStrategy(ParallelStrategy):
         *,
         has_shards_on_host: bool = False,
         flight_recorder_dirpath: str | Path | None = None,
+        shards_parameters: bool = True,
     ) -> None:
         if timeout is not None and not timedelta() < timeout <= _LONGEST_TIMEOUT:
             raise ConfigurationError(
@@ -92,6 +95,7 @@ class MeshStrategy(ParallelStrategy):
         self._timeout = timeout
         self._has_shards_on_host = has_shards_on_host
         self._flight_recorder_dirpath = flight_recorder_dirpath
+        self._shards_parameters = shards_parameters
         self._sizes: ParallelSizes | None = None
         self._device_mesh: DeviceMesh | None = None
         self._data_parallel_mesh: DeviceMesh | None = None
@@ -232,6 +236,7 @@ class MeshStrategy(ParallelStrategy):
         if is_new:
             set_timeout(self._timeout)
         self._sizes = self._resolve_sizes(self.num_ranks)
+        self._tell_of_placement()
         if self._device_mesh is None:
             self._device_mesh, self._data_parallel_mesh = make_meshes(self.root_device.type, self.sizes)
             groups = groups_of_collectives(self._device_mesh, self._data_parallel_mesh)
@@ -241,6 +246,31 @@ class MeshStrategy(ParallelStrategy):
                 warm_up(groups, self.root_device)
                 try_products(self.root_device)
         give_device_mesh(self.lightning_module, self._device_mesh)
+
+    def _tell_of_placement(self) -> None:
+        """Says where ranks on different nodes share what neighbours on one node should; once for the job."""
+        if self.num_nodes == 1:
+            return
+        if self.global_rank == self.num_processes - 1 and self.node_rank != 0:
+            warnings.warn(
+                f"Rank {self.global_rank} is on node {self.node_rank}: the launcher deals ranks out over the nodes in "
+                "turn. Groups that shard parameters are ranks that follow each other, so they cross nodes, and the "
+                "pipeline stays inside them. Have the launcher fill one node after the other (srun "
+                "--distribution=block).",
+                stacklevel=2,
+            )
+        within = self.sizes.replicate_size_within_nodes(self.num_processes)
+        if self.global_rank == 0 and within != self.sizes.data_parallel_replicate and self._shards_parameters:
+            remedy = (
+                f"data_parallel_replicate_size={within} keeps them inside, and each rank then holds shards of "
+                f"1/{self.sizes.data_parallel // within} in the place of 1/{self.sizes.data_parallel_shard}."
+                if within is not None
+                else f"Sizes that divide {self.num_processes} would stay inside."
+            )
+            rank_zero.rank_zero_warn(
+                f"Groups of {self.sizes.data_parallel_shard} ranks shard parameters, and a node has "
+                f"{self.num_processes}, so they cross nodes: every gather goes over the network. {remedy}"
+            )
 
     def _meet(self, backend: str) -> bool:
         """Joins the process group, on one node by sockets that no other host reaches; whether it is a new one."""
