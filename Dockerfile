@@ -1,30 +1,59 @@
+# syntax=docker/dockerfile:1
 # GPU by default; `docker build --build-arg DEVICE=cpu .` for machines without. See docs/container.md.
-ARG PYTHON_IMAGE=python:3.11.14-slim-bookworm
+ARG PYTHON_IMAGE=python:3.11.14-slim-bookworm@sha256:65a93d69fa75478d554f4ad27c85c1e69fa184956261b4301ebaf6dbb0a3543d
 FROM ${PYTHON_IMAGE} AS build
 
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 
-ARG DEVICE=gpu
+# the build of torch: cpu, or the CUDA of PyTorch's index
+ARG DEVICE=cu130
 ARG EXTRAS=hf
 
-COPY . /src
-RUN /src/docker/install.sh /opt/venv "${EXTRAS}" "${DEVICE}"
+# what changes seldom: gigabytes of dependencies
+COPY pyproject.toml constraints.txt /src/
+COPY docker/install.sh docker/requirements.py /src/docker/
+RUN --mount=type=cache,target=/root/.cache/pip,sharing=locked \
+    /src/docker/install.sh /opt/venv "${EXTRAS}" "${DEVICE}" dependencies
+
+# what changes often: the package, a megabyte
+COPY LICENSE README.md /src/
+COPY conf /src/conf
+COPY recipes /src/recipes
+COPY lightning_pp /src/lightning_pp
+RUN --mount=type=cache,target=/root/.cache/pip,sharing=locked \
+    /src/docker/install.sh /opt/venv "${EXTRAS}" "${DEVICE}" package
 
 FROM ${PYTHON_IMAGE}
 
-# torch brings the CUDA libraries; the driver comes from the host through the NVIDIA container toolkit.
-ENV NVIDIA_VISIBLE_DEVICES=all \
-    NVIDIA_DRIVER_CAPABILITIES=compute,utility \
-    PATH=/opt/venv/bin:$PATH \
-    PYTHONUNBUFFERED=1
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="lightning_pp" \
+      org.opencontainers.image.description="Pipeline parallelism for unmodified LightningModules" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.revision="${REVISION}"
 
-RUN useradd --create-home --uid 1000 trainer \
-    && install --directory --owner=trainer --group=trainer /workspace
+# tini passes signals on and collects processes that were left; Debian has one version of it for each release
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends tini \
+    && rm -rf /var/lib/apt/lists/*
+
+# torch brings the CUDA libraries; the driver comes from the host through the NVIDIA container toolkit. Any user may run
+# the image: it needs no entry in /etc/passwd, since HOME and USER are given.
+ENV HOME=/home/trainer \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility \
+    NVIDIA_VISIBLE_DEVICES=all \
+    PATH=/opt/venv/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    USER=trainer
+
+RUN useradd --home-dir /home/trainer --no-create-home --uid 1000 trainer \
+    && install --directory --mode=1777 /home/trainer /workspace
 
 COPY --from=build /opt/venv /opt/venv
 COPY docker/entrypoint.sh /usr/local/bin/entrypoint
+COPY docker/smoke.sh /usr/local/bin/smoke
 
 USER 1000
 WORKDIR /workspace
 
-ENTRYPOINT ["/usr/local/bin/entrypoint"]
+ENTRYPOINT ["/usr/bin/tini", "--", "/usr/local/bin/entrypoint"]

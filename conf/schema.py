@@ -491,7 +491,11 @@ class RunConf:
 
 @dataclass
 class CommandConf(RunConf):
-    """What ``lightning-pp`` is asked. ``resume``: the folder of a run to go on with, from its newest checkpoint, or ``auto``."""
+    """What ``lightning-pp`` is asked.
+
+    ``resume``: the folder of a run to go on with, from its newest checkpoint; or ``auto``: that of
+    ``hydra.run.dir``, if it has saved something.
+    """
 
     resume: str | None = None
 

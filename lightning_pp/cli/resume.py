@@ -1,4 +1,4 @@
-"""``resume=RUN_DIR``, ``resume=auto``, and attempts that torchrun makes after one has failed: the command line of a run that goes on.
+"""The command line of a run that goes on: ``resume=``, and attempts that torchrun makes after one has failed.
 
 The rank 0 decides where a job goes on, and tells the others over the store of torchrun, if there is one. Without one
 every rank looks for itself, in a folder that all of them have to see.
@@ -117,7 +117,7 @@ def _folder_if_saved(arguments: Sequence[str]) -> str | None:
     folder = _value_of("hydra.run.dir", arguments)
     if folder is None:
         raise UserError(
-            "resume=auto goes on with the run in the folder that hydra.run.dir names, if one has saved something there. "
+            "resume=auto goes on with the run in the folder that hydra.run.dir names, if it has saved something. "
             "Give one that all processes see: hydra.run.dir=/data/run"
         )
     started = Path(folder, ".hydra", "hydra.yaml").is_file()

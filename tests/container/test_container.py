@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import tomllib
+import yaml
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
@@ -29,18 +31,43 @@ def test_hadolint_finds_nothing() -> None:
 
 def test_image_and_ci_install_by_the_same_script() -> None:
     installing = [line for line in instructions("RUN") if "install.sh" in line]
-    assert installing == ['/src/docker/install.sh /opt/venv "${EXTRAS}" "${DEVICE}"']
+    commands = [line.partition("/src/docker/")[2] for line in installing]
+    assert commands == [
+        f'install.sh /opt/venv "${{EXTRAS}}" "${{DEVICE}}" {step}' for step in ("dependencies", "package")
+    ]
+    assert all(line.startswith("--mount=type=cache,target=/root/.cache/pip") for line in installing)
     assert not [line for line in instructions("RUN") if re.search(r"\bpip3? install", line)]
     ci = (ROOT / ".ci" / "run").read_text()
     assert re.search(r'^docker/install\.sh "\$venv" test', ci, flags=re.MULTILINE)
 
 
 def test_gpu_by_default_pinned_and_not_root() -> None:
-    assert "DEVICE=gpu" in instructions("ARG")
+    (device,) = [arg.split("=", 1)[1] for arg in instructions("ARG") if arg.startswith("DEVICE=")]
+    assert re.fullmatch(r"cu\d+", device)
     (image,) = [arg.split("=", 1)[1] for arg in instructions("ARG") if arg.startswith("PYTHON_IMAGE=")]
-    assert re.fullmatch(r"python:3\.\d+\.\d+-slim-\w+", image)
+    assert re.fullmatch(r"python:3\.\d+\.\d+-slim-\w+@sha256:[0-9a-f]{64}", image)
     assert instructions("USER") == ["1000"]
     assert DOCKERFILE.index("USER 1000") > DOCKERFILE.rindex("\nCOPY")
+
+
+def test_dependencies_are_installed_before_sources_are_copied() -> None:
+    copies = [line for line in DOCKERFILE.splitlines() if line.startswith(("COPY", "RUN --mount", "    /src"))]
+    first = next(index for index, line in enumerate(copies) if line.endswith("dependencies"))
+    copied = {name for line in copies[:first] if line.startswith("COPY") for name in line.split()[1:-1]}
+    assert copied == {"pyproject.toml", "constraints.txt", "docker/install.sh", "docker/requirements.py"}
+
+
+def test_any_user_finds_places_to_write() -> None:
+    (made,) = [line for line in instructions("RUN") if "install --directory" in line]
+    assert made.endswith("install --directory --mode=1777 /home/trainer /workspace")
+    assert "HOME=/home/trainer" in DOCKERFILE and "USER=trainer" in DOCKERFILE  # for users without an entry
+    assert instructions("ENTRYPOINT") == ['["/usr/bin/tini", "--", "/usr/local/bin/entrypoint"]']
+
+
+def test_compose_builds_both_images() -> None:
+    services = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+    assert services["cpu"]["build"]["args"] == {"DEVICE": "cpu"} and "args" not in services["gpu"]["build"]
+    assert all("workspace:/workspace" in service["volumes"] and service["shm_size"] for service in services.values())
 
 
 def test_build_context_has_what_the_build_needs() -> None:
@@ -53,8 +80,10 @@ def install(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[s
     stand_in = folder / "python"
     stand_in.write_text(
         "#!/usr/bin/env bash\n"
-        'echo "python $*"\n'
+        '[ "$2" != venv ] || echo "python $*"\n'
+        '[ "$2" = venv ] || exit 0\n'
         'mkdir -p "$3/bin"\n'
+        'cp "$0" "$3/bin/python"\n'
         'printf \'#!/usr/bin/env bash\\necho "pip $*"\\n\' > "$3/bin/pip"\n'
         'chmod +x "$3/bin/pip"\n'
     )
@@ -71,20 +100,43 @@ def test_install_script_uses_the_constraints(tmp_path: Path) -> None:
     venv = str(tmp_path / "venv")
     finished = install([venv, "hf"], tmp_path)
     assert finished.returncode == 0, finished.stderr
-    made, installed, checked = finished.stdout.splitlines()
+    made, dependencies, package, checked = finished.stdout.splitlines()
     assert made == f"python -m venv {venv}"
-    assert f"--constraint {ROOT}/constraints.txt" in installed
-    assert installed.endswith(f"{ROOT}[hf]")
-    assert "--extra-index-url" not in installed
+    assert f"--constraint {ROOT}/constraints.txt --requirement " in dependencies
+    assert package.endswith(f"--no-deps {ROOT}")
+    assert "--extra-index-url" not in dependencies
     assert checked == "pip check"
 
 
-def test_install_script_takes_the_smaller_torch_on_request(tmp_path: Path) -> None:
-    finished = install([str(tmp_path / "venv"), "test", "cpu"], tmp_path)
-    assert "--extra-index-url https://download.pytorch.org/whl/cpu" in finished.stdout
+def test_what_is_installed_is_what_the_package_names() -> None:
+    """An extra of the package itself stands for what that needs."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    printed = subprocess.run(
+        [sys.executable, str(ROOT / "docker" / "requirements.py"), "hf,test"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    extras = project["optional-dependencies"]
+    named = {*project["dependencies"], *extras["hf"], *extras["lint"], *extras["test"]}
+    assert set(printed) == {each for each in named if not each.startswith("lightning-pp[")}
+    assert len(printed) == len(set(printed))
 
 
-@pytest.mark.parametrize(("arguments", "said"), [(["v"], "usage:"), (["v", "hf", "tpu"], "unknown device 'tpu'")])
+@pytest.mark.parametrize("device", ["cpu", "cu130"])
+def test_install_script_takes_another_torch_on_request(device: str, tmp_path: Path) -> None:
+    finished = install([str(tmp_path / "venv"), "test", device], tmp_path)
+    assert f"--extra-index-url https://download.pytorch.org/whl/{device}" in finished.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["v"], "usage:"),
+        (["v", "hf", "tpu"], "unknown device 'tpu'"),
+        (["v", "hf", "cpu", "some"], "usage:"),
+    ],
+)
 def test_install_script_refuses_what_it_does_not_know(arguments: list[str], said: str, tmp_path: Path) -> None:
     finished = install(arguments, tmp_path)
     assert finished.returncode == 2

@@ -1,4 +1,4 @@
-"""The files of `launch/`: valid for what reads them, of one mind about nodes and devices, with overrides that compose."""
+"""The files of `launch/`: valid for what reads them, consistent in nodes and devices, with overrides that compose."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_the_trainjob_starts_one_torchrun_on_each_node() -> None:
     trainer = spec["trainer"]
     assert trainer["numProcPerNode"] == trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
     check_run(trainer["args"], trainer["numNodes"], trainer["numProcPerNode"])
-    assert trainer["command"] == ["/usr/local/bin/entrypoint"]
+    assert trainer["command"] == ["/usr/bin/tini", "--", "/usr/local/bin/entrypoint"]
     assert "docker/entrypoint.sh /usr/local/bin/entrypoint" in (ROOT / "Dockerfile").read_text()
 
 
