@@ -165,3 +165,13 @@ def test_entry_point(arguments: list[str], variables: dict[str, str], expected: 
         text=True,
     )
     assert (finished.returncode, finished.stdout.strip()) == (0, expected)
+
+
+def test_hints_name_what_can_be_installed() -> None:
+    """Messages say ``pip install 'requirement'`` as pyproject.toml has it: the package itself may be on no index."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    known = {requirement for extra in extras.values() for requirement in extra}
+    sources = [path.read_text() for path in sorted((ROOT / "lightning_pp").rglob("*.py"))]
+    sources += [path.read_text() for path in sorted((ROOT / "recipes").rglob("*.py"))]
+    hints = {hint for source in sources for hint in re.findall(r"pip install '([^']+)'", source)}
+    assert hints and hints <= known

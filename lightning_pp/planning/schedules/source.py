@@ -274,7 +274,7 @@ class Searched(ScheduleSource):
         super().__post_init__()
         _check_family(self)
         if self.exact and importlib.util.find_spec("ortools") is None:
-            raise ConfigurationError("exact_search=True needs OR-tools: pip install 'lightning-pp[exact]'.")
+            raise ConfigurationError("exact_search=True needs OR-tools: pip install 'ortools>=9.10'.")
 
     @property
     def is_searched(self) -> bool:

@@ -1,6 +1,6 @@
 """The shortest step by an exact solver, for small pipelines: the yardstick of the search.
 
-Needs OR-tools (``pip install lightning-pp[exact]``), which is imported only here and only when called.
+Needs OR-tools (the extra ``exact``), which is imported only here and only when called.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def solve_exactly(
     try:
         from ortools.sat.python import cp_model
     except ImportError as error:
-        raise ScheduleError("exact search needs OR-tools: pip install 'lightning-pp[exact]'") from error
+        raise ScheduleError("exact search needs OR-tools: pip install 'ortools>=9.10'") from error
     n, m = problem.num_stages, problem.num_microbatches
     has_limit = min(problem.limits) < UNLIMITED
     if has_limit and any(change > 0 for change in problem.held_change[I * n : W * n]):
