@@ -56,7 +56,7 @@ def _of_file(path: Path, end: str | None) -> Encoder:
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
-        why = f"the tokenizer {path} needs tokenizers: pip install 'lightning-pp[data]'"
+        why = f"the tokenizer {path} needs tokenizers: pip install tokenizers"
         raise ConfigurationError(why) from error
     try:
         tokenizer: Any = Tokenizer.from_file(str(path))
@@ -76,7 +76,7 @@ def _of_directory(path: Path, end: str | None) -> Encoder:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise ConfigurationError(
-            f"the tokenizer {path} needs transformers: pip install 'lightning-pp[data]'"
+            f"the tokenizer {path} needs transformers: pip install 'transformers>=4.56'"
         ) from error
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)

@@ -146,7 +146,7 @@ def _configuration(model_type: str | None, config: Mapping[str, Any], directory:
     try:
         from transformers import AutoConfig
     except ImportError as error:
-        raise ImportError("this model needs transformers: pip install 'lightning-pp[hf]'") from error
+        raise ImportError("this model needs transformers: pip install 'transformers>=4.56'") from error
     if directory is None:
         return AutoConfig.for_model(model_type, **{"use_cache": False, **config})
     if not (Path(directory).expanduser() / "config.json").is_file():
@@ -162,7 +162,7 @@ def _lora_configuration(lora: Mapping[str, Any], task: str | None) -> Any:
     try:
         from peft import LoraConfig
     except ImportError as error:
-        raise ImportError("model.lora needs peft: pip install 'lightning-pp[peft]'") from error
+        raise ImportError("model.lora needs peft: pip install 'peft>=0.18'") from error
     return LoraConfig(**{"task_type": task, **lora})
 
 

@@ -112,7 +112,7 @@ def _parquet() -> Any:
     try:
         import pyarrow.parquet
     except ImportError as error:
-        raise ConfigurationError("parquet files need pyarrow: pip install 'lightning-pp[data]'") from error
+        raise ConfigurationError("parquet files need pyarrow: pip install 'pyarrow>=15'") from error
     return pyarrow.parquet
 
 
@@ -125,7 +125,7 @@ def _open_dataset(path: Path, field: str, split: str | None) -> Any:
     try:
         from datasets import DatasetDict, load_from_disk
     except ImportError as error:
-        raise ConfigurationError(f"{path} needs datasets: pip install 'lightning-pp[data]'") from error
+        raise ConfigurationError(f"{path} needs datasets: pip install 'datasets>=3.2'") from error
     found: Any = load_from_disk(str(path))
     if isinstance(found, DatasetDict):
         if split not in found:
