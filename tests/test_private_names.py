@@ -22,7 +22,7 @@ from lightning_pp._private_names import private, private_of_instances
 PACKAGE = Path(lightning_pp.__file__).parent
 LAYERS = [
     *("split", "runtime", "sharding", "checkpoint", "distributed", "telemetry", "planning"),
-    *("strategy", "callbacks", "cli", "conf", "recipes"),
+    *("strategy", "callbacks", "cli", "doctor", "conf", "recipes"),
 ]
 HOMES = {"_torch_private.py", "_lightning_private.py", "_omegaconf_private.py"}
 

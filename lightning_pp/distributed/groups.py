@@ -95,20 +95,38 @@ def default_timeout(backend: str) -> timedelta:
     return _NCCL_TIMEOUT if "nccl" in backend else default_pg_timeout
 
 
-def warm_up(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
+def warm_up(groups: Iterable[dist.ProcessGroup], device: torch.device) -> int:
     """Has each group gather, reduce and scatter, and reduce once; its ranks call it with groups in one order.
 
     NCCL makes a communicator at the first collective and drains the device for it, which must not happen while a
     receive is posted.
+
+    Returns:
+        The bytes of the device that the communicators have taken; 0 on the host.
     """
+    free_before = free_bytes(device)
     for group in groups:
         share = torch.zeros(1, device=device)
         whole = torch.zeros(group.size(), device=device)
         dist.all_gather_into_tensor(whole, share, group=group)
         dist.reduce_scatter_tensor(share, whole, group=group)
         dist.all_reduce(share, group=group)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return max(0, free_before - free_bytes(device))
+
+
+def free_bytes(device: torch.device) -> int:
+    """What nobody has taken of the device, once it has done all that it was given; 0 for the host."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
+def largest_of_all(number: int, device: torch.device) -> int:
+    """The largest of what all ranks of the world give."""
+    shared = torch.tensor(number, dtype=torch.int64, device=device)
+    dist.all_reduce(shared, dist.ReduceOp.MAX)
+    return int(shared)
 
 
 def abort_all(channels: Iterable[Any], seconds: float) -> bool:

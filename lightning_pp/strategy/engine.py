@@ -101,6 +101,7 @@ class PipelineEngine:
         options: What the user says of the pipeline.
         timeout: How long a collective may wait.
         compile_options: Keyword arguments for ``torch.compile`` of each unit; None to leave units as they are.
+        communicators_bytes: What the communicators of collectives take of a device.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class PipelineEngine:
         options: PipelineOptions,
         timeout: timedelta | None,
         compile_options: Mapping[str, Any] | None = None,
+        communicators_bytes: int = 0,
     ) -> None:
         self.module = module
         self.mesh = mesh
@@ -129,6 +131,7 @@ class PipelineEngine:
         self._options = options
         self._cutter = BatchCutter(options.num_microbatches, sizes.pipeline, options.batches.split_batch)
         self._compile_options = compile_options
+        self._communicators_bytes = communicators_bytes
         self._compiled_units: CompiledUnits | None = None
         self._compiled_backward: CompiledBackward | None = None
         self._device_memory: DeviceMemory | None = None
@@ -291,7 +294,8 @@ class PipelineEngine:
             whole_batch_loss=self._options.schedule.whole_batch_loss,
             optimizer=optimizer,
         )
-        return DeviceMemory(self._options.device_memory_gib, model, recording, self._updates(step))
+        limit_gib, updates = self._options.device_memory_gib, self._updates(step)
+        return DeviceMemory(limit_gib, model, recording, updates, self._communicators_bytes)
 
     def _keep_own_part(self) -> None:
         """Drops what other ranks own, and makes what runs batches; from here on nothing may hold whole parameters."""

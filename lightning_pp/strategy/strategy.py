@@ -107,8 +107,9 @@ class PipelineParallelStrategy(MeshStrategy):
             what autograd keeps, and what weight gradients wait with. Without it ``"auto"`` holds no more than
             ``zb_h2`` would, two microbatches for each rank of the pipeline.
         device_memory_gib: What a rank may hold altogether, GiB, by the estimate of a dry run: parameters, gradients,
-            optimizer state, activations, and buffers of messages and gathers. Cuts and ``"auto"`` keep to it. What
-            operations, the allocator and CUDA take for themselves is not in it, so leave some of the device out.
+            optimizer state, activations, buffers of messages and gathers, and on a device the communicators of
+            collectives, which are measured. Cuts and ``"auto"`` keep to it. What operations, the allocator, CUDA and
+            channels between stages take is not in it, so leave some of the device out.
         exact_search: With ``"auto"`` and a small pipeline, let OR-tools' CP-SAT finish the search.
         whole_batch_loss: For a loss that is no mean or sum over samples (an in-batch contrastive loss, a root of a
             mean): the code after the last unit runs once, on the outputs of all microbatches joined. Every rank then
@@ -438,6 +439,7 @@ class PipelineParallelStrategy(MeshStrategy):
             options=self.options,
             timeout=self._timeout,
             compile_options=self._compile_options,
+            communicators_bytes=self.communicators_bytes,
         )
         step = {
             TrainerFn.FITTING: "training_step",

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from pool import WorkerPool
 
 from lightning_pp.distributed.control import ControlGroups
-from lightning_pp.distributed.groups import warm_up
+from lightning_pp.distributed.groups import largest_of_all, warm_up
 from lightning_pp.distributed.meshes import groups_of_collectives, make_meshes
 from lightning_pp.distributed.messages import MessageLine
 from lightning_pp.distributed.sizes import ParallelSizes
@@ -50,6 +50,20 @@ def test_every_group_of_collectives_is_used_once_and_none_along_the_pipeline(poo
     # shards, replicas, and both
     assert [ranks for ranks, _ in ranks[0]] == [(0, 1), (0, 1, 2, 3), (0, 2)]
     assert [ranks for ranks, _ in ranks[3]] == [(0, 1, 2, 3), (1, 3), (2, 3)]
+
+
+def taken_by_communicators() -> tuple[int, int]:
+    """In a worker, whose device has less memory after the collectives than before: what it takes, and what ranks do."""
+    rank = dist.get_rank()
+    world = dist.group.WORLD
+    assert world is not None
+    with patch("lightning_pp.distributed.groups.free_bytes", side_effect=[1000, 700 - rank]):
+        taken = warm_up([world], torch.device("cpu"))
+    return taken, largest_of_all(taken, torch.device("cpu"))
+
+
+def test_what_communicators_take_is_that_of_the_rank_with_most(pool: WorkerPool) -> None:
+    assert pool.run(taken_by_communicators, world_size=2, process_group=True) == [(300, 301), (301, 301)]
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,21 @@ def test_a_cut_that_is_balanced_in_time_gives_way_to_the_limit(
     assert loose.partition == free.partition and loose.placement == free.placement
 
 
+def test_communicators_leave_that_much_less(recording: RecordedModel) -> None:
+    free = layout_of(recording)
+    least = needed(recording, free)
+    for taken in (0, 5000, 400_000):
+        memory = DeviceMemory((least + 5000) / GIB, model(), recording, {}, taken)
+        needs = memory.needs(free.partition, free.placement, free.start)
+        assert max(need.peak_bytes for need in needs) == least + taken
+        assert memory.fits(free.partition, free.placement, free.start) == (taken <= 5000)
+        rooms = DeviceMemory(1.0, model(), recording, {}).room_gib(free.partition, free.placement)
+        less = DeviceMemory(1.0, model(), recording, {}, taken).room_gib(free.partition, free.placement)
+        assert [(room - its) * GIB for room, its in zip(rooms, less, strict=True)] == pytest.approx([taken] * 2)
+    with pytest.raises(ConfigurationError, match=r"of communicators"):
+        DeviceMemory(least / GIB, model(), recording, {}, 400_000).check(free.partition, free.placement, free.start)
+
+
 def test_the_limit_keeps_the_least_time_that_it_allows(recording: RecordedModel) -> None:
     """Against every cut of two stages."""
     order = list(recording.record.first_calls())

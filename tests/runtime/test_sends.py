@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import weakref
+from unittest.mock import patch
 
 import torch
 
+from lightning_pp.runtime.transport.channels import Transport
 from lightning_pp.runtime.transport.sends import Send, Sends
 
 
@@ -60,3 +62,13 @@ def test_gradients_of_the_step_before_are_let_go_at_the_first_receipt_of_the_nex
     _, of_next = sent(sends, 1)
     sends.acknowledge(1, 0)
     assert tensor() is None and of_next() is not None
+
+
+def test_draining_waits_for_the_device() -> None:
+    device = torch.device("cuda", 0)
+    with patch("torch.cuda.current_stream") as stream:
+        Transport([0, 1], 0, torch.device("cpu")).drain()
+        stream.assert_not_called()
+        Transport([0, 1], 0, device).drain()
+        stream.assert_called_once_with(device)
+        stream.return_value.synchronize.assert_called_once_with()

@@ -7,12 +7,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from host_waits import HostWaits
 from pipelined_fit import loader
 from pool import WorkerPool
 from small_models import Blocks
 
 from lightning_pp import PipelineParallelStrategy
+from lightning_pp.doctor.checks.host_waits import HostWaits
 from lightning_pp.runtime.executor import PipelineExecutor
 
 

@@ -32,10 +32,12 @@ class Need:
     Attributes:
         memory: In its parts.
         activations_bytes: Of microbatches between two actions.
+        communicators_bytes: Of what collectives go through, on a device.
     """
 
     memory: RankMemory
     activations_bytes: float
+    communicators_bytes: int = 0
 
     @property
     def running_bytes(self) -> float:
@@ -50,7 +52,8 @@ class Need:
     @property
     def peak_bytes(self) -> float:
         """All together, at the worst of the two times."""
-        return self.memory.state.total_bytes + max(self.running_bytes, self.reducing_bytes)
+        lasting = self.memory.state.total_bytes + self.communicators_bytes
+        return lasting + max(self.running_bytes, self.reducing_bytes)
 
 
 class DeviceMemory:
@@ -61,13 +64,22 @@ class DeviceMemory:
         model: How bytes are counted.
         recording: The model with a dry run of its step on one microbatch.
         updates: Parameters that hooks write into, and those that they compute their new values from.
+        communicators_bytes: What the communicators of collectives have taken of each rank's device.
     """
 
-    def __init__(self, limit_gib: float, model: MemoryModel, recording: RecordedModel, updates: Updates) -> None:
+    def __init__(
+        self,
+        limit_gib: float,
+        model: MemoryModel,
+        recording: RecordedModel,
+        updates: Updates,
+        communicators_bytes: int = 0,
+    ) -> None:
         self.limit_gib = limit_gib
         self.model = model
         self._recording = recording
         self._updates = updates
+        self._communicators_bytes = communicators_bytes
 
     def estimate(self, partition: Partition, placement: Placement, schedule: Schedule | None = None) -> MemoryEstimate:
         """What stages and ranks hold."""
@@ -77,7 +89,7 @@ class DeviceMemory:
 
     def needs(self, partition: Partition, placement: Placement, schedule: Schedule | None) -> list[Need]:
         """What each rank holds under ``schedule``; None: at the least, with one microbatch at a time."""
-        return _needs(self.estimate(partition, placement, schedule), placement)
+        return self._needs(self.estimate(partition, placement, schedule), placement)
 
     def excess(self, partition: Partition, placement: Placement, schedule: Schedule | None) -> list[float]:
         """By how many bytes each rank is over the limit; negative where there is room."""
@@ -104,7 +116,7 @@ class DeviceMemory:
         if model != self.model:
             estimate = model.estimate(split.record, split.partition, split.placement, split.parameter_sizes(), schedule)
             what = f"training with {type(optimizer).__name__} after the model was cut for something else"
-            self._check(_needs(estimate, split.placement), split.partition, split.placement, schedule, what)
+            self._check(self._needs(estimate, split.placement), split.partition, split.placement, schedule, what)
 
     def _check(
         self, needs: Sequence[Need], partition: Partition, placement: Placement, schedule: Schedule | None, what: str
@@ -113,9 +125,18 @@ class DeviceMemory:
             begins = f"device_memory_gib={self.limit_gib:g} is too little for {what} {_order_text(schedule)}: it needs"
             raise self._refusal(begins, needs, partition, placement, schedule)
 
+    def _needs(self, estimate: MemoryEstimate, placement: Placement) -> list[Need]:
+        needs = []
+        for rank in estimate.ranks:
+            own = placement.stages_of_rank(rank.rank)
+            one = sum(max(estimate.held_after_forward[stage], estimate.held_after_input[stage]) for stage in own)
+            held = one if rank.activations_bytes is None else rank.activations_bytes
+            needs.append(Need(rank, held, self._communicators_bytes))
+        return needs
+
     def room_gib(self, partition: Partition, placement: Placement) -> tuple[float, ...]:
         """What is left for activations on each rank; ``memory_limit`` of a search for a schedule."""
-        limit = self.limit_gib * BYTES_PER_GIB
+        limit = self.limit_gib * BYTES_PER_GIB - self._communicators_bytes
         ranks = self.estimate(partition, placement).ranks
         return tuple((limit - rank.bytes_beside_activations) / BYTES_PER_GIB for rank in ranks)
 
@@ -235,6 +256,7 @@ class DeviceMemory:
             "parameters that are gathered or cast": state.gathered_parameters_bytes,
             "gradients": state.gradients_bytes,
             "optimizer state": state.optimizer_state_bytes,
+            "communicators": need.communicators_bytes,
         }
         if need.running_bytes >= need.reducing_bytes:
             parts["activations"] = need.activations_bytes + need.memory.recomputed_bytes
@@ -303,15 +325,6 @@ def _most_held(program: Schedule | None, stage: int, after_input: float) -> floa
     only = [float(other == stage) for other in range(number)]
     costs = StageCosts(0.0, 0.0, 0.0, held_after_forward=only, held_after_input=[after_input * share for share in only])
     return peak_memory(program.programs[program.placement.rank_of_stage[stage]], costs, number)
-
-
-def _needs(estimate: MemoryEstimate, placement: Placement) -> list[Need]:
-    needs = []
-    for rank in estimate.ranks:
-        own = placement.stages_of_rank(rank.rank)
-        one = sum(max(estimate.held_after_forward[stage], estimate.held_after_input[stage]) for stage in own)
-        needs.append(Need(rank, one if rank.activations_bytes is None else rank.activations_bytes))
-    return needs
 
 
 def _order_text(schedule: Schedule | None) -> str:

@@ -185,6 +185,8 @@ class Transport:
     def drain(self) -> None:
         """Returns when everything that was sent has been received; to be called before the process ends."""
         self._sends.wait()
+        if self._device.type == "cuda":  # what waits there for a send is the stream, and not yet the host
+            torch.cuda.current_stream(self._device).synchronize()
 
     def abandon(self) -> None:
         """Forgets a step that failed. Its messages carry the step's number, so a later step cannot mistake them.

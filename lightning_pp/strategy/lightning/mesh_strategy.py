@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.optim import Optimizer
 
 from lightning_pp.distributed.gathering import gathered
-from lightning_pp.distributed.groups import default_timeout, warm_up
+from lightning_pp.distributed.groups import default_timeout, largest_of_all, warm_up
 from lightning_pp.distributed.launcher_store import store_of_attempt
 from lightning_pp.distributed.loopback import keep_gloo_on_loopback, store_on_loopback
 from lightning_pp.distributed.meeting import among_all_ranks, store_if_ended
@@ -98,6 +98,8 @@ class MeshStrategy(ParallelStrategy):
         self._shards_parameters = shards_parameters
         self._sizes: ParallelSizes | None = None
         self._device_mesh: DeviceMesh | None = None
+        self.communicators_bytes = 0
+        """What communicators of collectives have taken of the device, on the rank where it is most."""
         self._data_parallel_mesh: DeviceMesh | None = None
         self._running_step: str | None = None
         self._num_collectives = 0
@@ -243,7 +245,8 @@ class MeshStrategy(ParallelStrategy):
             for group in groups:
                 set_timeout(self._timeout, group)
             if self.root_device.type != "cpu":
-                warm_up(groups, self.root_device)
+                taken = warm_up(groups, self.root_device)
+                self.communicators_bytes = largest_of_all(taken, self.root_device)
                 try_products(self.root_device)
         give_device_mesh(self.lightning_module, self._device_mesh)
 

@@ -1,0 +1,38 @@
+"""What the doctor looks at: one file for each group of checks."""
+
+from __future__ import annotations
+
+from lightning_pp.doctor.checks import (
+    channels,
+    environment,
+    failures,
+    generators,
+    host_waits,
+    memory,
+    parity,
+    receives,
+    rounds,
+    updates,
+)
+from lightning_pp.doctor.findings import Check
+
+
+def all_checks() -> list[Check]:
+    """In the order in which they run."""
+    return [
+        *environment.CHECKS,
+        *channels.CHECKS,
+        *receives.CHECKS,
+        *rounds.CHECKS,
+        *parity.CHECKS,
+        *generators.CHECKS,
+        *host_waits.CHECKS,
+        *memory.CHECKS,
+        *updates.CHECKS,
+        *failures.CHECKS,
+    ]
+
+
+def check_titled(title: str) -> Check:
+    """The check of that title."""
+    return next(check for check in all_checks() if check.title == title)

@@ -1,0 +1,201 @@
+"""Versions, drivers, devices and variables: what is known to go wrong, and what an issue has to tell."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+import subprocess
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from lightning_pp.doctor.findings import Check, Finding, Rank, Status
+
+_PACKAGES = ("lightning-pp", "torch", "lightning", "hydra-core", "omegaconf", "wandb", "nvidia-nccl-cu12", "triton")
+_PREFIXES = (
+    "NCCL_",
+    "CUDA_",
+    "TORCH_NCCL_",
+    "TORCH_DISTRIBUTED_",
+    "PYTORCH_",
+    "GLOO_",
+    "OMP_",
+    "UCX_",
+    "FI_",
+    "SLURM_J",
+)
+_FEWEST = {"torch": (2, 11), "lightning": (2, 6, 4)}
+_LEAST_SHM_BYTES = 1 << 30
+_BASE = "lightning_pp is tested with the versions of constraints.txt: pip install -c constraints.txt lightning-pp"
+
+# Variables that are known to matter: name, the value that does, how bad it is, what it does, what to do.
+_MATTERS = (
+    (
+        "CUDA_LAUNCH_BLOCKING",
+        "1",
+        Status.FAILURE,
+        "the host waits for every kernel, so that a posted receive waits for work that this rank has yet to issue",
+        "Unset it.",
+    ),
+    ("NCCL_P2P_DISABLE", "1", Status.WARNING, "messages go through the memory of the host", "Unset it if you can."),
+    ("NCCL_SHM_DISABLE", "1", Status.WARNING, "messages on one host go over the network", "Unset it if you can."),
+    ("NCCL_IB_DISABLE", "1", Status.WARNING, "messages between hosts go over TCP", "Unset it if there is InfiniBand."),
+    ("TORCH_NCCL_BLOCKING_WAIT", "1", Status.WARNING, "the host waits for each message", "Unset it."),
+    ("TORCH_NCCL_ENABLE_TIMING", "1", Status.WARNING, "every collective is timed", "Unset it for training."),
+)
+
+
+def look(rank: Rank) -> dict[str, Any]:
+    """What this rank knows of itself."""
+    found: dict[str, Any] = {
+        "host": socket.gethostname(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in _PACKAGES},
+        "num_cpus": os.cpu_count(),
+        "num_ranks_here": rank.num_ranks_here,
+        "memory_bytes": _memory_bytes(),
+        "shm_bytes": shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None,
+        "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)},
+    }
+    found["versions"]["torch"] = torch.__version__
+    if rank.device.type == "cuda":
+        found["cuda"] = _of_device(rank)
+    return found
+
+
+def judge(values: Sequence[dict[str, Any]]) -> list[Finding]:
+    """Old versions, ranks that differ, variables that are known to matter, and too little of a machine."""
+    problems = [*_of_versions(values), *_of_variables(values), *_of_machines(values)]
+    mine = values[0]
+    packages = ", ".join(f"{name} {mine['versions'][name]}" for name in ("torch", "lightning"))
+    cuda = mine.get("cuda")
+    device = (
+        f"{cuda['name']}, driver {cuda['driver']}, CUDA {cuda['cuda']}, NCCL {cuda['nccl']}"
+        if cuda
+        else f"{mine['num_cpus']} CPUs"
+    )
+    hosts = len({value["host"] for value in values})
+    told = f"{packages}, Python {mine['python']}; {device}; {len(values)} ranks on {hosts} host{'s'[: hosts > 1]}."
+    summary = Finding(Status.OK, told, details=list(values))
+    return [summary, *problems] if problems else [summary]
+
+
+def _of_versions(values: Sequence[dict[str, Any]]) -> list[Finding]:
+    problems = []
+    for name, fewest in _FEWEST.items():
+        for number, value in enumerate(values):
+            found = value["versions"].get(name)
+            if found is None or _numbers(found) < fewest:
+                least = ".".join(map(str, fewest))
+                problems.append(Finding(Status.FAILURE, f"Rank {number} has {name} {found}, not {least}.", f"{_BASE}."))
+                break
+    for what in ("versions", "python"):
+        different = [number for number, value in enumerate(values) if value[what] != values[0][what]]
+        if different:
+            names = [
+                name for name in _PACKAGES if values[different[0]]["versions"][name] != values[0]["versions"][name]
+            ]
+            found = f"Rank {different[0]} has other versions than rank 0: {', '.join(names) or 'of Python'}."
+            problems.append(Finding(Status.FAILURE, found, "Install the same on all hosts."))
+            break
+    return problems
+
+
+def _of_variables(values: Sequence[dict[str, Any]]) -> list[Finding]:
+    problems = []
+    variables = values[0]["variables"]
+    is_cuda = "cuda" in values[0]
+    for name, value, status, effect, advice in _MATTERS:
+        if variables.get(name) == value and is_cuda:
+            problems.append(Finding(status, f"{name}={value} is set: {effect}.", advice))
+    connections = variables.get("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    if is_cuda and connections != "32":
+        found = f"CUDA_DEVICE_MAX_CONNECTIONS={connections}: work behind a posted receive may wait for its message."
+        problems.append(Finding(Status.WARNING, found, "Unset it: the strategy sets it to 32."))
+    differing = sorted(
+        name
+        for name in set().union(*(value["variables"] for value in values))
+        if name.startswith(("NCCL_", "CUDA_DEVICE_MAX")) and len({value["variables"].get(name) for value in values}) > 1
+    )
+    if differing:
+        found = f"Ranks differ in {', '.join(differing)}."
+        problems.append(Finding(Status.WARNING, found, "Set them the same for all ranks."))
+    return problems
+
+
+def _of_machines(values: Sequence[dict[str, Any]]) -> list[Finding]:
+    problems = []
+    is_cuda = "cuda" in values[0]
+    mine = values[0]
+    if is_cuda:
+        places = [(value["host"], value["cuda"]["uuid"]) for value in values]
+        if len(set(places)) < len(places):
+            found = "Two ranks share one device, which NCCL refuses."
+            problems.append(Finding(Status.FAILURE, found, "Look at CUDA_VISIBLE_DEVICES and LOCAL_RANK."))
+        names = sorted({value["cuda"]["name"] for value in values})
+        if len(names) > 1:
+            advice = "Tell the strategy with rank_speeds=, or give all ranks one kind."
+            problems.append(Finding(Status.WARNING, f"Ranks have different devices: {', '.join(names)}.", advice))
+    elif mine["num_ranks_here"] > mine["num_cpus"]:
+        found = f"{mine['num_ranks_here']} processes share {mine['num_cpus']} CPUs; times say little."
+        problems.append(Finding(Status.WARNING, found, "Take fewer processes (--devices) to measure."))
+    shm = mine["shm_bytes"]
+    if shm is not None and shm < _LEAST_SHM_BYTES:
+        found = f"/dev/shm has {shm / 2**20:.0f} MiB, which loaders with workers and NCCL share."
+        problems.append(Finding(Status.WARNING, found, "In a container: --ipc=host or --shm-size=8g."))
+    return problems
+
+
+def _of_device(rank: Rank) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(rank.device)
+    return {
+        "name": properties.name,
+        "uuid": str(getattr(properties, "uuid", rank.device.index)),
+        "memory_bytes": properties.total_memory,
+        "capability": f"{properties.major}.{properties.minor}",
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]
+        "driver": _told_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0],
+        "topology": _told_by("nvidia-smi", "topo", "-m") if rank.rank == 0 else "",
+    }
+
+
+def _told_by(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"unknown ({error})"
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    parts = text.partition("+")[0].split(".")
+    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in parts[:3])
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+CHECKS = [
+    Check(
+        "environment",
+        "versions, drivers, devices and variables, and whether all ranks have the same",
+        look,
+        judge,
+        fewest_ranks=1,
+        limit_s=60.0,
+        advice=_BASE + ".",
+    )
+]

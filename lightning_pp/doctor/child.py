@@ -1,0 +1,111 @@
+"""The life of one rank's process of a check: it runs the check, tells what came of it, and ends."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from lightning_pp.distributed.loopback import keep_gloo_on_loopback
+from lightning_pp.doctor.checks import check_titled
+from lightning_pp.doctor.findings import Rank
+
+Prepare = Callable[[str], None]
+"""Called in each process of a check with the check's title before it runs: for tests, which plant faults with it."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a process is started for.
+
+    Attributes:
+        check: Title of the check.
+        rank: Global rank.
+        environment: Variables that say who the process is, as torchrun sets them, and those of the check.
+        device_type: ``"cpu"`` or ``"cuda"``.
+        is_quick: Whether less is asked for.
+        folder: One that all ranks of the check see.
+        output: The file to print to.
+        prepare: See :data:`Prepare`.
+    """
+
+    check: str
+    rank: int
+    environment: dict[str, str]
+    device_type: str
+    is_quick: bool
+    folder: Path
+    output: Path
+    prepare: Prepare | None
+
+
+def run_rank(connection: Connection, job: Job) -> None:
+    """Runs a check on one rank, and ends the process.
+
+    ``connection`` gets ``("noted", text)`` any number of times, and in the end ``("returned", value)`` or ``("raised",
+    text)``.
+    """
+    os.environ.update(job.environment)
+    _print_to(job.output)
+    threading.Thread(target=_end_with_parent, args=(connection,), daemon=True).start()
+    code = 0
+    try:
+        value = _run(connection, job)
+        connection.send(("returned", value))
+    except BaseException as error:  # a rank that leaves by exit() has failed as well
+        traceback.print_exc()
+        sys.stderr.flush()
+        connection.send(("raised", f"{type(error).__name__}: {error}"))
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # nothing is waited for: other ranks may have gone, and devices may wait for them
+
+
+def _run(connection: Connection, job: Job) -> object:
+    here = int(os.environ["LOCAL_WORLD_SIZE"])
+    num_ranks = int(os.environ["WORLD_SIZE"])
+    if here == num_ranks:
+        keep_gloo_on_loopback()
+    device = torch.device("cpu")
+    if job.device_type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // here))
+    check = check_titled(job.check)
+    if job.prepare is not None:
+        job.prepare(job.check)
+
+    def note(text: str) -> None:
+        connection.send(("noted", text))
+
+    rank = Rank(job.rank, num_ranks, here, device, job.is_quick, job.folder, note)
+    return check.run(rank, **check.arguments)
+
+
+def _print_to(path: Path) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    # what printed before may have been the one of a test runner
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    faulthandler.enable(sys.stderr)
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
+
+
+def _end_with_parent(connection: Connection) -> None:
+    try:
+        connection.recv_bytes()
+    except (EOFError, OSError):
+        os._exit(1)

@@ -1,0 +1,89 @@
+"""``lightning-pp-doctor``: looks at the machine before a training does.
+
+One run, in order::
+
+    processes   one for each device of this host, or two on a CPU; under torchrun one for each of its processes
+    checks      one after the other, each in new processes with a time limit, so that a hang is a finding
+    report      a table of what was found and what to do; a JSON file to attach to an issue
+
+The exit code is 1 if anything has failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from lightning_pp.doctor.checks import all_checks
+from lightning_pp.doctor.findings import Status
+from lightning_pp.doctor.report import as_data, print_report, worst_of, write_json
+from lightning_pp.doctor.run import LONGEST_S, Options, default_device_type, examine
+from lightning_pp.doctor.teams import OwnProcesses, Team, team_of
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of the command; the exit code."""
+    parser = _parser()
+    asked = parser.parse_args(arguments)
+    device_type = asked.device or default_device_type()
+    if device_type == "cuda" and default_device_type() != "cuda":
+        parser.error("there is no CUDA device on this host that torch can use; see nvidia-smi, or take --device cpu")
+    if asked.devices is not None and asked.devices < 1:
+        parser.error(f"--devices {asked.devices} must be at least 1")
+    if device_type == "cuda" and (asked.devices or 0) > torch.cuda.device_count():
+        parser.error(f"--devices {asked.devices} is more than the {torch.cuda.device_count()} that this host has")
+    num_tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
+    if num_tasks > 1 and "RANK" not in os.environ:
+        parser.error(
+            f"srun has started {num_tasks} of these, which do not know of each other: srun --ntasks-per-node 1 "
+            "torchrun --nnodes ... --nproc-per-node ... -m lightning_pp.doctor"
+        )
+    team = team_of(asked.devices if asked.devices or device_type == "cuda" else 2)
+    if asked.devices is not None and asked.devices != team.num_ranks:
+        parser.error(f"--devices {asked.devices} differs from the {team.num_ranks} processes of the launcher: leave it")
+    options = Options(device_type, asked.only or (), asked.quick, asked.longest)
+    return _run(team, options, asked.json)
+
+
+def _run(team: Team, options: Options, path: Path) -> int:
+    console = Console(stderr=False, width=None if sys.stdout.isatty() else 120, quiet=not team.is_leader)
+    if team.is_leader and not isinstance(team, OwnProcesses):
+        console.print(
+            f"Each of the {team.num_ranks} processes of the launcher watches one rank of each check. Ranks have "
+            "processes of their own, since they may hang, fail or be killed."
+        )
+    started = time.monotonic()
+    with console.status("") as status:
+        rows = examine(team, options, lambda title: status.update(f"{title} ..."))
+    if not team.is_leader:
+        return 0
+    seconds = time.monotonic() - started
+    print_report(console, rows, team.num_ranks, options.device_type, seconds)
+    write_json(path, as_data(rows, team.num_ranks, options.device_type, seconds))
+    console.print(f"Written to {path}: attach it to an issue.")
+    return int(worst_of(rows) is Status.FAILURE)
+
+
+def _parser() -> argparse.ArgumentParser:
+    names = list(dict.fromkeys(check.name for check in all_checks()))
+    parser = argparse.ArgumentParser(
+        prog="lightning-pp-doctor",
+        description="Looks whether pipelines run on this machine as they should, in under three minutes.",
+        epilog="Checks: " + "; ".join(dict.fromkeys(f"{check.name}: {check.shows}" for check in all_checks())),
+    )
+    parser.add_argument("--devices", type=int, help="processes; by default one for each CUDA device, or 2 on a CPU")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="by default cuda where there is a device")
+    parser.add_argument("--only", action="append", choices=names, metavar="CHECK", help="this check; may be repeated")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds and trainings")
+    parser.add_argument("--json", type=Path, default=Path("lightning-pp-doctor.json"), help="the file to write")
+    parser.add_argument(
+        "--longest", type=float, default=LONGEST_S, help=f"seconds after which no check begins; {LONGEST_S:.0f}"
+    )
+    return parser

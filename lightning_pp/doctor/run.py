@@ -1,0 +1,111 @@
+"""Goes through the checks, one after the other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lightning_pp.doctor.checks import all_checks
+from lightning_pp.doctor.child import Job, Prepare
+from lightning_pp.doctor.findings import Check, Finding, Row, Status
+from lightning_pp.doctor.processes import GRACE_S, run_processes
+from lightning_pp.doctor.teams import Team
+
+LONGEST_S = 175.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is asked of the doctor.
+
+    Attributes:
+        device_type: ``"cpu"`` or ``"cuda"``.
+        only: Names of checks; empty for all.
+        is_quick: Whether checks do less.
+        longest_s: Seconds after which no check begins any more.
+        limit_s: The most seconds of one check, where that is less than its own limit.
+        prepare: Called in each process of a check before it, with the check's title.
+    """
+
+    device_type: str = "cpu"
+    only: Sequence[str] = ()
+    is_quick: bool = False
+    longest_s: float = LONGEST_S
+    limit_s: float = float("inf")
+    prepare: Prepare | None = None
+
+
+def examine(team: Team, options: Options, tell: Callable[[str], None] = lambda title: None) -> list[Row]:
+    """Runs the checks.
+
+    Args:
+        team: Who watches which ranks.
+        options: What is asked.
+        tell: Gets the title of each check that begins.
+
+    Returns:
+        On the leader of the team what was found, in the order of the checks; elsewhere nothing.
+    """
+    rows: list[Row] = []
+    started = time.monotonic()
+    for number, check in enumerate(check for check in all_checks() if not options.only or check.name in options.only):
+        reason = _why_not(check, team, options)
+        if reason:
+            rows.append(Row(check.title, check.shows, Finding(Status.NOT_APPLICABLE, reason), 0.0))
+            continue
+        tell(check.title)
+        limit_s = min(check.limit_s, options.limit_s, options.longest_s - (time.monotonic() - started))
+        rows += _rows(number, check, team, options, limit_s)
+    team.end()
+    return rows if team.is_leader else []
+
+
+def _why_not(check: Check, team: Team, options: Options) -> str:
+    """Why a check is left out; the same on all ranks."""
+    if options.device_type == "cpu" and check.why_cuda_only:
+        return f"Not on a CPU: {check.why_cuda_only}."
+    if team.num_ranks < check.fewest_ranks:
+        return f"It needs {check.fewest_ranks} processes, and there is {team.num_ranks}."
+    return ""
+
+
+def _rows(number: int, check: Check, team: Team, options: Options, limit_s: float) -> list[Row]:
+    began = time.monotonic()
+    of_ranks, folder, limit_s = team.begin(number, limit_s)
+    if limit_s <= 1.0:
+        found = f"Left out: the checks before it took {options.longest_s:.0f} s."
+        finding = Finding(Status.WARNING, found, f"Run it by itself: --only {check.name}.")
+        return [Row(check.title, check.shows, finding, 0.0)]
+    jobs = [
+        Job(
+            check.title,
+            rank,
+            {**environment, **check.environment},
+            options.device_type,
+            options.is_quick,
+            folder,
+            _output_of(folder, rank),
+            options.prepare,
+        )
+        for rank, environment in of_ranks.items()
+    ]
+    mine = run_processes(jobs, limit_s, None if check.judge_ends is not None else GRACE_S)
+    outcomes = team.share(number, mine, limit_s)
+    if not team.is_leader:
+        return []
+    seconds = round(time.monotonic() - began, 1)
+    return [Row(check.title, check.shows, finding, seconds, tuple(outcomes)) for finding in check.findings(outcomes)]
+
+
+def _output_of(folder: Path, rank: int) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)  # on a host that does not see the leader's
+    return folder / f"output-{rank}.txt"
+
+
+def default_device_type() -> str:
+    """``"cuda"`` where there is a device."""
+    return "cuda" if torch.cuda.device_count() else "cpu"

@@ -1,0 +1,214 @@
+"""The doctor finds nothing on a machine that is well, and each fault that is planted in what it looks at."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from planted import FAULTS, FAULTS_THAT_HANG, plant, plant_what_hangs
+
+import lightning_pp
+from lightning_pp.doctor.checks import all_checks, environment, receives
+from lightning_pp.doctor.checks.failures import judge_ends
+from lightning_pp.doctor.command import main
+from lightning_pp.doctor.findings import Outcome, Row, Status
+from lightning_pp.doctor.run import Options, examine
+from lightning_pp.doctor.teams import OwnProcesses
+
+ON_A_CPU = {check.title for check in all_checks() if not check.why_cuda_only}
+
+
+def statuses(path: Path) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for finding in json.loads(path.read_text())["findings"]:
+        found.setdefault(finding["check"], set()).add(finding["status"])
+    return found
+
+
+def examined(plant: Any, faults: Any, limit_s: float = float("inf")) -> dict[str, list[Row]]:
+    names = {title.partition(" (")[0] for title in faults}
+    rows = examine(OwnProcesses(2), Options(only=names, is_quick=True, limit_s=limit_s, prepare=plant))
+    return {title: [row for row in rows if row.check == title] for title in faults}
+
+
+def test_two_processes_that_are_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "of" / "this.json"
+    assert main(["--device", "cpu", "--devices", "2", "--quick", "--json", str(path)]) == 0
+    found = statuses(path)
+    assert list(found) == [check.title for check in all_checks()]
+    assert {title for title, told in found.items() if "ok" in told} == ON_A_CPU
+    assert set.union(*found.values()) == {"ok", "not applicable"}
+    data = json.loads(path.read_text())
+    assert data["status"] == "ok" and data["num_ranks"] == 2 and data["seconds"] < 180
+    (ranks,) = [finding["details"] for finding in data["findings"] if finding["check"] == "environment"]
+    assert [rank["versions"]["lightning"] for rank in ranks] == [pytest.importorskip("lightning").__version__] * 2
+    printed = capsys.readouterr().out
+    for title in ON_A_CPU:
+        assert re.search(rf"│ {re.escape(title)} +│ ok ", printed), printed
+    assert str(path.name) in printed.replace("\n", "")
+
+
+def test_four_processes_that_are_well(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    only = [
+        word for name in ("channels", "queued-receives", "rounds", "parity", "updates") for word in ("--only", name)
+    ]
+    assert main(["--device", "cpu", "--devices", "4", "--quick", "--json", str(path), *only]) == 0
+    data = json.loads(path.read_text())
+    assert data["num_ranks"] == 4
+    of_check = {finding["check"]: finding for finding in data["findings"] if finding["status"] != "not applicable"}
+    assert set(of_check) == {"channels", "queued-receives", "rounds", "parity", "updates"}
+    assert len(of_check["channels"]["details"]) == 4
+    assert sum(len(rank["links"]) for rank in of_check["channels"]["details"]) == 6  # pairs of four ranks
+    assert {case["replicas"] for case in of_check["parity"]["details"][0]} == {1, 2}
+    for rank in (*of_check["parity"]["details"], of_check["updates"]["details"]):
+        # sums in another order leave something, so that nothing at all would mean that nothing was compared
+        assert any(
+            part["difference"] > 0 for case in rank for part in (case.values() if "case" not in case else [case])
+        )
+
+
+def test_planted_faults_are_found() -> None:
+    rows = examined(plant, FAULTS)
+    expected = {
+        "environment": r"Rank 1 has torch 2\.9\.1\+cu126, not 2\.11",
+        "channels": "Other bytes arrived than were sent: rank 0 to 1, 1 to 0",
+        "rounds": r"In round \d+ \d[FIB]\d of rank \d received 0 from rank \d in place of \d+",
+        "parity": r"Not as on one device after 3 steps: zb_h1 in 32-true by 0\.0\d+ \(\S+ on rank 0\); 1f1b in bf16",
+        "generators": "differs after on_after_batch_transfer|drew other numbers",
+        "host-waits": r"The host waits [23] times for the device in a step: .*executor\.py:\d+",
+        "memory": "The estimate is too low",
+        "updates": r"Not as on one device with fused AdamW and clipping: \S+ on rank \d differs",
+        "failures (an exception)": "Rank 0 ended without saying that rank 1 failed",
+    }
+    assert set(expected) == set(FAULTS)
+    for title, text in expected.items():
+        bad = [row.finding for row in rows[title] if row.finding.status in (Status.WARNING, Status.FAILURE)]
+        assert any(re.search(text, finding.found) for finding in bad), (title, rows[title])
+        assert all(finding.advice for finding in bad)
+
+
+def test_faults_that_keep_ranks_waiting_are_found_within_the_limit() -> None:
+    rows = examined(plant_what_hangs, FAULTS_THAT_HANG, limit_s=15.0)
+    expected = {
+        "queued-receives": r"ank 0 \(two receives queued on each channel, round \d+ of 20\) had not ended after \d+ s",
+        "updates": r"Not as on one device after a save in shards and a resume: \S+ on rank \d differs",
+        "failures (SIGKILL)": r"Ranks 0 had not ended \d+ s after rank 1 failed",
+        "failures (out of memory)": "Rank 0 ended as if nothing had happened when rank 1 failed",
+    }
+    assert set(expected) == set(FAULTS_THAT_HANG)
+    for title, text in expected.items():
+        (row,) = rows[title]
+        assert row.finding.status is Status.FAILURE and re.search(text, row.finding.found), row
+    (hung,) = rows["queued-receives"]
+    assert "receives.py" in hung.outcomes[0].output and "queue_two" in hung.outcomes[0].output  # where it hangs
+
+
+def of_rank(number: int, **variables: str) -> dict[str, Any]:
+    """What a rank with a device would tell of itself."""
+    return {
+        "host": "node0",
+        "python": "3.11.7",
+        "versions": dict.fromkeys(("torch", "lightning", "lightning-pp"), "2.13.0") | {"lightning": "2.6.6"},
+        "num_cpus": 8,
+        "num_ranks_here": 2,
+        "shm_bytes": 1 << 34,
+        "variables": variables,
+        "cuda": {"name": "H100", "uuid": f"u{number}", "driver": "570", "cuda": "12.8", "nccl": "2.27.3"},
+    }
+
+
+def test_what_is_known_of_variables_and_devices() -> None:
+    assert [finding.status for finding in environment.judge([of_rank(0), of_rank(1)])] == [Status.OK]
+    blocking = environment.judge([of_rank(0, CUDA_LAUNCH_BLOCKING="1"), of_rank(1, CUDA_LAUNCH_BLOCKING="1")])
+    assert blocking[1].status is Status.FAILURE and "CUDA_LAUNCH_BLOCKING=1" in blocking[1].found
+    (_, few) = environment.judge([of_rank(i, CUDA_DEVICE_MAX_CONNECTIONS="1") for i in range(2)])
+    assert few.status is Status.WARNING and "CUDA_DEVICE_MAX_CONNECTIONS=1" in few.found
+    (_, shared) = environment.judge([of_rank(0), of_rank(0)])
+    assert shared.status is Status.FAILURE and "share one device" in shared.found
+    (_, differing) = environment.judge([of_rank(0), of_rank(1, NCCL_ALGO="Ring")])
+    assert differing.status is Status.WARNING and "NCCL_ALGO" in differing.found
+
+
+def test_what_is_made_of_measurements_on_devices() -> None:
+    slow, fast = {"alone_ms": 1.0, "beside_ms": 1.5}, {"alone_ms": 1.0, "beside_ms": 1.01}
+    (finding,) = receives.judge_products([fast, slow])
+    assert finding.status is Status.WARNING and "NCCL_MAX_P2P_NCHANNELS" in finding.advice
+    assert receives.judge_products([fast, fast])[0].status is Status.OK
+    (finding,) = receives.judge_posted([{"loading a kernel": 2.01, "pinned memory": 0.01}, None])
+    assert finding.status is Status.OK and "pinned memory went on. Loading a kernel waited" in finding.found
+
+
+def test_ranks_that_end_late_are_a_failure() -> None:
+    victim = Outcome(1, noted="failing", noted_after_s=3.0, exit_code=-9, seconds=3.1)
+    named = {"error": "RuntimeError: This rank ended because rank 1 was killed", "exit_code": 1}
+    assert judge_ends([Outcome(0, seconds=4.0, **named), victim])[0].status is Status.OK
+    (finding,) = judge_ends([Outcome(0, seconds=70.0, **named), victim])
+    assert finding.status is Status.FAILURE and "had not ended 67 s after rank 1 failed" in finding.found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--devices", "0"], "--devices 0 must be at least 1"),
+        (["--only", "nothing"], "invalid choice: 'nothing'"),
+    ],
+)
+def test_wrong_options_are_told(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--device", "cpu", *arguments])
+    assert stop.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+def test_tasks_of_srun_are_told_to_use_torchrun(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    with pytest.raises(SystemExit) as stop:
+        main(["--device", "cpu"])
+    assert stop.value.code == 2 and "srun has started 4 of these" in capsys.readouterr().err
+
+
+def test_one_process_is_told_what_it_lacks(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    assert main(["--device", "cpu", "--devices", "1", "--only", "parity", "--json", str(path)]) == 0
+    (finding,) = json.loads(path.read_text())["findings"]
+    assert finding["status"] == "not applicable" and finding["found"] == "It needs 2 processes, and there is 1."
+
+
+def test_what_has_no_time_left_is_told() -> None:
+    rows = examine(OwnProcesses(2), Options(only=["channels"], longest_s=0.0))
+    assert [row.finding.status for row in rows] == [Status.WARNING]
+    assert rows[0].finding.advice == "Run it by itself: --only channels."
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_all_of_it_under_torchrun(tmp_path: Path, num_ranks: int) -> None:
+    path = tmp_path / "report.json"
+    finished = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)),
+            *("-m", "lightning_pp.doctor", "--device", "cpu", "--longest", "400", "--json", str(path)),
+        ],
+        cwd=tmp_path,
+        env={
+            "PYTHONPATH": str(Path(lightning_pp.__file__).parents[1]),
+            "PATH": "/usr/bin:/bin",
+            "OMP_NUM_THREADS": "1",
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert f"Each of the {num_ranks} processes of the launcher watches one rank" in finished.stdout
+    found = statuses(path)
+    assert {title for title, told in found.items() if "ok" in told} == ON_A_CPU
+    assert "failure" not in set.union(*found.values())
