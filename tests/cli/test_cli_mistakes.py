@@ -17,8 +17,8 @@ from command import TINY_RUN, run_command, run_forked
         ("data.zzz=1", "data.zzz=1: data has no zzz. Names in data: _target_, files, batch_size"),
         (
             "recipe=byte_gpd",
-            "recipe=byte_gpd: recipe is one of byte_gpt, causal_lm, gpt2_124m, llama, llama_70b, llama_8b, lora, moe, own, "
-            "t5, two_tower, vit. The closest is byte_gpt",
+            "recipe=byte_gpd: recipe is one of byte_gpt, causal_lm, gpt2_124m, llama, llama_70b, llama_8b, lora, moe, "
+            "own, t5, two_tower, vit. The closest is byte_gpt",
         ),
         ("logger=wandbb", "logger=wandbb: logger is one of csv, none, wandb. The closest is wandb"),
         ("+recipe=llama", "+recipe=llama: recipe is chosen already. Choose another by recipe=llama"),

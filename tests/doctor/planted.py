@@ -113,7 +113,7 @@ def half_the_estimate() -> None:
 
 
 def no_clipping() -> None:
-    StageGradients.install_clipping = lambda *_: None  # type: ignore[method-assign]
+    StageGradients.clip_by_norm = lambda *_, **__: torch.zeros(())  # type: ignore[method-assign]
 
 
 def forgotten_states() -> None:
