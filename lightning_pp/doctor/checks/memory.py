@@ -8,9 +8,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lightning_pp.doctor.checks.live_tensors import LiveTensors
 from lightning_pp.doctor.checks.trainings import Chain, batches, loader, trainer_for
 from lightning_pp.doctor.findings import Check, Finding, Rank, Status
+from lightning_pp.doctor.live_tensors import LiveTensors
 from lightning_pp.planning.memory.limit import Need
 from lightning_pp.planning.memory.model import MemoryModel
 from lightning_pp.split.memory.estimate import RankMemory
