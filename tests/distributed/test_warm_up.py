@@ -24,7 +24,8 @@ CUDA = torch.device("cuda", 1)
 
 def collectives_of(sizes: ParallelSizes) -> list[tuple[tuple[int, ...], int]]:
     """In a worker: the ranks of each group that is warmed up, and how many collectives it has run."""
-    groups = groups_of_collectives(*make_meshes("cpu", sizes))
+    meshes = make_meshes("cpu", sizes)  # their groups are closed with them
+    groups = groups_of_collectives(*meshes)
     calls: dict[tuple[int, ...], int] = {}
 
     def counted(name: str) -> Any:
