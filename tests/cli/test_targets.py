@@ -111,9 +111,11 @@ def test_folders_of_python_and_of_packages_are_not_the_users(
 def test_what_is_not_there_is_told_with_its_place() -> None:
     with pytest.raises(ConfigurationError, match=r"layers\.0\._target_=torch\.nn\.Linnear cannot be found"):
         build({"layers": [{"_target_": "torch.nn.Linnear"}]})
-    for wrong in (3, None, "torch..nn", "os.system()", ""):
+    for wrong in (3, "torch..nn", "os.system()", ""):
         with pytest.raises(ConfigurationError, match="is no dotted name"):
             build({"_target_": wrong})
+    with pytest.raises(ConfigurationError, match="_target_ is not given: name the class"):
+        build({"_target_": None})
 
 
 @pytest.mark.parametrize("module", ["lightning_pp", "lightning_pp.cli.plan.command"])

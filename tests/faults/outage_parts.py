@@ -99,7 +99,8 @@ def forget_wandb() -> None:
 
 def kill_wandb() -> None:
     """Kill the service process of W&B that this process has started; its sockets are closed when this returns."""
-    listed = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
+    # -ww: whole lines, whatever COLUMNS says
+    listed = subprocess.run(["ps", "-eww", "-o", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
     mine = [line.split() for line in listed.splitlines() if "wandb-core" in line]
     found = [int(pid) for pid, parent, *_ in mine if int(parent) == os.getpid()]
     assert found, f"{os.getpid()} has no service; {os.environ.get('WANDB_SERVICE')}\n{mine}"

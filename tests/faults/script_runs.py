@@ -91,6 +91,7 @@ def run_launched(
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        preexec_fn=_as_from_a_terminal,
     )
     try:
         if meanwhile is not None:
@@ -103,6 +104,11 @@ def run_launched(
         output, _ = process.communicate()
         raise AssertionError(f"the run did not end within {timeout_s:.0f} s; its output:\n{output}") from None
     return Ended(process.returncode, output, seconds, at, _left_of_session(process.pid))
+
+
+def _as_from_a_terminal() -> None:
+    """A process that was started in the background ignores Ctrl-C, and so would those that it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _left_of_session(session: int) -> list[str]:
