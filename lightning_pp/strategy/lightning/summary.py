@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelSummary, RichModelSummary
+from lightning.pytorch.utilities.model_summary.model_summary import get_formatted_model_size, get_human_readable_count
 from rich import get_console
 from rich.table import Table
 
@@ -98,17 +99,17 @@ def _print_with_rich(
         table.add_column(heading, justify="right" if is_number else "left", no_wrap=heading == "Name")
     for row in zip(*(values for _, values in summary_data), strict=True):
         table.add_row(*row)
-    grid = Table.grid(padding=(0, 1))
+    grid = Table.grid(expand=True)
     for label, value in (
-        ("Trainable params", f"{trainable_parameters:,}"),
-        ("Non-trainable params", f"{total_parameters - trainable_parameters:,}"),
-        ("Total params", f"{total_parameters:,}"),
-        ("Total estimated model params size (MB)", f"{model_size:,.3f}"),
-        ("Modules in train mode", str(total_training_modes["train"])),
-        ("Modules in eval mode", str(total_training_modes["eval"])),
-        ("Total FLOPs", f"{total_flops:,}"),
+        ("Trainable params", get_human_readable_count(trainable_parameters)),
+        ("Non-trainable params", get_human_readable_count(total_parameters - trainable_parameters)),
+        ("Total params", get_human_readable_count(total_parameters)),
+        ("Total estimated model params size (MB)", get_formatted_model_size(model_size)),
+        ("Modules in train mode", total_training_modes["train"]),
+        ("Modules in eval mode", total_training_modes["eval"]),
+        ("Total FLOPs", get_human_readable_count(total_flops)),
     ):
-        grid.add_row(f"[bold]{label}[/]:", value)
+        grid.add_row(f"[bold]{label}[/]: {value}")
     console = get_console()
     console.print(table)
     console.print(grid)
