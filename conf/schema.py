@@ -25,7 +25,57 @@ class Mode(Enum):
 
 @dataclass
 class TrainerConf:
-    """``lightning.pytorch.Trainer``; its strategy, logger and callbacks have groups of their own."""
+    """``lightning.pytorch.Trainer``; its strategy, logger and callbacks have groups of their own.
+
+    Attributes:
+        accelerator: Which kind of device: ``cpu``, ``gpu``, or ``auto`` for what there is.
+        devices: How many devices of a node, a list of their numbers, or ``auto`` for all; with ``cpu`` how many
+            processes.
+        num_nodes: Machines that train together; each has as many devices.
+        precision: In which numbers to compute: ``32-true``, ``64-true``, ``bf16-true``, ``bf16-mixed``, or ``16-mixed``
+            on CUDA.
+        fast_dev_run: True for one batch of each kind and no logger, to find mistakes; a number for as many.
+        max_epochs: Epochs to train at most; -1 for no end; null for what ``max_steps`` says, or 1000 epochs without
+            either.
+        min_epochs: Epochs to train at least, whatever wants to stop earlier.
+        max_steps: Optimizer steps to train at most, counted from the first of the training; -1 for no limit.
+        min_steps: Optimizer steps to train at least.
+        max_time: Wall-clock time to train at most, as ``DD:HH:MM:SS``.
+        limit_train_batches: Training batches of an epoch: a number of them, or a share such as 0.1; null for all.
+        limit_val_batches: The same of a validation.
+        limit_test_batches: The same of a test.
+        limit_predict_batches: The same of a prediction.
+        overfit_batches: Train and validate on these few batches only: a number, or a share; 0.0 for all data.
+        val_check_interval: When to validate: after this many batches, this share of an epoch, or a time
+            ``DD:HH:MM:SS``; null for the end of the epoch.
+        check_val_every_n_epoch: Epochs from one validation to the next; null where ``val_check_interval`` counts
+            batches over epochs.
+        num_sanity_val_steps: Validation batches before the training starts; -1 for all; null for 2.
+        log_every_n_steps: Optimizer steps from one entry of the log to the next; null for 50.
+        enable_checkpointing: Whether to save without a checkpoint callback as well, after each epoch; null for true.
+        enable_progress_bar: Whether to show a progress bar; null for true.
+        enable_model_summary: Whether to print a table of the model's parts; null for true.
+        accumulate_grad_batches: Batches whose gradients are added up before an optimizer step.
+        gradient_clip_val: Clip gradients to this norm, over all stages and shards, or to this value; null for no
+            clipping.
+        gradient_clip_algorithm: Clip by ``norm`` or by ``value``; null for ``norm``.
+        deterministic: Whether operations must give the same bits each time; ``warn`` tells of those that cannot.
+        benchmark: Whether cuDNN tries out which algorithm is fastest; null leaves it as it is.
+        inference_mode: Whether evaluations run without what autograd keeps; several stages use ``no_grad`` in either
+            case.
+        use_distributed_sampler: Whether Lightning shares out the data over the data-parallel ranks; false where the
+            loader does it.
+        profiler: One of Lightning's profilers by name, ``simple`` or ``advanced``; for stages see the callback
+            ``pipeline_profiler``.
+        detect_anomaly: Whether autograd looks for the operation that made a NaN; slow.
+        barebones: Turn off all that costs time beside training (logger, checkpoints, progress bar), to measure.
+        plugins: Plugins of Lightning, as ``_target_`` or a list of them.
+        sync_batchnorm: Refused by pipelines: statistics over all ranks of a layer that only some have.
+        reload_dataloaders_every_n_epochs: Ask for the loaders again after this many epochs; 0 for never.
+        default_root_dir: Folder of what no logger or callback has a place for; null for the current one.
+        enable_autolog_hparams: Whether loggers get the hyper-parameters that the module and the data have saved.
+        model_registry: Name under which Lightning uploads the model to its model hub; null for no upload.
+    """
 
     _target_: str = "lightning.pytorch.Trainer"
     accelerator: str = "auto"
@@ -82,7 +132,48 @@ class TimeoutConf:
 
 @dataclass
 class PipelineStrategyConf:
-    """``lightning_pp.PipelineParallelStrategy``: the arguments are documented there."""
+    """``lightning_pp.PipelineParallelStrategy``, where each argument is told at more length.
+
+    Attributes:
+        pipeline_parallel_size: Ranks along the pipeline; ``auto`` for all that data parallelism leaves.
+        data_parallel_size: Replicas of the pipeline; ``auto`` for all that the pipeline leaves.
+        num_microbatches: Slices of a batch, along dimension 0; ``auto`` for 2 to 4 per rank of the pipeline.
+        split_batch: A function that cuts a batch: ``{_target_: hydra.utils.get_method, path: my_module.split_graphs}``.
+        schedule: Name of a schedule, ``auto`` for one that is searched with measured costs, or the path of a CSV file.
+        stages_per_rank: Stages on each rank; null for what is usual for the schedule.
+        costs: JSON file of measured costs of the stages, from ``save_costs`` of an earlier run; nothing is measured
+            then.
+        save_costs: JSON file to write measured costs to.
+        num_profiled_batches: Training batches that are measured, after two that warm up.
+        memory_limit_gib: GiB that a rank may hold of microbatches between forward and weight gradient.
+        device_memory_gib: GiB that a rank may hold altogether, by the estimate of a dry run; cuts and ``auto`` keep to
+            it.
+        exact_search: Whether OR-tools' CP-SAT finishes the search of ``auto``; for small pipelines.
+        whole_batch_loss: For a loss that is no mean or sum over samples: the code after the last unit runs once, on all
+            microbatches.
+        check_first_batches: Whether the first batches are checked for losses that couple samples.
+        on_nonfinite: What a loss or gradient that is NaN or infinite does: ``error``, ``skip`` or ``ignore``.
+        unequal_data: What ranks with different numbers of batches do: ``error``, or ``shortest`` to stop with the
+            first.
+        units: Names or shell patterns of modules that stay whole on one stage; null for those that are found.
+        split_points: Units that begin stages 1, 2, ...; null for the cut with the shortest step.
+        unit_weights: Names or shell patterns of units, each with a factor for its cost in the cut.
+        rank_speeds: How fast each rank of the pipeline is, compared with the others.
+        sharding: What data-parallel ranks share of a stage: ``replicate``, ``shard_grad_op`` or ``full_shard``.
+        unshard_budget: With ``full_shard`` the most bytes of gathered parameters on a rank.
+        cpu_offload: Whether parameters, gradients and optimizer states are on the host between uses.
+        data_parallel_replicate_size: How many of the data-parallel ranks hold the same shards (HSDP).
+        compile: True, or options of ``torch.compile``: every unit is compiled by itself.
+        activation_checkpointing: True for repeated blocks, or names and patterns of units: they run again in backward.
+        save_distributed_checkpoint: True for a folder of shards, false for one file that a plain Trainer resumes from.
+        async_checkpoint: Whether checkpoints are written while training goes on.
+        meta_init: Whether ``configure_model`` runs without memory for parameters, and ranks make their own part only.
+        initial_weights: What to start from: a safetensors file, a Hugging Face directory or a checkpoint, by path or
+            URL.
+        process_group_backend: ``nccl`` or ``gloo``; null for what suits the device.
+        timeout: How long a collective or a message may take.
+        flight_recorder_dirpath: Folder for the records of NCCL's flight recorder after a time-out; null for none.
+    """
 
     _target_: str = "lightning_pp.PipelineParallelStrategy"
     pipeline_parallel_size: int | str = "auto"
@@ -367,9 +458,22 @@ class WandbConf:
     """``lightning_pp.PipelineWandbLogger``; what it does not name goes to ``wandb.init``.
 
     Attributes:
-        group: The runs of a sweep have the sweep's folder for one, unless this says another.
+        name: Name that W&B shows for the run; null for one that it makes up.
+        save_dir: Folder in which wandb makes its own.
+        version: Id of the run, by which it goes on.
         id: The same as ``version``. ``resume=FOLDER`` of the command fills it in.
         resume: What wandb does where a run of this id is there already.
+        offline: Whether the run stays on this machine until ``wandb sync``.
+        project: W&B project of the run.
+        entity: W&B user or team that owns the project; null for the user's default.
+        group: The runs of a sweep have the sweep's folder for one, unless this says another.
+        job_type: What kind of run this is, for W&B to sort by.
+        tags: Words for W&B to filter runs by.
+        notes: Text about the run.
+        prefix: Stands before the name of every metric.
+        log_model: Checkpoints as artifacts: true for those at the end, ``all`` for each once it is written.
+        log_model_as: ``files`` for a copy at W&B, ``reference`` for the place alone.
+        every_node: Whether the system metrics of all nodes are in the run; needs ``offline: false``.
     """
 
     _target_: str = "lightning_pp.PipelineWandbLogger"
@@ -393,7 +497,15 @@ class WandbConf:
 
 @dataclass
 class CSVLoggerConf:
-    """``lightning.pytorch.loggers.CSVLogger``."""
+    """``lightning.pytorch.loggers.CSVLogger``.
+
+    Attributes:
+        save_dir: Folder of the logs.
+        name: Folder in ``save_dir``; null for ``save_dir`` itself.
+        version: Folder in that; null for the next ``version_N``.
+        prefix: Stands before the name of every metric.
+        flush_logs_every_n_steps: Steps from one write of the file to the next.
+    """
 
     _target_: str = "lightning.pytorch.loggers.CSVLogger"
     save_dir: str = MISSING
@@ -405,7 +517,24 @@ class CSVLoggerConf:
 
 @dataclass
 class CheckpointConf:
-    """``lightning.pytorch.callbacks.ModelCheckpoint``."""
+    """``lightning.pytorch.callbacks.ModelCheckpoint``.
+
+    Attributes:
+        dirpath: Folder or URL of the checkpoints.
+        filename: Name of a checkpoint, with metrics such as ``{step}`` or ``{val_loss:.2f}``; null for epoch and step.
+        monitor: Metric that decides which checkpoints are the best; null for the latest.
+        mode: Whether the best is the ``min`` or the ``max`` of that metric.
+        save_last: Whether the newest is also saved as ``last.ckpt``; ``link`` for a link to it.
+        save_top_k: How many of the best to keep; -1 for all, 0 for none.
+        save_weights_only: Whether the optimizer and the progress are left out; such a checkpoint cannot be resumed
+            from.
+        auto_insert_metric_name: Whether names of metrics stand before their values in ``filename``.
+        every_n_train_steps: Optimizer steps from one save to the next.
+        every_n_epochs: Epochs from one save to the next.
+        save_on_train_epoch_end: Save at the end of a training epoch (true) or of a validation (false); null for what
+            fits the trainer.
+        verbose: Whether each save is told.
+    """
 
     _target_: str = "lightning.pytorch.callbacks.ModelCheckpoint"
     dirpath: str = MISSING
@@ -424,7 +553,15 @@ class CheckpointConf:
 
 @dataclass
 class PipelineMonitorConf:
-    """``lightning_pp.PipelineMonitor``."""
+    """``lightning_pp.PipelineMonitor``.
+
+    Attributes:
+        every_n_steps: Optimizer steps from one entry to the next; null for ``trainer.log_every_n_steps``.
+        log_timeline: Whether timelines are written, at least at the end of a fit.
+        timeline_every_n_steps: Optimizer steps from one timeline to the next; null for the end only.
+        timeline_dirpath: Folder of the timelines; null for one in the logger's folder.
+        peak_tflops: What one device can do at most, in TFLOP/s; null for what Lightning knows of the GPU.
+    """
 
     _target_: str = "lightning_pp.PipelineMonitor"
     every_n_steps: int | None = None
@@ -436,7 +573,20 @@ class PipelineMonitorConf:
 
 @dataclass
 class PipelineProfilerConf:
-    """``lightning_pp.PipelineProfiler``."""
+    """``lightning_pp.PipelineProfiler``.
+
+    Attributes:
+        wait: Batches before a window.
+        warmup: Batches for which the profiler runs and keeps nothing.
+        active: Batches in a window.
+        repeat: Windows; 0 for as many as the fit has.
+        ranks: ``all``, or the numbers of the processes to profile.
+        dirpath: Folder of the traces; null for one in the logger's folder.
+        nvtx: NVTX ranges for Nsight Systems in place of traces.
+        record_shapes: Whether shapes are recorded.
+        profile_memory: Whether allocations are recorded.
+        with_stack: Whether lines of code are recorded.
+    """
 
     _target_: str = "lightning_pp.PipelineProfiler"
     wait: int = 10
@@ -453,7 +603,14 @@ class PipelineProfilerConf:
 
 @dataclass
 class MemorySnapshotsConf:
-    """``lightning_pp.MemorySnapshots``."""
+    """``lightning_pp.MemorySnapshots``.
+
+    Attributes:
+        every_n_steps: Optimizer steps from one snapshot to the next; null for only when memory runs out.
+        max_entries: The most allocations and releases that are kept.
+        ranks: ``all``, or the numbers of the processes to record.
+        dirpath: Folder of the snapshots; null for one in the logger's folder.
+    """
 
     _target_: str = "lightning_pp.MemorySnapshots"
     every_n_steps: int | None = None
@@ -476,7 +633,20 @@ class PredictionWriterConf:
 
 @dataclass
 class RunConf:
-    """One run: what to build, from which groups, and what to do with it."""
+    """One run: what to build, from which groups, and what to do with it.
+
+    Attributes:
+        mode: Which Trainer method is called.
+        ckpt_path: Checkpoint that a fit goes on from, and whose weights other modes load; ``initial``: the model's own
+            weights.
+        seed: Of the random numbers of weights and data.
+        trainer: What the group ``trainer`` gives.
+        strategy: What the group ``strategy`` gives, with that of ``schedule`` in it.
+        model: What the group ``model`` gives, with that of ``optimizer`` in it.
+        data: What the group ``data`` gives.
+        logger: What the group ``logger`` gives.
+        callbacks: What the group ``callbacks`` gives, by name.
+    """
 
     mode: Mode = Mode.fit
     ckpt_path: str | None = None
@@ -491,10 +661,11 @@ class RunConf:
 
 @dataclass
 class CommandConf(RunConf):
-    """What ``lightning-pp`` is asked.
+    """What ``lightning-pp`` is asked, besides what a run is.
 
-    ``resume``: the folder of a run to go on with, from its newest checkpoint; or ``auto``: that of
-    ``hydra.run.dir``, if it has saved something.
+    Attributes:
+        resume: Folder of a run to go on with, from its newest checkpoint; ``auto``: that of ``hydra.run.dir``, if it
+            has saved something.
     """
 
     resume: str | None = None
@@ -504,11 +675,17 @@ class CommandConf(RunConf):
 class PlanConf(RunConf):
     """What ``lightning-pp-plan`` is asked, besides what a run is.
 
-    ``check``: only whether the module can be cut. ``costs``: a JSON file of measured costs; without it they are
-    estimated from FLOPs, for ``device`` (a name such as ``h100 sxm``) or ``peak_tflops``, of which ``efficiency`` is
-    reached, and ``link_gb_per_s`` between two ranks. ``device_memory_gib``: the most that a rank may hold, everything
-    included. ``schedules``: which to compare, by default all. ``show``: the schedule to draw and export: ``best``,
-    ``configured`` or a name. ``out``: a folder for ``plan.json``, the pictures and the CSV file.
+    Attributes:
+        check: Only whether the module can be cut.
+        costs: JSON file of measured costs; null: they are estimated from FLOPs.
+        device: Device to estimate for, by a name such as ``h100 sxm``.
+        peak_tflops: What a device can do at most, in TFLOP/s, in place of what is known of ``device``.
+        efficiency: Share of that which is reached.
+        link_gb_per_s: GB/s between two ranks.
+        device_memory_gib: The most GiB that a rank may hold, everything included; null for that of the strategy.
+        schedules: Names of the schedules to compare; null for all.
+        show: Schedule to draw and export: ``best``, ``configured`` or a name.
+        out: Folder for ``plan.json``, the pictures and the CSV file; null for none.
     """
 
     check: bool = False

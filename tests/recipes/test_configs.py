@@ -247,14 +247,9 @@ def test_optimizer_of_the_group_trains_a_recipe(pool: WorkerPool, base: Path) ->
     "conf", [c for c in vars(schema).values() if is_dataclass(c) and c.__module__ == schema.__name__]
 )
 def test_every_field_has_help(conf: type) -> None:
-    """Where the class that is built does not document its arguments by the same names, the schema does."""
-    documented = {"TrainerConf", "PipelineStrategyConf", "WandbConf", "CSVLoggerConf", "CheckpointConf"}
-    documented |= {"PipelineMonitorConf", "PipelineProfilerConf", "MemorySnapshotsConf"}
-    documented |= {"RunConf", "CommandConf", "PlanConf"}
-    if conf.__name__ not in documented:
-        text = "".join(inspect.getdoc(each) or "" for each in conf.__mro__)
-        own = [field.name for field in fields(conf) if not field.name.startswith("_")]
-        assert not [name for name in own if not re.search(rf"^ +{name}: \S", text, re.MULTILINE)]
+    text = "".join(inspect.getdoc(each) or "" for each in conf.__mro__)
+    own = [field.name for field in fields(conf) if not field.name.startswith("_")]
+    assert not [name for name in own if not re.search(rf"^ +{name}: \S", text, re.MULTILINE)]
 
 
 def test_the_schema_has_the_arguments_of_the_strategy_and_their_defaults() -> None:

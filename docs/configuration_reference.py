@@ -1,0 +1,172 @@
+"""Writes ``docs/configuration.md`` from the schema and the groups: ``python docs/configuration_reference.py``."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, fields
+from enum import Enum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from omegaconf import MISSING as REQUIRED
+from omegaconf import OmegaConf
+
+from lightning_pp.conf import schema
+
+DOCUMENT = Path(__file__).parent / "configuration.md"
+CONF = Path(importlib.import_module("lightning_pp.conf").__file__ or "").parent
+GROUPS = ("trainer", "strategy", "schedule", "model", "optimizer", "data", "logger", "callbacks")
+COMMANDS = {"lightning-pp": schema.CommandConf, "lightning-pp-plan": schema.PlanConf}
+HEAD = """# Configuration reference
+
+<!-- made by python docs/configuration_reference.py from conf/: change it there -->
+
+Every value of a run, by config group. `lightning-pp GROUP=OPTION` chooses an option, `lightning-pp GROUP.FIELD=VALUE`
+changes a value, and `lightning-pp --cfg job` prints what comes out. [Recipes and configuration](recipes.md) tells how
+they are put together. *required* is a field that has to be given where the option does not set it; `any` stands for
+values of several types, which the text names.
+"""
+TYPES = {"Any": "any", "None": "null", "list[str]": "list of str", "list[float]": "list of float"}
+TYPES["dict[str, Any]"] = "mapping"
+
+
+class Option(NamedTuple):
+    """One option of a group.
+
+    Attributes:
+        name: As it is chosen.
+        meaning: The comment at the head of its file.
+        bases: What its file is made of: other options of the group, or a schema.
+        values: What it sets besides.
+    """
+
+    name: str
+    meaning: str
+    bases: list[str]
+    values: dict[str, Any]
+
+
+def document() -> str:
+    """The page of today."""
+    commands = "\n".join(_class(conf, f"What `{name}` takes") for name, conf in COMMANDS.items())
+    return "\n".join([HEAD, commands, *(_group(name) for name in GROUPS)])
+
+
+def options(group: str) -> list[Option]:
+    """All options of a group, by name."""
+    return [_option(path) for path in sorted((CONF / group).glob("*.yaml"))]
+
+
+def helps(conf: type) -> dict[str, str]:
+    """What the docstrings of a schema class and its parents say of each field."""
+    found: dict[str, str] = {}
+    for each in reversed(conf.__mro__):
+        _, _, attributes = (inspect.getdoc(each) or "").partition("Attributes:\n")
+        for name, text in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE):
+            found[name] = " ".join(text.split()).replace("``", "`")
+    return found
+
+
+def _option(path: Path) -> Option:
+    comments = [line[1:].strip() for line in path.read_text().splitlines() if line.startswith("#")]
+    content = OmegaConf.to_container(OmegaConf.load(path))
+    assert isinstance(content, dict)
+    values = {str(key): value for key, value in content.items() if key != "defaults"}
+    bases = [str(each) for each in content.get("defaults", []) if each != "_self_"]
+    return Option(path.stem, " ".join(line for line in comments if not line.startswith("@")), bases, values)
+
+
+def _group(group: str) -> str:
+    rows = [f"| `{each.name}` | {each.meaning} | {_settings(each)} |" for each in options(group)]
+    parts = [f"## {group}\n", "\n".join(["| option | what it is | sets |", "|---|---|---|", *rows]) + "\n"]
+    return "\n".join([*parts, *(_class(conf, "Fields") for conf in _schemas(group))])
+
+
+def _settings(option: Option) -> str:
+    what = [f"`{name}={_yaml(value)}`" for name, value in _flat(option.values)]
+    own = [f"what `{base}` sets" for base in option.bases if not base.endswith("_schema")]
+    return ", ".join([*own, *what]) or "nothing"
+
+
+def _schemas(group: str) -> Iterator[type]:
+    """The classes whose instances an option of the group is checked against, each once."""
+    names = {base for each in options(group) for base in each.bases if base.endswith("_schema")}
+    registered = {f"{name}_schema": conf for name, conf in _registered(group).items()}
+    yield from (registered[name] for name in sorted(names))
+
+
+def _registered(group: str) -> dict[str, type]:
+    schema.register()
+    nodes = schema.ConfigStore.instance().repo.get(group, {})
+    return {
+        name.removesuffix("_schema.yaml"): OmegaConf.get_type(node.node)
+        for name, node in nodes.items()
+        if name.endswith("_schema.yaml")
+    }
+
+
+def _class(conf: type, title: str) -> str:
+    target = next((each.default for each in fields(conf) if each.name == "_target_"), None)
+    meanings = helps(conf)
+    heading = f"### {title} of `{target}`" if target else f"## {title}"
+    rows = [row for each in fields(conf) if not each.name.startswith("_") for row in _rows(each, meanings[each.name])]
+    return "\n".join([heading, "", "| field | type | default | meaning |", "|---|---|---|---|", *rows]) + "\n"
+
+
+def _rows(field: Field[Any], meaning: str) -> Iterator[str]:
+    """The rows of a field: one, or that of the group within it and those of its fields."""
+    default = field.default if field.default is not MISSING else _factory(field)()
+    if not hasattr(default, "_target_"):
+        yield f"| `{field.name}` | {_type(str(field.type))} | {_default(default)} | {meaning} |"
+        return
+    yield f"| `{field.name}` | group | as below | {meaning} |"
+    inner = helps(type(default))
+    for each in fields(default):
+        if not each.name.startswith("_"):
+            row = (f"`{field.name}.{each.name}`", _type(str(each.type)), _default(each.default), inner[each.name])
+            yield f"| {' | '.join(row)} |"
+
+
+def _factory(field: Field[Any]) -> Any:
+    return field.default_factory
+
+
+def _type(annotation: str) -> str:
+    members = getattr(schema, annotation, None)
+    if isinstance(members, type) and issubclass(members, Enum):
+        return " or ".join(f"`{each.name}`" for each in members)
+    return " or ".join(TYPES.get(part, part) for part in annotation.split(" | "))
+
+
+def _default(value: object) -> str:
+    return "required" if value == REQUIRED else f"`{_yaml(value)}`"
+
+
+def _yaml(value: object) -> str:
+    """A value as the command line and the files have it."""
+    if isinstance(value, Enum):
+        return value.name
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list):
+        return f"[{', '.join(_yaml(each) for each in value)}]"
+    if value == "":
+        return '""'
+    return str(value)
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        elif value == REQUIRED:
+            yield f"{prefix}{name}", "???"
+        else:
+            yield f"{prefix}{name}", value
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(document())
