@@ -184,7 +184,7 @@ def test_only_the_update_sees_shards(pool: WorkerPool) -> None:
 def replace_memory(parameter: nn.Parameter) -> None:
     """Another storage, and other numbers, for the same parameter."""
     if isinstance(parameter, DTensor):
-        setattr(parameter, "_local_tensor", parameter.to_local().detach() * 1.5)
+        parameter._local_tensor = parameter.to_local().detach() * 1.5
     else:
         parameter.data = parameter.data * 1.5
 
