@@ -188,60 +188,65 @@ class _State:
 
     def __init__(self, optimizer: Optimizer, parameters: _Parameters) -> None:
         self._state = optimizer.state
-        self._contents = _Contents(self._state)
-        values = [value for value in self._contents.values if isinstance(value, DTensor)]
-        self._sharded, self._shards = values, list(map(shard_itself, values))
-        self.of_shards: defaultdict[Tensor, Any] = defaultdict(dict)
+        self._parameters, self._dicts, self._values = _contents(self._state)
+        self._written: list[Any] = []
+        self.of_shards: defaultdict[Tensor, Any] = defaultdict(self._new)
         for parameter, kept in self._state.items():
             shard = parameters.shard_of.get(id(parameter))
             if shard is None:
                 self.of_shards[parameter] = kept
             else:
-                self.of_shards[shard] = {
-                    name: shard_itself(value) if isinstance(value, DTensor) else value for name, value in kept.items()
-                }
-        self._contents_of_shards = _Contents(self.of_shards)
+                local = {name: shard_itself(v) if isinstance(v, DTensor) else v for name, v in kept.items()}
+                self.of_shards[shard] = _OfShard(self._written, local)
+
+    def _new(self) -> _OfShard:
+        return _OfShard(self._written)
 
     def is_of(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer has this state still, with nothing put in or replaced by others."""
+        if optimizer.state is not self._state:
+            return False
+        parameters, dicts, values = _contents(self._state)
         return (
-            optimizer.state is self._state
-            and self._contents.are_of(self._state)
-            and _are_same(list(map(shard_itself, self._sharded)), self._shards)
+            _are_same(parameters, self._parameters)
+            and _are_same(dicts, self._dicts)
+            and _are_same(values, self._values)
         )
 
     def put_back(self, optimizer: Optimizer, parameters: _Parameters) -> bool:
         """Whether the update has worked in this memory alone; if not, brings the optimizer's state up to its own."""
         optimizer.state = self._state
-        if self._contents_of_shards.are_of(self.of_shards):
+        if not self._written and len(self.of_shards) == len(self._parameters):
             return True
         for parameter, shard in zip(parameters.sharded, parameters.shards, strict=True):
             updated = self.of_shards.pop(shard, None)
             if updated:
                 _keep(updated, self._state[parameter], parameter, shard)
-        self._state.update(self.of_shards)
+        for parameter, new in self.of_shards.items():
+            self._state[parameter] = dict(new) if isinstance(new, _OfShard) else new
         return False
 
 
-class _Contents:
-    """What a state consists of, to see whether any of it has been replaced. Takes much less than to go through it."""
+class _OfShard(dict[str, Any]):
+    """The state of one shard, which notes in ``written`` that something else has been put into it.
 
-    def __init__(self, state: dict[Tensor, Any]) -> None:
-        self.parameters, self.dicts, self.names, self.values = self._of(state)
+    Torch's optimizers put things in by name only.
+    """
 
-    @staticmethod
-    def _of(state: dict[Tensor, Any]) -> tuple[list[Tensor], list[Any], list[str], list[Any]]:
-        dicts = list(state.values())
-        return list(state), dicts, list(chain.from_iterable(dicts)), list(chain.from_iterable(map(dict.values, dicts)))
+    def __init__(self, written: list[Any], content: dict[str, Any] | None = None) -> None:
+        super().__init__(content or {})
+        self._written = written
 
-    def are_of(self, state: dict[Tensor, Any]) -> bool:
-        parameters, dicts, names, values = self._of(state)
-        return (
-            _are_same(parameters, self.parameters)
-            and _are_same(dicts, self.dicts)
-            and names == self.names
-            and _are_same(values, self.values)
-        )
+    def __setitem__(self, name: str, value: Any) -> None:
+        if self.get(name, self) is not value:
+            self._written.append(name)
+        super().__setitem__(name, value)
+
+
+def _contents(state: dict[Tensor, Any]) -> tuple[list[Tensor], list[Any], list[Any]]:
+    """What a state consists of: to compare it object by object takes much less than to go through it."""
+    dicts = list(state.values())
+    return list(state), dicts, list(chain.from_iterable(map(dict.values, dicts)))
 
 
 def _are_same(some: list[Any], others: list[Any]) -> bool:
