@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -190,7 +191,7 @@ class _State:
         self._state = optimizer.state
         self._parameters, self._dicts, self._values = _contents(self._state)
         self._written: list[Any] = []
-        self.of_shards: defaultdict[Tensor, Any] = defaultdict(self._new)
+        self.of_shards: defaultdict[Tensor, Any] = defaultdict(partial(_OfShard, self._written))
         for parameter, kept in self._state.items():
             shard = parameters.shard_of.get(id(parameter))
             if shard is None:
@@ -198,9 +199,6 @@ class _State:
             else:
                 local = {name: shard_itself(v) if isinstance(v, DTensor) else v for name, v in kept.items()}
                 self.of_shards[shard] = _OfShard(self._written, local)
-
-    def _new(self) -> _OfShard:
-        return _OfShard(self._written)
 
     def is_of(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer has this state still, with nothing put in or replaced by others."""
