@@ -24,7 +24,7 @@ class Options:
 
     Attributes:
         device_type: ``"cpu"`` or ``"cuda"``.
-        only: Names of checks; empty for all.
+        only: Names or titles of checks; empty for all.
         is_quick: Whether checks do less.
         longest_s: Seconds after which no check begins any more.
         limit_s: The most seconds of one check, where that is less than its own limit.
@@ -52,7 +52,9 @@ def examine(team: Team, options: Options, tell: Callable[[str], None] = lambda t
     """
     rows: list[Row] = []
     started = time.monotonic()
-    for number, check in enumerate(check for check in all_checks() if not options.only or check.name in options.only):
+    only = frozenset(options.only)
+    checks = [check for check in all_checks() if not only or {check.name, check.title} & only]
+    for number, check in enumerate(checks):
         reason = _why_not(check, team, options)
         if reason:
             rows.append(Row(check.title, check.shows, Finding(Status.NOT_APPLICABLE, reason), 0.0))

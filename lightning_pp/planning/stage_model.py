@@ -149,10 +149,10 @@ def record_model(
         return with_units_not_reached(record, _num_parameters(units), _outside_units(fake_parameters, units))
 
     units, record = _recorded(module, discover_units(module, patterns), fake_parameters, recorded, patterns, num_stages)
-    used_outside = record.parameters_used_outside()
-    if compute_dtype is not None and used_outside:
-        # nobody casts these for their unit, and it runs with them as they are
-        fake_parameters.set_compute_dtype(compute_dtype, used_outside)
+    # nobody casts those used outside for their unit, and it runs with them as they are
+    uncast = record.parameters_used_outside() | record.weights_of_float32_norms
+    if compute_dtype is not None and uncast:
+        fake_parameters.set_compute_dtype(compute_dtype, uncast)
         record = recorded(units)
     recomputation = recomputation_of(activation_checkpointing, module, units, record)
     record.recomputed_units = frozenset() if recomputation is None else recomputation.units

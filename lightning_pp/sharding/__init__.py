@@ -17,7 +17,7 @@ from lightning_pp.sharding.clip import clip_by_norm_, clip_by_value_, global_nor
 from lightning_pp.sharding.fsdp import ShardedUnits
 from lightning_pp.sharding.replicated import ReplicatedGradients, broadcast_parameters, broadcast_values
 from lightning_pp.sharding.replicated_units import ReplicatedUnits
-from lightning_pp.sharding.shard_updates import end_update, update_shards
+from lightning_pp.sharding.shard_updates import end_update, forget_shards, update_shards
 from lightning_pp.sharding.shared import SharedParameters
 from lightning_pp.sharding.stages import ShardedStages
 from lightning_pp.sharding.units.grouping import never_sharded
@@ -33,6 +33,7 @@ __all__ = [
     "clip_by_norm_",
     "clip_by_value_",
     "end_update",
+    "forget_shards",
     "global_norm",
     "never_sharded",
     "update_shards",

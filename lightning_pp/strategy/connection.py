@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_pp.distributed.control import ControlGroups, make_control_groups
-from lightning_pp.distributed.groups import destroyed_with
+from lightning_pp.distributed.groups import destroyed_with, largest_of_all
 from lightning_pp.distributed.messages import MessageLine
 from lightning_pp.distributed.sizes import ParallelSizes
 from lightning_pp.runtime.transport.channels import Transport
@@ -45,6 +45,7 @@ class Connection:
         self._is_open = True
         self._messages: MessageLine | None = None
         self._transport: Transport | None = None
+        self._is_opened_ahead = False
         self._made: list[dist.ProcessGroup] = []
         destroyed_with(self, self._made)
         self.groups = self._new_groups()
@@ -60,8 +61,22 @@ class Connection:
         self.groups = replace(self.groups, last_stage_rank=rank)
         self._messages = MessageLine(replace(self._new_groups(), last_stage_rank=rank), self._device)
 
+    def open_neighbours(self) -> int:
+        """Opens the channels between neighbours, where stages have any, before a limit of memory is kept.
+
+        Returns:
+            The bytes of the device that they have taken, on the rank of all where it is most.
+        """
+        transport = self.new_transport()
+        self._is_opened_ahead = True
+        return 0 if transport.matches_by_tag else largest_of_all(transport.open_neighbours(), self._device)
+
     def new_transport(self) -> Transport:
         """What carries tensors between the stages: on the host over a group that is its alone, else over channels."""
+        if self._is_opened_ahead:
+            assert self._transport is not None
+            self._is_opened_ahead = False
+            return self._transport
         earlier, self._of_stages = self._of_stages, ControlGroups()
         if self._device.type == "cpu":
             self._of_stages = self._new_groups()

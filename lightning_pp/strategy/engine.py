@@ -101,7 +101,8 @@ class PipelineEngine:
         options: What the user says of the pipeline.
         timeout: How long a collective may wait.
         compile_options: Keyword arguments for ``torch.compile`` of each unit; None to leave units as they are.
-        communicators_bytes: What the communicators of collectives take of a device.
+        communicators_bytes: What the communicators of collectives have taken of a device. Those of channels between
+            neighbours are opened, and added, where there is a limit of memory.
     """
 
     def __init__(
@@ -182,6 +183,8 @@ class PipelineEngine:
         microbatches = self._cut(batch, for_training=step == "training_step")
         request = self._options.layout_request(self.sizes.pipeline, len(microbatches), self.device.type)
         self._seed = broadcast(int(torch.initial_seed() % (1 << 40)))
+        if self._options.device_memory_gib is not None:
+            self._communicators_bytes += self._connection.open_neighbours()
         arguments = first_arguments(self.module, step, has_several_loaders=has_several_loaders)
         with self._in_mode_of(step):
             record = partial(self._record, batch, microbatches, step, arguments, request.fewest_stages)

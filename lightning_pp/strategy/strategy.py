@@ -67,6 +67,7 @@ from lightning_pp.strategy.lightning.plain import take_compiled_modules, with_st
 from lightning_pp.strategy.parameters.finetuning import finetune_whole_module, resume_finetuning
 from lightning_pp.strategy.parameters.optimizers import (
     KeptOptimizers,
+    end_of_updates,
     keep_parameters,
     set_up_one_optimizer,
     training_ones,
@@ -657,6 +658,7 @@ class PipelineParallelStrategy(MeshStrategy):
             self._loggers.release()  # else the launcher does, when they have been finalized
         if self._engine is not None:
             self._engine.detach()
+            end_of_updates(self.optimizers)
             self._tell_of_nothing_trained(self._engine)
         self._checkpoints.close()
         self.last_checkpoints.forget()

@@ -17,6 +17,7 @@ from lightning_pp.distributed.groups import largest_of_all, warm_up
 from lightning_pp.distributed.meshes import groups_of_collectives, make_meshes
 from lightning_pp.distributed.messages import MessageLine
 from lightning_pp.distributed.sizes import ParallelSizes
+from lightning_pp.runtime.transport.channels import Transport
 from lightning_pp.strategy.device_queues import use_all_queues
 
 CUDA = torch.device("cuda", 1)
@@ -65,6 +66,18 @@ def taken_by_communicators() -> tuple[int, int]:
 
 def test_what_communicators_take_is_that_of_the_rank_with_most(pool: WorkerPool) -> None:
     assert pool.run(taken_by_communicators, world_size=2, process_group=True) == [(300, 301), (301, 301)]
+
+
+def taken_by_channels() -> tuple[int, int]:
+    """In a worker, whose device has 100 bytes less for each channel: what those to neighbours take, and then more."""
+    transport = Transport(range(3), dist.get_rank(), torch.device("cpu"), name="taken", matches_by_tag=False)
+    with patch("lightning_pp.runtime.transport.channels.free_bytes", lambda _: 1000 - 100 * len(transport.channels)):
+        return transport.open_neighbours(), transport.open_neighbours()
+
+
+def test_what_channels_to_neighbours_take_is_measured(pool: WorkerPool) -> None:
+    # a channel in each direction
+    assert pool.run(taken_by_channels, world_size=3, process_group=True) == [(200, 0), (400, 0), (200, 0)]
 
 
 @pytest.mark.parametrize(

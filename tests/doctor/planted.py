@@ -160,7 +160,8 @@ FAULTS: dict[str, Callable[[], None]] = {
     "updates": no_clipping,
     "failures (an exception)": no_names,
 }
-FAULTS_THAT_HANG: dict[str, Callable[[], None]] = {
+# other faults of the same checks, and those that keep ranks waiting
+MORE_FAULTS: dict[str, Callable[[], None]] = {
     "queued-receives": lost_message,
     "updates": forgotten_states,
     "failures (SIGKILL)": no_end,
@@ -172,5 +173,5 @@ def plant(title: str) -> None:
     FAULTS.get(title, int)()
 
 
-def plant_what_hangs(title: str) -> None:
-    FAULTS_THAT_HANG.get(title, int)()
+def plant_more(title: str) -> None:
+    MORE_FAULTS[title]()

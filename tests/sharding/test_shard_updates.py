@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.sharding import ShardedUnits, end_update, update_shards
+from lightning_pp.sharding import ShardedUnits, end_update, forget_shards, update_shards
 
 ELEMENTWISE: dict[str, dict[str, Any]] = {
     "ASGD": {"lambd": 0.1},
@@ -177,6 +179,83 @@ def seen_by_others() -> None:
 
 def test_only_the_update_sees_shards(pool: WorkerPool) -> None:
     pool.run(seen_by_others, world_size=2, process_group=True)
+
+
+def replace_memory(parameter: nn.Parameter) -> None:
+    """Another storage, and other numbers, for the same parameter."""
+    if isinstance(parameter, DTensor):
+        parameter._local_tensor = parameter.to_local().detach() * 1.5
+    else:
+        parameter.data = parameter.data * 1.5
+
+
+def changed_between_updates() -> float:
+    """In a worker: what others do to an optimizer between updates holds for the next one, as without shards."""
+    runs = []
+    for model in (sharded_model((2,)), _Model()):
+        early = [*model.wide.parameters(), *model.whole.parameters()]
+        optimizer = torch.optim.AdamW(early, lr=0.02, amsgrad=True, foreach=True)
+        update_shards(optimizer)
+
+        def step(seed: int, model: _Model = model, optimizer: Optimizer = optimizer) -> None:
+            give_gradients(model, seed)
+            optimizer.step()
+
+        step(0)
+        saved = copy.deepcopy(optimizer.state_dict())
+        step(1)
+        optimizer.add_param_group({"params": list(model.narrow.parameters()), "lr": 0.01})
+        step(2)
+        give_gradients(model, 3)
+        model.wide.bias.grad = None  # where others of the same group have one
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()  # nobody has
+        optimizer.state[model.wide.weight]["exp_avg"].mul_(0.5)
+        step(4)
+        kept = optimizer.state[model.wide.weight]
+        kept["exp_avg_sq"] = kept["exp_avg_sq"] * 2
+        step(5)
+        optimizer.state[model.narrow.weight] = {}  # begins again
+        step(6)
+        optimizer.param_groups[1]["params"].reverse()
+        step(7)
+        replace_memory(model.wide.weight)
+        step(8)
+        del optimizer.param_groups[1]
+        step(9)
+        optimizer.load_state_dict(saved)
+        step(10)
+        runs.append((model, optimizer))
+    (model, optimizer), (expected, reference) = runs
+    return largest_difference(model, expected, optimizer, reference)
+
+
+def test_changes_between_updates_hold(pool: WorkerPool) -> None:
+    assert pool.run(changed_between_updates, world_size=2, process_group=True) == [0.0, 0.0]
+
+
+def kept_alive() -> list[str]:
+    """In a worker: what is still there of gradients after an update, and of states that have been left."""
+    model = sharded_model((2,))
+    optimizer = torch.optim.AdamW(groups(model), foreach=True)
+    update_shards(optimizer)
+    give_gradients(model, 0)
+    memory = {"gradient": StorageWeakRef(model.wide.weight.grad.to_local().untyped_storage())}
+    optimizer.step()
+    optimizer.zero_grad()
+    found = [name for name, reference in memory.items() if not reference.expired()]
+    optimizer.step()
+    average = optimizer.state[model.wide.weight]["exp_avg"]
+    memory = {"state": StorageWeakRef(average.to_local().untyped_storage())}
+    del average
+    optimizer.state.clear()  # as moving it to another device
+    forget_shards(optimizer)
+    return found + [name for name, reference in memory.items() if not reference.expired()]
+
+
+def test_no_memory_is_held_by_what_is_kept_for_the_next_update(pool: WorkerPool) -> None:
+    assert pool.run(kept_alive, world_size=2, process_group=True) == [[], []]
 
 
 class _DerivedSGD(torch.optim.SGD):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pp.distributed.groups import are_aborted, group_of_two
+from lightning_pp.distributed.groups import are_aborted, free_bytes, group_of_two
 from lightning_pp.distributed.watch.failures import RankStoppedError
 from lightning_pp.runtime.transport.route import Message, Route, Stop
 from lightning_pp.runtime.transport.sends import Send, Sends
@@ -118,6 +118,19 @@ class Transport:
         """Whether messages find their receive by tag, and a receive that waits occupies nothing."""
         return self._matches_by_tag
 
+    def open_neighbours(self) -> int:
+        """Opens the channels from and to the next ranks of the pipeline, which every schedule trains with.
+
+        Returns:
+            The bytes of the device that they have taken; 0 where messages go by tags, without channels.
+        """
+        if self._matches_by_tag:
+            return 0
+        neighbours = [place for place in (self._rank - 1, self._rank + 1) if 0 <= place < len(self._ranks)]
+        free_before = free_bytes(self._device)
+        self._open_new({pair for place in neighbours for pair in ((self._rank, place), (place, self._rank))})
+        return max(0, free_before - free_bytes(self._device))
+
     def begin(self, route: Route) -> None:
         """Starts a step; posts the first receives."""
         self._step += 1
@@ -208,7 +221,10 @@ class Transport:
             for message in (*departures, *arrivals)
             if message.sender != message.receiver
         }
-        for channel in opening_order(needed - self._channels.keys()):
+        self._open_new(needed)
+
+    def _open_new(self, channels: set[tuple[int, int]]) -> None:
+        for channel in opening_order(channels - self._channels.keys()):
             self._channels[channel] = self._new_channel(channel)
             self._open(channel)
 

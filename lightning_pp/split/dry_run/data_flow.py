@@ -40,6 +40,7 @@ from lightning_pp.split.record.sources import (
     storage_of,
 )
 from lightning_pp.split.record.step_record import GradientHook, Reads, UnitCall, Value
+from lightning_pp.split.unit_calls.compute_dtype import weights_of_float32_norm
 from lightning_pp.split.unit_calls.selective_policy import Policy, saves_output
 
 _ITEM = torch.ops.aten._local_scalar_dense.default
@@ -113,6 +114,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         branches_at_random: Whether Python looked at a number that inter-unit code drew.
         gradient_hooks: Hooks that inter-unit code put on weight-dependent tensors.
         edits_batch: Whether the step wrote into memory that it did not make.
+        weights_of_float32_norms: Parameters, in the dtype of computation, of norms of float32.
         watch: Numbers the memories that the step makes.
         drawn_values: Follows random numbers that inter-unit code draws.
     """
@@ -140,6 +142,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.branches_at_random = False
         self.gradient_hooks: list[GradientHook] = []
         self.edits_batch = False
+        self.weights_of_float32_norms: set[str] = set()
         self.watch = watch or MemoryWatch()
         self._policy = policy
         self._fake_mode = fake_mode
@@ -323,6 +326,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._remember_lines(sources)
         if func is _ITEM:
             return self.read(args[0]).item()
+        self.weights_of_float32_norms |= weights_of_float32_norm(func, inputs, self.sources_of)
         given = (args, kwargs)
         result = self._run(func, args, kwargs, sources)
         if looks:

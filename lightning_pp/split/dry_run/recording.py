@@ -323,6 +323,7 @@ class DryRun:
             look.is_in_python or look.num_calls_before < len(calls) for look in self._flow.looks
         )
         self.record.looks = tuple(self._flow.seen)
+        self.record.weights_of_float32_norms = frozenset(self._flow.weights_of_float32_norms)
         after = frozenset(self._flow.inter_unit_draws | self._draws_in_python)
         self.record.inter_unit_draws = InterUnitDraws(after, in_python=bool(self._draws_in_python))
         self.record.drawn_uses = self._flow.drawn_values.uses

@@ -335,6 +335,7 @@ class StepRecord:
         edits_batch: Whether the step writes into memory that it was given, so that whoever runs it more than once
             must give it a copy each time.
         compute_dtype: The dtype in which units get their activations and parameters; None: as they are.
+        weights_of_float32_norms: Parameters of norms whose input is float32, which are not in that dtype themselves.
         updates: Parameters that code outside units writes into, and those that their new values are computed from.
         recomputed_units: Units that keep their inputs, and what a policy saves, and are run again in backward.
         failure: What ended the step before its end; None for a step that was recorded whole.
@@ -357,6 +358,7 @@ class StepRecord:
     gradient_hooks: list[GradientHook] = field(default_factory=list)
     edits_batch: bool = False
     compute_dtype: torch.dtype | None = None
+    weights_of_float32_norms: frozenset[str] = frozenset()
     updates: Mapping[str, frozenset[str]] = field(default_factory=dict)
     recomputed_units: frozenset[str] = frozenset()
     failure: Failure | None = None

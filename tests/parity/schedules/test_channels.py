@@ -129,17 +129,26 @@ class Evaluated(Blocks):
         return self(batch[0])
 
 
-def evaluate_over_channels(schedule: str | None) -> tuple[float, Tensor]:
-    """In a worker: trains, validates and predicts; without a schedule on one device."""
+def evaluate_over_channels(schedule: str | None, limit_gib: float = 64.0) -> tuple[float, Tensor]:
+    """In a worker, whose device has 2 GiB less after channels to neighbours: trains, validates and predicts.
+
+    Without a schedule on one device.
+    """
     x = torch.randn(12, 8, generator=torch.Generator().manual_seed(1))
     batches = DataLoader(TensorDataset(x, x.sum(-1).tanh()), batch_size=4)
-    strategy = "auto" if schedule is None else PipelineParallelStrategy(2, 1, 2, schedule=schedule)
+    strategy = "auto" if schedule is None else PipelineParallelStrategy(
+        2, 1, 2, schedule=schedule, device_memory_gib=limit_gib
+    )  # fmt: skip
     module = Evaluated()
     trainer = pl.Trainer(
         accelerator="cpu", devices=1 if schedule is None else 2, strategy=strategy, max_epochs=1, logger=False,
         enable_checkpointing=False, enable_progress_bar=False,
     )  # fmt: skip
-    with channels_of(ChannelTransport):
+    free = itertools.cycle((10 << 30, 8 << 30))
+    with (
+        channels_of(ChannelTransport),
+        patch("lightning_pp.runtime.transport.channels.free_bytes", lambda _: next(free)),
+    ):
         trainer.fit(module, batches, batches)
         predicted = torch.cat(trainer.predict(module, batches))
     return float(trainer.callback_metrics.get("val_loss", 0.0)), predicted
@@ -225,6 +234,13 @@ def test_numbers_that_the_backend_does_not_know(pool: WorkerPool, schedule: str)
     assert found.keys() == expected.keys()
     for name, weight in expected.items():
         torch.testing.assert_close(found[name], weight, rtol=1e-9, atol=1e-12)
+
+
+def test_channels_count_in_a_limit_of_memory(pool: WorkerPool) -> None:
+    report = pool.run(evaluate_over_channels, "1f1b", 1.0, world_size=2, expect_failure=True)
+    for failure in report.failures:
+        assert failure is not None and "device_memory_gib=1 is too little" in failure.message
+        assert " 2 of communicators" in failure.message, failure
 
 
 def test_receives_that_are_posted_too_early_keep_the_device_for_ever(pool: WorkerPool) -> None:

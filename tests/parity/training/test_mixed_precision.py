@@ -244,6 +244,60 @@ def test_bf16_mixed_is_close_to_one_device(pool: WorkerPool) -> None:
         torch.testing.assert_close(result["losses"]["loss"], expected["losses"]["loss"], rtol=2e-3, atol=0)
 
 
+class NormFirst(L.LightningModule):
+    """Its first unit norms the batch itself, in float32, with numbers that bfloat16 does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+        self.second = nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.head = nn.Linear(WIDTH, 1)
+        with torch.no_grad():
+            self.first[0].weight.uniform_(0.5, 1.5)
+            self.first[0].bias.uniform_(-1, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.head(self.second(self.first(batch))).float().square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_norm_first(strategy: Any, replicas: int = 1, num_ranks: int = 1) -> dict[str, Tensor]:
+    """In a worker or here: weights after three batches."""
+    module = NormFirst()
+    trainer = L.Trainer(
+        accelerator="cpu", devices=num_ranks, strategy=strategy, precision="bf16-mixed", max_epochs=1,
+        use_distributed_sampler=False, **QUIET,
+    )  # fmt: skip
+    samples = torch.randn(NUM_BATCHES * BATCH_SIZE, WIDTH, generator=torch.Generator().manual_seed(4))
+    if replicas > 1:
+        samples = samples[int(os.environ["RANK"]) % replicas :: replicas]
+    trainer.fit(module, DataLoader(samples, batch_size=BATCH_SIZE // replicas))
+    return weights_of(module)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "replicas", "options"),
+    [(2, 1, {"schedule": "zb_h1"}), (2, 2, {"sharding": "full_shard"}), (1, 2, {"sharding": "replicate"})],
+    ids=str,
+)
+def test_a_norm_of_the_batch_is_that_of_one_device(
+    pool: WorkerPool, pipeline: int, replicas: int, options: dict[str, Any]
+) -> None:
+    """A CPU has no norm of float32 with weights of bfloat16; on one device both are float32 under autocast."""
+    expected, before, found = fit_norm_first("auto"), weights_of(NormFirst()), dict[str, Tensor]()
+    strategy = PipelineParallelStrategy(**layout(pipeline, replicas, **options))
+    world_size = pipeline * replicas
+    for weights in pool.run(fit_norm_first, strategy, replicas, world_size, world_size=world_size, timeout=120):
+        found.update(weights)
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        # what is left: gradients of products, which one device rounds to bfloat16
+        assert (found[name] - weight).abs().max() < 0.01 * (weight - before[name]).abs().max(), name
+
+
 @pytest.mark.parametrize(("pipeline", "replicas", "sharding"), [(2, 1, "shard_grad_op"), (1, 2, "replicate")])
 def test_bf16_true_accumulates_in_float32(pool: WorkerPool, pipeline: int, replicas: int, sharding: str) -> None:
     """Eight batches' sums of a gradient in bfloat16 would lose what is below a 256th of them."""
