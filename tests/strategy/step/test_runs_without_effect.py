@@ -6,8 +6,9 @@ import io
 import logging
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as L
 import pytest
@@ -121,6 +122,77 @@ def test_a_logger_called_in_a_step_is_told(pool: WorkerPool) -> None:
     told = [text for text in first["warned"] if "calls a logger itself" in text]
     assert first["error"] is None and len(told) == 1
     assert "test_runs_without_effect.py" in told[0] and "Use self.log" in told[0]
+
+
+runs = 0
+kept: dict[str, list[int]] = {"begun": [], "ended": []}
+
+
+class Elsewhere:
+    """Counts what it is told."""
+
+    total: ClassVar[int] = 0
+
+    def __init__(self) -> None:
+        self.indices: list[int] = []
+
+    def tell(self, batch_idx: int) -> None:
+        Elsewhere.total += 1
+        self.indices.append(batch_idx)
+
+
+elsewhere = Elsewhere()
+
+
+def counting() -> Callable[[], int]:
+    count = 0
+
+    def one_more() -> int:
+        nonlocal count
+        count += 1
+        return count
+
+    return one_more
+
+
+class ChangesOthers(Classifier):
+    """Changes globals, closures and other objects, and reads how far the training is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one_more = counting()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        global runs
+        runs += 1
+        self.one_more()
+        elsewhere.tell(batch_idx)
+        kept["begun"].append(self.current_epoch)
+        loss = cross_entropy(self(batch[0]), batch[1], ignore_index=0)
+        kept["ended"].append(batch_idx)
+        return loss
+
+
+def changed_elsewhere(layout: Layout) -> dict[str, Any]:
+    global runs
+    runs, Elsewhere.total = 0, 0
+    for held in (elsewhere.indices, *kept.values()):
+        held.clear()
+    module = make(ChangesOthers)
+    make_trainer(layout, num_sanity_val_steps=1).fit(module, Data())
+    counts = {"runs": runs, "closure": module.one_more() - 1, "class": Elsewhere.total}
+    return {**counts, "indices": elsewhere.indices, **kept}
+
+
+@pytest.mark.parametrize("layout", [Layout("interleaved_1f1b", 1, 1, 2), TWO_STAGES, Layout("zb_h1", 3, 1, 2)], ids=str)
+def test_globals_and_closures_change_once_for_each_run_of_the_step(pool: WorkerPool, layout: Layout) -> None:
+    stages = 2 if layout.world_size == 1 else 1  # on each rank; each runs the step from its start
+    ranks = pool.run(changed_elsewhere, layout, world_size=layout.world_size, timeout=120)
+    for rank, found in enumerate(ranks):
+        assert found["runs"] == found["closure"] == found["class"] == 2 * 3 * 2 * stages
+        assert sorted(found["indices"]) == sorted([0, 1, 2] * 2 * 2 * stages)
+        assert sorted(found["begun"]) == sorted([0, 1] * 3 * 2 * stages)
+        assert found["ended"] == ([0, 0, 1, 1, 2, 2] * 2 if rank == layout.world_size - 1 else [])
 
 
 class UsesUnits(Classifier):
