@@ -34,15 +34,16 @@ class OutsideState:
     Args:
         module: The user's module.
         called: Names of methods that are called besides steps and ``forward``.
+        held: Other objects whose methods are called, and which are kept as well.
     """
 
-    def __init__(self, module: nn.Module, called: Iterable[str] = ()) -> None:
-        found = FunctionsOfStep(module, called)
+    def __init__(self, module: nn.Module, called: Iterable[str] = (), held: Sequence[Any] = ()) -> None:
+        found = FunctionsOfStep(module, called, held)
         self._code = found.code
         self._own = {id(child) for child in module.modules()}
         self._globals = list(found.globals.values())
         self._cells = list(found.cells.values())
-        self._defaults = found.defaults
+        self._defaults = [*found.defaults, *held]
         self._of_functions = [function.__dict__ for function in found.functions]
         self._classes = [(kind, _data_of(kind)) for kind in found.classes]
 

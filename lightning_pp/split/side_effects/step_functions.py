@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dis
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, cached_property, partial, partialmethod
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -52,6 +52,7 @@ class FunctionsOfStep:
     Args:
         module: The user's module.
         called: Names of methods that are called besides steps and ``forward``.
+        held: Other objects whose methods are.
 
     Attributes:
         code: Tells the user's code from others'.
@@ -62,7 +63,7 @@ class FunctionsOfStep:
         classes: The user's classes in reach.
     """
 
-    def __init__(self, module: nn.Module, called: Iterable[str] = ()) -> None:
+    def __init__(self, module: nn.Module, called: Iterable[str] = (), held: Sequence[Any] = ()) -> None:
         self.code = UsersCode(module)
         self.functions: list[FunctionType] = []
         self.globals: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
@@ -73,7 +74,7 @@ class FunctionsOfStep:
         self._names = {*_CALLED, *called}
         # by identity, and kept so that no identity is used again
         self._seen: dict[int, Any] = {}
-        self._visit(list(module.modules()))
+        self._visit([*module.modules(), *held])
         while self._visit(self._named()):
             pass
 

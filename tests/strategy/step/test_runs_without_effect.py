@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import lightning.pytorch as L
 import pytest
 import torch
-from feature_parts import Data, make, make_trainer
+from feature_parts import Data, check_on_every_rank, make, make_trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from parity_run import Layout
 from pool import WorkerPool
@@ -193,6 +193,58 @@ def test_globals_and_closures_change_once_for_each_run_of_the_step(pool: WorkerP
         assert sorted(found["indices"]) == sorted([0, 1, 2] * 2 * 2 * stages)
         assert sorted(found["begun"]) == sorted([0, 1] * 3 * 2 * stages)
         assert found["ended"] == ([0, 0, 1, 1, 2, 2] * 2 if rank == layout.world_size - 1 else [])
+
+
+transfers: list[str] = []
+
+
+class DataThatTransfers(Data):
+    num_transferred = 0
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        print("transferred")
+        self.num_transferred += 1
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+
+class Transfers(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("num_seen", torch.zeros(()))
+        self.shapes: list[Any] = []
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        transfers.append(str(self.trainer.state.stage))
+        return batch
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.num_seen.add_(len(batch[0]))
+        self.shapes.append(tuple(batch[0].shape))
+        self._shift = batch[0].mean()
+        return batch
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert self.shapes[-1][0] >= len(batch[0])  # what the hook has set is there, in a dry run too
+        return cross_entropy(self(batch[0] - self._shift), batch[1])
+
+
+def transferred(layout: Layout | None) -> dict[str, Any]:
+    transfers.clear()
+    module, data, printed = make(Transfers), DataThatTransfers(), io.StringIO()
+    trainer = make_trainer(layout, num_sanity_val_steps=1)
+    with redirect_stdout(printed):
+        trainer.fit(module, data)
+    assert trainer.current_epoch == 2
+    loss = float(trainer.callback_metrics["val_loss"])
+    lines = printed.getvalue().split().count("transferred")
+    counts = {"data": data.num_transferred, "printed": lines, "seen": float(module.num_seen)}
+    return {**counts, "hooks": transfers, "shapes": module.shapes, "loss": loss}
+
+
+@pytest.mark.parametrize("layout", [Layout("interleaved_1f1b", 1, 1, 2), TWO_STAGES, Layout("zb_h1", 3, 1, 2)], ids=str)
+def test_transfer_hooks_run_once_for_each_batch(pool: WorkerPool, layout: Layout) -> None:
+    expected = check_on_every_rank(pool, transferred, layout)
+    assert expected["data"] == expected["printed"] == len(expected["hooks"]) == len(expected["shapes"]) == 1 + 2 * 6
 
 
 class UsesUnits(Classifier):
