@@ -128,7 +128,7 @@ class _Kept:
 
 def _looked_into(values: Any) -> list[Any]:
     """Those of ``values`` that can hold something that changes; of many tensors none, since they are results."""
-    found = [value for value in values if type(value) not in _WITHOUT_STATE]
+    found = [value for value in list(values) if type(value) not in _WITHOUT_STATE]  # other threads may add some
     if len(found) > _MAX_COPIED_TENSORS:
         return [value for value in found if not isinstance(value, Tensor)]
     return found
