@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pp.split._torch_private import version_of
 from lightning_pp.split.side_effects.generators import putting_back
 from lightning_pp.split.side_effects.reach import MUTABLE, PLAIN, Reached
 from lightning_pp.split.side_effects.step_functions import FunctionsOfStep, UsersCode
@@ -149,7 +150,7 @@ def _contents_restored(node: Any) -> Callable[[], None] | None:
     if type(node) is Tensor:
         if node.is_meta or node.is_inference() or node.nbytes > _MAX_BYTES:
             return None
-        return partial(_restore_tensor, node, node._version, node.detach().clone())
+        return partial(_restore_tensor, node, version_of(node), node.detach().clone())
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and type(node) is numpy.ndarray:
         if node.nbytes > _MAX_BYTES or not node.flags.writeable:
@@ -160,7 +161,7 @@ def _contents_restored(node: Any) -> Callable[[], None] | None:
 
 def _restore_tensor(tensor: Tensor, version: int, content: Tensor) -> None:
     # what is changed through .data has no new version; on a device a comparison would wait for it
-    if tensor._version != version or (tensor.device.type == "cpu" and not torch.equal(tensor, content)):
+    if version_of(tensor) != version or (tensor.device.type == "cpu" and not torch.equal(tensor, content)):
         with torch.no_grad():
             tensor.copy_(content)
 
