@@ -19,6 +19,7 @@ from lightning_pp.split.fakes.parameters import FakeParameters
 from lightning_pp.split.record.plan import StepPlan, build_plan
 from lightning_pp.split.record.step_record import Failure, StepRecord
 from lightning_pp.split.reductions.recording import EarlierRun
+from lightning_pp.split.side_effects.outside_state import OutsideState
 
 _TEXT = "text"
 # Enough for a bucketed sampler with some hundred lengths; a plan holds a few fakes and numbers per unit call.
@@ -96,6 +97,9 @@ class StepPlanCache:
         units: Its units.
         fake_parameters: Makes the fakes for dry runs.
         recomputation: Which units are run again in backward, and what they save even so.
+
+    Attributes:
+        outside: What the step's functions reach besides the module, as it was found before the last dry run.
     """
 
     def __init__(
@@ -116,6 +120,7 @@ class StepPlanCache:
         self._owners: Mapping[str, Collection[int]] = {}
         self._failure: Failure | None = None
         self._paths = PathComparison(module, units, fake_parameters)
+        self.outside = OutsideState(module)
 
     def set_partition(
         self,
@@ -142,6 +147,7 @@ class StepPlanCache:
         may_fail: bool = False,
     ) -> StepRecord:
         """A dry run of ``step``; see :func:`lightning_pp.split.dry_run.run`."""
+        self.outside = OutsideState(self._module)
         record = dry_run(
             step,
             module=self._module,
@@ -152,6 +158,7 @@ class StepPlanCache:
             policy=self._recomputation.policy if with_gradients else None,
             earlier=earlier,
             may_fail=may_fail,
+            outside=self.outside,
         )
         record.recomputed_units = self._recomputation.units
         return record
@@ -233,7 +240,8 @@ class StepPlanCache:
             return True
         unrecorded = cast(DryRun, _UnrecordedRun(own_copy if record.edits_batch else own_containers))
         known_looks = used.known_looks if is_as_before else ()
-        path = self._paths.compare(record, lambda: step(unrecorded), seed_inter_unit or _draw_on, known_looks)
+        seed = seed_inter_unit or _draw_on
+        path = self._paths.compare(record, lambda: step(unrecorded), seed, self.outside, known_looks)
         if path.is_same:
             used.note_use(conditions, path.looks)
         return path.is_same

@@ -80,7 +80,8 @@ class DryStrategy(SingleDeviceStrategy):
         self.accelerator.setup(trainer)
         refuse_unsupported(trainer, module, self.precision_plugin, torch.device("cuda"))  # planned for, not run
         self.model = self.precision_plugin.convert_module(module)
-        batch = first_batch(trainer).batch
+        first = first_batch(trainer)
+        batch = first.batch
         set_up_one_optimizer(self, trainer)
 
         precision, arguments = self.precision_plugin, first_arguments(module, "training_step")
@@ -90,19 +91,20 @@ class DryStrategy(SingleDeviceStrategy):
         step = recorded_step(
             module, "training_step", microbatches[0].data, arguments, precision=precision, device=_CPU, trains=True
         )
-        self._look(
-            ModelCutter(
-                module,
-                self._options,
-                self._sizes,
-                batch=batch,
-                microbatches=microbatches,
-                step=step,
-                device_type=self._device_type,
-                optimizer=self.optimizers[0] if self.optimizers else None,
-                dtypes=step_dtypes(precision),
+        with first.as_hooks_left_it():
+            self._look(
+                ModelCutter(
+                    module,
+                    self._options,
+                    self._sizes,
+                    batch=batch,
+                    microbatches=microbatches,
+                    step=step,
+                    device_type=self._device_type,
+                    optimizer=self.optimizers[0] if self.optimizers else None,
+                    dtypes=step_dtypes(precision),
+                )
             )
-        )
         raise _LookedAt
 
     def model_to_device(self) -> None:

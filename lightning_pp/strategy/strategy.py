@@ -457,15 +457,16 @@ class PipelineParallelStrategy(MeshStrategy):
         self._engine = engine
         try:
             first = self.all_or_none(lambda: first_batch(trainer))
-            engine.build(
-                first.batch,
-                step,
-                broadcast=self.broadcast,
-                all_or_none=self.all_or_none,
-                is_everywhere=self.reduce_boolean_decision,
-                beforehand=self._optimizers_beforehand(trainer),
-                has_several_loaders=first.has_several_loaders,
-            )
+            with first.as_hooks_left_it():
+                engine.build(
+                    first.batch,
+                    step,
+                    broadcast=self.broadcast,
+                    all_or_none=self.all_or_none,
+                    is_everywhere=self.reduce_boolean_decision,
+                    beforehand=self._optimizers_beforehand(trainer),
+                    has_several_loaders=first.has_several_loaders,
+                )
         except BaseException:
             self._engine = None
             raise

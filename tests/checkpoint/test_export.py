@@ -166,6 +166,8 @@ def test_transformers_loads_the_model_directory(
     assert "LMHeadModel" in told or "ForCausalLM" in told
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    with pytest.raises(IsADirectoryError):  # Lightning's own, and the docs say what to do
+        CausalLM.load_from_checkpoint(path, weights_only=True)
     exported(capsys, path, tmp_path / "plain.ckpt")
     plain = CausalLM.load_from_checkpoint(tmp_path / "plain.ckpt", weights_only=True)
     tokens = torch.arange(8).unsqueeze(0)

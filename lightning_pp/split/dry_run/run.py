@@ -26,6 +26,7 @@ from lightning_pp.split.record.step_record import CarriedState, Failure, StepRec
 from lightning_pp.split.reductions.recording import EarlierRun, ReductionRecorder
 from lightning_pp.split.side_effects.generators import generators_untouched
 from lightning_pp.split.side_effects.module_state import preserved_state
+from lightning_pp.split.side_effects.outside_state import OutsideState
 from lightning_pp.split.unit_calls.compilation import uncompiled
 from lightning_pp.split.unit_calls.interception import UnitCalls
 from lightning_pp.split.unit_calls.selective_policy import Policy
@@ -46,13 +47,14 @@ def dry_run(
     policy: Policy | None = None,
     earlier: EarlierRun | None = None,
     may_fail: bool = False,
+    outside: OutsideState | None = None,
 ) -> StepRecord:
     """Runs ``step`` with every parameter fake, and records unit calls, what they read, and what the end needs.
 
     Everything computed from the batch alone stays real, so masks, positions and Python branches on the batch work. The
-    module's state (buffers, lists, attributes, gradients), the batch and all random generators are as before
-    afterwards. A unit that cannot run on fakes (its inside depends on data, as the routing of a mixture of experts
-    does) is run on made-up data; so is the end of a step after its last unit call.
+    module's state (buffers, lists, attributes, gradients), what the step's functions reach besides it, the batch and
+    all random generators are as before afterwards. A unit that cannot run on fakes (its inside depends on data, as the
+    routing of a mixture of experts does) is run on made-up data; so is the end of a step after its last unit call.
 
     Args:
         step: Runs the user's step on one microbatch and returns what it returned. It is given the recording, so that
@@ -66,6 +68,7 @@ def dry_run(
         policy: What units save that are run again in backward, for the memory in the record.
         earlier: A dry run of the step on fewer samples; see :class:`ReductionRecorder`.
         may_fail: Whether an exception of the user's code gives the record up to there, with its ``failure``.
+        outside: What the step's functions reach besides the module; None to find it.
 
     Raises:
         SplitError: The step looks at a weight-dependent value before its last unit call, or the outputs of a unit have
@@ -80,6 +83,7 @@ def dry_run(
         fake_parameters=fake_parameters,
         with_gradients=with_gradients,
         earlier=earlier,
+        outside=outside or OutsideState(module),
     )
     run = new_run()
     try:
@@ -178,6 +182,7 @@ def _attempt(
     fake_parameters: FakeParameters,
     with_gradients: bool,
     earlier: EarlierRun | None,
+    outside: OutsideState,
 ) -> StepRecord:
     record = run.record
     recorder = ReductionRecorder(run.depends_on_weights, run.depends_on_units, earlier)
@@ -186,6 +191,7 @@ def _attempt(
         stack.callback(run.release)
         stack.enter_context(generators_untouched(fake_parameters.device))
         stack.enter_context(fake_parameters.all_fake(lambda fake, name: set_sources(fake, {Parameter(name)})))
+        stack.enter_context(outside.preserved())
         changes = stack.enter_context(preserved_state(module))
         buffers = list(buffers_outside(module, units))
         stack.enter_context(torch.set_grad_enabled(with_gradients))

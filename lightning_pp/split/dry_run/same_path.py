@@ -18,6 +18,7 @@ from lightning_pp.split.record.step_record import PassedOn, StepRecord, UnitCall
 from lightning_pp.split.record.unknown_numbers import UnknownNumber
 from lightning_pp.split.reductions.recording import ReductionRecorder
 from lightning_pp.split.side_effects.module_state import RehearsedState, preserved_state
+from lightning_pp.split.side_effects.outside_state import OutsideState
 from lightning_pp.split.unit_calls.call_arguments import fingerprint_of, shapes_of
 from lightning_pp.split.unit_calls.compute_dtype import cast_activations
 from lightning_pp.split.unit_calls.interception import UnitCalls
@@ -56,6 +57,7 @@ class PathComparison:
         record: StepRecord,
         step: Callable[[], Any],
         seed_inter_unit: Callable[[int], None],
+        outside: OutsideState,
         known_looks: Collection[tuple[Any, ...]] = (),
     ) -> Path:
         """Rehearses ``step`` and tells whether it takes the path of ``record``.
@@ -64,15 +66,16 @@ class PathComparison:
             record: The record.
             step: Runs the user's step on one microbatch.
             seed_inter_unit: As for :func:`rehearse`.
+            outside: What the step's functions reach besides the module.
             known_looks: If the step goes by nothing but values that it looks at: what steps on this path have seen.
                 One that has seen the same takes the same path, and is left at its next unit.
 
         Raises:
             Exception: What the step raised, if it does not do so again: that comes of no made-up value.
         """
-        path, failure = self._compared(record, step, seed_inter_unit, known_looks)
+        path, failure = self._compared(record, step, seed_inter_unit, outside, known_looks)
         if failure is not None and _kind_of(failure) not in self._of_made_up_values:
-            _, again = self._compared(record, step, seed_inter_unit, known_looks)
+            _, again = self._compared(record, step, seed_inter_unit, outside, known_looks)
             if again is None or _kind_of(again) != _kind_of(failure):
                 raise failure
             self._of_made_up_values.add(_kind_of(failure))
@@ -83,6 +86,7 @@ class PathComparison:
         record: StepRecord,
         step: Callable[[], Any],
         seed_inter_unit: Callable[[int], None],
+        outside: OutsideState,
         known_looks: Collection[tuple[Any, ...]],
     ) -> tuple[Path, Exception | None]:
         """:meth:`compare`, and what the step raised."""
@@ -105,6 +109,7 @@ class PathComparison:
         with ExitStack() as stack:
             if record.updates:  # the code between units writes into parameters
                 stack.enter_context(self._fake_parameters.all_fake(_unmarked))
+            stack.enter_context(outside.preserved())
             stack.enter_context(recorder)
             # only who goes by values has looks to compare
             stack.enter_context(LooksWatched(seen.append) if record.hangs_on_values else nullcontext())

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,6 +105,17 @@ def put_back_python(of_python: Any, of_numpy: Any) -> None:
             "NumPy's bit generator was exchanged during a step of the pipeline (numpy.random.set_bit_generator): "
             "do it before training, so that its state can be put back after each step"
         ) from error
+
+
+def putting_back(value: Any) -> Callable[[], None] | None:
+    """What sets ``value``, a generator of torch, Python or NumPy, to where it stands now; None for anything else."""
+    if isinstance(value, torch.Generator):
+        return partial(value.set_state, value.get_state())  # type: ignore[return-value]
+    if isinstance(value, random.Random):
+        return partial(value.setstate, value.getstate())
+    if type(value).__module__.startswith("numpy.random") and hasattr(value, "bit_generator"):
+        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    return None
 
 
 @contextmanager

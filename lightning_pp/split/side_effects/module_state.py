@@ -6,7 +6,6 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from operator import is_not
 from typing import Any
 
@@ -21,6 +20,7 @@ from lightning_pp.split._torch_private import (
     forward_hooks_of,
     forward_pre_hooks_of,
 )
+from lightning_pp.split.side_effects.generators import putting_back
 from lightning_pp.split.side_effects.reach import Reached, class_containers, reached_from
 
 Changes = Callable[[], list[tuple[str, str, Any]]]
@@ -173,16 +173,8 @@ def _is_replaced_method(module: nn.Module, key: str, value: Any) -> bool:
 
 def _generators_of(modules: Iterable[nn.Module]) -> list[Callable[[], None]]:
     """What puts back the state of random generators that the modules hold."""
-    restore: list[Callable[[], None]] = []
-    for child in modules:
-        for value in child.__dict__.values():
-            if isinstance(value, torch.Generator):
-                restore.append(partial(value.set_state, value.get_state()))  # type: ignore[arg-type]
-            elif isinstance(value, random.Random):
-                restore.append(partial(value.setstate, value.getstate()))
-            elif type(value).__module__.startswith("numpy.random") and hasattr(value, "bit_generator"):
-                restore.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
-    return restore
+    found = (putting_back(value) for child in modules for value in child.__dict__.values())
+    return [restore for restore in found if restore is not None]
 
 
 def python_generators() -> tuple[Any, ...]:

@@ -15,14 +15,14 @@ from lightning_pp.split.side_effects.argument_objects import attributes_of
 
 MUTABLE = (list, dict, set, deque)
 # Objects of these packages look after themselves, and may be at work on other threads.
-_LIBRARIES = frozenset(
+LIBRARIES = frozenset(
     {
         *(set(sys.stdlib_module_names) - {"__main__"}),
         *("torch", "lightning", "lightning_pp", "lightning_fabric", "pytorch_lightning", "torchmetrics", "numpy"),
         *("wandb", "tensorboard", "omegaconf", "hydra"),
     }
 )
-_PLAIN = frozenset({int, float, bool, str, bytes, complex, type(None), Tensor, nn.Parameter})
+PLAIN = frozenset({int, float, bool, str, bytes, complex, type(None), Tensor, nn.Parameter})
 
 
 class Reached:
@@ -90,7 +90,7 @@ def reached_from(value: Any, name: str) -> list[Reached]:
     waiting: list[tuple[str, Any]] = [(name, value)]
     while waiting:
         path, node = waiting.pop()
-        if type(node) in _PLAIN or id(node) in seen:
+        if type(node) in PLAIN or id(node) in seen:
             continue
         seen.add(id(node))
         if isinstance(node, tuple):
@@ -109,7 +109,7 @@ def class_containers(kind: type) -> dict[str, Any]:
     """The containers that a user's class and those that it inherits from hold, by name."""
     found: dict[str, Any] = {}
     for each in reversed(kind.__mro__):
-        if each.__module__.partition(".")[0] in _LIBRARIES:
+        if each.__module__.partition(".")[0] in LIBRARIES:
             continue
         for name, value in vars(each).items():
             if isinstance(value, MUTABLE) and not name.startswith("__"):
@@ -124,18 +124,18 @@ def _children(path: str, node: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(node, set):
         return
     entries = node.values() if isinstance(node, dict) else node
-    if _PLAIN.issuperset(map(type, entries)):
+    if PLAIN.issuperset(map(type, entries)):
         return
     items = node.items() if isinstance(node, dict) else enumerate(node)
     for key, child in items:
-        if type(child) not in _PLAIN:
+        if type(child) not in PLAIN:
             yield f"{path}[{key!r}]", child
 
 
 def _attributes_of_users(node: Any) -> dict[str, Any] | None:
     """The attributes of an object of a user's class."""
     kind = type(node)
-    if kind is not SimpleNamespace and kind.__module__.partition(".")[0] in _LIBRARIES:
+    if kind is not SimpleNamespace and kind.__module__.partition(".")[0] in LIBRARIES:
         return None
     return attributes_of(node)
 
@@ -143,7 +143,7 @@ def _attributes_of_users(node: Any) -> dict[str, Any] | None:
 def _copied(container: Any) -> Any:
     """The content of a container of some other class, whose own copying may do more."""
     if isinstance(container, dict):
-        return dict(container)
+        return dict(dict.items(container))
     return set(container) if isinstance(container, set) else list(container)
 
 

@@ -93,7 +93,7 @@ class BatchPreparation:
         self._recorded_step = recorded_step
         self._ends_with_batch = ends_with_batch
         self._parameters = frozen.all()
-        self._scaling = BatchScaling(module, split.units, groups, metrics, device)
+        self._scaling = BatchScaling(module, split.units, split.plans, groups, metrics, device)
         self._whole_batches = WholeBatchPlans()
         self._attributes = AttributesOutsideUnits(module, split.units, _LIGHTNINGS_ATTRIBUTES)
 

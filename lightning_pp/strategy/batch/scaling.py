@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.errors import SplitError
+from lightning_pp.planning.step_plans import StepPlanCache
 from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.dry_run.rehearsal import Rehearsed, rehearse
 from lightning_pp.split.fakes.parameters import has_data
@@ -155,6 +156,7 @@ class BatchScaling:
     Args:
         module: The user's module.
         units: Its units.
+        plans: Of its steps.
         groups: Joins the replicas.
         metrics: Left alone while counting.
         device: Where this rank computes.
@@ -164,12 +166,14 @@ class BatchScaling:
         self,
         module: pl.LightningModule,
         units: Mapping[str, nn.Module],
+        plans: StepPlanCache,
         groups: ControlGroups,
         metrics: PipelineMetrics,
         device: torch.device,
     ) -> None:
         self._module = module
         self._units = units
+        self._plans = plans
         self._groups = groups
         self._metrics = metrics
         self._device = device
@@ -263,6 +267,7 @@ class BatchScaling:
             stack.enter_context(trainer_watched(self._module))
             stack.enter_context(uncompiled())
             stack.enter_context(ScaledStep(batch.facts, scale, has_data, counted))
+            stack.enter_context(self._plans.outside.preserved())
             preserving = preserved_state(self._module) if record.mutated_attributes else None
             _, failure = rehearse(record, self._units, call, self._device, seed, preserving=preserving)
         if failure is None or counted.are_complete:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from functools import partial
 from itertools import chain
@@ -13,11 +14,14 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.split.data.tree import own_copy
+from lightning_pp.split.data.tree import own_containers, own_copy
 from lightning_pp.split.side_effects.generators import generators_untouched
+from lightning_pp.split.side_effects.module_state import preserved_state
+from lightning_pp.split.side_effects.outside_state import OutsideState
 from lightning_pp.strategy._lightning_private import (
     DataLoaderSource,
     check_iterable,
@@ -26,6 +30,10 @@ from lightning_pp.strategy._lightning_private import (
     request_dataloader,
     transferred_by_hook,
 )
+from lightning_pp.strategy.step.held_output import output_held
+
+TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_MISSING = object()
 
 
 class FirstBatch(NamedTuple):
@@ -34,17 +42,34 @@ class FirstBatch(NamedTuple):
     Attributes:
         batch: As the step will see it, on the device.
         has_several_loaders: Whether the loop goes through several loaders in turn, and tells the step which.
+        left: Modules, names and values of the attributes that the hooks that made it have set.
     """
 
     batch: Any
     has_several_loaders: bool
+    left: Sequence[tuple[nn.Module, str, Any]] = ()
+
+    @contextmanager
+    def as_hooks_left_it(self) -> Iterator[None]:
+        """Within, the module has what the hooks have set, for a step that uses it; afterwards it is as before them."""
+        before = [(vars(module), name, vars(module).get(name, _MISSING)) for module, name, _ in self.left]
+        for module, name, value in self.left:
+            vars(module)[name] = value
+        try:
+            yield
+        finally:
+            for attributes, name, value in before:
+                attributes.pop(name, None)
+                if value is not _MISSING:
+                    attributes[name] = value
 
 
 def first_batch(trainer: pl.Trainer) -> FirstBatch:
     """The first batch of what the trainer is about to run over, as the step will see it, on the device.
 
     The loader is made (and kept: its hook is called once) and one batch read in this process; the random generators are
-    as before afterwards, and nothing is taken from a loader that can be iterated again.
+    as before afterwards, and nothing is taken from a loader that can be iterated again. What the transfer hooks print
+    is dropped, and what they change is put back.
 
     Raises:
         ConfigurationError: The loader is empty.
@@ -60,11 +85,32 @@ def first_batch(trainer: pl.Trainer) -> FirstBatch:
             check_iterable(each, source, trainer.state.fn)
         # a copy: hooks write into batches, and a dataset or a stream may hand out the same one again
         batch = own_copy(_first_of(loader))
-        module = trainer.lightning_module
-        batch = trainer.precision_plugin.convert_input(batch)
+        batch, left = _transferred(trainer, trainer.precision_plugin.convert_input(batch))
+        return FirstBatch(batch, goes_through_loaders_in_turn(loader) and len(loader.flattened) > 1, left)
+
+
+def _transferred(trainer: pl.Trainer, batch: Any) -> tuple[Any, list[tuple[nn.Module, str, Any]]]:
+    """What the transfer hooks make of a batch, and what they have set on the module, which is as before.
+
+    The loop calls them again with its first batch. What they make of it now cannot be kept for that: they may draw, or
+    ask the trainer, and the loop may come to another batch first.
+    """
+    module = trainer.lightning_module
+    data_module: Any = trainer.datamodule  # type: ignore[attr-defined]
+    outside = OutsideState(module, TRANSFER_HOOKS, () if data_module is None else (data_module,))
+    with output_held(), outside.preserved(), preserved_state(module) as changes:
+        before = {child: vars(child).copy() for child in module.modules()}
         batch = transferred_by_hook(module, batch)
         batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
-        return FirstBatch(batch, goes_through_loaders_in_turn(loader) and len(loader.flattened) > 1)
+        edited = [(module.get_submodule(name), key, value) for name, key, value in changes()]
+        left = [(child, key, own_containers(value)) for child, key, value in edited if before[child].get(key) is value]
+        left += [
+            (child, key, value)
+            for child, attributes in before.items()
+            for key, value in vars(child).items()
+            if attributes.get(key, _MISSING) is not value
+        ]
+    return batch, left
 
 
 def warn_of_equal_streams(fingerprints: Sequence[Any]) -> None:

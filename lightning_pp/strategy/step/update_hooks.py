@@ -86,7 +86,8 @@ class UpdateHooks:
         loggers, trainer.loggers = trainer.loggers, [DummyLogger()]
         with logging_to(self._module, lambda value: None), redirect_stdout(io.StringIO()):
             try:
-                return updates_by(lambda: getattr(self._module, name)(*arguments), self._module, self._fake_parameters)
+                call = partial(getattr(self._module, name), *arguments)
+                return updates_by(name, call, self._module, self._fake_parameters)
             finally:
                 trainer.loggers = loggers
 

@@ -6,13 +6,14 @@ import io
 import logging
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as L
 import pytest
 import torch
-from feature_parts import Data, make, make_trainer
+from feature_parts import Data, check_on_every_rank, make, make_trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from parity_run import Layout
 from pool import WorkerPool
@@ -121,6 +122,129 @@ def test_a_logger_called_in_a_step_is_told(pool: WorkerPool) -> None:
     told = [text for text in first["warned"] if "calls a logger itself" in text]
     assert first["error"] is None and len(told) == 1
     assert "test_runs_without_effect.py" in told[0] and "Use self.log" in told[0]
+
+
+runs = 0
+kept: dict[str, list[int]] = {"begun": [], "ended": []}
+
+
+class Elsewhere:
+    """Counts what it is told."""
+
+    total: ClassVar[int] = 0
+
+    def __init__(self) -> None:
+        self.indices: list[int] = []
+
+    def tell(self, batch_idx: int) -> None:
+        Elsewhere.total += 1
+        self.indices.append(batch_idx)
+
+
+elsewhere = Elsewhere()
+
+
+def counting() -> Callable[[], int]:
+    count = 0
+
+    def one_more() -> int:
+        nonlocal count
+        count += 1
+        return count
+
+    return one_more
+
+
+class ChangesOthers(Classifier):
+    """Changes globals, closures and other objects, and reads how far the training is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one_more = counting()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        global runs
+        runs += 1
+        self.one_more()
+        elsewhere.tell(batch_idx)
+        kept["begun"].append(self.current_epoch)
+        loss = cross_entropy(self(batch[0]), batch[1], ignore_index=0)
+        kept["ended"].append(batch_idx)
+        return loss
+
+
+def changed_elsewhere(layout: Layout) -> dict[str, Any]:
+    global runs
+    runs, Elsewhere.total = 0, 0
+    for held in (elsewhere.indices, *kept.values()):
+        held.clear()
+    module = make(ChangesOthers)
+    make_trainer(layout, num_sanity_val_steps=1).fit(module, Data())
+    counts = {"runs": runs, "closure": module.one_more() - 1, "class": Elsewhere.total}
+    return {**counts, "indices": elsewhere.indices, **kept}
+
+
+@pytest.mark.parametrize("layout", [Layout("interleaved_1f1b", 1, 1, 2), TWO_STAGES, Layout("zb_h1", 3, 1, 2)], ids=str)
+def test_globals_and_closures_change_once_for_each_run_of_the_step(pool: WorkerPool, layout: Layout) -> None:
+    stages = 2 if layout.world_size == 1 else 1  # on each rank; each runs the step from its start
+    ranks = pool.run(changed_elsewhere, layout, world_size=layout.world_size, timeout=120)
+    for rank, found in enumerate(ranks):
+        assert found["runs"] == found["closure"] == found["class"] == 2 * 3 * 2 * stages
+        assert sorted(found["indices"]) == sorted([0, 1, 2] * 2 * 2 * stages)
+        assert sorted(found["begun"]) == sorted([0, 1] * 3 * 2 * stages)
+        assert found["ended"] == ([0, 0, 1, 1, 2, 2] * 2 if rank == layout.world_size - 1 else [])
+
+
+transfers: list[str] = []
+
+
+class DataThatTransfers(Data):
+    num_transferred = 0
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        print("transferred")
+        self.num_transferred += 1
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+
+class Transfers(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("num_seen", torch.zeros(()))
+        self.shapes: list[Any] = []
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        transfers.append(str(self.trainer.state.stage))
+        return batch
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.num_seen.add_(len(batch[0]))
+        self.shapes.append(tuple(batch[0].shape))
+        self._shift = batch[0].mean()
+        return batch
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert self.shapes[-1][0] >= len(batch[0])  # what the hook has set is there, in a dry run too
+        return cross_entropy(self(batch[0] - self._shift), batch[1])
+
+
+def transferred(layout: Layout | None) -> dict[str, Any]:
+    transfers.clear()
+    module, data, printed = make(Transfers), DataThatTransfers(), io.StringIO()
+    trainer = make_trainer(layout, num_sanity_val_steps=1)
+    with redirect_stdout(printed):
+        trainer.fit(module, data)
+    assert trainer.current_epoch == 2
+    loss = float(trainer.callback_metrics["val_loss"])
+    lines = printed.getvalue().split().count("transferred")
+    counts = {"data": data.num_transferred, "printed": lines, "seen": float(module.num_seen)}
+    return {**counts, "hooks": transfers, "shapes": module.shapes, "loss": loss}
+
+
+@pytest.mark.parametrize("layout", [Layout("interleaved_1f1b", 1, 1, 2), TWO_STAGES, Layout("zb_h1", 3, 1, 2)], ids=str)
+def test_transfer_hooks_run_once_for_each_batch(pool: WorkerPool, layout: Layout) -> None:
+    expected = check_on_every_rank(pool, transferred, layout)
+    assert expected["data"] == expected["printed"] == len(expected["hooks"]) == len(expected["shapes"]) == 1 + 2 * 6
 
 
 class UsesUnits(Classifier):
