@@ -66,7 +66,7 @@ def give_strategy(num_stages: int) -> None:
         if is_cpu and options.get("devices", "auto") in ("auto", 1, "1") and options.get("strategy", "auto") == "auto":
             # tests read checkpoints, so these are files
             patience = timedelta(seconds=LIMIT_S / 2)
-            strategy = PipelineParallelStrategy(num_stages, save_distributed_checkpoint=False, timeout=patience)
+            strategy = PipelineParallelStrategy(num_stages, save_distributed_checkpoint=False, timeout=patience, on_nonfinite="ignore")
             options.update(accelerator="cpu", devices=num_stages, strategy=strategy)
         init(self, **options)
 
@@ -97,9 +97,17 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     for process in processes:
         process.kill()
         process.join()
-    told = [end.recv() if end.poll() else ("failed", "it did not end") for end in ends]
-    report(told)
+    report([outcome_at(end) for end in ends])
     return True
+
+
+def outcome_at(end: Connection) -> tuple[str, str]:
+    """What a process has told before it ended or was killed."""
+    try:
+        told: tuple[str, str] = end.recv()
+    except EOFError:
+        told = ("failed", "it did not end by itself")
+    return told
 
 
 def report(told: list[tuple[str, str]]) -> None:
