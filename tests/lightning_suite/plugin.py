@@ -1,9 +1,9 @@
 """A pytest plugin that runs tests written for Lightning's Trainer with PipelineParallelStrategy, unchanged.
 
 ``PYTHONPATH=LIGHTNING_PP/tests pytest -p lightning_suite.plugin TESTS`` gives every Trainer on one device that names no
-strategy this one, with one stage. ``--stages 2`` gives it two: each test runs once for each stage, in processes of their
-own, and passes if it passes in all of them. Lightning's ``BoringModel`` has one layer; it gets as many as there are
-stages. ``--plain`` changes only that: what fails with it does not fail because of the strategy.
+strategy this one, with one stage. With ``--stages 2`` it has two: each test runs once for each stage, in processes of
+their own, and passes if it passes in all of them. Lightning's ``BoringModel`` has one layer; it gets as many as there
+are stages. ``--plain`` changes only that: what fails with it does not fail because of the strategy.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def give_strategy(num_stages: int) -> None:
         if is_cpu and options.get("devices", "auto") in ("auto", 1, "1") and options.get("strategy", "auto") == "auto":
             # tests read checkpoints, so these are files
             patience = timedelta(seconds=LIMIT_S / 2)
-            strategy = PipelineParallelStrategy(num_stages, save_distributed_checkpoint=False, timeout=patience, on_nonfinite="ignore")
+            strategy = PipelineParallelStrategy(
+                num_stages, save_distributed_checkpoint=False, timeout=patience, on_nonfinite="ignore"
+            )
             options.update(accelerator="cpu", devices=num_stages, strategy=strategy)
         init(self, **options)
 
@@ -123,7 +125,9 @@ def run_test(item: pytest.Function, environ: dict[str, str], end: Connection) ->
     """Runs in a process of its own, forked with the test's fixtures; exits with 1 if the test fails."""
     gc.freeze()  # what the parent made is not this process's to end
     os.environ.update(environ)
-    arguments = {name: item.funcargs[name] for name in inspect.signature(item.function).parameters if name in item.funcargs}
+    arguments = {
+        name: item.funcargs[name] for name in inspect.signature(item.function).parameters if name in item.funcargs
+    }
     try:
         item.obj(**arguments)
         outcome = ("passed", "")

@@ -1,4 +1,4 @@
-"""The plugin gives Trainers of tests that know nothing of it this strategy, in as many processes as there are stages."""
+"""Trainers of tests that know nothing of the plugin get this strategy, in as many processes as there are stages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from command import run_forked
 
-TESTS = '''
+TESTS = """
 import os
 
 import pytest
@@ -17,7 +17,8 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 
 def fitted(tmp_path):
-    trainer = Trainer(default_root_dir=tmp_path, max_steps=2, limit_val_batches=1, enable_progress_bar=False, logger=False)
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    trainer = Trainer(default_root_dir=tmp_path, max_steps=2, limit_val_batches=1, **quiet)
     trainer.fit(BoringModel())
     return trainer
 
@@ -42,7 +43,7 @@ def test_fails_on_one_rank():
 
 def test_is_skipped():
     pytest.skip("by itself")
-'''
+"""
 
 
 def outcomes(folder: Path, *options: str) -> tuple[dict[str, str], str]:
