@@ -119,12 +119,14 @@ def check_size(name: str, size: int | Auto) -> None:
         raise ConfigurationError(f"{name}={size!r} must be an integer of at least 1, or 'auto'.")
 
 
-def resolve_num_microbatches(num_microbatches: int | Auto, pipeline_size: int, batch_size: int | None) -> int:
+def resolve_num_microbatches(
+    num_microbatches: int | Auto, pipeline_size: int, batch_size: int | None, fewest_samples: int = 1
+) -> int:
     """The number of microbatches to cut a batch of ``batch_size`` samples into.
 
     ``"auto"`` takes the largest divisor of the batch size between 2 p and 4 p, since zero-bubble schedules fill their
     bubble from 2 p on; where there is none, 4 p (uneven microbatches) or as many as there are samples. One rank needs
-    no microbatches.
+    no microbatches. With ``"auto"`` a microbatch has at least ``fewest_samples``, if the batch has.
 
     Raises:
         ConfigurationError: The number is less than 1.
@@ -137,7 +139,8 @@ def resolve_num_microbatches(num_microbatches: int | Auto, pipeline_size: int, b
     most = 4 * pipeline_size
     if batch_size is None:
         return most
-    for candidate in range(min(most, batch_size), 2 * pipeline_size - 1, -1):
+    most = max(min(most, batch_size // fewest_samples), 1)
+    for candidate in range(most, 2 * pipeline_size - 1, -1):
         if batch_size % candidate == 0:
             return candidate
-    return min(most, batch_size)
+    return most

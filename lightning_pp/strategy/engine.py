@@ -130,7 +130,7 @@ class PipelineEngine:
         self._trainer = trainer
         self._precision = precision
         self._options = options
-        self._cutter = BatchCutter(options.num_microbatches, sizes.pipeline, options.batches.split_batch)
+        self._cutter = BatchCutter(options.num_microbatches, sizes.pipeline, options.batches.split_batch, module)
         self._compile_options = compile_options
         self._communicators_bytes = communicators_bytes
         self._compiled_units: CompiledUnits | None = None

@@ -64,7 +64,7 @@ from lightning_pp.strategy.lightning.loggers import GuardedLoggers, warn_of_fold
 from lightning_pp.strategy.lightning.loop import PipelineOptimization
 from lightning_pp.strategy.lightning.mesh_strategy import MeshStrategy
 from lightning_pp.strategy.lightning.plain import take_compiled_modules, with_stages
-from lightning_pp.strategy.parameters.finetuning import finetune_whole_module, resume_finetuning
+from lightning_pp.strategy.parameters.finetuning import finetune_whole_module, resume_callbacks
 from lightning_pp.strategy.parameters.optimizers import (
     KeptOptimizers,
     end_of_updates,
@@ -604,7 +604,7 @@ class PipelineParallelStrategy(MeshStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads weights and optimizer state, as ``on_load_checkpoint`` has left them, into this rank's part."""
         assert self.lightning_module is not None
-        resume_finetuning(self.lightning_module.trainer, checkpoint.get("callbacks", {}))
+        resume_callbacks(self.lightning_module.trainer, checkpoint.get("callbacks", {}))
         self._checkpoints.load(checkpoint, strict=strict)
 
     @with_stages

@@ -53,6 +53,12 @@ def test_auto_microbatches_divide_the_batch_where_they_can(ranks: int, samples: 
         assert 2 * ranks <= number <= 4 * ranks
 
 
+@pytest.mark.parametrize(("samples", "expected"), [(64, 8), (8, 4), (10, 5), (7, 3), (4, 2), (2, 1), (1, 1)])
+def test_auto_leaves_each_microbatch_the_samples_that_it_needs(samples: int, expected: int) -> None:
+    number = resolve_num_microbatches("auto", 2, samples, fewest_samples=2)
+    assert number == expected and samples // number >= min(2, samples)
+
+
 def test_given_number_of_microbatches_is_kept() -> None:
     assert resolve_num_microbatches(7, 4, 64) == 7
     with pytest.raises(ConfigurationError, match="num_microbatches=0"):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from lightning_pp.distributed.sizes import Auto, resolve_num_microbatches
 from lightning_pp.split.data.microbatch import Microbatch, SplitBatch, batch_size_of, split_batch, split_by
 from lightning_pp.split.data.row_references import refuse_row_references
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _NUM_CHECKED = 2
 
 
@@ -18,9 +21,15 @@ class BatchCutter:
         num_microbatches: What the user asks for.
         pipeline_size: Ranks along the pipeline, which ``"auto"`` goes by.
         split: The user's function; None: along dimension 0.
+        module: What trains on the batches. A BatchNorm of it needs two samples of a microbatch, so ``"auto"`` leaves
+            each so many.
     """
 
-    def __init__(self, num_microbatches: int | Auto, pipeline_size: int, split: SplitBatch | None) -> None:
+    def __init__(
+        self, num_microbatches: int | Auto, pipeline_size: int, split: SplitBatch | None, module: nn.Module
+    ) -> None:
+        has_norm = any(isinstance(each, _BATCH_NORMS) for each in module.modules())
+        self._fewest_samples = 2 if has_norm else 1
         self._num_microbatches = num_microbatches
         self._pipeline_size = pipeline_size
         self._split = split
@@ -34,7 +43,8 @@ class BatchCutter:
                 (:func:`refuse_row_references`).
         """
         size = batch_size_of(batch) if self._split is None else None
-        number = resolve_num_microbatches(self._num_microbatches, self._pipeline_size, size)
+        fewest = self._fewest_samples if for_training else 1
+        number = resolve_num_microbatches(self._num_microbatches, self._pipeline_size, size, fewest)
         microbatches = self.cut_into(batch, number)
         if self._split is not None:
             return microbatches

@@ -7,7 +7,8 @@ weights as ``state_dict``, the current ones beside them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -27,10 +28,24 @@ _AVERAGING = "averaging_state"
 
 
 def leave_averages_to_strategy(trainer: pl.Trainer) -> None:
-    """Before the callbacks' ``setup``: they shall not copy the whole module."""
+    """Before the callbacks' ``setup``: they shall not copy the whole module; what a subclass does there, it does."""
     for callback in _callbacks(trainer):
         if isinstance(callback, WeightAveraging) and "setup" not in vars(callback):
-            vars(callback)["setup"] = lambda *args, **kwargs: None
+            vars(callback)["setup"] = _without_copy(type(callback).setup, callback)
+
+
+def _without_copy(setup: Callable[..., None], callback: WeightAveraging) -> Callable[..., None]:
+    @functools.wraps(setup)
+    def call(*args: Any, **kwargs: Any) -> None:
+        copies = WeightAveraging.setup
+        WeightAveraging.setup = lambda *_, **__: None  # type: ignore[method-assign]
+        try:
+            if setup is not copies:
+                setup(callback, *args, **kwargs)
+        finally:
+            WeightAveraging.setup = copies  # type: ignore[method-assign]
+
+    return call
 
 
 def average_own_part(trainer: pl.Trainer, module: pl.LightningModule, checkpoints: Checkpoints) -> None:

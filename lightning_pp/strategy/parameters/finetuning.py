@@ -8,7 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.callbacks import BaseFinetuning, Timer
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
@@ -32,11 +33,12 @@ def finetune_whole_module(trainer: pl.Trainer, of_all_parameters: Callable[[], A
                 vars(callback)[name] = _within(of_all_parameters, getattr(type(callback), name), callback)
 
 
-def resume_finetuning(trainer: pl.Trainer, states: dict[str, Any]) -> None:
-    """Adds the groups that such callbacks had added when a checkpoint was written, so that its states fit.
+def resume_callbacks(trainer: pl.Trainer, states: dict[str, Any]) -> None:
+    """Repeats the ``on_fit_start`` of Lightning's callbacks that do there what their restored state asks for.
 
-    Lightning restores callbacks after the optimizer where a strategy loads after its set-up, and these would do it at
-    the start of the next fit only.
+    ``BaseFinetuning`` adds the groups that it had added when the checkpoint was written, so that its states fit, and a
+    ``Timer`` whose time is up stops the training. Where a strategy loads after its set-up, Lightning restores
+    callbacks after ``on_fit_start``.
 
     Args:
         trainer: The trainer.
@@ -44,7 +46,7 @@ def resume_finetuning(trainer: pl.Trainer, states: dict[str, Any]) -> None:
     """
     callbacks: list[Any] = getattr(trainer, "callbacks", [])
     for callback in callbacks:
-        if isinstance(callback, BaseFinetuning) and callback.state_key in states:
+        if isinstance(callback, (BaseFinetuning, Timer)) and callback.state_key in states:
             callback.load_state_dict(states[callback.state_key])
             callback.on_fit_start(trainer, trainer.lightning_module)
 
@@ -55,7 +57,15 @@ def _filtered_by_identity() -> Iterator[None]:
 
     def not_in(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         present = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        return [parameter for parameter in params if id(parameter) not in present]
+        params = list(params)
+        absent = [parameter for parameter in params if id(parameter) not in present]
+        if len(absent) < len(params):
+            rank_zero_warn(
+                "Parameters that are to be thawed are in the optimizer already; they are left in their group. Did you "
+                "init your optimizer in configure_optimizers with all parameters? Give it those that require a "
+                "gradient."
+            )
+        return absent
 
     original = BaseFinetuning.filter_on_optimizer
     # it compares the values of all parameters, which no stage has

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
     Callback,
     ModelCheckpoint,
     ModelPruning,
@@ -23,7 +25,7 @@ from torch import Tensor, nn
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.pipeline_options import PipelineOptions
 from lightning_pp.split.record.step_record import Failure, StepRecord
-from lightning_pp.strategy._lightning_private import synchronizes_layers
+from lightning_pp.strategy._lightning_private import synchronizes_layers, trainer_of
 from lightning_pp.strategy.parameters.precision import refuse_precision
 
 _REFUSED_CALLBACKS: dict[type[Callback], str] = {
@@ -156,14 +158,26 @@ def raise_own(failure: Failure | None) -> None:
 
 
 def check_loss(loss: Tensor, module: pl.LightningModule) -> None:
-    """Raises :class:`ConfigurationError` unless ``loss`` is one number that depends on trainable parameters."""
+    """Raises :class:`ConfigurationError` unless ``loss`` is one number that depends on trainable parameters.
+
+    Before the first batch all may be frozen that a ``BaseFinetuning`` thaws when an epoch starts.
+    """
     if loss.numel() != 1:
         raise ConfigurationError(
             f"training_step of {type(module).__name__} returned a loss of shape {tuple(loss.shape)}; it must be one "
             "number, so take its mean."
         )
-    if not loss.requires_grad:
+    if not loss.requires_grad and not _thaws_later(module):
         raise ConfigurationError(
             f"The loss that training_step of {type(module).__name__} returned does not depend on any parameter that "
             "requires a gradient; check for .detach(), .item(), torch.no_grad(), or for parameters that are all frozen."
         )
+
+
+def _thaws_later(module: pl.LightningModule) -> bool:
+    """Whether no batch has come yet, and a callback may thaw parameters until then."""
+    trainer = trainer_of(module)
+    if trainer is None or trainer.fit_loop.epoch_loop.batch_progress.current.ready:
+        return False
+    callbacks: list[Any] = getattr(trainer, "callbacks", [])
+    return any(isinstance(callback, BaseFinetuning) for callback in callbacks)

@@ -219,6 +219,25 @@ def averaged_weights(layout: Layout | None, folder: Path) -> Any:
     return found
 
 
+class AveragingFromSetup(WeightAveraging):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages: list[str] = []
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        self.stages.append(str(stage))
+
+
+@scenario
+def averaging_with_a_setup_of_its_own(layout: Layout | None, folder: Path) -> Any:
+    averaging = AveragingFromSetup()
+    trainer = make_trainer(layout, callbacks=[averaging])
+    module = make().double()
+    trainer.fit(module, Data())
+    return averaging.stages, trainer.validate(module, Data(), verbose=False)
+
+
 def stochastic_weight_averaging(layout: Layout | None, folder: Path) -> Any:
     """Copies the whole module, so it is for one stage only."""
     averaging = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1, annealing_epochs=1)
@@ -238,6 +257,17 @@ def timers_stop(layout: Layout | None, folder: Path) -> Any:
         "elapsed": timer.time_elapsed() > 0,
         "left": (timer.time_remaining() or 0) < 0,
     }
+
+
+@scenario
+def a_timer_that_is_up_when_the_training_resumes(layout: Layout | None, folder: Path) -> Any:
+    path = folder_of(layout, folder) / "half.ckpt"
+    first = make_trainer(layout, max_epochs=1, callbacks=[Timer(duration=timedelta(hours=1))])
+    first.fit(make().double(), Data())
+    first.save_checkpoint(path)
+    resumed = make_trainer(layout, max_epochs=2, callbacks=[Timer(duration=timedelta(microseconds=1))])
+    resumed.fit(make().double(), Data(), ckpt_path=path)
+    return first.global_step, resumed.global_step
 
 
 # ---------------------------------------------------------------- loops, restarts, hooks

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -100,6 +102,29 @@ def finetuning_saved_and_resumed(layout: Layout | None, folder: Path) -> Any:
     trainer = make_trainer(layout, callbacks=[Thaw()], max_epochs=3)
     trainer.fit(module, loader(), ckpt_path=str(path))
     return weights(trainer, module, layout)
+
+
+class ThawAll(BaseFinetuning):
+    """Freezes everything, and thaws the head with the first epoch; blocks that the optimizer has already stay there."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        self.unfreeze_and_add_param_group(pl_module.head if epoch == 0 else pl_module.blocks[:2], optimizer, lr=0.05)
+
+
+class TunedFromNothing(Blocks):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.blocks[:2].parameters(), lr=0.02)
+
+
+def finetuning_of_a_frozen_module(layout: Layout | None, folder: Path) -> Any:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = fitted(layout, TunedFromNothing(), callbacks=[ThawAll()])
+    is_told = any("init your optimizer in" in str(each.message) for each in told)
+    return found, is_told or int(os.environ.get("RANK", 0)) > 0
 
 
 class AddsAGroup(Blocks):
@@ -273,7 +298,8 @@ def tensor_to_none(layout: Layout | None, folder: Path) -> Any:
 
 
 PATTERNS: list[Pattern] = [
-    optimizer_from_init, no_optimizer, finetuning, finetuning_saved_and_resumed, added_group, thawed_by_the_module,
+    optimizer_from_init, no_optimizer, finetuning, finetuning_saved_and_resumed,
+    finetuning_of_a_frozen_module, added_group, thawed_by_the_module,
     deep_copies, state_dict_of_copies, any_arguments, evaluated_first, step_without_layers, combined_lists_min,
     combined_lists_cycle, skipped_batches, tensor_to_none,
 ]  # fmt: skip

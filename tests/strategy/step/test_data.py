@@ -12,7 +12,10 @@ import torch
 from pipelined_fit import loader, trainer
 from pool import WorkerPool
 from small_models import Blocks
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lightning_pp.strategy.batch.cutter import BatchCutter
 
 
 class Counting(Dataset[Any]):
@@ -99,3 +102,12 @@ def worker_noise() -> list[float]:
 def test_loader_workers_of_one_pipeline_draw_the_same(pool: WorkerPool) -> None:
     first, second = pool.run(worker_noise, world_size=2)
     assert first == second and len(first) == 2
+
+
+def test_auto_leaves_batch_norms_two_samples_of_each_microbatch() -> None:
+    batch = torch.randn(4, 3)
+    normed = BatchCutter("auto", 2, None, nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    assert [each.num_samples for each in normed.cut(batch, for_training=True)] == [2, 2]
+    assert len(normed.cut(batch, for_training=False)) == 4
+    assert len(BatchCutter(4, 2, None, nn.BatchNorm1d(3)).cut(batch, for_training=True)) == 4  # as asked for
+    assert len(BatchCutter("auto", 2, None, nn.LayerNorm(3)).cut(batch, for_training=True)) == 4
