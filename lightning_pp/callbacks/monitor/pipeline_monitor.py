@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pp.callbacks._lightning_private import accumulates, logged_step
-from lightning_pp.callbacks.diagnosis import FitDiagnosis
-from lightning_pp.callbacks.loader_wait import LoaderWait
-from lightning_pp.callbacks.logger_outputs import LoggerOutputs
+from lightning_pp.callbacks.monitor.diagnosis import FitDiagnosis
+from lightning_pp.callbacks.monitor.loader_wait import LoaderWait
+from lightning_pp.callbacks.monitor.logger_outputs import LoggerOutputs
+from lightning_pp.callbacks.monitor.run_facts import known_peak_tflops, run_facts
+from lightning_pp.callbacks.monitor.timelines import FitTimelines
 from lightning_pp.callbacks.pipeline import LoggedPipeline, pipeline_of
-from lightning_pp.callbacks.run_facts import known_peak_tflops, run_facts
-from lightning_pp.callbacks.timelines import FitTimelines
 from lightning_pp.callbacks.wandb_logger import PipelineWandbLogger
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.telemetry import FitMeasurement, PipelineReport
