@@ -32,6 +32,7 @@ from lightning_pp.runtime.compilation import CompiledUnits
 from lightning_pp.runtime.executor import PipelineExecutor, StepInputs
 from lightning_pp.runtime.timing import StepTimer
 from lightning_pp.schedule import Schedule, StageCosts
+from lightning_pp.sharding import CollectiveTimes
 from lightning_pp.split.cut.wide_cuts import ADVICE, WideCut, wide_cuts
 from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.data.row_references import lengths_noted
@@ -144,6 +145,7 @@ class PipelineEngine:
         self._failed = False
         self._attached = ExitStack()
         self.last_training_step: tuple[Schedule, StepTimer] | None = None
+        self.last_collectives: CollectiveTimes | None = None
         self.is_timed = False
         self.label: Callable[[str], AbstractContextManager[Any]] | None = None  # around actions, for a profiler
         self.last_num_samples = 0
@@ -575,6 +577,7 @@ class PipelineEngine:
         """
         most = self.gradients.most_microbatches(len(indices), reduce=reduce)
         schedule = self._programs.training(most) if trains else self._programs.evaluation(most)
+        self.gradients.clock.begin(is_on=trains and self.is_timed)
         schedule = self.gradients.begin(schedule, len(indices), reduce=reduce)
 
         def run_step(microbatch: int, stage: int) -> Any:
@@ -612,6 +615,7 @@ class PipelineEngine:
 
     def _note_training(self, run: BatchRun, schedule: Schedule, timer: StepTimer) -> None:
         self.last_training_step = (schedule, timer)
+        self.last_collectives = self.gradients.clock.times()
         self._programs.note(timer, run.microbatches, run.plans)
         if self._compiled_backward is not None:
             self._compiled_backward.note(schedule)

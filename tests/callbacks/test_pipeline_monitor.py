@@ -34,6 +34,7 @@ from lightning_pp.errors import ConfigurationError
 from lightning_pp.telemetry import PIPELINE_METRICS, STAGE_METRICS
 
 TIMES = ["forward_ms", "backward_input_ms", "backward_weight_ms"]
+COLLECTIVES, EXTENTS = ("gather", "reduce"), ("exposed", "hidden")
 NUM_TOKENS = BATCH_SIZE * LENGTH
 LOGGED_STEPS = [1, 3, 5]  # every second of seven, as Lightning counts
 
@@ -83,6 +84,7 @@ def test_wandb_has_every_metric_at_lightnings_steps(logged: tuple[Path, list[dic
     for row in rows:
         assert {name for name in row if name.startswith("pp")} == metric_names(2)
         check_plausible(row)
+        assert sum(row[f"pp_stage_{s}/{c}_{e}_ms"] for s in (0, 1) for c in COLLECTIVES for e in EXTENTS) == 0.0
         assert row["pp/tokens_per_s"] * row["pp/step_ms"] / 1e3 == pytest.approx(NUM_TOKENS)
 
 
@@ -212,6 +214,10 @@ def test_replicas_count_all_samples_and_accumulation_logs_optimizer_steps(pool: 
         check_plausible(row, num_stages=1)
         assert row["pp/samples_per_s"] * row["pp/step_ms"] / 1e3 == pytest.approx(2 * BATCH_SIZE)
         assert row["pp_stage_0/p2p_wait_ms"] < row["pp/step_ms"]
+        # every batch gathers, every second one reduces
+        for name in COLLECTIVES:
+            extents = [row[f"pp_stage_0/{name}_{extent}_ms"] for extent in EXTENTS]
+            assert min(extents) >= 0 and sum(extents) > 0 and extents[0] < row["pp/step_ms"]
     report = first["report"]
     assert report["tokens_per_s"] is None
     # Lightning divides losses by the accumulation; the report's are means over the two replicas
