@@ -25,6 +25,7 @@ from monitored_fit import (
 from page_reading import data_of, view_of
 from pool import WorkerPool
 from small_models import WIDTH, TokenModel
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.flop_counter import FlopCounterMode
 from wandb_runs import config_of, history_of, records
 from wandb_runs import table as table_of
@@ -154,6 +155,32 @@ def test_csv_has_the_same(logged: tuple[Path, list[dict[str, Any]]]) -> None:
     assert hyperparameters["pp_stage_0/units"].startswith("embedding, blocks.0")
     assert hyperparameters["pp_stage_1/units"].endswith("head")
     assert hyperparameters["pp_stage_1/rank"] == 1
+
+
+def test_tensorboard_has_the_same(logged: tuple[Path, list[dict[str, Any]]]) -> None:
+    (file,) = (logged[0] / "board" / "run").glob("events.out.tfevents.*")
+    board = EventAccumulator(str(file))
+    board.Reload()
+    assert {tag for tag in board.Tags()["scalars"] if tag.startswith("pp")} == metric_names(2)
+    of_rows = dict(logged[1][0]["rows"][1:])
+    for name in metric_names(2):
+        scalars = board.Scalars(name)
+        assert [scalar.step for scalar in scalars] == LOGGED_STEPS
+        assert [scalar.value for scalar in scalars] == pytest.approx([of_rows[step][name] for step in LOGGED_STEPS])
+
+
+def test_the_progress_bar_has_loss_tokens_and_bubble(logged: tuple[Path, list[dict[str, Any]]]) -> None:
+    _, (first, last) = logged
+    assert last["bar"] == []
+    assert len(first["bar"]) == NUM_BATCHES
+    assert {description.strip() for description, _ in first["bar"]} == {"Epoch 0"}  # there is no last epoch
+    assert not {"tokens/s", "bubble", "loss"} & set(first["bar"][0][1])
+    rows = dict(first["rows"][1:])
+    for batch, (_, shown) in enumerate(first["bar"][1:], start=1):
+        step = batch - (batch + 1) % 2  # the latest that was logged
+        assert shown["tokens/s"] == f"{rows[step]['pp/tokens_per_s']:.0f}"
+        assert shown["bubble"] == f"{rows[step]['pp/bubble_fraction']:.1%}"
+        assert shown["loss"] == f"{first['losses'][step]:.3f}"
 
 
 def test_only_rank_zero_writes(logged: tuple[Path, list[dict[str, Any]]]) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pp.callbacks._lightning_private import accumulates, logged_step
+from lightning_pp.callbacks.monitor.bar_numbers import BarNumbers
 from lightning_pp.callbacks.monitor.diagnosis import FitDiagnosis
 from lightning_pp.callbacks.monitor.loader_wait import LoaderWait
 from lightning_pp.callbacks.monitor.logger_outputs import LoggerOutputs
@@ -34,6 +35,7 @@ class PipelineMonitor(Callback):
         every_n_steps optimizer steps: one gather of a few numbers to rank 0 of the pipeline, which logs
             pp_stage_{s}/... for each stage (telemetry.STAGE_METRICS): times, waits, bytes, memory, gradients
             pp/... for the pipeline (telemetry.PIPELINE_METRICS): step time, bubble, throughput, FLOP/s, ...
+            and has the progress bar show the loss, tokens/s and bubble
         after 8, 16 and 32 measured steps: gather their times; tell, once, what would make a step shorter (findings)
         timeline_every_n_steps optimizer steps: gather the times of this step and of the slowest since the last; write
             timelines, planned beside measured, to files, W&B and TensorBoard
@@ -90,6 +92,7 @@ class PipelineMonitor(Callback):
         self._timelines: FitTimelines | None = None
         self._diagnosis: FitDiagnosis | None = None
         self._wait: LoaderWait | None = None
+        self._bar: BarNumbers | None = None
         self._outputs = LoggerOutputs([])
         self._has_warned = False
         self._schedule: int | str | bool = ""
@@ -111,6 +114,7 @@ class PipelineMonitor(Callback):
                 self._timelines = FitTimelines(trainer, pipeline, self.timeline_every_n_steps, self.timeline_dirpath)
             self._peak_tflops = self.peak_tflops or known_peak_tflops(pipeline.device, trainer)
             if trainer.is_global_zero:
+                self._bar = BarNumbers(trainer)
                 self._outputs = LoggerOutputs(trainer.loggers)
                 self._log_plan(pipeline, self._measurement, logged_step(trainer))
             for logger in trainer.loggers:
@@ -139,12 +143,15 @@ class PipelineMonitor(Callback):
         if measurement is None:
             return
         waited_ms = self._wait.take_ms() if self._wait is not None else 0.0
-        measurement.batch_ended(batch, _loss_of(outputs, trainer), waited_ms)
+        loss = _loss_of(outputs, trainer)
+        measurement.batch_ended(batch, loss, waited_ms)
         if self._is_time(trainer) and measurement.is_warm:
             found = measurement.collect()
             if found is not None:
                 metrics = {**found.metrics(self._peak_tflops), **self._of_training(trainer, measurement)}
                 self._outputs.log_metrics(metrics, logged_step(trainer))
+                if self._bar is not None:
+                    self._bar.show(metrics, loss)
                 pipeline = pipeline_of(trainer)
                 if pipeline is not None:
                     self._log_changed_plan(pipeline, logged_step(trainer))
@@ -188,7 +195,7 @@ class PipelineMonitor(Callback):
         measurement, self._measurement = self._measurement, None
         if measurement is None:
             return
-        self._end_wait()
+        self._let_go()
         diagnosis, self._diagnosis = self._diagnosis, None
         found = diagnosis.finish() if diagnosis is not None else None
         self._seen_before = self._seen(measurement)
@@ -201,12 +208,16 @@ class PipelineMonitor(Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Leaves the trainer as it was."""
         self._diagnosis = None
-        self._end_wait()
+        self._let_go()
 
-    def _end_wait(self) -> None:
+    def _let_go(self) -> None:
+        """Gives back what was taken of the trainer."""
         wait, self._wait = self._wait, None
         if wait is not None:
             wait.end()
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            bar.end()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Ends what loggers have begun on other nodes."""
