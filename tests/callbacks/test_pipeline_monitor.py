@@ -126,7 +126,7 @@ def test_gradients_bytes_operations_and_counts_are_right(logged: tuple[Path, lis
     with FlopCounterMode(display=False) as counter:
         module = TokenModel()
         module.loss_of(next(iter(loader()))).backward()
-    for (step, row), num_batches in zip(first["rows"][1:], (2, 4, 6), strict=True):
+    for (step, row), num_batches in zip(first["rows"][1:-1], (2, 4, 6), strict=True):
         norms = first["norms"][step]
         assert row["pp/gradient_norm"] == pytest.approx(norms["grad_2.0_norm_total"], rel=1e-5)
         for stage in first["report"]["stages"]:
@@ -162,7 +162,7 @@ def test_tensorboard_has_the_same(logged: tuple[Path, list[dict[str, Any]]]) -> 
     board = EventAccumulator(str(file))
     board.Reload()
     assert {tag for tag in board.Tags()["scalars"] if tag.startswith("pp")} == metric_names(2)
-    of_rows = dict(logged[1][0]["rows"][1:])
+    of_rows = dict(logged[1][0]["rows"][1:-1])
     for name in metric_names(2):
         scalars = board.Scalars(name)
         assert [scalar.step for scalar in scalars] == LOGGED_STEPS
@@ -175,7 +175,7 @@ def test_the_progress_bar_has_loss_tokens_and_bubble(logged: tuple[Path, list[di
     assert len(first["bar"]) == NUM_BATCHES
     assert {description.strip() for description, _ in first["bar"]} == {"Epoch 0"}  # there is no last epoch
     assert not {"tokens/s", "bubble", "loss"} & set(first["bar"][0][1])
-    rows = dict(first["rows"][1:])
+    rows = dict(first["rows"][1:-1])
     for batch, (_, shown) in enumerate(first["bar"][1:], start=1):
         step = batch - (batch + 1) % 2  # the latest that was logged
         assert shown["tokens/s"] == f"{rows[step]['pp/tokens_per_s']:.0f}"
@@ -185,7 +185,9 @@ def test_the_progress_bar_has_loss_tokens_and_bubble(logged: tuple[Path, list[di
 
 def test_only_rank_zero_writes(logged: tuple[Path, list[dict[str, Any]]]) -> None:
     _, (first, last) = logged
-    assert [step for step, _ in first["rows"]] == [None, *LOGGED_STEPS]
+    *of_steps, (_, diagnosis) = first["rows"]
+    assert [step for step, _ in of_steps] == [None, *LOGGED_STEPS]
+    assert set(diagnosis) == {"pp/diagnosis"}
     assert last["rows"] == []
     assert last["report"] is None
     assert len(first["files"]) == 1

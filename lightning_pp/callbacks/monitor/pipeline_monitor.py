@@ -23,7 +23,7 @@ from lightning_pp.callbacks.monitor.timelines import FitTimelines
 from lightning_pp.callbacks.pipeline import LoggedPipeline, pipeline_of
 from lightning_pp.callbacks.wandb_logger import PipelineWandbLogger
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.telemetry import FitMeasurement, PipelineReport
+from lightning_pp.telemetry import Diagnosis, FitMeasurement, PipelineReport
 
 
 class PipelineMonitor(Callback):
@@ -158,7 +158,7 @@ class PipelineMonitor(Callback):
         if self._timelines is not None:
             self._timelines.batch_ended(logged_step(trainer), is_update=not accumulates(trainer))
         if self._diagnosis is not None:
-            self._diagnosis.batch_ended(waited_ms)
+            self._log_diagnosis(self._diagnosis.batch_ended(waited_ms), trainer)
 
     def _of_training(self, trainer: pl.Trainer, measurement: FitMeasurement) -> dict[str, float]:
         """What the trainer and the batches tell."""
@@ -204,6 +204,7 @@ class PipelineMonitor(Callback):
             self._timelines.finish(logged_step(trainer))
         if self.report is not None:
             self.report.diagnosis = found
+        self._log_diagnosis(found, trainer)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Leaves the trainer as it was."""
@@ -240,6 +241,10 @@ class PipelineMonitor(Callback):
         self._outputs.log_facts({f"pp/{name}": facts[name] for name in ("schedule", "costs_from")})
         if self._outputs.shows_tables:
             self._outputs.log_predictions(pipeline.predictions(), step)
+
+    def _log_diagnosis(self, diagnosis: Diagnosis | None, trainer: pl.Trainer) -> None:
+        if diagnosis is not None and trainer.is_global_zero:
+            self._outputs.log_diagnosis(diagnosis, logged_step(trainer))
 
     def _is_time(self, trainer: pl.Trainer) -> bool:
         every_n_steps = self.every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined] # set by a connector

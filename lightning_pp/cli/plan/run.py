@@ -89,7 +89,8 @@ def _told(what: str) -> Iterator[Callable[[str], None]]:
     def print_line(line: str) -> None:
         told.print(f"lightning-pp-plan: {line}", soft_wrap=True, highlight=False, markup=False)
 
-    with LongTask(what, print_line) as task:
+    with LongTask("planning", print_line) as task:
+        task.update(what)
         yield task.update
 
 
