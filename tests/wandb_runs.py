@@ -30,6 +30,14 @@ def config_of(found: list[dict[str, Any]]) -> dict[str, Any]:
     return config
 
 
+def summary_of(run: Path) -> dict[str, Any]:
+    """The summary of the run in a folder, as its last update has left it."""
+    summary: dict[str, Any] = {}
+    for record in of_type(records(run), "summary"):
+        summary |= record["update"]
+    return summary
+
+
 def history_of(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What was logged, a dict for each step of wandb's own."""
     return [record["item"] for record in of_type(found, "history")]

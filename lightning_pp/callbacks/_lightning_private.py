@@ -9,6 +9,7 @@ from importlib.metadata import version
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ProgressBar, RichProgressBar
 from lightning.pytorch.loggers import WandbLogger
 
 from lightning_pp._private_names import private, private_of_instances
@@ -23,6 +24,7 @@ except ImportError as error:
     ) from error
 
 private(_FitLoop, "_should_accumulate", of="lightning", tried="2.6.4 to 2.6.6")
+private(RichProgressBar, "_get_train_description", of="lightning", tried="2.6.4 to 2.6.6")
 private_of_instances(_TrainingEpochLoop, "_batches_that_stepped", of="lightning", tried="2.6.4 to 2.6.6")
 for name in ("_wandb_init", "_checkpoint_name", "_experiment"):
     private_of_instances(WandbLogger, name, of="lightning", tried="2.6.4 to 2.6.6")
@@ -51,3 +53,20 @@ def artifact_name(logger: WandbLogger) -> str | None:
 def run_of(logger: WandbLogger) -> Any:
     """The W&B run of ``logger``; None where it has logged nothing yet, which then starts none."""
     return logger._experiment
+
+
+def name_epochs_without_end(bar: ProgressBar, *, ends: bool = False) -> None:
+    """Has a rich bar write "Epoch 0" where there is no last epoch, in place of "Epoch 0/-2"; ``ends``: no longer."""
+    if not isinstance(bar, RichProgressBar):
+        return
+    if ends:
+        vars(bar).pop("_get_train_description", None)
+        return
+    describe = bar._get_train_description
+
+    def description(current_epoch: int) -> str:
+        if bar.trainer.max_epochs != -1:
+            return describe(current_epoch)
+        return f"{f'Epoch {current_epoch}':{len(bar.validation_description)}}"
+
+    bar._get_train_description = description  # type: ignore[method-assign]

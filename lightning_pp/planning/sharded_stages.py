@@ -18,7 +18,7 @@ from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.schedule import Schedule, ShardedProgram, Sharding, insert_sharding
 from lightning_pp.schedule.sharding import SHARDING_MODES, ShardingMode
-from lightning_pp.sharding import ReplicatedUnits, ShardedStages, ShardedUnits
+from lightning_pp.sharding import CollectiveClock, ReplicatedUnits, ShardedStages, ShardedUnits
 from lightning_pp.split.memory.state_memory import StepDtypes
 
 
@@ -80,6 +80,7 @@ def make_units(
     direct: list[nn.Parameter],
     dtypes: StepDtypes,
     before_sharding: Callable[[Mapping[str, nn.Module]], None],
+    clock: CollectiveClock,
 ) -> ShardedUnits | ReplicatedUnits:
     """This rank's units, sharded or whole.
 
@@ -90,9 +91,10 @@ def make_units(
         direct: Parameters used outside their unit, which stay whole: nobody would gather them there.
         dtypes: Of computation and of gradients, where they differ from the parameters'.
         before_sharding: Gives the parameters of units memory and values.
+        clock: Times gathers and reductions.
     """
     if not settings.replaces_parameters(dtypes):
-        return ReplicatedUnits(units, mesh.get_group(), replicated=direct, dtype=dtypes.gradient)
+        return ReplicatedUnits(units, mesh.get_group(), replicated=direct, dtype=dtypes.gradient, clock=clock)
     return ShardedUnits(
         units,
         # whole parameters that are computed with in another dtype are one shard, gathered by a cast
@@ -104,6 +106,7 @@ def make_units(
         max_pending_reductions=max(1, len(units)),
         cpu_offload=settings.cpu_offload,
         before_sharding=before_sharding,
+        clock=clock,
     )
 
 
@@ -119,6 +122,7 @@ class ShardedPrograms:
         units: Those of this rank.
         rank: This rank's place in the pipeline.
         groups: Who has to agree.
+        clock: Times gathers and reductions.
 
     Raises:
         ConfigurationError: A unit does not fit the budget; on every rank of the pipeline.
@@ -131,12 +135,13 @@ class ShardedPrograms:
         units: ShardedUnits | ReplicatedUnits,
         rank: int,
         groups: ControlGroups,
+        clock: CollectiveClock,
     ) -> None:
         stages = split.placement.stages_of_rank(rank)
         calls = _calls_of_any_replica(split)
         called = {stage: [unit for unit in calls if split.partition.stage_of_unit[unit] == stage] for stage in stages}
         self.stages = ShardedStages(
-            units, {stage: split.partition.units_of_stage(stage) for stage in stages}, called, rank
+            units, {stage: split.partition.units_of_stage(stage) for stage in stages}, called, rank, clock
         )
         self.sharding = _describe(settings, called, units, groups.gather_in_pipeline, split.placement.num_stages)
         self.sharding.check()

@@ -20,9 +20,13 @@ from lightning_pp.sharding.replicated_units import ReplicatedUnits
 from lightning_pp.sharding.shard_updates import end_update, forget_shards, update_shards
 from lightning_pp.sharding.shared import SharedParameters
 from lightning_pp.sharding.stages import ShardedStages
+from lightning_pp.sharding.units.collective_times import CollectiveClock, CollectiveSums, CollectiveTimes
 from lightning_pp.sharding.units.grouping import never_sharded
 
 __all__ = [
+    "CollectiveClock",
+    "CollectiveSums",
+    "CollectiveTimes",
     "ReplicatedGradients",
     "ReplicatedUnits",
     "ShardedStages",

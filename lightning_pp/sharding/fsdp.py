@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.schedule.sharding import UnitPlan
 from lightning_pp.sharding._torch_private import shard_together
+from lightning_pp.sharding.units.collective_times import CollectiveClock
 from lightning_pp.sharding.units.gather_on_use import GatherOnUse
 from lightning_pp.sharding.units.group import UnitGroup, gathered_bytes, slots_of
 from lightning_pp.sharding.units.grouping import check_mesh, groups_sharing_parameters, never_sharded
@@ -64,6 +65,7 @@ class ShardedUnits:
             host, and the optimizer steps there.
         before_sharding: Called with those units that are about to be sharded together, to give their parameters memory
             and values: nothing of the ones that follow has to have any yet.
+        clock: Times gathers and reductions; None: nobody looks.
 
     Raises:
         ConfigurationError: The mesh has neither one nor two named dimensions; a unit contains another; a parameter is
@@ -81,6 +83,7 @@ class ShardedUnits:
         max_pending_reductions: int = 2,
         cpu_offload: bool = False,
         before_sharding: Callable[[Mapping[str, nn.Module]], None] | None = None,
+        clock: CollectiveClock | None = None,
     ) -> None:
         check_mesh(mesh)
         if max_pending_reductions < 1:
@@ -91,11 +94,12 @@ class ShardedUnits:
         self._max_pending = max_pending_reductions
         self._cpu_offload = cpu_offload
         self._device = _device_of(mesh)
+        self._clock = clock or CollectiveClock(self._device)
         self._stream = None if mesh.device_type == "cpu" else torch.Stream(mesh.device_type)
         self._groups: list[UnitGroup] = []
         self._before: list[UnitsBefore] = []
         self._group_of: dict[str, UnitGroup | None] = dict.fromkeys(units)
-        self._hooks = GatherOnUse(free_after_use=reshard_after_use, mp_policy=self.mp_policy)
+        self._hooks = GatherOnUse(free_after_use=reshard_after_use, mp_policy=self.mp_policy, clock=self._clock)
         self._reductions: list[GradientReduction] = []
         self._reduce_requests: set[str] = set()
         self._is_in_batch = False
@@ -216,7 +220,9 @@ class ShardedUnits:
         while self._reductions and (len(self._reductions) >= self._max_pending or self._reductions[0].is_done):
             self._reductions.pop(0).finish()
         dtype = self.mp_policy.reduce_dtype or slots[0].registered.dtype
-        self._reductions.append(GradientReduction(slots, self.mesh, dtype, self._device, self._stream))
+        self._reductions.append(
+            GradientReduction(slots, self.mesh, dtype, self._device, self._stream, self._clock, group.names[0])
+        )
 
     @torch.no_grad()
     def reduce_all(self) -> None:
@@ -303,7 +309,7 @@ class ShardedUnits:
         )
         before = UnitsBefore(modules)
         leader = shard_together(modules, self.mesh, self.mp_policy, self._replicated, cpu_offload=self._cpu_offload)
-        group = UnitGroup(tuple(units), leader, slots, self.mp_policy.reduce_dtype, num_bytes)
+        group = UnitGroup(tuple(units), leader, slots, self.mp_policy.reduce_dtype, num_bytes, self._clock)
         self._groups.append(group)
         for name in units:
             self._group_of[name] = group

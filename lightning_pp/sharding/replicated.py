@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_pp.errors import ConfigurationError
+from lightning_pp.sharding.units.collective_times import CollectiveClock, TimedCollective
 from lightning_pp.sharding.units.flat import (
     DEFAULT_BUCKET_BYTES,
     broadcast_tensors,
@@ -30,6 +31,8 @@ class ReplicatedGradients:
         group: The data-parallel ranks; None: all ranks.
         bucket_bytes: How much one collective carries.
         dtype: The dtype of the sum; None: that of each parameter.
+        clock: Times the collectives; None: nobody looks.
+        unit: The unit that they are timed for.
 
     Raises:
         ConfigurationError: A parameter is a DTensor.
@@ -42,6 +45,8 @@ class ReplicatedGradients:
         *,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         dtype: torch.dtype | None = None,
+        clock: CollectiveClock | None = None,
+        unit: str = "",
     ) -> None:
         self.parameters = tuple(dict.fromkeys(parameters))
         _refuse_sharded(self.parameters)
@@ -49,7 +54,9 @@ class ReplicatedGradients:
         self._size = dist.get_world_size(group)
         self._bucket_bytes = bucket_bytes
         self._dtype = dtype
-        self._under_way: list[tuple[list[nn.Parameter], Tensor, dist.Work | None]] = []
+        self._clock = clock or CollectiveClock(torch.device("cpu"))
+        self._unit = unit
+        self._under_way: list[tuple[list[nn.Parameter], Tensor, dist.Work | None, TimedCollective | None]] = []
 
     @torch.no_grad()
     def start(self) -> None:
@@ -62,15 +69,18 @@ class ReplicatedGradients:
             packed = pack_gradients(bucket, dtype)
             if dtype == torch.float16:  # a sum over many ranks leaves its range
                 packed.div_(self._size)
+            timed = self._clock.start("reduce", self._unit)
             work = dist.all_reduce(packed, group=self._group, async_op=True)
-            self._under_way.append((bucket, packed, work))
+            self._clock.follow(timed, work)
+            self._under_way.append((bucket, packed, work, timed))
 
     @torch.no_grad()
     def finish(self) -> None:
         """Waits for what :meth:`start` began and sets the gradients."""
-        for bucket, packed, work in self._under_way:
+        for bucket, packed, work, timed in self._under_way:
             if work is not None:
-                work.wait()
+                with self._clock.waiting(timed):
+                    work.wait()
             if packed.dtype != torch.float16:
                 packed.div_(self._size)
             unpack_gradients(bucket, packed)
@@ -83,7 +93,7 @@ class ReplicatedGradients:
 
     def abandon(self) -> None:
         """Waits for what :meth:`start` began, and forgets it."""
-        for _, _, work in self._under_way:
+        for _, _, work, _ in self._under_way:
             if work is not None:
                 work.wait()
         self._under_way.clear()

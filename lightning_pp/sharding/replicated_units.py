@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_pp.sharding.replicated import ReplicatedGradients
+from lightning_pp.sharding.units.collective_times import CollectiveClock
 from lightning_pp.sharding.units.flat import DEFAULT_BUCKET_BYTES
 from lightning_pp.sharding.units.grouping import groups_sharing_parameters
 
@@ -29,6 +30,7 @@ class ReplicatedUnits:
         replicated: Parameters that somebody else reduces, as those used outside their unit.
         bucket_bytes: How much one collective carries.
         dtype: The dtype of the sum; None: that of each parameter.
+        clock: Times the collectives; None: nobody looks.
 
     Raises:
         ConfigurationError: A unit contains another.
@@ -42,12 +44,15 @@ class ReplicatedUnits:
         replicated: Collection[nn.Parameter] = (),
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         dtype: torch.dtype | None = None,
+        clock: CollectiveClock | None = None,
     ) -> None:
         others = set(replicated)
         self._together: dict[str, tuple[frozenset[str], ReplicatedGradients]] = {}
         for names in groups_sharing_parameters(units, others):
             parameters = [p for name in names for p in units[name].parameters() if p not in others]
-            gradients = ReplicatedGradients(parameters, group, bucket_bytes=bucket_bytes, dtype=dtype)
+            gradients = ReplicatedGradients(
+                parameters, group, bucket_bytes=bucket_bytes, dtype=dtype, clock=clock, unit=names[0]
+            )
             for name in names:
                 self._together[name] = (frozenset(names), gradients)
         self._names = tuple(units)

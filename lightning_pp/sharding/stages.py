@@ -9,6 +9,7 @@ from torch import nn
 from lightning_pp.schedule import Action, ActionKind, ShardedProgram
 from lightning_pp.sharding.fsdp import ShardedUnits
 from lightning_pp.sharding.replicated_units import ReplicatedUnits
+from lightning_pp.sharding.units.collective_times import CollectiveClock
 from lightning_pp.sharding.units.windows import UnitWindows
 
 
@@ -20,6 +21,7 @@ class ShardedStages:
         stages: For each stage of this rank, its units, in one order on all data-parallel ranks.
         called: For each of these stages, those of its units that a step calls, which are the ones to gather.
         rank: This rank's place in the pipeline.
+        clock: Looks, around every action, which collectives have ended.
     """
 
     def __init__(
@@ -28,7 +30,9 @@ class ShardedStages:
         stages: Mapping[int, Sequence[str]],
         called: Mapping[int, Sequence[str]],
         rank: int,
+        clock: CollectiveClock,
     ) -> None:
+        self._clock = clock
         self._units = units
         self._stages = {stage: tuple(names) for stage, names in stages.items()}
         self._gathered = {stage: tuple(dict.fromkeys(called[stage])) for stage in stages}
@@ -72,11 +76,13 @@ class ShardedStages:
 
     def before(self, action: Action) -> None:
         """An F, I, W or B is about to run."""
+        self._clock.look()
         if self._windows is not None:
             self._windows.before(action)
 
     def after(self, action: Action) -> None:
         """An F, I, W or B has run."""
+        self._clock.look()
         if self._windows is not None:
             self._windows.after(action)
 

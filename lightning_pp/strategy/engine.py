@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
@@ -22,16 +22,18 @@ from lightning_pp.distributed.fingerprints import Fingerprint, check_same_batch,
 from lightning_pp.distributed.sizes import ParallelSizes
 from lightning_pp.distributed.watch.failures import RankStoppedError
 from lightning_pp.errors import ConfigurationError
+from lightning_pp.long_tasks import LongTask
 from lightning_pp.planning.memory.limit import DeviceMemory
 from lightning_pp.planning.memory.model import MemoryModel
 from lightning_pp.planning.pipeline_options import PipelineOptions
 from lightning_pp.planning.schedules.predictions import Prediction
 from lightning_pp.planning.stage_model import RecordedModel, SplitModel, assign_stages, record_model
-from lightning_pp.planning.tuning import choose_layout, decided_by_one
+from lightning_pp.planning.tuning import Layout, LayoutRequest, choose_layout, decided_by_one
 from lightning_pp.runtime.compilation import CompiledUnits
 from lightning_pp.runtime.executor import PipelineExecutor, StepInputs
 from lightning_pp.runtime.timing import StepTimer
 from lightning_pp.schedule import Schedule, StageCosts
+from lightning_pp.sharding import CollectiveTimes
 from lightning_pp.split.cut.wide_cuts import ADVICE, WideCut, wide_cuts
 from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.data.row_references import lengths_noted
@@ -145,6 +147,7 @@ class PipelineEngine:
         self._failed = False
         self._attached = ExitStack()
         self.last_training_step: tuple[Schedule, StepTimer] | None = None
+        self.last_collectives: CollectiveTimes | None = None
         self.is_timed = False
         self.label: Callable[[str], AbstractContextManager[Any]] | None = None  # around actions, for a profiler
         self.last_num_samples = 0
@@ -191,7 +194,7 @@ class PipelineEngine:
             recording = self._recorded_by_all(record, step, beforehand, all_or_none, is_everywhere)
             request = replace(request, memory=self._device_memory)
             layout = decided_by_one(
-                lambda: choose_layout(recording.record, recording.num_parameters, request),
+                partial(_choose, recording, request),
                 decides=self.rank == 0 and self.groups.replica == 0,
                 broadcast=broadcast,
             )
@@ -231,7 +234,7 @@ class PipelineEngine:
         """What ``record`` gives, once it is known that it did the same on every rank; otherwise every rank raises."""
 
         def look() -> RecordedModel:
-            with beforehand as optimizer:
+            with beforehand as optimizer, LongTask(f"The dry run of {step}", rank_zero_info):
                 recording = record()
                 self._device_memory = self._limit_of_memory(recording, step, optimizer)
                 del optimizer
@@ -578,6 +581,7 @@ class PipelineEngine:
         """
         most = self.gradients.most_microbatches(len(indices), reduce=reduce)
         schedule = self._programs.training(most) if trains else self._programs.evaluation(most)
+        self.gradients.clock.begin(is_on=trains and self.is_timed)
         schedule = self.gradients.begin(schedule, len(indices), reduce=reduce)
 
         def run_step(microbatch: int, stage: int) -> Any:
@@ -615,6 +619,7 @@ class PipelineEngine:
 
     def _note_training(self, run: BatchRun, schedule: Schedule, timer: StepTimer) -> None:
         self.last_training_step = (schedule, timer)
+        self.last_collectives = self.gradients.clock.times()
         self._programs.note(timer, run.microbatches, run.plans)
         if self._compiled_backward is not None:
             self._compiled_backward.note(schedule)
@@ -709,3 +714,8 @@ def _tell_of_wide_cuts(cuts: Sequence[WideCut]) -> None:
         widest = max(cuts, key=lambda cut: cut.crossing_bytes)
         others = f" So do {len(cuts) - 1} other cuts." if len(cuts) > 1 else ""
         rank_zero_warn(f"Much crosses between stages: {widest}.{others} {ADVICE}")
+
+
+def _choose(recording: RecordedModel, request: LayoutRequest) -> Layout:
+    with LongTask("The choice of cuts and schedule", rank_zero_info):
+        return choose_layout(recording.record, recording.num_parameters, request)

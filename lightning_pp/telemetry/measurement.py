@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_pp.runtime.timing import StepTimer
 from lightning_pp.schedule import Placement, Schedule
+from lightning_pp.sharding import CollectiveSums, CollectiveTimes
 from lightning_pp.split.cut.partition import Partition
 from lightning_pp.telemetry.memory import read_memory_gib, read_peak_memory_gib
 from lightning_pp.telemetry.reading import RankReading, StepPrediction
@@ -63,6 +64,7 @@ class MeasurablePipeline(Protocol):
         split: Which units each stage has.
         groups: Who gathers.
         last_training_step: The schedule and the times of the last training batch; a new pair for each.
+        last_collectives: The gathers and reductions of that batch; None if nobody asked.
         last_num_samples: Samples in that batch.
         last_model_flops: Operations of its forward and backward, over all stages, without what is computed again.
         is_timed: Whether times are taken from the next batch on.
@@ -74,6 +76,7 @@ class MeasurablePipeline(Protocol):
     device: torch.device
     placement: Placement
     last_training_step: tuple[Schedule, StepTimer] | None
+    last_collectives: CollectiveTimes | None
     last_num_samples: int
     last_model_flops: float
     is_timed: bool
@@ -126,7 +129,7 @@ class FitMeasurement:
         self._stages = pipeline.placement.stages_of_rank(pipeline.rank)
         self._is_measured = pipeline.replica == 0
         pipeline.is_timed = self._is_measured
-        self._timers: deque[StepTimer] = deque(maxlen=_MOST_STEPS_READ)
+        self._timers: deque[tuple[StepTimer, CollectiveTimes | None]] = deque(maxlen=_MOST_STEPS_READ)
         self._throughput = Throughput()
         self._total: Measurements | None = None
         self._last_step = pipeline.last_training_step
@@ -169,7 +172,7 @@ class FitMeasurement:
         if self._num_batches == _NUM_WARM_UP_BATCHES + 1:
             self._timers.clear()
             self._throughput = Throughput()
-        self._timers.append(step[1])
+        self._timers.append((step[1], self._pipeline.last_collectives))
         self._throughput += throughput
 
     @property
@@ -197,8 +200,9 @@ class FitMeasurement:
 
     def _collect(self, squares: Sequence[float]) -> Measurements | None:
         own = RankSums.none(len(self._stages))
-        for timer in self._timers:
-            own += RankSums.of_step(timer.times(), self._stages, timer.sent_bytes)
+        for timer, collectives in self._timers:
+            by_stage = {} if collectives is None else self._by_stage(collectives)
+            own += RankSums.of_step(timer.times(), self._stages, timer.sent_bytes, by_stage)
         self._timers.clear()
         nums_stages = [len(self._placement.stages_of_rank(rank)) for rank in self._ranks]
         most = max(nums_stages)
@@ -212,6 +216,14 @@ class FitMeasurement:
         found = Measurements(self._placement, sums, readings, throughput, self._predict(), self._num_devices)
         self._total = found if self._total is None else self._total + found
         return found
+
+    def _by_stage(self, collectives: CollectiveTimes) -> dict[int, CollectiveSums]:
+        """Sums by stage; what is for no unit in particular counts to the first."""
+        stage_of_unit = self._pipeline.split.partition.stage_of_unit
+        sums = {stage: CollectiveSums() for stage in self._stages}
+        for unit, of_unit in collectives.by_unit().items():
+            sums[stage_of_unit.get(unit, self._stages[0])] += of_unit
+        return sums
 
     def _read(self, squares: Sequence[float]) -> RankReading:
         device = self._pipeline.device

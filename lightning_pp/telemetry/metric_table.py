@@ -30,6 +30,21 @@ STAGE_METRICS = (
         "1 − work / span of the stage's rank; span is from the start of its first F, I, W or B to the end of its last",
     ),
     Metric("p2p_wait_ms", "time in a step that the rank stood waiting for what this stage needed from other ranks"),
+    Metric(
+        "gather_exposed_ms",
+        "time in a step that the rank stood waiting for gathers of this stage's parameters, within F, I or B",
+    ),
+    Metric("gather_hidden_ms", "time in a step that these gathers ran before the rank waited for them"),
+    Metric(
+        "reduce_exposed_ms",
+        "time in a step that the rank stood waiting for reductions of this stage's gradients over the replicas; with "
+        "them, on the rank's first stage, those of parameters that are used outside their unit or on several stages",
+    ),
+    Metric(
+        "reduce_hidden_ms",
+        "time in a step that these reductions ran before the rank waited for them; where "
+        "gloo scatters, which does not say when it is done, all the time until then",
+    ),
     Metric("sent_bytes", "bytes that the stage sends to other ranks in a step, values and gradients"),
     Metric(
         "peak_memory_gib",

@@ -32,6 +32,10 @@ class StageTimes:
         memory_reserved_gib: What is reserved for it.
         activations_gib: The most that the stage's rank holds of microbatches between their F and their W, by the
             simulation of the step; 0 where none was made.
+        gather_exposed_ms: Time a step in which the rank stood waiting for gathers of the stage's parameters.
+        gather_hidden_ms: Time a step in which these ran beside other work.
+        reduce_exposed_ms: Time a step in which the rank stood waiting for reductions of the stage's gradients.
+        reduce_hidden_ms: Time a step in which these ran beside other work.
         gradient_norm: 2-norm of the stage's gradients at the latest update, before clipping; None if not looked at.
     """
 
@@ -46,6 +50,10 @@ class StageTimes:
     memory_allocated_gib: float = 0.0
     memory_reserved_gib: float = 0.0
     activations_gib: float = 0.0
+    gather_exposed_ms: float = 0.0
+    gather_hidden_ms: float = 0.0
+    reduce_exposed_ms: float = 0.0
+    reduce_hidden_ms: float = 0.0
     gradient_norm: float | None = None
 
 
@@ -82,6 +90,10 @@ class StageReport:
     memory_allocated_gib: float = 0.0
     memory_reserved_gib: float = 0.0
     activations_gib: float = 0.0
+    gather_exposed_ms: float = 0.0
+    gather_hidden_ms: float = 0.0
+    reduce_exposed_ms: float = 0.0
+    reduce_hidden_ms: float = 0.0
     gradient_norm: float | None = None
 
 
@@ -197,17 +209,22 @@ class Measurements:
         place = self.placement.stages_of_rank(rank).index(stage)
         of_stage, reading = sums.stages[place], self.readings[rank]
         per_microbatch = 1.0 / of_stage.num_microbatches if of_stage.num_microbatches else 0.0
+        per_step = 1.0 / sums.num_steps if sums.num_steps else 0.0
         return StageTimes(
             forward_ms=of_stage.forward_ms * per_microbatch,
             backward_input_ms=of_stage.backward_input_ms * per_microbatch,
             backward_weight_ms=of_stage.backward_weight_ms * per_microbatch,
             bubble_fraction=sums.bubble_fraction,
-            p2p_wait_ms=of_stage.wait_ms / sums.num_steps if sums.num_steps else 0.0,
+            p2p_wait_ms=of_stage.wait_ms * per_step,
             peak_memory_gib=reading.peak_memory_gib,
             backward_ms=(of_stage.backward_input_ms + of_stage.backward_weight_ms) * per_microbatch,
-            sent_bytes=of_stage.sent_bytes / sums.num_steps if sums.num_steps else 0.0,
+            sent_bytes=of_stage.sent_bytes * per_step,
             memory_allocated_gib=reading.memory_allocated_gib,
             memory_reserved_gib=reading.memory_reserved_gib,
             activations_gib=self.prediction.held_gib[rank] if self.prediction is not None else 0.0,
+            gather_exposed_ms=of_stage.gather_exposed_ms * per_step,
+            gather_hidden_ms=of_stage.gather_hidden_ms * per_step,
+            reduce_exposed_ms=of_stage.reduce_exposed_ms * per_step,
+            reduce_hidden_ms=of_stage.reduce_hidden_ms * per_step,
             gradient_norm=sqrt(reading.gradient_squares[place]) if reading.gradient_squares else None,
         )

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from lightning_pp.runtime.timing import ActionTimes
 from lightning_pp.schedule import ActionKind
+from lightning_pp.sharding import CollectiveSums
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,10 @@ class StageSums:
         backward_weight_ms: Time in W.
         wait_ms: Time that the rank stood waiting for what the stage's actions needed from other ranks.
         sent_bytes: What the stage sent to other ranks.
+        gather_exposed_ms: Time that the rank stood waiting for the gathers of the stage's parameters.
+        gather_hidden_ms: Time that these ran beside other work.
+        reduce_exposed_ms: Time that the rank stood waiting for the reductions of the stage's gradients.
+        reduce_hidden_ms: Time that these ran beside other work.
     """
 
     num_microbatches: float = 0.0
@@ -29,6 +34,10 @@ class StageSums:
     backward_weight_ms: float = 0.0
     wait_ms: float = 0.0
     sent_bytes: float = 0.0
+    gather_exposed_ms: float = 0.0
+    gather_hidden_ms: float = 0.0
+    reduce_exposed_ms: float = 0.0
+    reduce_hidden_ms: float = 0.0
 
     def __add__(self, other: StageSums) -> StageSums:
         return StageSums(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
@@ -67,7 +76,11 @@ class RankSums:
 
     @classmethod
     def of_step(
-        cls, times: Sequence[ActionTimes], stages: Sequence[int], sent_bytes: Mapping[int, int] = MappingProxyType({})
+        cls,
+        times: Sequence[ActionTimes],
+        stages: Sequence[int],
+        sent_bytes: Mapping[int, int] = MappingProxyType({}),
+        collectives: Mapping[int, CollectiveSums] = MappingProxyType({}),
     ) -> RankSums:
         """One step.
 
@@ -75,10 +88,12 @@ class RankSums:
             times: The actions of the rank in the order in which it ran them.
             stages: The stages that the rank holds.
             sent_bytes: What each of them sent to other ranks.
+            collectives: The gathers and reductions of each.
         """
         sums = {stage: dict.fromkeys(StageSums.__dataclass_fields__, 0.0) for stage in stages}
         for stage in stages:
             sums[stage]["sent_bytes"] = float(sent_bytes.get(stage, 0))
+            sums[stage].update(vars(collectives.get(stage, CollectiveSums())))
         for moment in times:
             of_stage = sums[moment.action.stage]
             of_stage[_FIELD_OF_KIND[moment.action.kind]] += moment.work_ms

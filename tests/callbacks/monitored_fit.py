@@ -10,7 +10,8 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+from lightning.pytorch.callbacks import RichProgressBar
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities import grad_norm
 from small_models import VOCAB, WIDTH, TokenModel
@@ -56,6 +57,20 @@ class MemoryLogger(DummyLogger):
 
     def monitored(self) -> list[tuple[int | None, dict[str, Any]]]:
         return [row for row in self.rows if any(name.startswith("pp") for name in row[1])]
+
+
+class SeenBar(RichProgressBar):
+    """Keeps what is shown after each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, dict[str, Any]]] = []
+
+    def on_train_batch_end(self, trainer: Any, module: L.LightningModule, *args: Any, **kwargs: Any) -> None:
+        super().on_train_batch_end(trainer, module, *args, **kwargs)
+        if self.progress is not None:
+            (task,) = (task for task in self.progress.tasks if task.id == self.train_progress_bar_id)
+            self.seen.append((task.description, dict(self.get_metrics(trainer, module))))
 
 
 class Norms(L.Callback):
@@ -105,6 +120,7 @@ def fit(
     every_n_steps: int | None = None,
     num_samples: int = BATCH_SIZE * NUM_BATCHES,
     continuous: bool = False,
+    bar: RichProgressBar | None = None,
     **options: Any,
 ) -> tuple[dict[str, Any], PipelineMonitor]:
     """Trains in this process, one of several."""
@@ -113,13 +129,12 @@ def fit(
         accelerator="cpu",
         devices=pipeline * replicas,
         strategy=PipelineParallelStrategy(pipeline, replicas, num_microbatches=4, schedule=schedule),
-        max_epochs=1,
         logger=list(loggers),
-        callbacks=[monitor, counts, norms],
+        callbacks=[monitor, counts, norms, *filter(None, [bar])],
         enable_checkpointing=False,
-        enable_progress_bar=False,
+        enable_progress_bar=bar is not None,
         enable_model_summary=False,
-        **options,
+        **{"max_epochs": 1, **options},
     )
     model = TokenModel(continuous)
     try:
@@ -141,17 +156,28 @@ def fit_with_loggers(folder: str) -> dict[str, Any]:
     """A pipeline of two under every kind of logger, one of which fails."""
     memory, broken = MemoryLogger(), MemoryLogger(fails=True)
     wandb_logger = WandbLogger(project="monitored", save_dir=folder, offline=True)
-    loggers = [CSVLogger(folder, name="csv", version=0), broken, wandb_logger, memory]
+    board = TensorBoardLogger(folder, name="board", version="run")
+    loggers = [CSVLogger(folder, name="csv", version=0), broken, wandb_logger, board, memory]
+    bar = SeenBar()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        outcome, _ = fit(pipeline=2, loggers=loggers, log_every_n_steps=2, val_check_interval=3, num_sanity_val_steps=1)
+        outcome, _ = fit(
+            pipeline=2,
+            loggers=loggers,
+            log_every_n_steps=2,
+            val_check_interval=3,
+            num_sanity_val_steps=1,
+            bar=bar,
+            max_epochs=-1,
+            max_steps=NUM_BATCHES,
+        )
     outcome["told"] = [str(warning.message) for warning in caught]
     if dist.get_rank() == 0:
         import wandb
 
         wandb.finish()
     files = sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*.wandb"))
-    return {**outcome, "rows": memory.monitored(), "broken_attempts": broken.attempts, "files": files}
+    return {**outcome, "rows": memory.monitored(), "broken_attempts": broken.attempts, "files": files, "bar": bar.seen}
 
 
 def fit_replicas(accumulate: int) -> dict[str, Any]:

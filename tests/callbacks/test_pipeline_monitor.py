@@ -25,6 +25,7 @@ from monitored_fit import (
 from page_reading import data_of, view_of
 from pool import WorkerPool
 from small_models import WIDTH, TokenModel
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.flop_counter import FlopCounterMode
 from wandb_runs import config_of, history_of, records
 from wandb_runs import table as table_of
@@ -34,6 +35,7 @@ from lightning_pp.errors import ConfigurationError
 from lightning_pp.telemetry import PIPELINE_METRICS, STAGE_METRICS
 
 TIMES = ["forward_ms", "backward_input_ms", "backward_weight_ms"]
+COLLECTIVES, EXTENTS = ("gather", "reduce"), ("exposed", "hidden")
 NUM_TOKENS = BATCH_SIZE * LENGTH
 LOGGED_STEPS = [1, 3, 5]  # every second of seven, as Lightning counts
 
@@ -83,6 +85,7 @@ def test_wandb_has_every_metric_at_lightnings_steps(logged: tuple[Path, list[dic
     for row in rows:
         assert {name for name in row if name.startswith("pp")} == metric_names(2)
         check_plausible(row)
+        assert sum(row[f"pp_stage_{s}/{c}_{e}_ms"] for s in (0, 1) for c in COLLECTIVES for e in EXTENTS) == 0.0
         assert row["pp/tokens_per_s"] * row["pp/step_ms"] / 1e3 == pytest.approx(NUM_TOKENS)
 
 
@@ -123,7 +126,7 @@ def test_gradients_bytes_operations_and_counts_are_right(logged: tuple[Path, lis
     with FlopCounterMode(display=False) as counter:
         module = TokenModel()
         module.loss_of(next(iter(loader()))).backward()
-    for (step, row), num_batches in zip(first["rows"][1:], (2, 4, 6), strict=True):
+    for (step, row), num_batches in zip(first["rows"][1:-1], (2, 4, 6), strict=True):
         norms = first["norms"][step]
         assert row["pp/gradient_norm"] == pytest.approx(norms["grad_2.0_norm_total"], rel=1e-5)
         for stage in first["report"]["stages"]:
@@ -154,9 +157,37 @@ def test_csv_has_the_same(logged: tuple[Path, list[dict[str, Any]]]) -> None:
     assert hyperparameters["pp_stage_1/rank"] == 1
 
 
+def test_tensorboard_has_the_same(logged: tuple[Path, list[dict[str, Any]]]) -> None:
+    (file,) = (logged[0] / "board" / "run").glob("events.out.tfevents.*")
+    board = EventAccumulator(str(file))
+    board.Reload()
+    assert {tag for tag in board.Tags()["scalars"] if tag.startswith("pp")} == metric_names(2)
+    of_rows = dict(logged[1][0]["rows"][1:-1])
+    for name in metric_names(2):
+        scalars = board.Scalars(name)
+        assert [scalar.step for scalar in scalars] == LOGGED_STEPS
+        assert [scalar.value for scalar in scalars] == pytest.approx([of_rows[step][name] for step in LOGGED_STEPS])
+
+
+def test_the_progress_bar_has_loss_tokens_and_bubble(logged: tuple[Path, list[dict[str, Any]]]) -> None:
+    _, (first, last) = logged
+    assert last["bar"] == []
+    assert len(first["bar"]) == NUM_BATCHES
+    assert {description.strip() for description, _ in first["bar"]} == {"Epoch 0"}  # there is no last epoch
+    assert not {"tokens/s", "bubble", "loss"} & set(first["bar"][0][1])
+    rows = dict(first["rows"][1:-1])
+    for batch, (_, shown) in enumerate(first["bar"][1:], start=1):
+        step = batch - (batch + 1) % 2  # the latest that was logged
+        assert shown["tokens/s"] == f"{rows[step]['pp/tokens_per_s']:.0f}"
+        assert shown["bubble"] == f"{rows[step]['pp/bubble_fraction']:.1%}"
+        assert shown["loss"] == f"{first['losses'][step]:.3f}"
+
+
 def test_only_rank_zero_writes(logged: tuple[Path, list[dict[str, Any]]]) -> None:
     _, (first, last) = logged
-    assert [step for step, _ in first["rows"]] == [None, *LOGGED_STEPS]
+    *of_steps, (_, diagnosis) = first["rows"]
+    assert [step for step, _ in of_steps] == [None, *LOGGED_STEPS]
+    assert set(diagnosis) == {"pp/diagnosis"}
     assert last["rows"] == []
     assert last["report"] is None
     assert len(first["files"]) == 1
@@ -212,6 +243,10 @@ def test_replicas_count_all_samples_and_accumulation_logs_optimizer_steps(pool: 
         check_plausible(row, num_stages=1)
         assert row["pp/samples_per_s"] * row["pp/step_ms"] / 1e3 == pytest.approx(2 * BATCH_SIZE)
         assert row["pp_stage_0/p2p_wait_ms"] < row["pp/step_ms"]
+        # every batch gathers, every second one reduces
+        for name in COLLECTIVES:
+            extents = [row[f"pp_stage_0/{name}_{extent}_ms"] for extent in EXTENTS]
+            assert min(extents) >= 0 and sum(extents) > 0 and extents[0] < row["pp/step_ms"]
     report = first["report"]
     assert report["tokens_per_s"] is None
     # Lightning divides losses by the accumulation; the report's are means over the two replicas

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from pool import WorkerPool
 from simulated_steps import UNEVEN_COSTS, schedule_and_costs, simulated_times
+from virtual_time import run_in_virtual_time
 
 from lightning_pp.runtime.timing import ActionTimes
-from lightning_pp.schedule import Action, ActionKind
+from lightning_pp.schedule import Action, ActionKind, StageCosts, build_schedule
 from lightning_pp.telemetry import (
     PIPELINE_METRICS,
     STAGE_METRICS,
@@ -75,6 +77,42 @@ def test_what_is_not_work_within_the_span_is_waited_for(name: str) -> None:
         waits = sum(stage.wait_ms for stage in sums.stages)
         before_the_first = times[rank][0].wait_ms
         assert waits - before_the_first == pytest.approx(sums.span_ms - sums.work_ms)
+
+
+UNIFORM = StageCosts(3.0, 4.0, 2.0)  # F, I and W of every stage
+# the papers' bubbles of p = 4 ranks, each a part of the longest span: arXiv:2401.10241, table 2
+BUBBLES_MS = {
+    "gpipe": 3 * (3.0 + 4.0 + 2.0),
+    "1f1b": 3 * (3.0 + 4.0 + 2.0),
+    "zb_h1": 3 * (3.0 + 4.0 - 2.0),
+    "zb_h2": 3 * (3.0 + 4.0 - 2 * 2.0),
+}
+
+
+def test_what_real_processes_take_on_emulated_devices_is_what_is_reported(pool: WorkerPool) -> None:
+    """Actions are those of the runtime, with a clock that is a number in every message."""
+    cases = [(build_schedule(name, num_ranks=4, num_microbatches=9), UNIFORM) for name in BUBBLES_MS]
+    by_rank = pool.run(run_in_virtual_time, cases, world_size=4, process_group=True, timeout=120.0)
+    for index, (schedule, _) in enumerate(cases):
+        rows = [[*by_rank[rank][index].values()] for rank in range(4)]
+        sums = []
+        for rank, row in enumerate(rows):
+            asked = [0.0, *(end for _, end in row[:-1])]
+            times = [
+                ActionTimes(action, since, start, end)
+                for action, since, (start, end) in zip(schedule.programs[rank], asked, row, strict=True)
+            ]
+            sums.append(RankSums.of_step(times, [rank]))
+        step_ms = max(end for row in rows for _, end in row)
+        for row, rank in zip(rows, sums, strict=True):
+            idle_after = step_ms - row[-1][1]
+            assert rank.work_ms + rank.stages[0].wait_ms + idle_after == pytest.approx(step_ms)
+        found = Measurements(schedule.placement, sums, readings([0.0] * 4), Throughput()).stage_times()
+        for stage in found:
+            assert stage.forward_ms == pytest.approx(3.0, rel=0.03)
+            assert stage.backward_ms == pytest.approx(4.0 + 2.0, rel=0.03)
+        closed = BUBBLES_MS[schedule.name] / (9 * (3.0 + 4.0 + 2.0) + BUBBLES_MS[schedule.name])
+        assert longest_span_bubble(sums) == pytest.approx(closed, abs=0.01), schedule.name
 
 
 def test_waits_are_a_stages_own() -> None:

@@ -23,6 +23,7 @@ from lightning_pp.cli.plan.schedules import PlannedSchedule, Planner, ScheduleTa
 from lightning_pp.cli.problems import UserError, full_errors_wanted, user_errors
 from lightning_pp.conf.targets import build, check_targets_of_run
 from lightning_pp.errors import BatchError, ConfigurationError, SplitError
+from lightning_pp.long_tasks import LongTask
 from lightning_pp.planning.model_cutter import ModelCutter
 from lightning_pp.schedule import available_schedules
 from lightning_pp.schedule.registry import is_schedule_file
@@ -69,8 +70,28 @@ def make_plan(config: DictConfig, console: Console | None = None) -> Plan | None
     if not console.is_terminal:
         console = Console(file=console.file, width=140)
     request = _request(config)
-    with Console(stderr=True).status("building data and model") as status:  # nothing where that is no terminal
-        return _plan(request, console, status.update)
+    with _told("building data and model") as tell:
+        return _plan(request, console, tell)
+
+
+@contextmanager
+def _told(what: str) -> Iterator[Callable[[str], None]]:
+    """Within, tells on standard error what is being done: on a terminal in a line that changes, else if it is long.
+
+    Gives what is to be told that something else is done now.
+    """
+    told = Console(stderr=True)
+    if told.is_terminal:
+        with told.status(what) as status:
+            yield status.update
+        return
+
+    def print_line(line: str) -> None:
+        told.print(f"lightning-pp-plan: {line}", soft_wrap=True, highlight=False, markup=False)
+
+    with LongTask("planning", print_line) as task:
+        task.update(what)
+        yield task.update
 
 
 def _plan(request: Request, console: Console, tell: Callable[[str], None]) -> Plan | None:

@@ -16,6 +16,7 @@ from lightning_pp.sharding._torch_private import (
     next_node_number,
     nodes_made_since,
 )
+from lightning_pp.sharding.units.collective_times import CollectiveClock
 from lightning_pp.sharding.units.group import UnitGroup
 from lightning_pp.sharding.units.windows import UnitWindows
 from lightning_pp.split.data.tree import map_leaves, tensors_of
@@ -32,9 +33,11 @@ class GatherOnUse:
     Args:
         free_after_use: Keep one unit at a time.
         mp_policy: dtypes of inputs and outputs.
+        clock: Looks, whenever a unit is used, which collectives have ended.
     """
 
-    def __init__(self, *, free_after_use: bool, mp_policy: MixedPrecisionPolicy) -> None:
+    def __init__(self, *, free_after_use: bool, mp_policy: MixedPrecisionPolicy, clock: CollectiveClock) -> None:
+        self._clock = clock
         self.is_paused = False
         self.windows: UnitWindows | None = None
         self._free_after_use = free_after_use
@@ -112,6 +115,7 @@ class GatherOnUse:
             self._free_if_done(group)
 
     def _use(self, group: UnitGroup) -> None:
+        self._clock.look()
         if self.windows is not None:
             self.windows.use(group)
         group.gather()

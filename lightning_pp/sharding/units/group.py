@@ -11,6 +11,8 @@ from torch.distributed.fsdp import FSDPModule, UnshardHandle
 from torch.distributed.tensor import DTensor
 
 from lightning_pp.errors import ConfigurationError
+from lightning_pp.sharding.units.collective_times import CollectiveClock, TimedCollective
+from lightning_pp.sharding.units.noted_gather import NotedAllGather
 from lightning_pp.split._torch_private import parameters_of
 
 
@@ -69,6 +71,7 @@ class UnitGroup:
         slots: The sharded parameters, each once.
         gradient_dtype: The dtype in which microbatches accumulate; None: that of the sharded parameter.
         num_bytes: What the group takes when gathered.
+        clock: Times gathers.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class UnitGroup:
         slots: Sequence[ParameterSlot],
         gradient_dtype: torch.dtype | None,
         num_bytes: int,
+        clock: CollectiveClock,
     ) -> None:
         self.names = tuple(names)
         self.num_bytes = num_bytes
@@ -86,7 +90,10 @@ class UnitGroup:
         self.held_by: set[str] = set()
         self._leader = leader
         self._gradient_dtype = gradient_dtype
+        self._clock = clock
+        self._noted: NotedAllGather | None = None
         self._under_way: UnshardHandle | None = None
+        self._timed: TimedCollective | None = None  # of what is under way
         self._is_concealed = False
 
     @property
@@ -112,7 +119,13 @@ class UnitGroup:
         """
         if self._under_way is None and not self.is_gathered:
             self._note_sharded()
+            self._timed = self._clock.start("gather", self.names[0])
+            if self._timed is not None and self._noted is None:
+                self._noted = NotedAllGather()
+                self._leader.set_custom_all_gather(self._noted)  # type: ignore[arg-type] # its type is not public
             self._under_way = self._leader.unshard(async_op=True)
+            if self._noted is not None:
+                self._clock.follow(self._timed, self._noted.take_work())
 
     def gather(self) -> None:
         """Gathers and waits, unless that is done.
@@ -121,12 +134,14 @@ class UnitGroup:
             RuntimeError: A parameter is still on the meta device.
         """
         if self._under_way is not None:
-            self._under_way.wait()
-            self._under_way = None
+            with self._clock.waiting(self._timed):
+                self._under_way.wait()
+            self._under_way = self._timed = None
             self._note_gathered()
         elif not self.is_gathered:
             self._note_sharded()
-            self._leader.unshard()
+            with self._clock.exposed("gather", self.names[0]):
+                self._leader.unshard()
             self._note_gathered()
 
     def reveal(self) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_pp.sharding._torch_private import copy_all_, reduce_scatter
+from lightning_pp.sharding.units.collective_times import CollectiveClock, TimedCollective
 from lightning_pp.sharding.units.flat import gradient_like, local_tensor
 from lightning_pp.sharding.units.group import ParameterSlot
 
@@ -35,6 +36,8 @@ class GradientReduction:
         dtype: The dtype of the sum.
         device: Where gradients accumulate, which is not where sharded parameters are if those are on the host.
         stream: Where collectives run on an accelerator; None on a CPU.
+        clock: Times them.
+        unit: The unit's name.
     """
 
     def __init__(
@@ -44,7 +47,12 @@ class GradientReduction:
         dtype: torch.dtype,
         device: torch.device,
         stream: torch.Stream | None,
+        clock: CollectiveClock,
+        unit: str,
     ) -> None:
+        self._clock = clock
+        self._unit = unit
+        self._timed: TimedCollective | None = None  # what is waited for next
         self._sharded = [slot.registered for slot in slots]
         self._is_here = [slot.gradient is not None for slot in slots]
         self._num_replicas = mesh.size(0) if mesh.ndim == 2 else 1
@@ -75,8 +83,9 @@ class GradientReduction:
     def wait_for_shards(self) -> None:
         """Waits for the reduce-scatter, and starts the all-reduce between replicas if that has yet to start."""
         if self._event is None and self._work is not None:
-            self._work.wait()
-            self._work = None
+            with self._clock.waiting(self._timed):
+                self._work.wait()
+            self._work = self._timed = None
             self._start_all_reduce()
 
     def finish(self) -> None:
@@ -101,11 +110,13 @@ class GradientReduction:
     def wait(self) -> None:
         """Waits for the collectives, and leaves their result alone."""
         if self._event is not None:
-            torch.accelerator.current_stream(self._output.device).wait_event(self._event)
+            with self._clock.waiting(self._timed):
+                torch.accelerator.current_stream(self._output.device).wait_event(self._event)
         else:
             self.wait_for_shards()
             if self._work is not None:
-                self._work.wait()
+                with self._clock.waiting(self._timed):
+                    self._work.wait()
 
     def _pack(self, gradients: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
         """What is sent: (N, L + P)."""
@@ -144,12 +155,15 @@ class GradientReduction:
         flat = self._input.view(-1)
         if stream is None:
             if self._num_shards > 1:
+                self._timed = self._clock.start("reduce", self._unit)
                 self._work = reduce_scatter(self._output, flat, group=shard_group, async_op=True)
+                self._clock.follow(self._timed, self._work)
             else:
                 self._start_all_reduce()
             return
         stream.wait_stream(torch.accelerator.current_stream(flat.device))
         with stream:
+            self._timed = self._clock.start("reduce", self._unit)
             if self._num_shards > 1:
                 reduce_scatter(self._output, flat, group=shard_group)
             if self._replicate_group is not None:
@@ -157,11 +171,14 @@ class GradientReduction:
             if self._sharded[0].device != self._device:
                 self._on_host = torch.empty_like(self._output, device="cpu", pin_memory=True)
                 self._on_host.copy_(self._output, non_blocking=True)
+            self._clock.end(self._timed)
             self._event = stream.record_event()
 
     def _start_all_reduce(self) -> None:
         if self._replicate_group is not None:
+            self._timed = self._clock.start("reduce", self._unit)
             self._work = dist.all_reduce(self._output, group=self._replicate_group, async_op=True)
+            self._clock.follow(self._timed, self._work)
             self._replicate_group = None
 
 

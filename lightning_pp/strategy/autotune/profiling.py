@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.errors import ScheduleError
+from lightning_pp.long_tasks import LongTask
 from lightning_pp.planning.schedules.options import ScheduleOptions
 from lightning_pp.planning.schedules.predictions import Prediction
 from lightning_pp.planning.schedules.programs import ProgramCache
@@ -194,7 +195,8 @@ class TunedPrograms:
         before = self._cache.training(number)
         started = time.perf_counter()
         try:
-            found = self._options.source.program(placement, number, measured.costs, limit, sharding=self.sharding)
+            with LongTask("The search for a schedule", rank_zero_info):
+                found = self._options.source.program(placement, number, measured.costs, limit, sharding=self.sharding)
         except ScheduleError as error:
             return (
                 None,

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.distributed.checkpoint.staging import DefaultStager
 from torch.optim import Optimizer
 
@@ -42,6 +43,7 @@ from lightning_pp.checkpoint.storage.location import Location, is_file, is_folde
 from lightning_pp.checkpoint.storage.remote_folder import remove_folder
 from lightning_pp.distributed.groups import group_of_hosts
 from lightning_pp.errors import CheckpointError, ConfigurationError
+from lightning_pp.long_tasks import LongTask
 from lightning_pp.strategy._lightning_private import NoOptimizer, replace_link
 from lightning_pp.strategy.checkpoints.data_position import DataPosition
 from lightning_pp.strategy.checkpoints.run_state import own_run_state, restore_run_state
@@ -311,7 +313,8 @@ class Checkpoints:
             CheckpointError: On all ranks: it is missing, damaged, or holds what ``weights_only`` forbids.
         """
         self.wait()
-        self._opened = open_checkpoint(path, self._attached.part.mesh, weights_only=weights_only)
+        with LongTask(f"Opening the checkpoint {path}", rank_zero_info):
+            self._opened = open_checkpoint(path, self._attached.part.mesh, weights_only=weights_only)
         return dict(self._opened.content)
 
     def load(self, content: Mapping[str, Any], *, strict: bool) -> None:
@@ -322,7 +325,8 @@ class Checkpoints:
         """
         if self._opened is None:
             raise CheckpointError("There is no opened checkpoint to load; pass ckpt_path to the trainer.")
-        self._opened.load(with_added_groups(self._attached.part), content, strict=strict)
+        with LongTask("Loading the checkpoint", rank_zero_info):
+            self._opened.load(with_added_groups(self._attached.part), content, strict=strict)
         restore_run_state(content, self._attached.engine, self._attached.data)
 
     def load_current_model(self, content: Mapping[str, Any]) -> None:
@@ -336,7 +340,8 @@ class Checkpoints:
             CheckpointError: On all ranks: they are missing or damaged, or do not fit.
         """
         run = self._attached
-        load_weights(path, run.part, strict=run.engine.module.strict_loading)
+        with LongTask(f"Loading the weights of {path}", rank_zero_info):
+            load_weights(path, run.part, strict=run.engine.module.strict_loading)
 
     def hand_over(self) -> RankPart:
         """What this rank holds, for the module to be made whole: nothing can be saved or loaded any more.

@@ -18,7 +18,7 @@ from lightning_pp.distributed.meshes import sharding_mesh
 from lightning_pp.planning.sharded_stages import ShardedPrograms, ShardingSettings, make_units
 from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.schedule import Schedule, Sharding
-from lightning_pp.sharding import ReplicatedUnits, ShardedStages
+from lightning_pp.sharding import CollectiveClock, ReplicatedUnits, ShardedStages
 from lightning_pp.sharding.accumulation import WideGradients
 from lightning_pp.sharding.clip import clip_by_norm_, clip_by_value_, own_square
 from lightning_pp.sharding.fsdp import ShardedUnits
@@ -45,6 +45,9 @@ class StageGradients:
         sharding: What to shard and when.
         groups: Who has to agree on it.
         dtypes: Of computation and of gradients, where they differ from the parameters'.
+
+    Attributes:
+        clock: Times gathers and reductions of a batch, if it is switched on before it.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class StageGradients:
         groups: ControlGroups,
         dtypes: StepDtypes,
     ) -> None:
+        self.clock = CollectiveClock(device)
         self._module = split.module
         self._split = split
         self._rank = rank
@@ -79,13 +83,15 @@ class StageGradients:
         placing.place_whole(owned)
         if has_units:
             direct = [p for name, p in split.module.named_parameters() if names[name] in whole]
-            self._units = make_units(sharding, units, sharding_mesh(mesh), direct, dtypes, placing.place_units)
+            self._units = make_units(
+                sharding, units, sharding_mesh(mesh), direct, dtypes, placing.place_units, self.clock
+            )
             split.fake_parameters.tie_names(lambda parameter: isinstance(parameter, DTensor))
             reduced = self._units.parameters if isinstance(self._units, ReplicatedUnits) else ()
             others = [p for p in split.module.parameters() if not isinstance(p, DTensor) and p not in reduced]
-            self._replicated = ReplicatedGradients(others, group)
+            self._replicated = ReplicatedGradients(others, group, clock=self.clock)
             if gathers:
-                self._programs = ShardedPrograms(sharding, split, self._units, rank, groups)
+                self._programs = ShardedPrograms(sharding, split, self._units, rank, groups, self.clock)
         plain = [p for p in split.module.parameters() if not isinstance(p, DTensor)]
         self._wide = None if dtypes.gradient is None else WideGradients(plain, dtypes.gradient)
         self._shared = self._shared_parameters(split, mesh)
@@ -142,8 +148,9 @@ class StageGradients:
             self._replicated.all_reduce()
         if self._wide is not None:
             self._wide.end()
-        if self._shared is not None:
-            self._shared.sum_gradients()
+        if self._shared is not None and self._shared.parameters:
+            with self.clock.exposed("reduce"):
+                self._shared.sum_gradients()
 
     def end_of_evaluation(self) -> None:
         """After the forward of an evaluation batch: frees what was gathered."""

@@ -14,15 +14,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pp.callbacks._lightning_private import accumulates, logged_step
-from lightning_pp.callbacks.diagnosis import FitDiagnosis
-from lightning_pp.callbacks.loader_wait import LoaderWait
-from lightning_pp.callbacks.logger_outputs import LoggerOutputs
+from lightning_pp.callbacks.monitor.bar_numbers import BarNumbers
+from lightning_pp.callbacks.monitor.diagnosis import FitDiagnosis
+from lightning_pp.callbacks.monitor.loader_wait import LoaderWait
+from lightning_pp.callbacks.monitor.logger_outputs import LoggerOutputs
+from lightning_pp.callbacks.monitor.run_facts import known_peak_tflops, run_facts
+from lightning_pp.callbacks.monitor.timelines import FitTimelines
 from lightning_pp.callbacks.pipeline import LoggedPipeline, pipeline_of
-from lightning_pp.callbacks.run_facts import known_peak_tflops, run_facts
-from lightning_pp.callbacks.timelines import FitTimelines
 from lightning_pp.callbacks.wandb_logger import PipelineWandbLogger
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.telemetry import FitMeasurement, PipelineReport
+from lightning_pp.telemetry import Diagnosis, FitMeasurement, PipelineReport
 
 
 class PipelineMonitor(Callback):
@@ -34,6 +35,7 @@ class PipelineMonitor(Callback):
         every_n_steps optimizer steps: one gather of a few numbers to rank 0 of the pipeline, which logs
             pp_stage_{s}/... for each stage (telemetry.STAGE_METRICS): times, waits, bytes, memory, gradients
             pp/... for the pipeline (telemetry.PIPELINE_METRICS): step time, bubble, throughput, FLOP/s, ...
+            and has the progress bar show the loss, tokens/s and bubble
         after 8, 16 and 32 measured steps: gather their times; tell, once, what would make a step shorter (findings)
         timeline_every_n_steps optimizer steps: gather the times of this step and of the slowest since the last; write
             timelines, planned beside measured, to files, W&B and TensorBoard
@@ -90,6 +92,7 @@ class PipelineMonitor(Callback):
         self._timelines: FitTimelines | None = None
         self._diagnosis: FitDiagnosis | None = None
         self._wait: LoaderWait | None = None
+        self._bar: BarNumbers | None = None
         self._outputs = LoggerOutputs([])
         self._has_warned = False
         self._schedule: int | str | bool = ""
@@ -111,6 +114,7 @@ class PipelineMonitor(Callback):
                 self._timelines = FitTimelines(trainer, pipeline, self.timeline_every_n_steps, self.timeline_dirpath)
             self._peak_tflops = self.peak_tflops or known_peak_tflops(pipeline.device, trainer)
             if trainer.is_global_zero:
+                self._bar = BarNumbers(trainer)
                 self._outputs = LoggerOutputs(trainer.loggers)
                 self._log_plan(pipeline, self._measurement, logged_step(trainer))
             for logger in trainer.loggers:
@@ -139,19 +143,22 @@ class PipelineMonitor(Callback):
         if measurement is None:
             return
         waited_ms = self._wait.take_ms() if self._wait is not None else 0.0
-        measurement.batch_ended(batch, _loss_of(outputs, trainer), waited_ms)
+        loss = _loss_of(outputs, trainer)
+        measurement.batch_ended(batch, loss, waited_ms)
         if self._is_time(trainer) and measurement.is_warm:
             found = measurement.collect()
             if found is not None:
                 metrics = {**found.metrics(self._peak_tflops), **self._of_training(trainer, measurement)}
                 self._outputs.log_metrics(metrics, logged_step(trainer))
+                if self._bar is not None:
+                    self._bar.show(metrics, loss)
                 pipeline = pipeline_of(trainer)
                 if pipeline is not None:
                     self._log_changed_plan(pipeline, logged_step(trainer))
         if self._timelines is not None:
             self._timelines.batch_ended(logged_step(trainer), is_update=not accumulates(trainer))
         if self._diagnosis is not None:
-            self._diagnosis.batch_ended(waited_ms)
+            self._log_diagnosis(self._diagnosis.batch_ended(waited_ms), trainer)
 
     def _of_training(self, trainer: pl.Trainer, measurement: FitMeasurement) -> dict[str, float]:
         """What the trainer and the batches tell."""
@@ -188,7 +195,7 @@ class PipelineMonitor(Callback):
         measurement, self._measurement = self._measurement, None
         if measurement is None:
             return
-        self._end_wait()
+        self._let_go()
         diagnosis, self._diagnosis = self._diagnosis, None
         found = diagnosis.finish() if diagnosis is not None else None
         self._seen_before = self._seen(measurement)
@@ -197,16 +204,21 @@ class PipelineMonitor(Callback):
             self._timelines.finish(logged_step(trainer))
         if self.report is not None:
             self.report.diagnosis = found
+        self._log_diagnosis(found, trainer)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Leaves the trainer as it was."""
         self._diagnosis = None
-        self._end_wait()
+        self._let_go()
 
-    def _end_wait(self) -> None:
+    def _let_go(self) -> None:
+        """Gives back what was taken of the trainer."""
         wait, self._wait = self._wait, None
         if wait is not None:
             wait.end()
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            bar.end()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Ends what loggers have begun on other nodes."""
@@ -229,6 +241,10 @@ class PipelineMonitor(Callback):
         self._outputs.log_facts({f"pp/{name}": facts[name] for name in ("schedule", "costs_from")})
         if self._outputs.shows_tables:
             self._outputs.log_predictions(pipeline.predictions(), step)
+
+    def _log_diagnosis(self, diagnosis: Diagnosis | None, trainer: pl.Trainer) -> None:
+        if diagnosis is not None and trainer.is_global_zero:
+            self._outputs.log_diagnosis(diagnosis, logged_step(trainer))
 
     def _is_time(self, trainer: pl.Trainer) -> bool:
         every_n_steps = self.every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined] # set by a connector

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, fields
 from typing import Any
 
-from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_pp.planning.schedules.predictions import Prediction
-from lightning_pp.telemetry import StageInfo
+from lightning_pp.telemetry import Diagnosis, Finding, StageInfo
 
 
 class LoggerOutputs:
@@ -61,6 +61,26 @@ class LoggerOutputs:
         """The schedules that were compared, to W&B."""
         columns = [field.name for field in fields(Prediction)]
         self._log_table("pp/schedules", columns, [list(astuple(row)) for row in predictions], step)
+
+    def log_diagnosis(self, diagnosis: Diagnosis, step: int) -> None:
+        """What would make a step shorter, ``pp/diagnosis``; the latest one counts.
+
+        In W&B it is in the summary, and a table, ``pp/findings``; in TensorBoard a text; elsewhere a hyperparameter.
+        """
+
+        def write(logger: Logger) -> None:
+            if isinstance(logger, WandbLogger):
+                logger.experiment.summary["pp/diagnosis"] = diagnosis.text
+            elif isinstance(logger, TensorBoardLogger):
+                lines = diagnosis.text.splitlines()
+                logger.experiment.add_text("pp/diagnosis", "\n".join(f"    {line}" for line in lines), step)
+            else:
+                logger.log_hyperparams({"pp/diagnosis": diagnosis.text})
+
+        self._write(write)
+        if diagnosis.findings:
+            columns = [field.name for field in fields(Finding)]
+            self._log_table("pp/findings", columns, [list(astuple(each)) for each in diagnosis.findings], step)
 
     @property
     def shows_tables(self) -> bool:

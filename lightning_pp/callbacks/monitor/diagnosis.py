@@ -22,11 +22,14 @@ class FitDiagnosis:
         self._window = StepWindow(pipeline)
         self._has_told = False
 
-    def batch_ended(self, waited_ms: float) -> None:
+    def batch_ended(self, waited_ms: float) -> Diagnosis | None:
         """Notes a training batch; after the first measured steps gathers, and tells on rank 0, once.
 
         Args:
             waited_ms: How long the loader was waited for, since the batch before.
+
+        Returns:
+            What was told, if anything.
         """
         self._window.batch_ended(waited_ms)
         if self._window.is_due:
@@ -34,6 +37,8 @@ class FitDiagnosis:
             if diagnosis is not None and diagnosis.findings and not self._has_told:
                 self._has_told = True
                 rank_zero_info(diagnosis.text)
+                return diagnosis
+        return None
 
     def finish(self) -> Diagnosis | None:
         """The diagnosis of the latest steps, on rank 0 of the first pipeline; every rank has to call it."""
