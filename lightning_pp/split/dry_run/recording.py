@@ -339,6 +339,10 @@ class DryRun:
                 roots[None] = loss.grad_fn
                 self._note_saved_between([loss], record.tail.memory)
             record.gradient_sources = gradient_sources(roots, self._marker_nodes)
+            for operation in record.operations.values():
+                if operation.place.num_calls == num_calls:  # the end of the step, whatever lies in it
+                    record.tail.memory.saved.update(operation.memory.saved)
+                    operation.memory = HeldMemory()
             nodes = {**self._marker_nodes, **self._operation_nodes}
             roots |= {value: node for value, node in nodes.items() if not value.is_of_unit}
             record.nearest_gradients = gradient_sources(roots, nodes)
