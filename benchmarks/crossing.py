@@ -95,9 +95,8 @@ def main() -> None:
     for zoo in (architectures, transformers_by_hand):
         models |= {name: (zoo.ARCHITECTURES[name][0], zoo.batches_of(name)[0]) for name in zoo.ARCHITECTURES}
     tokens = torch.zeros(1, LENGTH, dtype=torch.long)
-    models |= {
-        f"residuals {place} units": (lambda o=o: Layers(o), tokens) for place, o in (("inside", 0), ("outside", 1))
-    }
+    models["residuals inside units"] = partial(Layers, False), tokens
+    models["residuals outside units"] = partial(Layers, True), tokens
     sums = [0, 0]
     for name, (make, batch) in models.items():
         for num_stages in numbers:
