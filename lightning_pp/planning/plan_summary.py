@@ -10,7 +10,7 @@ from torch import nn
 from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.split.cut.wide_cuts import WideCut, wide_cuts
 from lightning_pp.split.record.plan import Edge
-from lightning_pp.split.record.step_record import Reads, UnitCall
+from lightning_pp.split.record.step_record import Reads, StepRecord, UnitCall, Value
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ class CrossingSummary:
     """A tensor that crosses from one stage to another, in one microbatch.
 
     Attributes:
-        value: The unit that makes it, with the place among its outputs where there are several.
+        value: The unit that makes it, with the place among its outputs where there are several; or the operation
+            between units, with the unit before it.
         source: The stage that makes it.
         target: The stage that needs it.
         source_rank: The rank of ``source``.
@@ -177,15 +178,9 @@ def _summarize_unit(split: SplitModel, name: str) -> UnitSummary:
 
 
 def _summarize_edge(split: SplitModel, edge: Edge) -> CrossingSummary:
-    call = split.record.calls[edge.value.call]
-    num_made = sum(leaf.spec is not None for leaf in call.leaves)
-    num_calls = sum(other.unit == call.unit for other in split.record.calls)
-    place = f"[{edge.value.leaf}]" if num_made > 1 else ""
-    if num_calls > 1:
-        place += f" of call {sum(other.unit == call.unit for other in split.record.calls[: call.index]) + 1}"
     ranks = split.placement.rank_of_stage
     return CrossingSummary(
-        call.unit + place,
+        _name_of(split.record, edge.value),
         edge.source,
         edge.target,
         ranks[edge.source],
@@ -195,6 +190,19 @@ def _summarize_edge(split: SplitModel, edge: Edge) -> CrossingSummary:
         edge.spec.num_bytes,
         edge.spec.num_bytes if edge.has_gradient else 0,
     )
+
+
+def _name_of(record: StepRecord, value: Value) -> str:
+    if not value.is_of_unit:
+        made_at = record.operations[value.leaf].place
+        return f"{made_at.name} after {record.calls[made_at.num_calls - 1].unit}"
+    call = record.calls[value.call]
+    num_made = sum(leaf.spec is not None for leaf in call.leaves)
+    num_calls = sum(other.unit == call.unit for other in record.calls)
+    place = f"[{value.leaf}]" if num_made > 1 else ""
+    if num_calls > 1:
+        place += f" of call {sum(other.unit == call.unit for other in record.calls[: call.index]) + 1}"
+    return call.unit + place
 
 
 def _size(parameters: Iterable[nn.Parameter]) -> tuple[int, int]:

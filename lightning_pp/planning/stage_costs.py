@@ -63,6 +63,8 @@ def estimated_costs(
         whole_batch_loss: Whether the last stage joins all microbatches.
     """
     factors = speeds_of_stages or [1.0] * partition.num_stages
+    if whole_batch_loss:
+        record = replace(record, outputs_cross_alone=True)
     plan = build_plan(record, partition.stage_of_unit, partition.num_stages)
     sums = stage_costs(
         partition.unit_costs, partition.stage_of_unit, [speed.flops_per_ms * factor for factor in factors]

@@ -241,7 +241,8 @@ class StepPlanCache:
         unrecorded = cast(DryRun, _UnrecordedRun(own_copy if record.edits_batch else own_containers))
         known_looks = used.known_looks if is_as_before else ()
         seed = seed_inter_unit or _draw_on
-        path = self._paths.compare(record, lambda: step(unrecorded), seed, self.outside, known_looks)
+        crossing = used.plan.crossing_operations
+        path = self._paths.compare(record, lambda: step(unrecorded), seed, self.outside, known_looks, crossing)
         if path.is_same:
             used.note_use(conditions, path.looks)
         return path.is_same
@@ -278,4 +279,7 @@ def _course_of(record: StepRecord) -> list[Any]:
     for call in record.calls:
         course += call.unit, call.shapes, [(number, leaf.spec) for number, leaf in call.numbered_leaves()]
         course += call.reads.values, set(call.reads.parameters)
+    for operation in record.operations.values():
+        if operation.place.num_calls < len(record.calls):  # what follows the last call crosses nowhere
+            course.append((operation.place, operation.reads, operation.result.spec, operation.can_cross))
     return course

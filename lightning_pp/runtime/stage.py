@@ -80,7 +80,9 @@ class StageRunner:
             SplitError: The step calls other units than the plan says, or touches a value that is not here.
         """
         calls = self._prepare(plan)[1]
-        run = StageForward(calls, self._units, receive, randomness, with_gradients, self.recomputation)
+        run = StageForward(
+            calls, self._units, receive, randomness, with_gradients, self.recomputation, self._is_in_region
+        )
         if calls.plan.last_call == -1:  # nothing of this stage is called in such a step
             if calls.received:
                 run.receive_the_rest()
@@ -146,6 +148,9 @@ class StageRunner:
                 own = leaf.grad
                 returned[edge.value] = torch.zeros_like(leaf) if own is None else own
         return returned
+
+    def _is_in_region(self) -> bool:
+        return self._calls.running_region() is not None
 
     def _prepare(self, plan: StepPlan) -> tuple[StepPlan, StageCalls, list[nn.Module]]:
         """What a plan means here, and the modules of its units that keep their weight gradients back themselves."""

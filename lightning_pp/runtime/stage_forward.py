@@ -19,9 +19,11 @@ from lightning_pp.split.data.tree import leaves_of, replace_leaves
 from lightning_pp.split.fakes.parameters import is_fake
 from lightning_pp.split.record.plan import StepPlan
 from lightning_pp.split.record.source_lines import user_line
-from lightning_pp.split.record.step_record import UnitCall, Value
+from lightning_pp.split.record.step_record import OF_OPERATION, Operation, OperationPlace, UnitCall, Value
 from lightning_pp.split.side_effects.carried import FakeSideEffects, SideEffectKeeper
+from lightning_pp.split.unit_calls.compilation import uncompiled_outside_units
 from lightning_pp.split.unit_calls.compute_dtype import cast_activations
+from lightning_pp.split.unit_calls.operations import OperationCalls, lost_operation
 
 
 class StageFinished(BaseException):
@@ -91,6 +93,7 @@ class _Call:
         has_side_effects: Whether the unit leaves anything behind besides its outputs.
         is_received: Whether the stage receives any of its outputs.
         fake: The tensor that it gives where it does not run here, if that is all that it gives and always the same.
+        crossed_before: By number the operations between the call before and this one whose results cross here.
     """
 
     unit: str
@@ -102,6 +105,7 @@ class _Call:
     has_side_effects: bool
     is_received: bool
     fake: Tensor | None
+    crossed_before: Mapping[int, Operation]
 
 
 _KNOWN_IN_ADVANCE = (
@@ -128,6 +132,17 @@ class StageCalls:
         # and whether a gradient goes back
         self.received = received = {edge.value: edge.has_gradient for edge in self.plan.receives}
         self.sent = frozenset(edge.value for edge in self.plan.sends) | self.plan.keeps
+        # results of operations between units that come here or leave, and those of them that the step ends with
+        self.operations = {
+            value.leaf: plan.record.operations[value.leaf] for value in (*received, *self.sent) if not value.is_of_unit
+        }
+        self.record = plan.record
+        last_call = self.plan.last_call
+        self.last_operations = frozenset(
+            number
+            for number, operation in self.operations.items()
+            if last_call is not None and operation.place.num_calls == last_call + 1
+        )
         # what nobody writes into can be the leaf itself
         self.edited = {value for value in received if plan.record.leaf(value).edited_in_place}
         self.calls: list[_Call] = []
@@ -142,12 +157,13 @@ class StageCalls:
                     call.unit,
                     call,
                     call.index in self.plan.owned_calls,
-                    call.index == self.plan.last_call,
+                    call.index == last_call and not self.last_operations,
                     call.index in self.inter_unit_draws.after,
                     tuple(_sent(call, value) if value in self.sent else None for value in values),
                     bool(call.side_effects),
                     is_received,
                     fake,
+                    {n: each for n, each in self.operations.items() if each.place.num_calls == call.index},
                 )
             )
 
@@ -171,12 +187,15 @@ class StageForward:
         randomness: Seeds for inter-unit code that draws random numbers.
         with_gradients: Whether a backward follows.
         recomputation: Which units are run again in backward.
+        in_region: Whether a checkpointed region runs.
     """
 
     __slots__ = (
         "_failure",
         "_inputs",
         "_next_call",
+        "_num_last_operations",
+        "_operations",
         "_randomness",
         "_receive",
         "_recomputation",
@@ -195,8 +214,14 @@ class StageForward:
         randomness: StepRandomness,
         with_gradients: bool,
         recomputation: Recomputation,
+        in_region: Callable[[], bool] = lambda: False,
     ) -> None:
         self._recomputation = recomputation
+        # followed only where the result of one crosses
+        self._operations: OperationCalls | None = None
+        if calls.operations:
+            self._operations = OperationCalls(calls.record.operation_numbers.get, self._on_operation, in_region)
+        self._num_last_operations = 0
         self.in_flight = InFlight()
         self.side_effects = FakeSideEffects()
         self._stage = calls
@@ -227,6 +252,17 @@ class StageForward:
                 f"{user_line()} called unit {unit!r}, but the recorded step {recorded}. {_KNOWN_IN_ADVANCE}"
             )
         call = calls[index]
+        if self._operations is None:
+            return self._called(call, index, original, args, kwargs)
+        self._check_operations(call.crossed_before)
+        output = self._called(call, index, original, args, kwargs)
+        self._operations.note_call(call.record, output)
+        return output
+
+    def _called(
+        self, call: _Call, index: int, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        unit = call.unit
         if not call.is_owned:
             if call.draws_follow:
                 self._randomness.seed_inter_unit(index)
@@ -265,7 +301,11 @@ class StageForward:
         """
         output = None
         try:
-            output = step()
+            if self._operations is None:
+                output = step()
+            else:
+                with uncompiled_outside_units(), self._operations:
+                    output = step()
         except StageFinished:
             pass
         except Exception:
@@ -275,9 +315,50 @@ class StageForward:
             self.check_complete()
         finally:
             self.side_effects.undo()
+            self._operations = None  # it holds this forward, with what was received
         self.raise_failure()
         self.receive_the_rest()
         return output
+
+    def _on_operation(self, number: int, place: OperationPlace, given: list[Tensor], result: Tensor) -> Tensor:
+        """Takes what was received in the place of what an operation between units gives, or keeps that to be sent.
+
+        Raises:
+            SplitError: It gives something else than in the recorded step.
+            StageFinished: It was the last result that this stage sends.
+        """
+        operation = self._stage.operations.get(number)
+        if operation is None:
+            return result
+        value, spec = Value(OF_OPERATION, number), operation.result.spec
+        assert spec is not None
+        if result.shape != spec.shape or result.dtype != spec.dtype:
+            raise SplitError(
+                f"{user_line()} ({place.name}) gives a tensor of shape {tuple(result.shape)} and dtype {result.dtype}, "
+                f"which crosses between stages, and the recorded step saw {spec.shape} and {spec.dtype} there: other "
+                "stages cannot know its size."
+            )
+        if value in self._stage.received:
+            return self._tensor_of(value)
+        if type(result) is not Tensor:
+            raise SplitError(
+                f"{user_line()} ({place.name}) computed with a value of another stage than stage "
+                f"{self._stage.plan.stage}, which sends the result and has not got that value: the recorded step did "
+                "not use it there. What the code between units reads may depend on the shapes of the batch only."
+            )
+        self._keep_value(value, result)
+        if number in self._stage.last_operations:
+            self._num_last_operations += 1
+            if self._num_last_operations == len(self._stage.last_operations):
+                raise StageFinished
+        return result
+
+    def _check_operations(self, operations: Mapping[int, Operation]) -> None:
+        """Raises :class:`SplitError` if the step has not come to what crosses before the call that it comes to now."""
+        assert self._operations is not None
+        for number, operation in operations.items():
+            if not self._operations.have_come(self._stage.record, [number]):
+                raise SplitError(lost_operation(operation.place, operation.line))
 
     def receive_the_rest(self) -> None:
         """Waits for what is received, if the step has not come to it."""
@@ -373,7 +454,10 @@ class StageForward:
                 f"dry run of a batch of the same shapes saw {shape} and {dtype}: other stages cannot know its size."
             )
         # code after the unit may edit what left it as a side effect, and nothing can give it a copy
-        kept = self.in_flight.outputs[value] = tensor.clone() if value.leaf < 0 and edited_in_place else tensor
+        self._keep_value(value, tensor.clone() if value.leaf < 0 and edited_in_place else tensor)
+
+    def _keep_value(self, value: Value, kept: Tensor) -> None:
+        self.in_flight.outputs[value] = kept
         if kept.grad_fn is not None:
             self.in_flight.roots[value] = GradientEdge(kept.grad_fn, kept.output_nr, None)
         elif kept.requires_grad:

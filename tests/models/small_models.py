@@ -115,10 +115,11 @@ class MixedBlock(nn.Module):
 
 
 class Tower(L.LightningModule):
-    """Blocks between an embedding and a head that share their weight."""
+    """Blocks between an embedding and a head that share their weight; ``sums`` adds them up outside of blocks."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, sums: bool = False) -> None:
         super().__init__()
+        self.sums = sums
         self.embedding = nn.Embedding(VOCAB, WIDTH)
         self.blocks = nn.ModuleList(MixedBlock() for _ in range(num_blocks))
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
@@ -128,7 +129,7 @@ class Tower(L.LightningModule):
         (tokens,) = batch
         h = self.embedding(tokens)
         for block in self.blocks:
-            h = block(h)
+            h = h * 0.5 + block(h) if self.sums else block(h)
         logits = self.head(h[:, :-1])
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 

@@ -12,6 +12,7 @@ from lightning_pp.errors import ConfigurationError, SplitError
 from lightning_pp.schedule import Placement
 from lightning_pp.split.cut.balance import CutProblem, balanced_starts, smallest_limit
 from lightning_pp.split.cut.unit_costs import UnitCost, estimate_unit_costs, weighted
+from lightning_pp.split.record.crossing import find_crossing, has_operations
 from lightning_pp.split.record.step_record import StepRecord
 
 _GIB = 2**30
@@ -179,8 +180,12 @@ def _checked_speeds(speeds: Sequence[float] | None, num_ranks: int) -> list[floa
 
 
 def _bytes_crossing(record: StepRecord, order: Sequence[str], firsts: Sequence[int]) -> list[float]:
-    """Bytes of the values that are made before each of the positions ``firsts`` and read from there on."""
+    """Bytes of what crosses before each of the positions ``firsts``."""
     position = {unit: index for index, unit in enumerate(order)}
+    if has_operations(record):
+        places = [position[call.unit] for call in record.calls]
+        crossings = (find_crossing(record, [int(place >= first) for place in places], 2) for first in firsts)
+        return [float(crossing.num_bytes(record)) for crossing in crossings]
     last_read: dict[tuple[int, int], int] = {}
     for reads, place in [
         *((call.reads, position[call.unit]) for call in record.calls),

@@ -44,9 +44,10 @@ class WideCut:
 
 
 ADVICE = (
-    "What crosses a cut is outputs of units. Where code between units adds them up (h = h + block(h)), each of them "
-    "crosses; where a unit adds in its own forward, their sum crosses alone. Name a module that does so with units=, "
-    "or cut elsewhere with split_points=."
+    "What crosses a cut is outputs of units, or what the code between units makes of them where that is less, as a sum "
+    "is. Where that code draws random numbers (dropout), writes in place or puts hooks on gradients, outputs of units "
+    "cross alone, and so does each that is used again much later. Name a module that holds such code with units=, or "
+    "cut elsewhere with split_points=."
 )
 
 
@@ -67,7 +68,12 @@ def wide_cuts(plan: StepPlan) -> list[WideCut]:
         )
         if not output_bytes or crossing_bytes <= WIDE * output_bytes:
             continue
-        lines = dict.fromkeys(call.line for call in behind if not edges.keys().isdisjoint(call.reads.values))
+        made_of = {
+            origin
+            for value in edges
+            for origin in ((value,) if value.is_of_unit else record.operations[value.leaf].origins)
+        }
+        lines = dict.fromkeys(call.line for call in behind if not made_of.isdisjoint(call.reads.values))
         found.append(
             WideCut(
                 behind[0].unit,

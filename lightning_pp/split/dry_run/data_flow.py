@@ -109,7 +109,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         value_reads: Where inter-unit code did.
         looks: Where inter-unit code looked at values that the step was given.
         seen: What it got to know by that, and of constants.
-        edited: Unit outputs that code after the unit writes into.
+        edited: Unit outputs, and results of operations between units, that code after them writes into.
         inter_unit_draws: Calls after which inter-unit code draws random numbers, up to the next; -1: before the first.
         branches_at_random: Whether Python looked at a number that inter-unit code drew.
         gradient_hooks: Hooks that inter-unit code put on weight-dependent tensors.
@@ -150,6 +150,8 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._lines: dict[Source, str] = {}
         self._made_up: MadeUpData | None = None
         self._output_storages: dict[int, Value] = {}
+        # of results of operations between units: the unit outputs, parameters and so on that they were computed from
+        self._origins: dict[Source, frozenset[Source]] = {}
         # a storage is known by its address, so it must not be freed and given out again meanwhile
         self._kept_alive: list[Tensor] = []
         self._written: dict[int, frozenset[Source]] = dict(parameters)
@@ -195,7 +197,8 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return {name: frozenset(sources) for name, sources in self._updates.items()}
 
     def _note_update(self, name: str, sources: Iterable[Source]) -> None:
-        others = {source.name for source in sources if isinstance(source, Parameter)}
+        origins = {origin for source in sources for origin in self._origins.get(source, (source,))}
+        others = {origin.name for origin in origins if isinstance(origin, Parameter)}
         self._updates.setdefault(name, set()).update(others - {name})
 
     def mark_output(self, tensor: Tensor, value: Value) -> None:
@@ -204,6 +207,16 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         set_made_after(tensor, value.call)
         storage = storage_of(tensor)
         if storage is not None:
+            self._output_storages[storage] = value
+            self._kept_alive.append(tensor)
+
+    def mark_operation(self, tensor: Tensor, value: Value) -> None:
+        """Makes ``tensor``, the result of an operation between units, the source ``value`` in place of its own."""
+        self._origins[value] = self.origins_of(tensor)
+        set_sources(tensor, {value})
+        storage = storage_of(tensor)
+        if storage is not None:
+            self._sources_of_fakes[storage] = (frozenset({value}), tensor.untyped_storage())
             self._output_storages[storage] = value
             self._kept_alive.append(tensor)
 
@@ -230,8 +243,18 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Whether the value of ``tensor`` was made of the batch, or of weights."""
         return self.is_missing(tensor) or storage_of(tensor) not in self._without_batch
 
+    def origins_of(self, tensor: Tensor) -> frozenset[Source]:
+        """The unit outputs, parameters and units' insides that the value of ``tensor`` comes from."""
+        sources = self.sources_of(tensor)
+        if self._origins.keys().isdisjoint(sources):
+            return sources
+        return frozenset().union(*(self._origins.get(source, {source}) for source in sources))
+
     def sources_of(self, tensor: Tensor) -> frozenset[Source]:
-        """Where the value of ``tensor`` comes from, with what was written into its memory."""
+        """Where the value of ``tensor`` comes from, with what was written into its memory.
+
+        Results of operations between units stand for what they were computed from.
+        """
         found = sources_of(tensor)
         storage = self._memory_of(tensor)
         if storage is None:
@@ -243,10 +266,9 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def read(self, tensor: Tensor) -> Tensor:
         """Records that Python looks at the content of ``tensor``, and gives it something to see."""
-        sources = self.sources_of(tensor)
-        self._note(sources)
+        self._note(self.sources_of(tensor))
         if self.call is None:
-            self.value_reads.append(ValueRead(user_line(), sources, self.num_calls))
+            self.value_reads.append(ValueRead(user_line(), self.origins_of(tensor), self.num_calls))
         else:
             self.call_reads_data = True
         if not self._reads_as_fake(tensor):
@@ -364,7 +386,8 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except NeedsDataError as error:
             if self.call is not None:
                 raise
-            self.value_reads.append(ValueRead(error.line, sources, self.num_calls))
+            origins = frozenset().union(*(self._origins.get(source, {source}) for source in sources))
+            self.value_reads.append(ValueRead(error.line, origins, self.num_calls))
         with self._fake_mode.making_up():
             return func(*args, **kwargs)
 
@@ -382,6 +405,15 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._lines[source] = user_line()
 
     def _note(self, sources: Iterable[Source]) -> None:
+        for source in sources:
+            if isinstance(source, Value):
+                if source not in self.reads.nearest:
+                    self.reads.nearest.add(source)
+                    self._note_origins(self._origins.get(source, (source,)))
+            else:
+                self._note_origins((source,))
+
+    def _note_origins(self, sources: Iterable[Source]) -> None:
         current = self.call.index if self.call is not None else None
         for source in sources:
             if isinstance(source, Value):

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pp.errors import ConfigurationError, SplitError
-from lightning_pp.split._torch_private import NOT_FAKEABLE, is_functorch_wrapped, version_of, without_dispatch_modes
+from lightning_pp.split._torch_private import (
+    NOT_FAKEABLE,
+    FakeTensor,
+    is_functorch_wrapped,
+    version_of,
+    without_dispatch_modes,
+)
 from lightning_pp.split.data.tree import leaves_of, map_leaves, own_containers, own_copy, tensors_of
 from lightning_pp.split.dry_run.data_flow import DataFlow
 from lightning_pp.split.dry_run.gradient_flow import gradient_sources
@@ -20,11 +26,14 @@ from lightning_pp.split.fakes.fake_mode import NeedsDataError
 from lightning_pp.split.fakes.made_up_data import AsFake, MadeUpData
 from lightning_pp.split.fakes.parameters import FakeParameters, has_data, is_fake
 from lightning_pp.split.record.source_lines import innermost_user_line, running_autograd_function, user_line
-from lightning_pp.split.record.sources import NOTHING, Parameter, Source, set_sources, storage_of
+from lightning_pp.split.record.sources import NOTHING, Inside, Parameter, Source, set_sources, storage_of
 from lightning_pp.split.record.step_record import (
+    OF_OPERATION,
     Handed,
     HeldMemory,
     InterUnitDraws,
+    Operation,
+    OperationPlace,
     OutputLeaf,
     PassedOn,
     Reads,
@@ -40,6 +49,7 @@ from lightning_pp.split.side_effects.watch import ChangingHookError, SideEffectW
 from lightning_pp.split.unit_calls.call_arguments import fingerprint_of, shapes_of
 from lightning_pp.split.unit_calls.checkpointed_regions import never_run_again
 from lightning_pp.split.unit_calls.compute_dtype import cast_activations
+from lightning_pp.split.unit_calls.operations import OperationCalls
 from lightning_pp.split.unit_calls.selective_policy import Policy
 
 
@@ -111,6 +121,13 @@ class DryRun:
             for name in units
         }
         self._marker_nodes: dict[Value, Any] = {}
+        self._operation_nodes: dict[Value, Any] = {}
+        numbers = self.record.operation_numbers
+        self.operations = OperationCalls(
+            lambda place: numbers.setdefault(place, len(numbers)),
+            self._on_operation,
+            lambda: self.running_region() is not None,
+        )
         self._end = Reads()
         self._units_that_need_data: set[type[nn.Module]] = set()
         self._units = dict(units)
@@ -166,7 +183,7 @@ class DryRun:
 
     def depends_on_units(self, tensor: Tensor) -> bool:
         """Whether the value of ``tensor`` depends on what a unit gave, and not on parameters and the batch alone."""
-        return any(not isinstance(source, Parameter) for source in self._flow.sources_of(tensor))
+        return any(not isinstance(source, Parameter) for source in self._flow.origins_of(tensor))
 
     def own(self, batch: Any) -> Any:
         """The batch for one run of the step, which may write into it; contents are put back afterwards."""
@@ -257,7 +274,39 @@ class DryRun:
         if len(self.record.calls) == self._num_calls:
             self._make_up_the_end()
         self._start_inter_unit(call.index)
+        self.operations.note_call(call, marked)
         return marked
+
+    def _on_operation(self, number: int, place: OperationPlace, given: list[Tensor], result: Tensor) -> Tensor:
+        """Has the result of an operation between units, if another stage could receive it, stand for its sources."""
+        flow = self._flow
+        storage = storage_of(result)
+        if (
+            type(result) is not FakeTensor
+            or storage is None
+            or storage in map(storage_of, given)  # a view
+            or not result.is_contiguous()
+            or result.is_complex()
+            or (not torch.is_grad_enabled() and running_autograd_function())
+            or any(map(is_functorch_wrapped, given))
+        ):
+            return result
+        origins = flow.origins_of(result)
+        values = frozenset(source for source in origins if isinstance(source, Value))
+        if not values or any(isinstance(source, Inside) for source in origins):
+            return result
+        reads = frozenset(source for source in flow.sources_of(result) if isinstance(source, Value))
+        parameters = frozenset(source.name for source in origins if isinstance(source, Parameter))
+        value = Value(OF_OPERATION, number)
+        flow.mark_operation(result, value)
+        leaf = OutputLeaf(spec_of(result), None, requires_grad=result.requires_grad, memory=flow.watch.number(result))
+        operation = Operation(place, user_line(), reads, values, parameters, leaf)
+        self.record.operations[number] = operation
+        if result.requires_grad:
+            with without_dispatch_modes():
+                self._note_saved_between([result], operation.memory)
+            self._operation_nodes[value] = result.grad_fn
+        return result
 
     def _start_inter_unit(self, index: int) -> None:
         if self._seed_inter_unit is not None:
@@ -288,8 +337,15 @@ class DryRun:
             roots: dict[Value | None, Any] = dict(self._marker_nodes.items())
             if isinstance(loss, Tensor) and loss.requires_grad:
                 roots[None] = loss.grad_fn
-                self._note_saved_between([loss], record.tail)
+                self._note_saved_between([loss], record.tail.memory)
             record.gradient_sources = gradient_sources(roots, self._marker_nodes)
+            for operation in record.operations.values():
+                if operation.place.num_calls == num_calls:  # the end of the step, whatever lies in it
+                    record.tail.memory.saved.update(operation.memory.saved)
+                    operation.memory = HeldMemory()
+            nodes = {**self._marker_nodes, **self._operation_nodes}
+            roots |= {value: node for value, node in nodes.items() if not value.is_of_unit}
+            record.nearest_gradients = gradient_sources(roots, nodes)
 
     def finish_opaque(self, line: str) -> StepRecord:
         """Completes the record of a step whose end cannot run without its data.
@@ -301,6 +357,7 @@ class DryRun:
         self._note_what_decides()
         self._note_edits()
         self.record.value_reads_in_tail.append(line)
+        self.record.outputs_cross_alone = True  # how gradients of others flow is not known
         return self.record
 
     def ends_elsewhere(self) -> bool:
@@ -314,6 +371,8 @@ class DryRun:
         self.record.edits_batch = self._flow.edits_batch
         for value in self._flow.edited:
             self.record.leaf(value).edited_in_place = True
+            if not value.is_of_unit:
+                self.record.operations[value.leaf].can_cross = False
 
     def _note_what_decides(self) -> None:
         """Notes what may decide, besides shapes, which units are called and with what."""
@@ -483,13 +542,14 @@ class DryRun:
         given = list(tensors_of((args, kwargs)))
         self._flow.keep(given, call.given)
         with without_dispatch_modes():
-            self._note_saved_between(given, call.reads)
+            self._note_saved_between(given, call.reads.memory)
 
-    def _note_saved_between(self, tensors: Iterable[Tensor], reads: Reads) -> None:
+    def _note_saved_between(self, tensors: Iterable[Tensor], memory: HeldMemory) -> None:
         """What the code between units keeps for backward, of what leads to ``tensors``."""
         # from the graph, since hooks on saved tensors, as around units, are refused by torch.func there
         with never_run_again():
-            self._flow.keep(self._graph.saved_behind(tensors, self._marker_nodes.values()), reads.memory.saved)
+            stops = {*self._marker_nodes.values(), *self._operation_nodes.values()}
+            self._flow.keep(self._graph.saved_behind(tensors, stops), memory.saved)
 
     @contextmanager
     def _saved_memory_noted(self, call: UnitCall) -> Iterator[None]:
@@ -510,6 +570,7 @@ class DryRun:
     def release(self) -> None:
         """Lets go of all tensors, since they hold the graph, which holds this recording where no collector sees it."""
         self._marker_nodes.clear()
+        self._operation_nodes.clear()
         self._held.clear()
         self._flow.release()
 
@@ -533,5 +594,6 @@ class _Arguments:
 
 def _add(found: Reads, to: Reads) -> None:
     to.values |= found.values
+    to.nearest |= found.nearest
     to.parameters = {**found.parameters, **to.parameters}
     to.escapes = {**found.escapes, **to.escapes}

@@ -16,6 +16,7 @@ from lightning_pp.split.record.step_record import StepRecord, UnitCall, Value
 from lightning_pp.split.side_effects.carried import FakeSideEffects
 from lightning_pp.split.side_effects.generators import generators_untouched
 from lightning_pp.split.unit_calls.interception import UnitCalls
+from lightning_pp.split.unit_calls.operations import OperationCalls
 
 IsSameCall = Callable[[UnitCall, Callable[..., Any], tuple[Any, ...], "dict[str, Any]"], bool]
 """Whether a recorded call gives the same when it is run with these arguments; the second is what runs it."""
@@ -36,6 +37,7 @@ def rehearse(
     preserving: AbstractContextManager[Any] | None = None,
     is_same_call: IsSameCall = lambda *_: True,
     on_look: Callable[[torch.Tensor], None] = lambda _: None,
+    operations: OperationCalls | None = None,
 ) -> tuple[bool, Exception | None]:
     """Runs ``step`` with every unit standing in, until its end or until it calls a unit otherwise than ``record`` says.
 
@@ -51,6 +53,7 @@ def rehearse(
         preserving: A context that keeps the module's state, if the step may change it.
         is_same_call: Is asked about each call of a unit that ``record`` has in the same place.
         on_look: Is told of tensors with data that Python reads as a whole.
+        operations: Follows the operations between units.
 
     Returns:
         Whether the step called the units of ``record`` as it says, and what it raised, which may be due to made-up
@@ -77,6 +80,8 @@ def rehearse(
         output = call.output_of(left, with_made_up=True)
         if call.index in record.inter_unit_draws.after:
             seed_inter_unit(call.index)
+        if operations is not None:
+            operations.note_call(call, output)
         return output
 
     with ExitStack() as stack:
@@ -86,6 +91,7 @@ def rehearse(
         stack.enter_context(_values_made_up(record, on_look))
         stack.enter_context((unit_calls or UnitCalls(units)).handled_by(fake))
         stack.enter_context(torch.no_grad())
+        stack.enter_context(operations or nullcontext())
         if -1 in record.inter_unit_draws.after:
             seed_inter_unit(-1)
         try:

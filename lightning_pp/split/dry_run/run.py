@@ -205,6 +205,7 @@ def _attempt(
             run.recording(module),
             unit_calls.handled_by(run.on_call),
             recorder,
+            run.operations,
         ):
             result = step(run)
         run.finish(result, with_gradients)

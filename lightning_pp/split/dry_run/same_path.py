@@ -14,7 +14,7 @@ from lightning_pp.split.dry_run.rehearsal import Rehearsed, rehearse
 from lightning_pp.split.fakes.parameters import FakeParameters, is_fake
 from lightning_pp.split.record.reduction import Place, Reduction
 from lightning_pp.split.record.source_lines import innermost_user_line
-from lightning_pp.split.record.step_record import PassedOn, StepRecord, UnitCall, spec_of
+from lightning_pp.split.record.step_record import OperationPlace, PassedOn, StepRecord, UnitCall, spec_of
 from lightning_pp.split.record.unknown_numbers import UnknownNumber
 from lightning_pp.split.reductions.recording import ReductionRecorder
 from lightning_pp.split.side_effects.module_state import RehearsedState, preserved_state
@@ -22,6 +22,7 @@ from lightning_pp.split.side_effects.outside_state import OutsideState
 from lightning_pp.split.unit_calls.call_arguments import fingerprint_of, shapes_of
 from lightning_pp.split.unit_calls.compute_dtype import cast_activations
 from lightning_pp.split.unit_calls.interception import UnitCalls
+from lightning_pp.split.unit_calls.operations import OperationCalls
 
 
 class Path(NamedTuple):
@@ -59,6 +60,7 @@ class PathComparison:
         seed_inter_unit: Callable[[int], None],
         outside: OutsideState,
         known_looks: Collection[tuple[Any, ...]] = (),
+        crossing: Collection[int] = (),
     ) -> Path:
         """Rehearses ``step`` and tells whether it takes the path of ``record``.
 
@@ -69,13 +71,14 @@ class PathComparison:
             outside: What the step's functions reach besides the module.
             known_looks: If the step goes by nothing but values that it looks at: what steps on this path have seen.
                 One that has seen the same takes the same path, and is left at its next unit.
+            crossing: Numbers of operations between units, to which the step must come as well.
 
         Raises:
             Exception: What the step raised, if it does not do so again: that comes of no made-up value.
         """
-        path, failure = self._compared(record, step, seed_inter_unit, outside, known_looks)
+        path, failure = self._compared(record, step, seed_inter_unit, outside, known_looks, crossing)
         if failure is not None and _kind_of(failure) not in self._of_made_up_values:
-            _, again = self._compared(record, step, seed_inter_unit, outside, known_looks)
+            _, again = self._compared(record, step, seed_inter_unit, outside, known_looks, crossing)
             if again is None or _kind_of(again) != _kind_of(failure):
                 raise failure
             self._of_made_up_values.add(_kind_of(failure))
@@ -88,6 +91,7 @@ class PathComparison:
         seed_inter_unit: Callable[[int], None],
         outside: OutsideState,
         known_looks: Collection[tuple[Any, ...]],
+        crossing: Collection[int],
     ) -> tuple[Path, Exception | None]:
         """:meth:`compare`, and what the step raised."""
         seen: list[Any] = []
@@ -105,6 +109,9 @@ class PathComparison:
                 raise Rehearsed
             return True
 
+        operations, others = None, set[int]()
+        if crossing:
+            operations = self._followed(record, crossing, others)
         recorder = ReductionRecorder(is_fake, is_fake)
         with ExitStack() as stack:
             if record.updates:  # the code between units writes into parameters
@@ -123,12 +130,26 @@ class PathComparison:
                 preserving=self._state.preserved(),
                 is_same_call=is_same_call,
                 on_look=lambda tensor: seen.append(content_of(tensor)),
+                operations=operations,
             )
         if is_known:
             return Path(True, None), None
+        if operations is not None:
+            matches &= not others and operations.have_come(record, crossing)
         # what the end of the step makes of made-up values says nothing
         is_same = matches and (failure is not None or places_of(recorder.reductions) == places_of(record.reductions))
         return Path(is_same, None if failure else tuple(seen)), failure
+
+    def _followed(self, record: StepRecord, crossing: Collection[int], others: set[int]) -> OperationCalls:
+        """Follows the operations between units; ``others`` gets those of ``crossing`` that give another shape."""
+
+        def on_operation(number: int, place: OperationPlace, given: list[Tensor], result: Tensor) -> Tensor:
+            if number in crossing and spec_of(result) != record.operations[number].result.spec:
+                others.add(number)
+            return result
+
+        in_region = self._unit_calls.running_region
+        return OperationCalls(record.operation_numbers.get, on_operation, lambda: in_region() is not None)
 
     def _gives_the_same(
         self,

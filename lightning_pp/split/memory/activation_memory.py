@@ -65,6 +65,8 @@ def _code_between_units(plan: StepPlan, stage: int) -> Iterator[HeldMemory]:
         yield plan.record.calls[index].reads.memory
     if stage == len(plan.stages) - 1:
         yield plan.record.tail.memory
+    for number in plan.operations_of(stage):
+        yield plan.record.operations[number].memory
 
 
 def joined_bytes(record: StepRecord) -> int:

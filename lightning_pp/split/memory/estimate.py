@@ -19,7 +19,7 @@ than the batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_pp.schedule import Placement, Schedule, StageCosts
 from lightning_pp.split.cut.partition import Partition
@@ -137,6 +137,8 @@ def estimate_memory(
         ScheduleError: ``schedule`` is for another number of stages.
     """
     state = state or StateSizes()
+    if whole_batch_loss:
+        record = replace(record, outputs_cross_alone=True)
     plan = build_plan(record, partition.stage_of_unit, partition.num_stages)
     joined = [0] * partition.num_stages
     if whole_batch_loss:

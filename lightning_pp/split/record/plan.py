@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from lightning_pp.errors import SplitError
+from lightning_pp.split.record.crossing import find_crossing, operations_that_cross
 from lightning_pp.split.record.step_record import StepRecord, TensorSpec, Value
 
 
@@ -14,7 +16,7 @@ class Edge:
     """A tensor that one stage makes and another needs.
 
     Attributes:
-        value: Which unit output.
+        value: Which unit output, or which result of the code between units.
         source: The stage that makes it.
         target: The stage that needs it; never the same.
         spec: Shape and dtype.
@@ -35,8 +37,9 @@ class StagePlan:
     Attributes:
         stage: Number of the stage.
         owned_calls: Indices of the unit calls that run here.
-        last_call: Index of the last of them that anybody needs; the step ends there. None on the last stage, where
-            it runs through to the loss, unless it keeps values. -1 where nothing runs.
+        last_call: Index of the last of them that anybody needs; the step ends there, or with the last result of the
+            code right after it that is sent. None on the last stage, where it runs through to the loss, unless it
+            keeps values. -1 where nothing runs.
         receives: Edges that end here, by value.
         sends: Edges that start here, by value.
         keeps: On the last stage, values to keep for one run of the step's end on the whole batch, received ones too.
@@ -64,6 +67,27 @@ class StepPlan:
     stages: tuple[StagePlan, ...]
     edges: tuple[Edge, ...]
 
+    @cached_property
+    def crossing_operations(self) -> frozenset[int]:
+        """Numbers of the operations between units whose results cross."""
+        return operations_that_cross(edge.value for edge in self.edges)
+
+    def operations_of(self, stage: int) -> list[int]:
+        """Numbers of the operations between units that ``stage`` needs the results of and has not received."""
+        record, own = self.record, self.stages[stage]
+        waiting = [value for call in own.owned_calls for value in record.calls[call].reads.nearest]
+        waiting += [edge.value for edge in own.sends]
+        if stage == len(self.stages) - 1:
+            waiting += record.tail.nearest
+        found: set[int] = set()
+        received = {edge.value for edge in own.receives}
+        while waiting:
+            value = waiting.pop()
+            if not value.is_of_unit and value not in received and value.leaf not in found:
+                found.add(value.leaf)
+                waiting += record.operations[value.leaf].reads
+        return sorted(found)
+
 
 def build_plan(record: StepRecord, stage_of_unit: Mapping[str, int], num_stages: int) -> StepPlan:
     """Derives edges and stage plans.
@@ -76,16 +100,11 @@ def build_plan(record: StepRecord, stage_of_unit: Mapping[str, int], num_stages:
     last_stage = num_stages - 1
     _check_flow(record, stage_of_call, last_stage)
     _check_gradient_hooks(record, stage_of_call, last_stage)
-    # code between calls runs for real on the stages of the calls that need what it gives; the tail on the last stage
-    needed: set[tuple[Value, int]] = set()
-    for call in record.calls:
-        needed |= {(value, stage_of_call[call.index]) for value in call.reads.values}
-    needed |= {(value, last_stage) for value in record.tail.values}
-    gradients = _gradient_returns(record, stage_of_call, last_stage)
+    crossing = find_crossing(record, stage_of_call, num_stages)
+    received = {(value, target) for target, values in enumerate(crossing.received) for value in values}
     edges = tuple(
-        Edge(value, stage_of_call[value.call], target, record.spec(value), (value, target) in gradients)
-        for value, target in sorted(needed)
-        if stage_of_call[value.call] != target
+        Edge(value, crossing.sources[value], target, record.spec(value), (value, target) in crossing.gradients)
+        for value, target in sorted(received)
     )
     stages = []
     for stage in range(num_stages):
@@ -112,22 +131,6 @@ def direct_parameters(record: StepRecord, stage_of_unit: Mapping[str, int], num_
     for name in record.tail.parameters:
         users.setdefault(name, set()).add(num_stages - 1)
     return users
-
-
-def _gradient_returns(record: StepRecord, stage_of_call: list[int], last_stage: int) -> set[tuple[Value, int]]:
-    """``(value, stage)`` where that stage computes a gradient for the value."""
-    flowing: set[Value | None] = {None} if None in record.gradient_sources else set()
-    waiting: list[Value | None] = list(flowing)
-    returns: set[tuple[Value, int]] = set()
-    while waiting:
-        consumer = waiting.pop()
-        stage = last_stage if consumer is None else stage_of_call[consumer.call]
-        for value in record.gradient_sources.get(consumer, ()):
-            returns.add((value, stage))
-            if value not in flowing:
-                flowing.add(value)
-                waiting.append(value)
-    return returns
 
 
 def _check_gradient_hooks(record: StepRecord, stage_of_call: list[int], last_stage: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,15 +16,24 @@ from lightning_pp.split.data.tree import replace_leaves
 from lightning_pp.split.record.reduction import Reduction
 from lightning_pp.split.record.unknown_numbers import UnknownNumber
 
+OF_OPERATION = -1
+"""In the place of :attr:`Value.call`: the value is what an operation between units gave."""
+
 
 class Value(NamedTuple):
     """A tensor that a unit call made for others: leaf number ``leaf`` of the outputs of call number ``call``.
 
-    A negative ``leaf`` counts the tensors that left the unit as side effects, from -1 down.
+    A negative ``leaf`` counts the tensors that left the unit as side effects, from -1 down. With
+    :data:`OF_OPERATION` for ``call`` it is the result of the operation between units of number ``leaf``.
     """
 
     call: int
     leaf: int
+
+    @property
+    def is_of_unit(self) -> bool:
+        """Whether a unit made it, and not an operation between units."""
+        return self.call != OF_OPERATION
 
 
 @dataclass(frozen=True)
@@ -153,12 +163,55 @@ class OutputLeaf:
         return self.fake.detach() if self.edited_in_place else self.fake
 
 
+class OperationPlace(NamedTuple):
+    """An operation between units, told from all others of the step by what it works on.
+
+    Attributes:
+        num_calls: Unit calls before it.
+        name: The name of the function of torch that was called.
+        given: For each tensor among its arguments the value that it is; None for what is made of the batch and of
+            parameters alone, and for what is followed no further.
+        num_before: How many others like it came before.
+    """
+
+    num_calls: int
+    name: str
+    given: tuple[Value | None, ...]
+    num_before: int
+
+
+@dataclass
+class Operation:
+    """An operation between units whose result may stand for what it was computed from.
+
+    Attributes:
+        place: Which it is.
+        line: The user's line.
+        reads: The values that it was computed from, with no other value in between.
+        origins: The unit outputs that it was computed from, by way of whatever lies between.
+        parameters: Names of the parameters that were used on this way.
+        result: What it gives.
+        memory: What the code from ``reads`` to the result keeps for its backward.
+        can_cross: Whether that is as it was when the code after it uses it.
+    """
+
+    place: OperationPlace
+    line: str
+    reads: frozenset[Value]
+    origins: frozenset[Value]
+    parameters: frozenset[str]
+    result: OutputLeaf
+    memory: HeldMemory = field(default_factory=HeldMemory)
+    can_cross: bool = True
+
+
 @dataclass
 class Reads:
     """What a unit call, or the end of the step, needs from elsewhere, by way of whatever code lies between.
 
     Attributes:
         values: Outputs of earlier calls.
+        nearest: These, or in their place results of operations between units: what nothing else lies in between.
         parameters: Names of parameters used outside the unit that holds them, with the line that uses each.
         escapes: Calls that made a tensor which is used here but was not among their outputs (it left through an
             attribute, a hook or a list), with the line that uses it.
@@ -168,6 +221,7 @@ class Reads:
     """
 
     values: set[Value] = field(default_factory=set)
+    nearest: set[Value] = field(default_factory=set)
     parameters: dict[str, str] = field(default_factory=dict)
     escapes: dict[int, str] = field(default_factory=dict)
     flops: int = 0
@@ -317,6 +371,10 @@ class StepRecord:
         tail: What the code after the last call, the returned value and the logged values need.
         gradient_sources: For each value and for the loss (``None``), the values it depends on differentiably with no
             other unit's output in between. Empty for a step without gradients.
+        operations: By number the operations between units whose results may cross in the place of unit outputs.
+        operation_numbers: Numbers of these and of all other operations on values, which lead to them.
+        outputs_cross_alone: Whether outputs of units cross, and no results of ``operations``.
+        nearest_gradients: As ``gradient_sources``, with the results of ``operations`` among the values.
         inter_unit_draws: Where code outside units draws random numbers.
         drawn_uses: What becomes of these: unit calls before a draw and before a use of it, and the line of the use.
         may_branch_at_random: Whether Python may look at such a number, so that another draw may call other units.
@@ -344,6 +402,10 @@ class StepRecord:
     calls: list[UnitCall] = field(default_factory=list)
     tail: Reads = field(default_factory=Reads)
     gradient_sources: dict[Value | None, frozenset[Value]] = field(default_factory=dict)
+    operations: dict[int, Operation] = field(default_factory=dict)
+    operation_numbers: dict[OperationPlace, int] = field(default_factory=dict)
+    outputs_cross_alone: bool = False
+    nearest_gradients: dict[Value | None, frozenset[Value]] = field(default_factory=dict)
     inter_unit_draws: InterUnitDraws = InterUnitDraws()
     drawn_uses: Mapping[tuple[int, int], str] = field(default_factory=dict)
     may_branch_at_random: bool = False
@@ -375,12 +437,19 @@ class StepRecord:
         """Floating point operations of the step's forward."""
         return self.tail.flops + sum(call.flops + call.reads.flops for call in self.calls)
 
+    @cached_property
+    def num_alike(self) -> Mapping[OperationPlace, int]:
+        """How many operations between units are told apart by their order only, by the place of the first of them."""
+        return Counter(place._replace(num_before=0) for place in self.operation_numbers)
+
     def parameters_used_outside(self) -> set[str]:
         """Canonical names of the parameters that are used outside the unit that holds them."""
         return set(self.tail.parameters).union(*(call.reads.parameters for call in self.calls))
 
     def leaf(self, value: Value) -> OutputLeaf:
-        """The output leaf that ``value`` names."""
+        """The output leaf, or the result of an operation between units, that ``value`` names."""
+        if not value.is_of_unit:
+            return self.operations[value.leaf].result
         return self.calls[value.call].leaf(value.leaf)
 
     def spec(self, value: Value) -> TensorSpec:

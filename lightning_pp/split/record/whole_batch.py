@@ -190,7 +190,10 @@ def _ending_before(part: StepPlan, whole: StepRecord, first_late: int, keeps: fr
     stage_of_unit = {part.record.calls[index].unit: plan.stage for plan in part.stages for index in plan.owned_calls}
     # the end may do other things with a few samples than with all of them: what it needs is what it needs of the batch
     record = replace(
-        part.record, tail=whole.tail, gradient_sources={**part.record.gradient_sources, **whole.gradient_sources}
+        part.record,
+        tail=whole.tail,
+        gradient_sources={**part.record.gradient_sources, **whole.gradient_sources},
+        outputs_cross_alone=True,  # what is kept for the end is outputs of units
     )
     plan = build_plan(record, stage_of_unit, len(part.stages))
     last = plan.stages[-1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -39,11 +39,17 @@ class CallHandler(Protocol):
 
 
 _num_running = 0
+_num_handled = 0
 
 
 def running_unit() -> bool:
     """Whether a unit is running now, as opposed to the code between units."""
     return _num_running > 0
+
+
+def handling_call() -> bool:
+    """Whether a unit call is being handled: the unit runs, or what stands in for it is made."""
+    return _num_handled > 0
 
 
 class OutsideUnits(TorchFunctionMode):
@@ -180,8 +186,10 @@ class UnitCalls:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
+        global _num_handled
         num_ran = self._num_ran
         given: Any = RAN
+        _num_handled += 1
         try:
             output = handler(name, run, args, kwargs)
             if self._num_ran == num_ran:
@@ -189,6 +197,7 @@ class UnitCalls:
                     output = _with_passed_on(output, args, kwargs)
                 given = output
         finally:
+            _num_handled -= 1
             if self._regions.open:
                 self._regions.note(given)
         return output
@@ -201,7 +210,10 @@ class UnitCalls:
         try:
             if not isinstance(current_function_mode(), OutsideUnits):
                 return original(*args, **kwargs)
-            with without_current_function_mode(), compiled_again():
+            with ExitStack() as stack:
+                while isinstance(current_function_mode(), OutsideUnits):
+                    stack.enter_context(without_current_function_mode())
+                stack.enter_context(compiled_again())
                 return original(*args, **kwargs)
         finally:
             self._running_original = False

@@ -66,11 +66,15 @@ def record_gradients(
     batch_size: int,
     num_batches: int,
     accumulate: int = 1,
+    sums: bool = False,
 ) -> GradientRecorder:
-    """Trains ``num_batches`` batches: of ``batch_size`` samples, and of about two thirds of it, in turn."""
+    """Trains ``num_batches`` batches: of ``batch_size`` samples, and of about two thirds of it, in turn.
+
+    With ``sums`` the model adds up what its blocks give outside of them.
+    """
     recorder = GradientRecorder()
     torch.manual_seed(3)
-    module = Tower(num_blocks)
+    module = Tower(num_blocks, sums)
     trainer = L.Trainer(
         **QUIET,
         devices=devices,

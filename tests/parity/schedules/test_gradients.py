@@ -29,6 +29,13 @@ COVERING = [
     (3, 1, 4, ("zb_h2", "interleaved_1f1b", "v_half")),
     (4, 1, 6, ("zb_h1", "zb_v")),
 ]
+# every schedule that splits the backward, and one that does not
+SUMS: list[Any] = [
+    (2, 1, 3, ("zb_h1", "zb_v", "v_half", "interleaved_zb", "1f1b")),
+    (2, 2, 3, ("zb_v",)),
+    (4, 1, 6, ("zb_h2",)),
+    *(pytest.param((ranks, 1, 6, BY_HAND), marks=pytest.mark.nightly) for ranks in (3, 4)),
+]
 MORE = [(2, 1, 3), (3, 1, 4)]
 EVERYWHERE = [
     (pipeline, replicas, m, (*ALL, "csv"))
@@ -38,7 +45,9 @@ EVERYWHERE = [
 
 
 @functools.cache
-def expected(num_replicas: int, num_blocks: int, num_batches: int, accumulate: int = 1) -> list[Gradients]:
+def expected(
+    num_replicas: int, num_blocks: int, num_batches: int, accumulate: int = 1, sums: bool = False
+) -> list[Gradients]:
     return record_gradients(
         None,
         1,
@@ -46,6 +55,7 @@ def expected(num_replicas: int, num_blocks: int, num_batches: int, accumulate: i
         batch_size=BATCH * num_replicas,
         num_batches=num_batches,
         accumulate=accumulate,
+        sums=sums,
     ).steps
 
 
@@ -98,6 +108,14 @@ def _id(case: tuple[int, int, int, tuple[str, ...]]) -> str:
 @pytest.mark.parametrize("case", COVERING, ids=_id)
 def test_gradients_of_schedules(pool: WorkerPool, tmp_path: Path, case: tuple[int, int, int, tuple[str, ...]]) -> None:
     check(pool, tmp_path, *case)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", SUMS, ids=_id)
+def test_gradients_where_sums_between_units_cross(
+    pool: WorkerPool, tmp_path: Path, case: tuple[int, int, int, tuple[str, ...]]
+) -> None:
+    check(pool, tmp_path, *case, sums=True)
 
 
 @pytest.mark.timeout(300)

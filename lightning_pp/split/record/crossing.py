@@ -1,0 +1,201 @@
+"""What crosses between stages: the fewest bytes from which every stage can compute what it needs.
+
+A stage may receive outputs of units, or results of the code between units (``h + attention(h)``). The results are
+computed by the stage that makes the last output which they depend on; it goes on with the user's step for them, to the
+next unit call at the most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from lightning_pp.split.record.least_cut import least_cut
+from lightning_pp.split.record.step_record import OF_OPERATION, Reads, StepRecord, Value
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """What crosses.
+
+    Attributes:
+        received: For each stage, what it receives.
+        sources: For each value that crosses, the stage that makes it.
+        gradients: ``(value, stage)`` where that stage computes a gradient for what it receives.
+    """
+
+    received: Sequence[Collection[Value]]
+    sources: Mapping[Value, int]
+    gradients: Collection[tuple[Value, int]]
+
+    def num_bytes(self, record: StepRecord) -> int:
+        """Bytes of what crosses, forward and back."""
+        return sum(_cost(record, value) for values in self.received for value in values)
+
+
+def find_crossing(record: StepRecord, stage_of_call: Sequence[int], num_stages: int) -> Crossing:
+    """What crosses between the stages of a step.
+
+    Args:
+        record: The step.
+        stage_of_call: The stage of each unit call.
+        num_stages: Number of stages.
+    """
+    of_units = _outputs_of_units(record, stage_of_call, num_stages)
+    if not any(of_units.received) or not has_operations(record):
+        return of_units
+    found = _LeastCrossing(record, stage_of_call, num_stages).found()
+    if found is None or found.num_bytes(record) >= of_units.num_bytes(record):
+        return of_units
+    return found
+
+
+def has_operations(record: StepRecord) -> bool:
+    """Whether results of the code between units may cross.
+
+    Not where a stage that computes them, and another that receives them, could differ in anything else: in what they
+    draw, in what they write, or in the gradient that a hook sees.
+    """
+    num_calls = len(record.calls)
+    return (
+        any(operation.can_cross and operation.place.num_calls < num_calls for operation in record.operations.values())
+        and not any(index < num_calls - 1 for index in record.inter_unit_draws.after)
+        and not record.gradient_hooks
+        and not record.updates
+        and not record.edits_batch
+        and record.failure is None
+        and not record.outputs_cross_alone
+    )
+
+
+def _cost(record: StepRecord, value: Value) -> int:
+    leaf = record.leaf(value)
+    return record.spec(value).num_bytes * (2 if leaf.requires_grad else 1)
+
+
+def _outputs_of_units(record: StepRecord, stage_of_call: Sequence[int], num_stages: int) -> Crossing:
+    """What crosses if each stage gets all outputs of units that anything there depends on."""
+    # code between calls runs for real on the stages of the calls that need what it gives; the tail on the last stage
+    received: list[set[Value]] = [set() for _ in range(num_stages)]
+    for reads, stage in _readers(record, stage_of_call, num_stages):
+        received[stage] |= {value for value in reads.values if stage_of_call[value.call] != stage}
+    sources = {value: stage_of_call[value.call] for values in received for value in values}
+    returns: set[tuple[Value, int]] = set()
+    flowing: set[Value | None] = {None} if None in record.gradient_sources else set()
+    waiting: list[Value | None] = list(flowing)
+    while waiting:
+        consumer = waiting.pop()
+        stage = num_stages - 1 if consumer is None else stage_of_call[consumer.call]
+        for value in record.gradient_sources.get(consumer, ()):
+            returns.add((value, stage))
+            if value not in flowing:
+                flowing.add(value)
+                waiting.append(value)
+    return Crossing(received, sources, returns)
+
+
+def _readers(record: StepRecord, stage_of_call: Sequence[int], num_stages: int) -> Iterable[tuple[Reads, int]]:
+    yield from ((call.reads, stage_of_call[call.index]) for call in record.calls)
+    yield record.tail, num_stages - 1
+
+
+class _LeastCrossing:
+    """The search for the crossing of the fewest bytes, from the last stage to the first.
+
+    Args:
+        record: The step.
+        stage_of_call: The stage of each unit call.
+        num_stages: Number of stages.
+    """
+
+    def __init__(self, record: StepRecord, stage_of_call: Sequence[int], num_stages: int) -> None:
+        self._record = record
+        self._stage_of_call = stage_of_call
+        self._num_stages = num_stages
+        self._stages: dict[Value, int] = {}
+        self._last_call = [-1] * num_stages
+        # parameters that a stage has for use outside of units
+        self._parameters: list[set[str]] = [set() for _ in range(num_stages)]
+        for call, stage in zip(record.calls, stage_of_call, strict=True):
+            self._last_call[stage] = max(self._last_call[stage], call.index)
+            self._parameters[stage] |= call.reads.parameters.keys()
+
+    def found(self) -> Crossing | None:
+        """The crossing; None if a gradient would have to go where the value did not come from."""
+        needed: list[set[Value]] = [set() for _ in range(self._num_stages)]
+        for reads, stage in _readers(self._record, self._stage_of_call, self._num_stages):
+            needed[stage] |= reads.nearest
+        received: list[set[Value]] = [set() for _ in range(self._num_stages)]
+        for stage in reversed(range(self._num_stages)):
+            received[stage] = self._least_for(stage, needed[stage])
+            for value in received[stage]:
+                if not value.is_of_unit:  # who sends it computes it
+                    needed[self._stage_of(value)].add(value)
+        gradients = self._gradients(received)
+        if gradients is None:
+            return None
+        sources = {value: self._stage_of(value) for values in received for value in values}
+        return Crossing(received, sources, gradients)
+
+    def _stage_of(self, value: Value) -> int:
+        """The stage that makes it: of an operation, that of the last unit output that it depends on."""
+        if value.is_of_unit:
+            return self._stage_of_call[value.call]
+        if value not in self._stages:
+            origins = self._record.operations[value.leaf].origins
+            self._stages[value] = max(self._stage_of_call[origin.call] for origin in origins)
+        return self._stages[value]
+
+    def _least_for(self, stage: int, needed: Collection[Value]) -> set[Value]:
+        inputs: dict[Value, list[Value]] = {}
+        waiting = sorted(needed)
+        while waiting:
+            value = waiting.pop()
+            if value in inputs:
+                continue
+            inputs[value] = []
+            if not value.is_of_unit:
+                inputs[value] = sorted(self._record.operations[value.leaf].reads)
+                waiting += inputs[value]
+        costs = {value: self._cost_for(stage, value) for value in inputs}
+        sources = [value for value in inputs if value.is_of_unit and self._stage_of(value) != stage]
+        return least_cut(inputs, costs, sources, needed) if sources else set()
+
+    def _cost_for(self, stage: int, value: Value) -> int | None:
+        """What it costs that ``stage`` receives the value; None where it cannot."""
+        if value.is_of_unit:
+            return _cost(self._record, value)
+        operation, source = self._record.operations[value.leaf], self._stage_of(value)
+        is_sent = (
+            source < stage
+            and operation.can_cross
+            and operation.place.num_calls <= self._last_call[source] + 1
+            and operation.place.num_calls < len(self._record.calls)
+            and operation.parameters <= self._parameters[source]
+        )
+        return _cost(self._record, value) if is_sent else None
+
+    def _gradients(self, received: Sequence[Collection[Value]]) -> set[tuple[Value, int]] | None:
+        """``(value, stage)`` where that stage computes a gradient for what it receives."""
+        returns: set[tuple[Value, int]] = set()
+        start: tuple[Value | None, int] = (None, self._num_stages - 1)
+        seen = {start}
+        waiting = [start]
+        while waiting:
+            consumer, stage = waiting.pop()
+            for value in self._record.nearest_gradients.get(consumer, ()):
+                place = stage
+                if value in received[stage]:
+                    returns.add((value, stage))
+                    place = self._stage_of(value)
+                elif value.is_of_unit and self._stage_of(value) != stage:
+                    return None
+                if (value, place) not in seen:
+                    seen.add((value, place))
+                    waiting.append((value, place))
+        return returns
+
+
+def operations_that_cross(values: Iterable[Value]) -> frozenset[int]:
+    """The numbers of the operations among ``values``."""
+    return frozenset(value.leaf for value in values if value.call == OF_OPERATION)

@@ -1,0 +1,111 @@
+"""The operations between units, told apart by what they work on: the same ones in every run of a step.
+
+On one stage a value is a tensor with data, on another a fake. What tells an operation from all others is the same on
+both: the function of torch that is called, between which unit calls, on which values (outputs of units, and results of
+operations that are known themselves), and how many others like it came before. So a stage can take what it has received
+in the place of what an operation gives there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_pp.split._torch_private import tree_leaves
+from lightning_pp.split.data.tree import leaves_of
+from lightning_pp.split.record.source_lines import user_line
+from lightning_pp.split.record.step_record import OF_OPERATION, OperationPlace, StepRecord, UnitCall, Value
+from lightning_pp.split.unit_calls.interception import OutsideUnits, handling_call
+
+_VALUE = "_pp_value"
+# Whether these give another tensor than they are given depends on how it lies in memory, on its dtype or its device.
+_PASS_ON = frozenset({"contiguous", "to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu", "cuda"})
+# Steps with a split backward run other functions in the place of these (runtime/split_backward/replacements.py).
+_PRODUCTS = frozenset(
+    {
+        *("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm"),
+        *(f"conv{transposed}{n}d" for transposed in ("", "_transpose") for n in (1, 2, 3)),
+    }
+)
+
+OnOperation = Callable[[int, OperationPlace, list[Tensor], Tensor], Tensor]
+"""Is told the number of an operation, its place, the tensors that it was given and what it gave; returns what it shall
+give."""
+
+
+class OperationCalls(OutsideUnits):
+    """Within, the operations between units are followed. Another one for each run of a step.
+
+    Args:
+        number_of: Gives the number of an operation; None for one that is not known.
+        on_operation: Is told of each one that is known.
+        in_region: Whether the running code is in a checkpointed region, which backward runs again; it is not followed.
+    """
+
+    def __init__(
+        self,
+        number_of: Callable[[OperationPlace], int | None],
+        on_operation: OnOperation,
+        in_region: Callable[[], bool],
+    ) -> None:
+        super().__init__()
+        self._number_of = number_of
+        self._on_operation = on_operation
+        self._in_region = in_region
+        self._num_calls = 0
+        self._counts: Counter[OperationPlace] = Counter()
+        self._run = object()  # values of other runs mean nothing
+
+    def note_call(self, call: UnitCall, output: Any) -> None:
+        """A unit call gives ``output``, in which the tensors that the unit made are values now."""
+        self._num_calls = call.index + 1
+        for position, (leaf, recorded) in enumerate(zip(leaves_of(output), call.leaves, strict=False)):
+            if recorded.spec is not None and isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
+                setattr(leaf, _VALUE, (self._run, Value(call.index, position)))
+
+    def have_come(self, record: StepRecord, numbers: Iterable[int]) -> bool:
+        """Whether this run has come to the operations ``numbers``, and to each as often as the record."""
+        places = [record.operations[number].place._replace(num_before=0) for number in numbers]
+        return all(self._counts[place] == record.num_alike[place] for place in places)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs one function."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if not isinstance(result, Tensor) or isinstance(result, nn.Parameter) or handling_call() or self._in_region():
+            return result
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = tuple(map(self._value_of, tensors))
+        name = getattr(func, "__name__", "")
+        if not any(given) or name in _PRODUCTS:
+            return result
+        if name in _PASS_ON:
+            if given[0] is not None:
+                setattr(result, _VALUE, (self._run, given[0]))
+            return result
+        alike = OperationPlace(self._num_calls, name, given, 0)
+        place = alike._replace(num_before=self._counts[alike])
+        self._counts[alike] += 1
+        number = self._number_of(place)
+        if number is None:
+            return result
+        result = self._on_operation(number, place, tensors, result)
+        setattr(result, _VALUE, (self._run, Value(OF_OPERATION, number)))
+        return result
+
+    def _value_of(self, tensor: Tensor) -> Value | None:
+        found = getattr(tensor, _VALUE, None)
+        return found[1] if found is not None and found[0] is self._run else None
+
+
+def lost_operation(place: OperationPlace, line: str) -> str:
+    """What is wrong where a run of a step has not come to an operation as the recorded step did."""
+    return (
+        f"{line} computed in the recorded step what crosses between stages there ({place.name}), and this step did "
+        f"not run it in the same way (seen at {user_line()}). Every stage must run the same code between units: it "
+        "may go by the batch's shapes, by what the module asks its trainer for and by plain attributes of the module. "
+        "Make the choice inside a unit, or name a larger module with units=."
+    )

@@ -1,0 +1,17 @@
+"""A plan is not charged for the way in which a model is written: bytes counted in the transport."""
+
+from __future__ import annotations
+
+from bytes_run import LENGTH, WIDTH, bytes_sent
+from pool import WorkerPool
+
+NUM_MICROBATCHES, NUM_ROWS = 2, 4
+
+
+def test_residuals_outside_of_units_send_what_those_inside_send(pool: WorkerPool) -> None:
+    """Between four stages one activation goes forward over each of three edges, and its gradient comes back."""
+    expected = 3 * 2 * NUM_ROWS * LENGTH * WIDTH * 4
+    for outside in (False, True):
+        ranks = pool.run(bytes_sent, outside, NUM_MICROBATCHES, world_size=4, timeout=120)
+        assert sum(sent for sent, _ in ranks) == expected
+        assert {planned * NUM_MICROBATCHES for _, planned in ranks} == {expected}
