@@ -85,7 +85,7 @@ class DryStrategy(SingleDeviceStrategy):
 
         precision, arguments = self.precision_plugin, first_arguments(module, "training_step")
         batches = self._options.batches
-        cutter = BatchCutter(self._options.num_microbatches, self._sizes.pipeline, batches.split_batch)
+        cutter = BatchCutter(self._options.num_microbatches, self._sizes.pipeline, batches.split_batch, module)
         microbatches = cutter.cut(batch, for_training=True)
         step = recorded_step(
             module, "training_step", microbatches[0].data, arguments, precision=precision, device=_CPU, trains=True
