@@ -2,42 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
+
 from lightning_pp.schedule.program.action import Action, ActionKind
+from lightning_pp.schedule.program.coded import B, CodedProgram, I, W
 from lightning_pp.schedule.schedule import Schedule
 from lightning_pp.schedule.simulation.costs import StageCosts
 from lightning_pp.schedule.simulation.engine import CostTables
+from lightning_pp.schedule.simulation.wide import run_programs
 
 
 def merge_first_stage(schedule: Schedule) -> Schedule:
     """Merge on stage 0, whose input gradient nobody waits for."""
-    return _merge(schedule, lambda rank, cell: schedule.programs[rank][cell].stage == 0)
-
-
-def _merge(schedule: Schedule, may_merge: Callable[[int, int], bool]) -> Schedule:
-    """Merge each I (at ``rank``, ``cell``) with the W of its stage and microbatch in the next cell, where allowed."""
-    programs = []
-    for rank, program in enumerate(schedule.programs):
-        merged: list[Action] = []
-        skip = False
-        for cell, action in enumerate(program):
-            if skip:
-                skip = False
-                continue
-            following = program[cell + 1] if cell + 1 < len(program) else None
-            if (
-                action.kind is ActionKind.I
-                and following == Action(action.stage, ActionKind.W, action.microbatch)
-                and may_merge(rank, cell)
-            ):
-                merged.append(Action(action.stage, ActionKind.B, action.microbatch))
-                skip = True
-            else:
-                merged.append(action)
-        programs.append(tuple(merged))
-    return replace(schedule, programs=tuple(programs))
+    rank = schedule.placement.rank_of_stage[0]
+    n, m = schedule.placement.num_stages, schedule.num_microbatches
+    program = CodedProgram.of(schedule.programs[rank], n, m)
+    merged = _merged(program, program.codes // m % n == 0)
+    return replace(schedule, programs=(*schedule.programs[:rank], merged, *schedule.programs[rank + 1 :]))
 
 
 def merge_where_nobody_waits(schedule: Schedule, costs: StageCosts) -> Schedule:
@@ -45,24 +29,39 @@ def merge_where_nobody_waits(schedule: Schedule, costs: StageCosts) -> Schedule:
 
     No action starts later than before.
     """
-    simulation = schedule.simulate(costs)
-    tables = CostTables.build(schedule.placement, costs)
-    num_stages = schedule.placement.num_stages
-    start = {
-        (cell.action.stage, cell.action.microbatch): cell.start_ms
-        for row in simulation.timeline
-        for cell in row
-        if cell.action.kind in (ActionKind.I, ActionKind.B)
-    }
+    tables = CostTables.build(schedule.placement, costs, whole_batch_loss=schedule.whole_batch_loss)
+    run = run_programs(schedule, tables)
+    latency = np.array(tables.latency)
+    n, m = schedule.placement.num_stages, schedule.num_microbatches
+    programs = [CodedProgram.of(program, n, m) for program in schedule.programs]
+    needed_at = np.full((n, m), np.inf)
+    """For each stage and microbatch, when the stage before starts its I or B; nothing waits for stage 0."""
+    for program, starts in zip(programs, run.start, strict=True):
+        kinds, stages, microbatches = program.parts()
+        feeds = ((kinds == I) | (kinds == B)) & (stages + 1 < n)
+        needed_at[stages[feeds] + 1, microbatches[feeds]] = starts[feeds]
+    merged = []
+    for program, ends in zip(programs, run.end, strict=True):
+        _, stages, microbatches = program.parts()
+        arrival = np.append(ends[1:], 0.0) + np.where(stages > 0, latency[n + stages - 1], 0.0)
+        merged.append(_merged(program, arrival <= needed_at[stages, microbatches]))
+    return replace(schedule, programs=tuple(merged))
 
-    def may_merge(rank: int, cell: int) -> bool:
-        action = schedule.programs[rank][cell]
-        if action.stage == 0:
-            return True
-        arrival = simulation.end_ms[rank][cell + 1] + tables.latency[num_stages + action.stage - 1]
-        return arrival <= start[action.stage - 1, action.microbatch]
 
-    return _merge(schedule, may_merge)
+def _merged(program: CodedProgram, may_merge: npt.NDArray[np.bool_]) -> CodedProgram:
+    """``program`` with each I and the W of its stage and microbatch in the next cell in one, where allowed.
+
+    Args:
+        program: Programs are not changed.
+        may_merge: For each cell, whether an I in it may be merged.
+    """
+    codes = program.codes
+    is_input = codes // (program.num_stages * program.num_microbatches) == I
+    is_followed = np.append(codes[1:] - codes[:-1], 0) == (W - I) * program.num_stages * program.num_microbatches
+    first = np.flatnonzero(is_input & is_followed & may_merge)
+    merged = codes.copy()
+    merged[first] += (B - I) * program.num_stages * program.num_microbatches
+    return program.with_codes(np.delete(merged, first + 1))
 
 
 def split_backwards(schedule: Schedule) -> Schedule:

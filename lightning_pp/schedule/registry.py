@@ -13,7 +13,7 @@ from lightning_pp.schedule.program.whole_batch import HELPS_WHOLE_BATCH
 from lightning_pp.schedule.schedule import Schedule
 from lightning_pp.schedule.sharding import Sharding
 from lightning_pp.schedule.simulation.costs import UNIT_COSTS, StageCosts
-from lightning_pp.schedule.simulation.memory import exceeds
+from lightning_pp.schedule.simulation.memory import exceeds, peaks_of
 from lightning_pp.schedule.validation import limit_of_each_rank
 
 
@@ -209,7 +209,7 @@ def _default_stages(family: Family, num_ranks: int, costs: StageCosts) -> int:
 
 
 def _check_limit(schedule: Schedule, costs: StageCosts, limits: Sequence[float]) -> None:
-    peaks = schedule.simulate(costs).peak_memory
+    peaks = peaks_of(schedule, costs)
     over = [rank for rank, (peak, limit) in enumerate(zip(peaks, limits, strict=True)) if exceeds(peak, limit)]
     if over and schedule.whole_batch_loss:
         raise ScheduleError(

@@ -11,6 +11,7 @@ from lightning_pp.schedule.program.notation import CsvTable
 from lightning_pp.schedule.program.picture import picture
 from lightning_pp.schedule.program.program import Programs
 from lightning_pp.schedule.program.whole_batch import late_forward
+from lightning_pp.schedule.rules import keeps_rules
 from lightning_pp.schedule.simulation.costs import UNIT_COSTS, StageCosts
 from lightning_pp.schedule.simulation.engine import CostTables, encode, execute
 from lightning_pp.schedule.simulation.memory import exceeds, held_after_each
@@ -26,7 +27,9 @@ def check_program(
     source: CsvTable | None = None,
 ) -> None:
     """All checks of ``Schedule.validate``; ``source`` makes errors point into the file that was read."""
-    _Checker(schedule, source).check(costs, memory_limit)
+    limits = limit_of_each_rank(memory_limit, schedule.placement.num_ranks)
+    if not keeps_rules(schedule, costs, limits):
+        _Checker(schedule, source).check(costs, limits)
 
 
 def limit_of_each_rank(memory_limit: float | Sequence[float] | None, num_ranks: int) -> tuple[float, ...] | None:
@@ -54,7 +57,7 @@ class _Checker:
         self.schedule = schedule
         self.source = source
 
-    def check(self, costs: StageCosts, memory_limit: float | Sequence[float] | None) -> None:
+    def check(self, costs: StageCosts, limits: tuple[float, ...] | None) -> None:
         if self.schedule.num_microbatches < 1:
             raise ScheduleError(f"num_microbatches is {self.schedule.num_microbatches}: a step has at least 1")
         if len(self.schedule.programs) != self.schedule.placement.num_ranks:
@@ -70,7 +73,6 @@ class _Checker:
                 self._check_forwards_first(rank)
             self._check_sharding(rank)
         self._check_deadlock()
-        limits = limit_of_each_rank(memory_limit, self.schedule.placement.num_ranks)
         if limits is not None:
             self._check_memory(costs, limits)
 

@@ -7,6 +7,7 @@ the two of a pair run one after the other, which is also what a runtime without 
 from __future__ import annotations
 
 from lightning_pp.schedule.families.chunk_program import ChunkProgram
+from lightning_pp.schedule.program.coded import CodedProgram
 from lightning_pp.schedule.program.placement import Placement
 from lightning_pp.schedule.registry import Family, ScheduleRequest, register
 from lightning_pp.schedule.schedule import Schedule
@@ -21,13 +22,13 @@ def build_dualpipe_v(request: ScheduleRequest) -> Schedule:
         "dualpipe_v",
         placement,
         m,
-        tuple(tuple(_program(rank, p, n, placement.stages_of_rank(rank), m).actions) for rank in range(p)),
+        tuple(_program(rank, p, n, placement, m) for rank in range(p)),
     )
 
 
-def _program(rank: int, p: int, n: int, stages: tuple[int, ...], m: int) -> ChunkProgram:
+def _program(rank: int, p: int, n: int, placement: Placement, m: int) -> CodedProgram:
     """The phases of one rank, for n microbatches of which m are written."""
-    program = ChunkProgram(stages, m)
+    program = ChunkProgram(placement, rank, m)
     program.write("F0", 2 * (p - rank - 1))
     program.write("F0 F1", rank + 1)
     program.write("I1 W F1", p - rank - 1)
@@ -38,7 +39,7 @@ def _program(rank: int, p: int, n: int, stages: tuple[int, ...], m: int) -> Chun
         program.write(f"{'B' if index <= rank else 'I'}{1 - index % 2}")
     program.write("W I0", p - rank - 1)
     program.write_waiting()
-    return program
+    return program.program()
 
 
 register(

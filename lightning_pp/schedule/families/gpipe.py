@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from lightning_pp.schedule.program.action import Action, ActionKind
+from lightning_pp.schedule.program.coded import B, CodedProgram, F
 from lightning_pp.schedule.program.placement import Placement
 from lightning_pp.schedule.registry import Family, ScheduleRequest, register
 from lightning_pp.schedule.schedule import Schedule
@@ -11,14 +14,14 @@ from lightning_pp.schedule.schedule import Schedule
 def build_gpipe(request: ScheduleRequest) -> Schedule:
     """On each rank, F of every microbatch stage by stage, then B of every microbatch stage by stage from the last."""
     placement = Placement.interleaved(request.num_ranks, request.stages_per_rank)
-    microbatches = range(request.num_microbatches)
+    n, m = placement.num_stages, request.num_microbatches
     programs = []
     for rank in range(request.num_ranks):
         stages = placement.stages_of_rank(rank)
-        forwards = [Action(stage, ActionKind.F, j) for stage in stages for j in microbatches]
-        backwards = [Action(stage, ActionKind.B, j) for stage in reversed(stages) for j in microbatches]
-        programs.append((*forwards, *backwards))
-    return Schedule("gpipe", placement, request.num_microbatches, tuple(programs))
+        rows = [F * n + stage for stage in stages] + [B * n + stage for stage in reversed(stages)]
+        codes = np.concatenate([row * m + np.arange(m) for row in rows])
+        programs.append(CodedProgram(codes, n, m))
+    return Schedule("gpipe", placement, m, tuple(programs))
 
 
 def build_forward_only(placement: Placement, num_microbatches: int) -> Schedule:

@@ -8,40 +8,56 @@ keeps every dependency.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+
+import numpy as np
 
 from lightning_pp.schedule.families.choice import best_of
-from lightning_pp.schedule.program.action import Action, ActionKind
+from lightning_pp.schedule.program.coded import B, CodedProgram, Codes, F, I, W, in_order
 from lightning_pp.schedule.program.placement import Placement
 from lightning_pp.schedule.registry import Family, ScheduleRequest, register
 from lightning_pp.schedule.schedule import Schedule
 
-Turn = tuple[int, int]
-"""A stage and a microbatch."""
 
 
-def _turns(stages: Iterable[int], p: int, num_groups: int) -> list[Turn]:
-    """The turns of one rank: groups of p microbatches, in each group the stages in the given order."""
-    order = tuple(stages)
-    return [(stage, group * p + j) for group in range(num_groups) for stage in order for j in range(p)]
+class _Turns:
+    """The turns of one rank: groups of p microbatches, in each group the stages in the given order.
+
+    Attributes:
+        stage: For each turn, its stage.
+        microbatch: For each turn, its microbatch, which may be one that is left out.
+        number: For each turn, its number.
+    """
+
+    def __init__(self, stages: Sequence[int], p: int, m: int) -> None:
+        num_groups = -(-m // p)
+        shape = (num_groups, len(stages), p)
+        self.stage = np.broadcast_to(np.array(stages)[:, None], shape).ravel()
+        self.microbatch = np.broadcast_to(np.arange(num_groups * p).reshape(num_groups, 1, p), shape).ravel()
+        self.number = np.arange(len(self.stage))
+        self._is_left_out = self.microbatch >= m
+        self._num_stages, self._m = len(stages) * p, m
+
+    def placed(self, kind: int, places: Codes) -> tuple[Codes, Codes]:
+        """The actions of ``kind`` with their places, given the place of each turn; what is left out is not in it."""
+        codes = (kind * self._num_stages + self.stage) * self._m + self.microbatch
+        return codes[~self._is_left_out], places[~self._is_left_out]
 
 
 def build_interleaved_1f1b(request: ScheduleRequest) -> Schedule:
     """Rank r warms up with ``2 * (p - 1 - r) + (v - 1) * p`` F (for v = 1, ``p - 1 - r``), then alternates F and B."""
     p, m, v = request.num_ranks, request.num_microbatches, request.stages_per_rank
     placement = Placement.interleaved(p, v)
-    num_groups = -(-m // p)
     programs = []
     for rank in range(p):
         stages = placement.stages_of_rank(rank)
-        forwards, backwards = _turns(stages, p, num_groups), _turns(reversed(stages), p, num_groups)
-        num_warmup = p - 1 - rank if v == 1 else min(2 * (p - 1 - rank) + (v - 1) * p, len(forwards))
-        program = [Action(stage, ActionKind.F, j) for stage, j in forwards[:num_warmup]]
-        for turn, (stage, j) in enumerate(backwards):
-            if num_warmup + turn < len(forwards):
-                program.append(Action(forwards[num_warmup + turn][0], ActionKind.F, forwards[num_warmup + turn][1]))
-            program.append(Action(stage, ActionKind.B, j))
-        programs.append(_without_padding(program, m))
+        forwards, backwards = _Turns(stages, p, m), _Turns(stages[::-1], p, m)
+        num_warmup = p - 1 - rank if v == 1 else 2 * (p - 1 - rank) + (v - 1) * p
+        codes = in_order(
+            forwards.placed(F, 2 * (forwards.number - num_warmup)),
+            backwards.placed(B, 2 * backwards.number + 1),
+        )
+        programs.append(CodedProgram(codes, placement.num_stages, m))
     return Schedule("interleaved_1f1b", placement, m, tuple(programs))
 
 
@@ -57,26 +73,18 @@ def _interleaved_zb(k: int, request: ScheduleRequest) -> Schedule:
     """
     p, m, v = request.num_ranks, request.num_microbatches, request.stages_per_rank
     placement = Placement.interleaved(p, v)
-    num_groups = -(-m // p)
     programs = []
     for rank in range(p):
         stages = placement.stages_of_rank(rank)
-        forwards, backwards = _turns(stages, p, num_groups), _turns(reversed(stages), p, num_groups)
-        num_warmup = min(k * (p - 1 - rank) + (v - 1) * p, len(forwards))
-        program = [Action(stage, ActionKind.F, j) for stage, j in forwards[:num_warmup]]
-        for turn, (stage, j) in enumerate(backwards):
-            if num_warmup + turn < len(forwards):
-                program.append(Action(forwards[num_warmup + turn][0], ActionKind.F, forwards[num_warmup + turn][1]))
-            program.append(Action(stage, ActionKind.I, j))
-            if turn >= k * rank:
-                program.append(Action(backwards[turn - k * rank][0], ActionKind.W, backwards[turn - k * rank][1]))
-        program += [Action(stage, ActionKind.W, j) for stage, j in backwards[max(0, len(backwards) - k * rank) :]]
-        programs.append(_without_padding(program, m))
+        forwards, backwards = _Turns(stages, p, m), _Turns(stages[::-1], p, m)
+        num_warmup = k * (p - 1 - rank) + (v - 1) * p
+        codes = in_order(
+            forwards.placed(F, 3 * (forwards.number - num_warmup)),
+            backwards.placed(I, 3 * backwards.number + 1),
+            backwards.placed(W, 3 * (backwards.number + k * rank) + 2),
+        )
+        programs.append(CodedProgram(codes, placement.num_stages, m))
     return Schedule("interleaved_zb", placement, m, tuple(programs))
-
-
-def _without_padding(program: list[Action], m: int) -> tuple[Action, ...]:
-    return tuple(action for action in program if action.microbatch is not None and action.microbatch < m)
 
 
 register(

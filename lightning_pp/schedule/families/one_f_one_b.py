@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from lightning_pp.schedule.program.action import Action, ActionKind
+import numpy as np
+
+from lightning_pp.schedule.program.coded import B, CodedProgram, F, in_order
 from lightning_pp.schedule.program.placement import Placement
 from lightning_pp.schedule.registry import Family, ScheduleRequest, register
 from lightning_pp.schedule.schedule import Schedule
@@ -11,15 +13,15 @@ from lightning_pp.schedule.schedule import Schedule
 def build_1f1b(request: ScheduleRequest) -> Schedule:
     """Rank r warms up with ``p - 1 - r`` F, alternates F and B, and ends with the B that are left."""
     p, m = request.num_ranks, request.num_microbatches
+    forward, backward = np.arange(m), np.arange(m)
     programs = []
     for rank in range(p):
-        num_warmup = min(p - 1 - rank, m)
-        program = [Action(rank, ActionKind.F, j) for j in range(num_warmup)]
-        for j in range(m):
-            if num_warmup + j < m:
-                program.append(Action(rank, ActionKind.F, num_warmup + j))
-            program.append(Action(rank, ActionKind.B, j))
-        programs.append(tuple(program))
+        num_warmup = p - 1 - rank
+        codes = in_order(
+            ((F * p + rank) * m + forward, 2 * (forward - num_warmup)),
+            ((B * p + rank) * m + backward, 2 * backward + 1),
+        )
+        programs.append(CodedProgram(codes, p, m))
     return Schedule("1f1b", Placement.interleaved(p), m, tuple(programs))
 
 

@@ -8,13 +8,17 @@ real costs by moving passes of warm-up and cool-down, where the pattern leaves g
 
 from __future__ import annotations
 
-from lightning_pp.schedule.families.chunk_program import ChunkProgram
+import numpy as np
+
+from lightning_pp.schedule.families.choice import MOST_FITTED_ACTIONS
+from lightning_pp.schedule.program.coded import CodedProgram, Codes, F, I, W, in_order
 from lightning_pp.schedule.program.placement import Placement
 from lightning_pp.schedule.registry import Family, ScheduleRequest, register
 from lightning_pp.schedule.schedule import Schedule
 from lightning_pp.schedule.search.justify import justify
 from lightning_pp.schedule.search.problem import Problem
 from lightning_pp.schedule.search.timing import Objective
+from lightning_pp.schedule.simulation.memory import peaks_of
 
 _PERIOD = 6
 _MAX_ROUNDS_ACTIONS = 400_000
@@ -43,31 +47,42 @@ def _pattern(name: str, request: ScheduleRequest) -> Schedule:
     p, m = request.num_ranks, request.num_microbatches
     offsets_of = _v_min_offsets if name == "v_min" else _v_half_offsets
     placement = Placement.v_shaped(p)
+    n = placement.num_stages
+    microbatches = np.arange(m)
     programs = []
     for rank in range(p):
-        program = ChunkProgram(placement.stages_of_rank(rank), m)
-        passes = {
-            offset + _PERIOD * microbatch: token
-            for token, offset in offsets_of(p, rank).items()
-            for microbatch in range(m)
-        }
-        assert len(passes) == 4 * m, "no two passes of a block share a slot modulo the period"
-        for slot in range(max(passes) + 1):
-            if slot in passes:
-                program.write(passes[slot])
-            elif program.waiting:
-                program.write("W")
-        program.write_waiting()
-        programs.append(tuple(program.actions))
+        stages = placement.stages_of_rank(rank)
+        slots, codes = [], []
+        for token, offset in offsets_of(p, rank).items():
+            row = (F if token[0] == "F" else I) * n + stages[int(token[1])]
+            slots.append(offset + _PERIOD * microbatches)
+            codes.append(row * m + microbatches)
+        inputs = in_order(*((codes[token], slots[token]) for token in (2, 3)))
+        weights = inputs + (W - I) * n * m
+        weight_slots = _free_slots_after(np.sort(np.concatenate(slots[2:])), np.concatenate(slots))
+        programs.append(CodedProgram(in_order(*zip(codes, slots, strict=True), (weights, weight_slots)), n, m))
     return Schedule(name, placement, m, tuple(programs))
 
 
+def _free_slots_after(inputs: Codes, taken: Codes) -> Codes:
+    """For each of ``inputs``, which are sorted, the first slot after it that is neither taken nor an earlier one's."""
+    num_slots = int(taken.max()) + 1 + len(inputs)
+    is_free = np.ones(num_slots, dtype=bool)
+    is_free[taken] = False
+    assert np.count_nonzero(~is_free) == len(taken), "no two passes of a block share a slot modulo the period"
+    free = np.flatnonzero(is_free)
+    turn = np.arange(len(inputs))
+    return free[turn + np.maximum.accumulate(np.searchsorted(free, inputs) - turn)]
+
+
 def build_v(name: str, request: ScheduleRequest) -> Schedule:
-    """The pattern, fitted to the costs in the memory of the pattern."""
+    """The pattern; in a step of at most ``MOST_FITTED_ACTIONS``, fitted to the costs in the memory of the pattern."""
     schedule = _pattern(name, request)
-    peaks = schedule.simulate(request.costs).peak_memory
-    problem = Problem.build(schedule.placement, request.num_microbatches, request.costs, peaks)
     num_actions = sum(map(len, schedule.programs))
+    if num_actions > MOST_FITTED_ACTIONS:
+        return schedule
+    peaks = peaks_of(schedule, request.costs)
+    problem = Problem.build(schedule.placement, request.num_microbatches, request.costs, peaks)
     max_rounds = max(2, min(12, _MAX_ROUNDS_ACTIONS // num_actions))
     orders = justify(
         problem,

@@ -7,7 +7,9 @@ bubble of H1 (k = 1) is ``(p - 1) * (f + i - w)`` with p microbatches held, that
 
 from __future__ import annotations
 
-from lightning_pp.schedule.program.action import Action, ActionKind
+import numpy as np
+
+from lightning_pp.schedule.program.coded import CodedProgram, F, I, W, in_order
 from lightning_pp.schedule.program.placement import Placement
 from lightning_pp.schedule.registry import Family, ScheduleRequest, register
 from lightning_pp.schedule.schedule import Schedule
@@ -16,19 +18,17 @@ from lightning_pp.schedule.schedule import Schedule
 def build_zb_h(name: str, k: int, request: ScheduleRequest) -> Schedule:
     """Rank r warms up with ``u = k * (p - 1 - r)`` F, then repeats F, I, W with W delayed by ``k * (p - 1) - u``."""
     p, m = request.num_ranks, request.num_microbatches
+    forward, backward = np.arange(m), np.arange(m)
     programs = []
     for rank in range(p):
         num_warmup = k * (p - 1 - rank)
         weight_delay = k * (p - 1) - num_warmup
-        program = [Action(rank, ActionKind.F, j) for j in range(min(num_warmup, m))]
-        for j in range(m):
-            if num_warmup + j < m:
-                program.append(Action(rank, ActionKind.F, num_warmup + j))
-            program.append(Action(rank, ActionKind.I, j))
-            if j >= weight_delay:
-                program.append(Action(rank, ActionKind.W, j - weight_delay))
-        program += [Action(rank, ActionKind.W, j) for j in range(max(0, m - weight_delay), m)]
-        programs.append(tuple(program))
+        codes = in_order(
+            ((F * p + rank) * m + forward, 3 * (forward - num_warmup)),
+            ((I * p + rank) * m + backward, 3 * backward + 1),
+            ((W * p + rank) * m + backward, 3 * (backward + weight_delay) + 2),
+        )
+        programs.append(CodedProgram(codes, p, m))
     return Schedule(name, Placement.interleaved(p), m, tuple(programs))
 
 

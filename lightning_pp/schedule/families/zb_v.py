@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from lightning_pp.schedule.families.choice import best_of
+from lightning_pp.schedule.families.choice import MOST_FITTED_ACTIONS, best_of
 from lightning_pp.schedule.families.chunk_program import ChunkProgram
 from lightning_pp.schedule.families.zb_v_greedy import FillRule, build_by_rounds
 from lightning_pp.schedule.program.placement import Placement
@@ -16,6 +16,7 @@ from lightning_pp.schedule.registry import Family, ScheduleRequest, register
 from lightning_pp.schedule.schedule import Schedule
 from lightning_pp.schedule.search.problem import Problem
 from lightning_pp.schedule.search.timing import earliest, length_of
+from lightning_pp.schedule.simulation.memory import exceeds, peaks_of
 
 
 def build_zb_v_by_hand(request: ScheduleRequest) -> Schedule:
@@ -25,24 +26,30 @@ def build_zb_v_by_hand(request: ScheduleRequest) -> Schedule:
     n = max(2 * p - 1, m)
     programs = []
     for rank in range(p):
-        program = ChunkProgram(placement.stages_of_rank(rank), m)
+        program = ChunkProgram(placement, rank, m)
         program.write("F0", 2 * (p - rank) - 1)
         program.write("F1 F0", rank)
         program.write("F1 I1 W1", p - rank)
-        while program.num_forwards[1] < n:
-            program.write("F0 I0 W0 F1 I1 W1" if program.num_forwards[0] < n else "I0 W0 F1 I1 W1")
+        program.write("F0 I0 W0 F1 I1 W1", n - program.num_forwards[0])
+        program.write("I0 W0 F1 I1 W1", n - program.num_forwards[1])
         program.write("I0 I1", rank)
         program.write("I0 W0", p - rank)
-        program.write("W1", sum(chunk == 1 for chunk, _ in program.waiting))
+        program.write("W1", len(program.waiting[1]))
         program.write_waiting()
-        programs.append(tuple(program.actions))
+        programs.append(program.program())
     return Schedule("zb_v", placement, m, tuple(programs))
 
 
 def build_zb_v(request: ScheduleRequest) -> Schedule:
-    """The better, under the costs, of the pattern and what the rounds make in the same memory (or in the limit)."""
+    """The better, under the costs, of the pattern and what the rounds make in the same memory (or in the limit).
+
+    A step of more than ``MOST_FITTED_ACTIONS`` is given the pattern, unless that holds more than the limit.
+    """
     by_hand = build_zb_v_by_hand(request)
-    limits = request.memory_limit or by_hand.simulate(request.costs).peak_memory
+    limits = request.memory_limit or peaks_of(by_hand, request.costs)
+    is_large = sum(map(len, by_hand.programs)) > MOST_FITTED_ACTIONS
+    if is_large and not any(map(exceeds, peaks_of(by_hand, request.costs), limits)):
+        return by_hand
     problem = Problem.build(by_hand.placement, request.num_microbatches, request.costs, limits)
     best, best_score = None, float("inf")
     for forwards, backwards in product((True, False), repeat=2):

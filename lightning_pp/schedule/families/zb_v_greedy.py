@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from lightning_pp.schedule.search.problem import F, I, Orders, Problem, W
+from lightning_pp.schedule.program.coded import F, I, W
+from lightning_pp.schedule.search.problem import Orders, Problem
 
 _EPSILON = 1e-9
 
@@ -50,6 +51,7 @@ class _Rounds:
         self.now = [0.0] * p
         self.held = [0.0] * p
         self.bubble = [0.0] * p
+        self.largest_bubble, self.largest_approved = 0.0, max(approved)
         self.pending: list[deque[int]] = [deque() for _ in range(p)]
         self.orders: Orders = [[] for _ in range(p)]
 
@@ -86,6 +88,7 @@ class _Rounds:
         microbatch = self.count[row]
         if self.orders[rank]:
             self.bubble[rank] += max(0.0, arrival - self.now[rank])
+            self.largest_bubble = max(self.largest_bubble, self.bubble[rank])
         self.now[rank] = max(self.now[rank], arrival) + self.problem.duration[row]
         self.end[row][microbatch] = self.now[rank]
         self.count[row] = microbatch + 1
@@ -110,7 +113,7 @@ class _Rounds:
         duration, pending = self.problem.duration, self.pending[rank]
         while pending and self.now[rank] + duration[pending[0]] <= arrival + _EPSILON:
             self._put_weight(rank)
-        allowed = max(max(self.bubble), max(self.approved) - self.approved[rank]) - self.bubble[rank]
+        allowed = max(self.largest_bubble, self.largest_approved - self.approved[rank]) - self.bubble[rank]
         if pending and may_delay and arrival - self.now[rank] > allowed + _EPSILON:
             self._put_weight(rank)
 

@@ -15,7 +15,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from lightning_pp.schedule.program.action import Action, ActionKind
+from lightning_pp.schedule.program.coded import CodedProgram, F
 
 HELPS_WHOLE_BATCH = (
     "What helps: fewer samples in a batch (fewer microbatches of the same size), activation_checkpointing, or more "
@@ -28,6 +31,10 @@ _BACKWARD = (ActionKind.I, ActionKind.W, ActionKind.B)
 
 def late_forward(program: Sequence[Action]) -> int | None:
     """Where in ``program`` an F stands after a backward; None if all F come first."""
+    if isinstance(program, CodedProgram):
+        is_forward = program.parts()[0] == F
+        late = np.flatnonzero(is_forward & np.logical_or.accumulate(~is_forward))
+        return int(late[0]) if len(late) else None
     has_backward = False
     for cell, action in enumerate(program):
         has_backward |= action.kind in _BACKWARD
@@ -36,8 +43,10 @@ def late_forward(program: Sequence[Action]) -> int | None:
     return None
 
 
-def forwards_first(program: Sequence[Action]) -> tuple[Action, ...]:
+def forwards_first(program: Sequence[Action]) -> Sequence[Action]:
     """The F of ``program`` in their order, then its I, W and B in theirs; sharding actions are left out."""
+    if isinstance(program, CodedProgram):
+        return program.with_codes(program.codes[np.argsort(program.parts()[0] != F, kind="stable")])
     compute = [action for action in program if action.kind.is_compute]
     return tuple(sorted(compute, key=lambda action: action.kind is not ActionKind.F))
 

@@ -28,7 +28,7 @@ from lightning_pp.schedule.search.phases import best_of_both_phases
 from lightning_pp.schedule.search.problem import Orders, Problem
 from lightning_pp.schedule.search.timing import Length, Objective, earliest, length_of
 from lightning_pp.schedule.sharding import insert_sharding
-from lightning_pp.schedule.simulation.memory import exceeds
+from lightning_pp.schedule.simulation.memory import exceeds, peaks_of
 
 _MAKESPAN_TOLERANCE = 0.005
 _SCREENING_ACTIONS = 500_000
@@ -182,8 +182,7 @@ def _hand_made(request: ScheduleRequest) -> Iterator[Schedule]:
         if request.placement not in (None, schedule.placement):
             continue
         if request.memory_limit is not None:
-            peaks = schedule.simulate(request.costs).peak_memory
-            if any(map(exceeds, peaks, request.memory_limit)):
+            if any(map(exceeds, peaks_of(schedule, request.costs), request.memory_limit)):
                 continue
         yield schedule
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_pp.errors import ScheduleError
-from lightning_pp.schedule.search.problem import UNLIMITED, B, F, I, Orders, Problem, W
+from lightning_pp.schedule.program.coded import B, F, I, W
+from lightning_pp.schedule.search.problem import UNLIMITED, Orders, Problem
 from lightning_pp.schedule.search.timing import earliest, length_of
 
 _TICKS_PER_STEP = 1_000_000

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Literal, TypeAlias
 
-from lightning_pp.schedule.search.problem import UNLIMITED, B, F, I, Orders, Problem, W
+from lightning_pp.schedule.program.coded import B, F, I, W
+from lightning_pp.schedule.search.problem import UNLIMITED, Orders, Problem
 
 _EPSILON = 1e-9
 _ClassRows = list[list[tuple[int, int]]]

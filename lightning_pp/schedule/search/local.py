@@ -13,7 +13,8 @@ from itertools import count
 from math import log
 from random import Random
 
-from lightning_pp.schedule.search.problem import I, Orders, Problem, W
+from lightning_pp.schedule.program.coded import I, W
+from lightning_pp.schedule.search.problem import Orders, Problem
 from lightning_pp.schedule.search.timing import Objective, Times, earliest, latest, length_of
 
 _EPSILON = 1e-9

@@ -2,7 +2,7 @@
 
 An *order* is a program as integers: the action of kind k (F 0, I 1, W 2, B 3), stage s and microbatch j is the code
 ``(k * num_stages + s) * m + j``, and ``k * num_stages + s`` is its *row*, as in
-:mod:`lightning_pp.schedule.simulation.engine`.
+:mod:`lightning_pp.schedule.program.coded`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
 
-from lightning_pp.schedule.program.action import Action, ActionKind
+import numpy as np
+
+from lightning_pp.schedule.program.coded import B, CodedProgram, F, I, W
 from lightning_pp.schedule.program.placement import Placement
 from lightning_pp.schedule.schedule import Schedule
 from lightning_pp.schedule.simulation.costs import StageCosts
@@ -21,8 +23,6 @@ from lightning_pp.schedule.simulation.engine import CostTables, encode
 Orders: TypeAlias = list[list[int]]
 """For each rank, its actions as codes."""
 
-F, I, W, B = range(4)  # noqa: E741
-_KINDS = (ActionKind.F, ActionKind.I, ActionKind.W, ActionKind.B)
 UNLIMITED = float("inf")
 
 
@@ -171,12 +171,5 @@ class Problem:
     def schedule_of(self, orders: Orders, name: str) -> Schedule:
         """The orders as a schedule."""
         n, m = self.num_stages, self.num_microbatches
-        programs = []
-        for order in orders:
-            program = []
-            for code in order:
-                row, microbatch = divmod(code, m)
-                kind, stage = divmod(row, n)
-                program.append(Action(stage, _KINDS[kind], microbatch))
-            programs.append(tuple(program))
-        return Schedule(name, self.placement, m, tuple(programs), self.whole_batch_loss)
+        programs = tuple(CodedProgram(np.array(order, dtype=np.int64), n, m) for order in orders)
+        return Schedule(name, self.placement, m, programs, self.whole_batch_loss)

@@ -1,22 +1,21 @@
 """The inner loop of the simulator, on integers, fast enough to be called thousands of times by the search.
 
-An action of kind k (F 0, I 1, W 2, B 3), stage s and microbatch j is the code ``(k * num_stages + s) * m + j``; a *row*
-is ``k * num_stages + s``. Sharding actions, which have no microbatch, are the negative codes
-``-1 - (k * num_stages + s)`` with UNSHARD 0, RESHARD 1, REDUCE 2.
+Codes and rows are those of :mod:`lightning_pp.schedule.program.coded`. Sharding actions, which have no microbatch, are
+the negative codes ``-1 - (k * num_stages + s)`` with UNSHARD 0, RESHARD 1, REDUCE 2.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
-from lightning_pp.schedule.program.action import ActionKind
+from lightning_pp.schedule.program.action import Action, ActionKind
+from lightning_pp.schedule.program.coded import INDEX_OF_KIND, CodedProgram, Codes
 from lightning_pp.schedule.program.placement import Placement
 from lightning_pp.schedule.program.program import Programs
 from lightning_pp.schedule.simulation.costs import ResolvedCosts, StageCosts
 
-F, I, W, B = range(4)  # noqa: E741
-_COMPUTE_INDEX = {ActionKind.F: F, ActionKind.I: I, ActionKind.W: W, ActionKind.B: B}
 _SHARDING_INDEX = {ActionKind.UNSHARD: 0, ActionKind.RESHARD: 1, ActionKind.REDUCE: 2}
 WHOLE_BATCH = -2
 """In the place of a row: all forwards of the last stage, which its backwards need under ``whole_batch_loss``."""
@@ -86,14 +85,30 @@ def encode(schedule: Programs) -> list[list[int]]:
     """The programs of ``schedule`` as codes."""
     num_stages, m = schedule.placement.num_stages, schedule.num_microbatches
     return [
-        [
-            (_COMPUTE_INDEX[action.kind] * num_stages + action.stage) * m + action.microbatch
-            if action.microbatch is not None and action.kind in _COMPUTE_INDEX
+        program.codes.tolist()
+        if _is_coded_for(program, schedule)
+        else [
+            (INDEX_OF_KIND[action.kind] * num_stages + action.stage) * m + action.microbatch
+            if action.microbatch is not None and action.kind in INDEX_OF_KIND
             else -1 - (_SHARDING_INDEX[action.kind] * num_stages + action.stage)
             for action in program
         ]
         for program in schedule.programs
     ]
+
+
+def codes_of(schedule: Programs) -> list[Codes] | None:
+    """The codes of all programs; None where a program is not given as codes."""
+    programs = [program for program in schedule.programs if _is_coded_for(program, schedule)]
+    return [program.codes for program in programs] if len(programs) == len(schedule.programs) else None
+
+
+def _is_coded_for(program: Sequence[Action], schedule: Programs) -> TypeGuard[CodedProgram]:
+    """Whether ``program`` has the codes of a schedule of these sizes."""
+    if not isinstance(program, CodedProgram):
+        return False
+    sizes = (program.num_stages, program.num_microbatches)
+    return sizes == (schedule.placement.num_stages, schedule.num_microbatches)
 
 
 def execute(

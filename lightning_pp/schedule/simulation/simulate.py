@@ -10,12 +10,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from lightning_pp.errors import ScheduleError
 from lightning_pp.schedule.program.action import Action
+from lightning_pp.schedule.program.coded import CodedProgram
 from lightning_pp.schedule.program.program import Programs
 from lightning_pp.schedule.simulation.costs import StageCosts
-from lightning_pp.schedule.simulation.engine import CostTables, encode, execute
-from lightning_pp.schedule.simulation.memory import peak_memory
+from lightning_pp.schedule.simulation.engine import CostTables
+from lightning_pp.schedule.simulation.memory import peaks_of
+from lightning_pp.schedule.simulation.wide import run_programs
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +75,7 @@ class Simulation:
         peak_memory: For each rank, the most it holds at any time, in the unit of ``StageCosts.held_after_forward``.
     """
 
-    programs: tuple[tuple[Action, ...], ...]
+    programs: tuple[Sequence[Action], ...]
     start_ms: tuple[tuple[float, ...], ...]
     end_ms: tuple[tuple[float, ...], ...]
     work_ms: tuple[float, ...]
@@ -96,8 +100,7 @@ class Simulation:
 def simulate(schedule: Programs, costs: StageCosts) -> Simulation:
     """Simulate one step of ``schedule``; see ``Schedule.simulate``."""
     tables = CostTables.build(schedule.placement, costs, whole_batch_loss=schedule.whole_batch_loss)
-    codes = encode(schedule)
-    run = execute(codes, tables, schedule.placement, schedule.num_microbatches)
+    run = run_programs(schedule, tables)
     for rank, (starts, program) in enumerate(zip(run.start, schedule.programs, strict=True)):
         if len(starts) < len(program):
             raise ScheduleError(
@@ -106,17 +109,17 @@ def simulate(schedule: Programs, costs: StageCosts) -> Simulation:
             )
     work, span = [], []
     for program, starts, ends in zip(schedule.programs, run.start, run.end, strict=True):
-        spans = [
-            (start, end) for action, start, end in zip(program, starts, ends, strict=True) if action.kind.is_compute
-        ]
-        work.append(sum(end - start for start, end in spans))
-        span.append(spans[-1][1] - spans[0][0] if spans else 0.0)
+        if not isinstance(program, CodedProgram):  # else every action computes
+            computes = np.array([action.kind.is_compute for action in program], dtype=bool)
+            starts, ends = starts[computes], ends[computes]
+        work.append(sum((ends - starts).tolist()))
+        span.append(float(ends[-1] - starts[0]) if len(starts) else 0.0)
     return Simulation(
         programs=schedule.programs,
-        start_ms=tuple(map(tuple, run.start)),
-        end_ms=tuple(map(tuple, run.end)),
+        start_ms=tuple(tuple(starts.tolist()) for starts in run.start),
+        end_ms=tuple(tuple(ends.tolist()) for ends in run.end),
         work_ms=tuple(work),
         span_ms=tuple(span),
         makespan=run.makespan,
-        peak_memory=tuple(peak_memory(program, costs, schedule.placement.num_stages) for program in schedule.programs),
+        peak_memory=peaks_of(schedule, costs),
     )
