@@ -5,6 +5,7 @@ Usage, from the root of the repository:
     python benchmarks/schedules.py published       # hand-made and searched schedules beside the papers' figures
     python benchmarks/schedules.py optimality 100  # auto against CP-SAT on random small problems (needs ortools)
     python benchmarks/schedules.py time            # CPU seconds of the search on one core
+    python benchmarks/schedules.py scale           # every family at 1,024 ranks and 4,096 microbatches
     python benchmarks/schedules.py whole_batch     # what whole_batch_loss costs every schedule
 """
 
@@ -12,8 +13,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import random
+import resource
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +165,36 @@ def search_time() -> None:
             )
 
 
+def scale(num_ranks: int, num_microbatches: int, names: list[str]) -> None:
+    """CPU seconds in which a plan builds, checks and simulates each hand-made family; each in a process of its own."""
+    print(f"{num_ranks} ranks, {num_microbatches} microbatches: CPU seconds, GiB of the process")
+    print("| family | actions | build | check | simulate | together | memory | bubble |")
+    print("|---|---|---|---|---|---|---|---|")
+    processes = multiprocessing.get_context("spawn")
+    for name in names or [name for name in available_schedules() if not schedule_family(name).is_search]:
+        process = processes.Process(target=_print_scale, args=(name, num_ranks, num_microbatches))
+        process.start()
+        process.join()
+
+
+def _print_scale(name: str, num_ranks: int, num_microbatches: int) -> None:
+    costs = StageCosts(10.4, 10.2, 7.7, p2p=0.4)
+    times = [time.process_time()]
+    schedule = build_schedule(name, num_ranks=num_ranks, num_microbatches=num_microbatches, costs=costs)
+    times.append(time.process_time())
+    schedule.validate()
+    times.append(time.process_time())
+    simulation = schedule.simulate(costs)
+    times.append(time.process_time())
+    build, check, simulate = (end - begin for begin, end in pairwise(times))
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(
+        f"| `{name}` | {sum(map(len, schedule.programs)):,} | {build:.1f} | {check:.1f} | {simulate:.1f} | "
+        f"{times[-1] - times[0]:.1f} | {memory:.1f} | {simulation.bubble_fraction:.4f} |",
+        flush=True,
+    )
+
+
 def whole_batch() -> None:
     """Every schedule with and without ``whole_batch_loss``: 6.2B on 8 ranks, one stage a rank and two half as long."""
     profiles = json.loads(PROFILES.read_text())["one_chunk_per_rank"]
@@ -196,12 +230,18 @@ def main() -> None:
     command.add_argument("num_problems", type=int, nargs="?", default=100)
     command.add_argument("--time-limit", type=float, default=60.0, help="seconds of the solver for one problem")
     commands.add_parser("time", help="measure the search")
+    command = commands.add_parser("scale", help="measure planning for many ranks")
+    command.add_argument("names", nargs="*", help="families; all hand-made ones by default")
+    command.add_argument("--ranks", type=int, default=1024)
+    command.add_argument("--microbatches", type=int, default=4096)
     commands.add_parser("whole_batch", help="the price of whole_batch_loss")
     arguments = parser.parse_args()
     if arguments.command == "published":
         published(arguments.most_microbatches)
     elif arguments.command == "optimality":
         optimality(arguments.num_problems, arguments.time_limit)
+    elif arguments.command == "scale":
+        scale(arguments.ranks, arguments.microbatches, arguments.names)
     elif arguments.command == "whole_batch":
         whole_batch()
     else:

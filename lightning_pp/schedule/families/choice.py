@@ -8,7 +8,6 @@ from lightning_pp.schedule.registry import ScheduleRequest
 from lightning_pp.schedule.schedule import Schedule
 from lightning_pp.schedule.simulation.memory import exceeds
 
-
 MOST_FITTED_ACTIONS = 1_000_000
 """Larger steps keep the published pattern as it is: fitting it to the costs takes 10 to 50 µs an action."""
 

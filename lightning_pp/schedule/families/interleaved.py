@@ -19,7 +19,6 @@ from lightning_pp.schedule.registry import Family, ScheduleRequest, register
 from lightning_pp.schedule.schedule import Schedule
 
 
-
 class _Turns:
     """The turns of one rank: groups of p microbatches, in each group the stages in the given order.
 

@@ -181,10 +181,9 @@ def _hand_made(request: ScheduleRequest) -> Iterator[Schedule]:
             schedule = schedule.with_whole_batch_loss()
         if request.placement not in (None, schedule.placement):
             continue
-        if request.memory_limit is not None:
-            if any(map(exceeds, peaks_of(schedule, request.costs), request.memory_limit)):
-                continue
-        yield schedule
+        limits = request.memory_limit
+        if limits is None or not any(map(exceeds, peaks_of(schedule, request.costs), limits)):
+            yield schedule
 
 
 def _raw_candidates(problems: list[Problem], schedules: list[Schedule]) -> Iterator[_Candidate]:

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+from lightning_pp.schedule.program.coded import B, I, W
 from lightning_pp.schedule.search.justify import justify
 from lightning_pp.schedule.search.local import climb
-from lightning_pp.schedule.program.coded import B, I, W
 from lightning_pp.schedule.search.problem import UNLIMITED, Orders, Problem
 from lightning_pp.schedule.search.timing import Objective, earliest, length_of
 from lightning_pp.schedule.simulation.memory import exceeds

@@ -1,0 +1,137 @@
+"""Programs as codes, and what works on them as arrays, against the same things one action at a time."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lightning_pp.errors import ScheduleError
+from lightning_pp.schedule import Placement, Schedule, StageCosts, available_schedules, build_schedule
+from lightning_pp.schedule.families.v_min_half import _free_slots_after
+from lightning_pp.schedule.program.coded import CodedProgram
+from lightning_pp.schedule.registry import schedule_family
+from lightning_pp.schedule.rules import keeps_rules
+from lightning_pp.schedule.simulation.costs import UNIT_COSTS
+from lightning_pp.schedule.simulation.engine import CostTables, codes_of, encode, execute
+from lightning_pp.schedule.simulation.memory import held_after_each
+from lightning_pp.schedule.simulation.wide import execute_wide
+
+HAND_MADE = [name for name in available_schedules() if not schedule_family(name).is_search]
+
+
+def uneven(num_stages: int) -> StageCosts:
+    """Costs that are alike for no two stages."""
+    draw = random.Random(num_stages)
+    forward, backward_input, weight = ([draw.uniform(3, 20) for _ in range(num_stages)] for _ in range(3))
+    return StageCosts(forward, backward_input, weight, p2p=1.3, held_after_input=0.37)
+
+
+@pytest.mark.parametrize("whole_batch_loss", [False, True])
+@pytest.mark.parametrize("name", HAND_MADE)
+def test_all_ranks_at_a_time_take_the_times_of_one_action_at_a_time(name: str, whole_batch_loss: bool) -> None:
+    costs = uneven(6 * schedule_family(name).default_stages_per_rank)
+    schedule = build_schedule(name, num_ranks=6, num_microbatches=13, costs=costs, whole_batch_loss=whole_batch_loss)
+    tables = CostTables.build(schedule.placement, costs, whole_batch_loss=whole_batch_loss)
+    codes = codes_of(schedule)
+    assert codes is not None
+    wide = execute_wide(codes, tables, schedule.placement.rank_of_stage[-1], 13)
+    plain = execute(encode(schedule), tables, schedule.placement, 13)
+    assert [times.tolist() for times in wide.start] == plain.start
+    assert [times.tolist() for times in wide.end] == plain.end
+    assert wide.makespan == plain.makespan
+    held = [max(held_after_each(tuple(program), costs, costs.num_stages)) for program in schedule.programs]
+    assert list(schedule.simulate(costs).peak_memory) == held
+
+
+def mutated(schedule: Schedule, draw: random.Random) -> Schedule:
+    """``schedule`` with something changed in one program, which may or may not be wrong."""
+    rank = draw.randrange(len(schedule.programs))
+    program = CodedProgram.of(schedule.programs[rank], schedule.placement.num_stages, schedule.num_microbatches)
+    codes = program.codes.tolist()
+    one, other = draw.randrange(len(codes)), draw.randrange(len(codes))
+    change = draw.choice(["swap", "swap neighbours", "leave out", "double", "another", "move"])
+    if change == "swap":
+        codes[one], codes[other] = codes[other], codes[one]
+    elif change == "swap neighbours":
+        one = min(one, len(codes) - 2)
+        codes[one], codes[one + 1] = codes[one + 1], codes[one]
+    elif change == "leave out":
+        del codes[one]
+    elif change == "double":
+        codes.insert(other, codes[one])
+    elif change == "another":
+        codes[one] = draw.randrange(4 * schedule.placement.num_stages * schedule.num_microbatches)
+    else:
+        codes.insert(other, codes.pop(one))
+    changed = program.with_codes(np.array(codes))
+    return replace(schedule, programs=(*schedule.programs[:rank], changed, *schedule.programs[rank + 1 :]))
+
+
+def error_of(schedule: Schedule, limits: tuple[float, ...] | None) -> str | None:
+    """What validation says against ``schedule``."""
+    try:
+        schedule.validate(memory_limit=limits)
+    except ScheduleError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("name", HAND_MADE)
+def test_the_quick_check_agrees_with_the_one_that_names_the_cell(name: str) -> None:
+    draw = random.Random(name)
+    verdicts = []
+    for _ in range(60):
+        num_ranks, num_microbatches, whole = draw.randint(2, 4), draw.randint(2, 6), draw.random() < 0.3
+        schedule = build_schedule(name, num_ranks=num_ranks, num_microbatches=num_microbatches, whole_batch_loss=whole)
+        schedule = mutated(schedule, draw)
+        limits = None if draw.random() < 0.5 else (float(draw.randint(3, 12)),) * num_ranks
+        action_by_action = replace(schedule, programs=tuple(map(tuple, schedule.programs)))
+        error = error_of(action_by_action, limits)
+        assert error_of(schedule, limits) == error
+        assert keeps_rules(schedule, UNIT_COSTS, limits) == (error is None)
+        verdicts.append(error is None)
+    assert True in verdicts and False in verdicts
+
+
+@pytest.mark.parametrize(
+    ("name", "span"),
+    [
+        ("1f1b", 3 * (700 + 255)),
+        ("gpipe", 3 * (700 + 255)),
+        ("zb_h1", 3 * 700 + 255),  # (p - 1) * (f + i - w)
+        ("zb_h2", 3 * 700),
+        ("zb_v", 6 * 700),
+        ("dualpipe_v", 6 * 700 + 255),
+    ],
+)
+def test_bubbles_of_hundreds_of_ranks_are_those_of_the_formulas(name: str, span: int) -> None:
+    schedule = build_schedule(name, num_ranks=256, num_microbatches=700).validate()
+    assert max(schedule.simulate().span_ms) == span
+
+
+def test_free_slots_are_those_of_the_queue() -> None:
+    draw = random.Random(0)
+    for _ in range(50):
+        taken = draw.sample(range(40), 20)
+        inputs = sorted(draw.sample(taken, 8))
+        found, slot = [], 0
+        for at in inputs:
+            slot = max(slot, at + 1)
+            while slot in taken:
+                slot += 1
+            found.append(slot)
+            slot += 1
+        assert _free_slots_after(np.array(inputs), np.array(taken)).tolist() == found
+
+
+def test_coded_programs_are_like_tuples_of_actions() -> None:
+    coded = build_schedule("zb_h1", num_ranks=3, num_microbatches=5).programs[1]
+    plain = tuple(coded)
+    assert coded == plain and plain == coded and hash(coded) == hash(plain)
+    assert coded[2] == plain[2] and coded[-1] == plain[-1] and coded[1:4] == plain[1:4] and len(coded) == len(plain)
+    assert pickle.loads(pickle.dumps(coded)) == coded
+    assert coded != plain[:-1] and Placement.interleaved(3) != coded
