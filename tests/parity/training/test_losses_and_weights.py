@@ -112,7 +112,7 @@ def check(pool: WorkerPool, settings: Settings, layout: Layout, record: Callable
     expected = reference(settings)
     assert distance_moved(settings, expected) > 1e-4, "too little training to tell gradients apart"
     found = differences(run_pipeline(pool, settings, layout), expected)
-    record("differences", found)
+    record("differences", str(found))
     is_float32 = settings.model in FLOAT32_LOSSES
     assert max(found.loss, found.val_loss, found.epoch_loss) < (FLOAT32_LOSS_TOLERANCE if is_float32 else TOLERANCE)
     assert found.weight < (FLOAT32_WEIGHT_TOLERANCE if is_float32 else TOLERANCE), found.worst_weight
