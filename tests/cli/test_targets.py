@@ -100,7 +100,7 @@ def test_folders_of_python_and_of_packages_are_not_the_users(
 ) -> None:
     config = {"_target_": "shutil.copy", "src": __file__, "dst": str(tmp_path / "copied")}
     folder = Path(module.__file__ or "").parent if module is os else Path(pytest.__file__).parents[1]
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(folder / "pdb.py"))
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(folder / "pdb.py"), raising=False)
     monkeypatch.chdir(folder)
     for target in (config, {"_target_": "_pytest.main.main"}):
         with pytest.raises(ConfigurationError, match="is refused"):

@@ -17,19 +17,16 @@ from lightning_pp.runtime.executor import PipelineExecutor
 
 
 class Logs(Blocks):
-    """Logs, a mean whose divisor depends on the batch, and parameters of both stages that get no gradient."""
+    """Logs; a unit of each stage may have a parameter that gets no gradient."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_unused: bool = True) -> None:
         super().__init__(6)
-        for block in (self.blocks[1], self.blocks[4]):
+        for block in (self.blocks[1], self.blocks[4]) if has_unused else ():
             block.unused = torch.nn.Parameter(torch.ones(3))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        x, y = batch
-        error, counted = (self(x) - y).square(), y > -0.5
-        loss = (error * counted).sum() / counted.sum()
+        loss = super().training_step(batch, batch_idx)
         self.log("loss", loss)
-        self.log_dict({"error": error.mean(), "share": counted.float().mean()}, on_step=True, on_epoch=True)
         return loss
 
 
@@ -87,7 +84,7 @@ class WaitsOfBatches(pl.Callback):
         self.found.append([line for line in self.waits.found if "the caller" not in line])
 
 
-def waits_of_batches(mode: str, clip: float | None) -> list[list[str]]:
+def waits_of_batches(mode: str, clip: float | None, has_unused: bool) -> list[list[str]]:
     with HostWaits() as waits:
         callback = WaitsOfBatches(waits)
         trainer = pl.Trainer(
@@ -101,17 +98,29 @@ def waits_of_batches(mode: str, clip: float | None) -> list[list[str]]:
             gradient_clip_val=clip,
             callbacks=[callback],
         )
-        trainer.fit(Logs(), loader(num_samples=48))
+        trainer.fit(Logs(has_unused), loader(num_samples=48))
     # the first two batches are compared with parts of them, which reads them
     return callback.found[2:]
 
 
-@pytest.mark.parametrize("clip", [None, 1.0])
-@pytest.mark.parametrize(("mode", "most"), [("error", 1), ("skip", 1), ("ignore", 0)])
+@pytest.mark.parametrize(
+    ("mode", "clip", "has_unused", "most"),
+    [
+        ("error", None, False, 1),
+        ("error", 1.0, False, 1),
+        ("skip", None, False, 1),
+        ("skip", 1.0, False, 1),
+        ("ignore", None, False, 0),
+        ("ignore", 1.0, False, 0),
+        # and once for each unit with a parameter that got no gradient here, to know whether it got one elsewhere
+        ("error", 1.0, True, 2),
+        ("ignore", None, True, 1),
+    ],
+)
 def test_a_batch_waits_once_to_know_whether_its_gradients_are_finite(
-    pool: WorkerPool, mode: str, most: int, clip: float | None
+    pool: WorkerPool, mode: str, clip: float | None, has_unused: bool, most: int
 ) -> None:
-    for of_rank in pool.run(waits_of_batches, mode, clip, world_size=4):
+    for of_rank in pool.run(waits_of_batches, mode, clip, has_unused, world_size=4):
         assert len(of_rank) >= 3
         for found in of_rank:
             assert len(found) <= most, found
