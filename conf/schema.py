@@ -149,6 +149,7 @@ class PipelineStrategyConf:
         device_memory_gib: GiB that a rank may hold altogether, by the estimate of a dry run; cuts and ``auto`` keep to
             it.
         exact_search: Whether OR-tools' CP-SAT finishes the search of ``auto``; for small pipelines.
+        search_seconds: How long the search of ``auto`` may try, seconds; null for as long as its effort takes.
         whole_batch_loss: For a loss that is no mean or sum over samples: the code after the last unit runs once, on all
             microbatches.
         check_first_batches: Whether the first batches are checked for losses that couple samples.
@@ -188,6 +189,7 @@ class PipelineStrategyConf:
     memory_limit_gib: float | None = None
     device_memory_gib: float | None = None
     exact_search: bool = False
+    search_seconds: float | None = None
     whole_batch_loss: bool = False
     check_first_batches: bool = True
     on_nonfinite: str = "error"

@@ -34,6 +34,7 @@ class ScheduleRequest:
             once, from the start of the step.
         whole_batch_loss: Whether no backward may start before the last forward of the last stage; families that search
             look at it, programs of the others are changed afterwards.
+        search_seconds: How long families that search may try; None: as long as their effort takes.
     """
 
     num_ranks: int
@@ -46,6 +47,7 @@ class ScheduleRequest:
     quick: bool = False
     sharding: Sharding | None = None
     whole_batch_loss: bool = False
+    search_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,7 @@ def build_schedule(
     quick: bool = False,
     sharding: Sharding | None = None,
     whole_batch_loss: bool = False,
+    search_seconds: float | None = None,
 ) -> Schedule:
     """Make the schedule ``name``, or read it if the name ends with ``.csv``.
 
@@ -148,6 +151,9 @@ def build_schedule(
             ``costs.reduce``. The schedule comes without these actions.
         whole_batch_loss: The loss needs the whole batch: each rank runs its F first, then its I, W and B, see
             :meth:`Schedule.with_whole_batch_loss`. Every schedule then holds all microbatches at once.
+        search_seconds: With ``auto``, try no further than so many seconds of wall time, and take the best until then;
+            what is found depends on the machine. The hand-made schedules are always built and compared, and one pass
+            over all actions is not cut short.
 
     Raises:
         ScheduleError: The name is unknown, a size cannot work, the file does not fit the sizes, or the schedule needs
@@ -168,7 +174,17 @@ def build_schedule(
         schedule = _build_family(
             family,
             ScheduleRequest(
-                num_ranks, num_microbatches, stages, costs, limits, exact, placement, quick, sharding, whole_batch_loss
+                num_ranks,
+                num_microbatches,
+                stages,
+                costs,
+                limits,
+                exact,
+                placement,
+                quick,
+                sharding,
+                whole_batch_loss,
+                search_seconds,
             ),
         )
     _check_placement(schedule, placement, name)

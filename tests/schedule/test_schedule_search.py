@@ -13,9 +13,12 @@ from hypothesis import strategies as st
 from schedule_strategies import built_schedules, stage_costs
 
 from lightning_pp.errors import ScheduleError
+from lightning_pp.planning.schedules.source import schedule_source
 from lightning_pp.schedule import Placement, Schedule, StageCosts, available_schedules, build_schedule
 from lightning_pp.schedule.merging import merge_where_nobody_waits
 from lightning_pp.schedule.registry import schedule_family
+from lightning_pp.schedule.search import auto
+from lightning_pp.schedule.search.deadline import Deadline
 from lightning_pp.schedule.search.exact import solve_exactly
 from lightning_pp.schedule.search.greedy import Policy, build_greedy
 from lightning_pp.schedule.search.justify import justify
@@ -129,6 +132,59 @@ def test_auto_is_legal_and_never_worse_than_by_hand(data: st.DataObject, p: int,
 def test_auto_is_deterministic() -> None:
     request = random_request(random.Random(3))
     assert build_schedule("auto", **request) == build_schedule("auto", **request)
+
+
+class DeadlineAfter(Deadline):
+    """Passes after so many looks at it, so that a search can be ended anywhere."""
+
+    def __init__(self, looks: int) -> None:
+        super().__init__()
+        self.looks = looks
+
+    def has_passed(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+    def left(self, most: float) -> float:
+        return 0.1
+
+
+@pytest.mark.parametrize("whole_batch_loss", [False, True])
+def test_a_search_that_is_ended_anywhere_is_legal_and_never_worse_than_by_hand(
+    whole_batch_loss: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = StageCosts([9.0, 7, 8, 12, 6, 9], [8.0, 9, 9, 11, 5, 9], [5.0, 6, 7, 8, 5, 6], p2p=0.7)
+    request = {"num_ranks": 3, "num_microbatches": 7, "stages_per_rank": 2, "costs": costs, "memory_limit": 14}
+    request["whole_batch_loss"] = whole_batch_loss
+    by_hand = [build_schedule(name, **request) for name in ("interleaved_1f1b", "interleaved_zb", "zb_v", "v_half")]
+    ends: list[DeadlineAfter] = []
+    lengths = []
+    for looks in (0, 1, 4, 30, 150, 500, 2_000, 10**9):
+        monkeypatch.setattr(auto, "Deadline", lambda _, looks=looks: ends.append(DeadlineAfter(looks)) or ends[-1])
+        found = build_schedule("auto", search_seconds=1.0, **request)
+        found.validate(costs=costs, memory_limit=14)
+        lengths.append(found.simulate(costs).makespan)
+    assert ends[0].looks < 0 <= ends[-1].looks, "the first search was ended, and the last one was not"
+    assert max(lengths) <= 1.005 * min(schedule.simulate(costs).makespan for schedule in by_hand)
+    monkeypatch.undo()
+    assert build_schedule("auto", **request).simulate(costs).makespan == lengths[-1]
+
+
+def test_a_search_without_time_compares_what_is_made_by_hand() -> None:
+    costs = StageCosts([9.0, 7, 8, 12], [8.0, 9, 9, 11], [5.0, 6, 7, 8], p2p=0.7)
+    sizes = {"num_ranks": 4, "num_microbatches": 9, "costs": costs}
+    found = build_schedule("auto", search_seconds=0.0, **sizes)
+    by_hand = {name: build_schedule(name, **sizes).simulate(costs) for name in ("gpipe", "1f1b", "zb_h1", "zb_h2")}
+    best = min(by_hand, key=lambda name: max(by_hand[name].span_ms))
+    assert found.name == f"auto ({best})"
+
+
+def test_what_every_rank_asks_for_itself_is_bounded_by_no_time() -> None:
+    source = schedule_source("auto", search_seconds=0.0)
+    placement, costs = Placement.interleaved(3), StageCosts([9.0, 7, 8], [8.0, 9, 9], [5.0, 6, 7])
+    alike = source.program(placement, 9, costs, 5.0, quick=True, on_every_rank=True)
+    assert alike == schedule_source("auto").program(placement, 9, costs, 5.0, quick=True)
+    assert source.program(placement, 9, costs, 5.0, quick=True).name == "auto (zb_h2)"
 
 
 def test_too_small_a_limit_names_the_smallest_that_works() -> None:

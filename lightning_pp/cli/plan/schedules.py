@@ -11,7 +11,7 @@ from lightning_pp.cli.plan.memory import PlanMemory, RankBytes
 from lightning_pp.errors import ConfigurationError, ScheduleError, SplitError
 from lightning_pp.planning.model_cutter import ModelCutter
 from lightning_pp.planning.plan_summary import CutSummary, summarize_cut
-from lightning_pp.planning.schedules.source import ScheduleSource, schedule_source
+from lightning_pp.planning.schedules.source import ScheduleSource, Searched, schedule_source
 from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.schedule import Placement, Schedule, StageCosts, available_schedules
 
@@ -205,7 +205,10 @@ class Planner:
         known = sorted(available_schedules(), key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
         for name in dict.fromkeys([*(names or known), configured.name]):
             # without the exact solver, which takes long
-            source = schedule_source(name, whole_batch_loss=configured.whole_batch_loss)
+            seconds = (
+                configured.search_seconds if isinstance(configured, Searched) and name == configured.name else None
+            )
+            source = schedule_source(name, whole_batch_loss=configured.whole_batch_loss, search_seconds=seconds)
             source = source.with_stages_per_rank(configured.stages_per_rank)
             placements = source.placements(self._num_ranks)
             tell(f"building and simulating {name}")

@@ -78,4 +78,6 @@ class ProgramCache:
     def _make(self, num_microbatches: int) -> Schedule:
         if self._found is not None and num_microbatches <= self._found.num_microbatches:
             return keep_first_microbatches(self._found, num_microbatches)
-        return self._source.program(self._placement, num_microbatches, self._costs, self._memory_limit, quick=True)
+        return self._source.program(
+            self._placement, num_microbatches, self._costs, self._memory_limit, quick=True, on_every_rank=True
+        )

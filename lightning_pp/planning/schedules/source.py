@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,7 @@ class _Request(NamedTuple):
     memory_limit: float | Sequence[float] | None
     quick: bool
     sharding: Sharding | None
+    on_every_rank: bool
 
     def sizes_and_limits(self) -> dict[str, Any]:
         """The arguments of :func:`build_schedule` that say for what it is to be."""
@@ -114,6 +116,7 @@ class ScheduleSource(ABC):
         *,
         quick: bool = False,
         sharding: Sharding | None = None,
+        on_every_rank: bool = False,
     ) -> Schedule:
         """A schedule that is checked and can be run.
 
@@ -124,11 +127,12 @@ class ScheduleSource(ABC):
             memory_limit: What a rank may hold, one number or one for each rank, in the unit of ``costs.held_*``.
             quick: Whether a search leaves out what takes long.
             sharding: What a search is to compare schedules with; None: nothing is gathered.
+            on_every_rank: Whether every rank asks for itself and has to get the same; no time bounds a search then.
 
         Raises:
             ScheduleError: There is none for so many microbatches, or none keeps the limit.
         """
-        return self._program(_Request(placement, num_microbatches, costs, memory_limit, quick, sharding))
+        return self._program(_Request(placement, num_microbatches, costs, memory_limit, quick, sharding, on_every_rank))
 
     @abstractmethod
     def _program(self, request: _Request) -> Schedule:
@@ -266,15 +270,22 @@ class Searched(ScheduleSource):
 
     Attributes:
         exact: Whether a search that is not quick is finished by the exact solver.
+        search_seconds: How long a search may try, on one rank; None: as long as its effort takes.
     """
 
     exact: bool = False
+    search_seconds: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_family(self)
         if self.exact and importlib.util.find_spec("ortools") is None:
             raise ConfigurationError("exact_search=True needs OR-tools: pip install 'ortools>=9.10'.")
+        seconds = self.search_seconds
+        if seconds is not None and not (math.isfinite(seconds) and seconds >= 0):
+            raise ConfigurationError(
+                f"search_seconds={seconds!r} must be a number of at least 0, or None for no bound."
+            )
 
     @property
     def is_searched(self) -> bool:
@@ -307,6 +318,7 @@ class Searched(ScheduleSource):
             self.name,
             exact=self.exact and not request.quick,
             quick=request.quick,
+            search_seconds=None if request.on_every_rank else self.search_seconds,
             sharding=request.sharding,
             whole_batch_loss=self.whole_batch_loss,
             **request.sizes_and_limits(),
@@ -357,6 +369,7 @@ def schedule_source(
     stages_per_rank: int | None = None,
     whole_batch_loss: bool = False,
     exact_search: bool = False,
+    search_seconds: float | None = None,
 ) -> ScheduleSource:
     """What ``schedule=`` names; the arguments are the strategy's.
 
@@ -368,11 +381,13 @@ def schedule_source(
     if is_schedule_file(name):
         source: ScheduleSource = FromFile(name, stages_per_rank, whole_batch_loss, written=Schedule.from_csv(name))
     elif schedule_family(name).is_search:
-        return Searched(name, stages_per_rank, whole_batch_loss, exact_search)
+        return Searched(name, stages_per_rank, whole_batch_loss, exact_search, search_seconds)
     else:
         source = Named(name, stages_per_rank, whole_batch_loss)
     if exact_search:
         raise ConfigurationError(f"exact_search=True is for schedule='auto'; the schedule is {name!r}.")
+    if search_seconds is not None:
+        raise ConfigurationError(f"search_seconds={search_seconds!r} is for schedule='auto'; the schedule is {name!r}.")
     return source
 
 

@@ -4,8 +4,8 @@ Best is the shortest longest span, which is the time of a step in a row of overl
 makespan is within half a percent of the shortest. Candidates are every hand-made schedule and what the greedy
 construction makes under many policies, on every placement that the number of stages allows. The best are shortened by
 justification and by annealing, in small problems on each placement. For a step whose loss needs the whole batch, F and
-backwards are chosen apart (:mod:`lightning_pp.schedule.search.phases`). All effort is counted in simulated actions, not
-in seconds, so the same request gives the same schedule on every machine.
+backwards are chosen apart (:mod:`lightning_pp.schedule.search.phases`). All effort is counted in simulated actions, so
+the same request gives the same schedule on every machine, unless it has a bound in seconds and reaches that.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from lightning_pp.schedule.program.placement import Placement
 from lightning_pp.schedule.program.whole_batch import HELPS_WHOLE_BATCH
 from lightning_pp.schedule.registry import Family, ScheduleRequest, available_schedules, register, schedule_family
 from lightning_pp.schedule.schedule import Schedule
+from lightning_pp.schedule.search.deadline import Deadline
 from lightning_pp.schedule.search.exact import solve_exactly
 from lightning_pp.schedule.search.greedy import Policy, Preference, build_greedy
 from lightning_pp.schedule.search.justify import justify
@@ -51,6 +52,8 @@ _SMALLEST = 200
 _SMALL = 400
 """Up to so many actions every placement is improved and the climb may go uphill; more have no time for it."""
 _MAX_EXACT_ACTIONS = 600
+_MAX_EXACT_SECONDS = 60.0
+"""On each placement."""
 _NUM_SIMULATED = 3
 """Candidates that are compared with the hand-made schedules in the end."""
 
@@ -74,21 +77,27 @@ def build_auto(request: ScheduleRequest) -> Schedule:
     placements = _placements(request)
     _check_limit(request, placements)
     problems = [_problem(request, placement, request.num_microbatches) for placement in placements]
+    deadline = Deadline(request.search_seconds)
     hand_made = list(_hand_made(request))
-    candidates = [*_raw_candidates(problems, hand_made), *_greedy_candidates(request, problems)]
+    if hand_made and deadline.has_passed():
+        return merge_where_nobody_waits(_best(_as_found(hand_made), request), request.costs)
+    candidates = [*_raw_candidates(problems, hand_made, deadline), *_greedy_candidates(request, problems, deadline)]
     candidates += [_measured(problem, problem.sequential_orders(), "sequential") for problem in problems]
     if request.whole_batch_loss:
-        candidates = [_in_two_phases(problem, candidates, quick=request.quick) for problem in problems]
-    elif not request.quick:
-        candidates += _improved(candidates, problems)
-    if request.exact:
-        candidates += [_solve(candidates, problem) for problem in problems]
+        candidates = [_in_two_phases(problem, candidates, deadline, quick=request.quick) for problem in problems]
+    elif not request.quick and not deadline.has_passed():
+        candidates += _improved(candidates, problems, deadline)
+    if request.exact and not deadline.has_passed():
+        candidates += [_solve(candidates, problem, deadline) for problem in problems]
     if request.sharding is None:  # else what is best depends on gathers, which only the full simulation knows
         objective = _objective(candidate.length.makespan for candidate in candidates)
         candidates = sorted(candidates, key=lambda candidate: objective.of(candidate.length))[:_NUM_SIMULATED]
     found = [candidate.problem.schedule_of(candidate.orders, f"auto ({candidate.origin})") for candidate in candidates]
-    found += [replace(schedule, name=f"auto ({schedule.name})") for schedule in hand_made]
-    return merge_where_nobody_waits(_best(found, request), request.costs)
+    return merge_where_nobody_waits(_best(found + _as_found(hand_made), request), request.costs)
+
+
+def _as_found(hand_made: Iterable[Schedule]) -> list[Schedule]:
+    return [replace(schedule, name=f"auto ({schedule.name})") for schedule in hand_made]
 
 
 def _problem(request: ScheduleRequest, placement: Placement, num_microbatches: int) -> Problem:
@@ -101,10 +110,13 @@ def _problem(request: ScheduleRequest, placement: Placement, num_microbatches: i
     )
 
 
-def _in_two_phases(problem: Problem, candidates: Iterable[_Candidate], *, quick: bool) -> _Candidate:
+def _in_two_phases(
+    problem: Problem, candidates: Iterable[_Candidate], deadline: Deadline, *, quick: bool
+) -> _Candidate:
     found = [candidate.orders for candidate in candidates if candidate.problem is problem]
     num_steps = 0 if quick else min(_MAX_CLIMBING_STEPS, _CLIMBING_ACTIONS // _num_actions(problem))
-    orders = best_of_both_phases(problem, found, num_steps=num_steps if num_steps >= _MIN_CLIMBING_STEPS else 0)
+    num_steps = num_steps if num_steps >= _MIN_CLIMBING_STEPS and not deadline.has_passed() else 0
+    orders = best_of_both_phases(problem, found, num_steps=num_steps, deadline=deadline)
     return _measured(problem, orders, "forwards first")
 
 
@@ -186,10 +198,10 @@ def _hand_made(request: ScheduleRequest) -> Iterator[Schedule]:
             yield schedule
 
 
-def _raw_candidates(problems: list[Problem], schedules: list[Schedule]) -> Iterator[_Candidate]:
+def _raw_candidates(problems: list[Problem], schedules: list[Schedule], deadline: Deadline) -> Iterator[_Candidate]:
     for schedule in schedules:
         for problem in problems:
-            if problem.placement == schedule.placement:
+            if problem.placement == schedule.placement and not deadline.has_passed():
                 yield _measured(problem, problem.orders_of(schedule), schedule.name)
 
 
@@ -222,7 +234,7 @@ def _num_actions(problem: Problem) -> int:
     return 3 * problem.num_stages * problem.num_microbatches
 
 
-def _greedy_candidates(request: ScheduleRequest, problems: list[Problem]) -> Iterator[_Candidate]:
+def _greedy_candidates(request: ScheduleRequest, problems: list[Problem], deadline: Deadline) -> Iterator[_Candidate]:
     """Try policies on a step of few microbatches, which has the same warm-up and cool-down; build the best in full."""
     policies = _policies(request.stages_per_rank)
     if request.whole_batch_loss:  # all microbatches are in flight
@@ -235,7 +247,7 @@ def _greedy_candidates(request: ScheduleRequest, problems: list[Problem]) -> Ite
     for index, problem in enumerate(problems):
         few = _problem(request, problem.placement, min(request.num_microbatches, num_few))
         for policy in policies[: max(4, share // _num_actions(few))]:
-            orders = build_greedy(few, policy)
+            orders = build_greedy(few, policy, deadline)
             if orders is not None:
                 screened.append((_measured(few, orders, "").length, index, policy))
     if not screened:
@@ -244,20 +256,20 @@ def _greedy_candidates(request: ScheduleRequest, problems: list[Problem]) -> Ite
     screened.sort(key=lambda entry: objective.of(entry[0]))
     num_built = max(2, min(8, _BUILDING_ACTIONS // _num_actions(problems[0])))
     for _, index, policy in screened[:num_built]:
-        orders = build_greedy(problems[index], policy)
+        orders = build_greedy(problems[index], policy, deadline)
         if orders is not None:
             yield _measured(problems[index], orders, "greedy")
 
 
-def _improved(candidates: list[_Candidate], problems: list[Problem]) -> list[_Candidate]:
+def _improved(candidates: list[_Candidate], problems: list[Problem], deadline: Deadline) -> list[_Candidate]:
     """The improvements of the best, on every placement where there is time for it."""
     if _num_actions(problems[0]) > _SMALL:
-        return _improve(candidates)
+        return _improve(candidates, deadline)
     by_problem = [[candidate for candidate in candidates if candidate.problem is problem] for problem in problems]
-    return [found for candidates_of_problem in by_problem for found in _improve(candidates_of_problem)]
+    return [found for candidates_of_problem in by_problem for found in _improve(candidates_of_problem, deadline)]
 
 
-def _improve(candidates: list[_Candidate]) -> list[_Candidate]:
+def _improve(candidates: list[_Candidate], deadline: Deadline) -> list[_Candidate]:
     """Justify the best few, and anneal or climb from the best of those: first for makespan, then for the span."""
     num_actions = _num_actions(candidates[0].problem)
     num_steps = min(_MAX_CLIMBING_STEPS, _CLIMBING_ACTIONS // num_actions, _CLIMBING_STEPS_PER_ACTION * num_actions)
@@ -267,15 +279,18 @@ def _improve(candidates: list[_Candidate]) -> list[_Candidate]:
     for objective in (Objective(), _objective(candidate.length.makespan for candidate in candidates)):
         best = sorted(candidates + improved, key=lambda candidate: objective.of(candidate.length))
         for candidate in best[:num_justified]:
+            if deadline.has_passed():
+                return improved
             orders = justify(
                 candidate.problem,
                 candidate.orders,
                 objective,
                 max_rounds=max(2, min(12, num_rounds // num_justified // 2)),
                 patience=4,
+                deadline=deadline,
             )
             improved.append(_measured(candidate.problem, orders, f"{candidate.origin.split(',')[0]}, improved"))
-        if num_steps < _MIN_CLIMBING_STEPS:
+        if num_steps < _MIN_CLIMBING_STEPS or deadline.has_passed():
             continue
         if objective.longest_makespan:
             objective = _objective(candidate.length.makespan for candidate in candidates + improved)
@@ -284,7 +299,7 @@ def _improve(candidates: list[_Candidate]) -> list[_Candidate]:
             for temperature, num_starts in _ROUNDS_OF_SMALLEST:
                 starts = sorted(improved, key=lambda candidate: objective.of(candidate.length))[:num_starts]
                 improved += [
-                    _climbed(starts[seed % len(starts)], objective, num_steps // 2, temperature, seed)
+                    _climbed(starts[seed % len(starts)], objective, num_steps // 2, temperature, seed, deadline)
                     for seed in range(_CLIMBS_OF_A_ROUND)
                 ]
             continue
@@ -293,12 +308,14 @@ def _improve(candidates: list[_Candidate]) -> list[_Candidate]:
             temperatures = _TEMPERATURES
         start = min(improved, key=lambda candidate: objective.of(candidate.length))
         for seed, temperature in enumerate(temperatures):
-            start = _climbed(start, objective, num_steps, temperature, seed)
+            start = _climbed(start, objective, num_steps, temperature, seed, deadline)
             improved.append(start)
     return improved
 
 
-def _climbed(start: _Candidate, objective: Objective, num_steps: int, temperature: float, seed: int) -> _Candidate:
+def _climbed(
+    start: _Candidate, objective: Objective, num_steps: int, temperature: float, seed: int, deadline: Deadline
+) -> _Candidate:
     orders = climb(
         start.problem,
         start.orders,
@@ -307,6 +324,7 @@ def _climbed(start: _Candidate, objective: Objective, num_steps: int, temperatur
         lower_bound=lower_bound(start.problem, objective),
         temperature=temperature,
         seed=seed,
+        deadline=deadline,
     )
     return _measured(start.problem, orders, start.origin)
 
@@ -337,12 +355,13 @@ def check_exact_is_practical(num_stages: int, num_microbatches: int) -> None:
         )
 
 
-def _solve(candidates: list[_Candidate], problem: Problem) -> _Candidate:
+def _solve(candidates: list[_Candidate], problem: Problem, deadline: Deadline) -> _Candidate:
     """The exact optimum on one placement, from the best candidate on it."""
     check_exact_is_practical(problem.num_stages, problem.num_microbatches)
     on_placement = [candidate for candidate in candidates if candidate.problem is problem]
     best = min(on_placement, key=lambda candidate: candidate.length.makespan)
-    return _measured(problem, solve_exactly(problem, best.orders).orders, "exact")
+    solved = solve_exactly(problem, best.orders, time_limit_s=deadline.left(_MAX_EXACT_SECONDS))
+    return _measured(problem, solved.orders, "exact")
 
 
 register(

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import count
 from typing import Literal, TypeAlias
 
 from lightning_pp.schedule.program.coded import B, F, I, W
+from lightning_pp.schedule.search.deadline import NEVER, Deadline
 from lightning_pp.schedule.search.problem import UNLIMITED, Orders, Problem
 
 _EPSILON = 1e-9
+_EVENTS_BETWEEN_LOOKS = 4096
+"""Looks at the deadline."""
 _ClassRows = list[list[tuple[int, int]]]
 """For each rank, kind and stage of what it may do, the most wanted first."""
 
@@ -47,9 +51,9 @@ class Policy:
     first_rank_waits: bool = True
 
 
-def build_greedy(problem: Problem, policy: Policy) -> Orders | None:
-    """Orders by ``policy``; None if the policy, with its bounds, leads to a deadlock."""
-    return _Construction(problem, policy).run()
+def build_greedy(problem: Problem, policy: Policy, deadline: Deadline = NEVER) -> Orders | None:
+    """Orders by ``policy``; None if the policy, with its bounds, leads to a deadlock, or the deadline passes."""
+    return _Construction(problem, policy).run(deadline)
 
 
 class _Construction:
@@ -113,7 +117,7 @@ class _Construction:
             "deep": (deep, deep),
         }[self.policy.prefer]
 
-    def run(self) -> Orders | None:
+    def run(self, deadline: Deadline) -> Orders | None:
         problem = self.problem
         n, m, num_ranks = problem.num_stages, problem.num_microbatches, problem.placement.num_ranks
         rank_of_stage, duration, change = problem.placement.rank_of_stage, problem.duration, problem.held_change
@@ -122,7 +126,11 @@ class _Construction:
         held, free, last = [0.0] * num_ranks, [0.0] * num_ranks, [I] * num_ranks
         orders: Orders = [[] for _ in range(num_ranks)]
         events = [(0.0, rank) for rank in range(num_ranks)]
-        while events:
+        for number in count():
+            if not events:
+                break
+            if number % _EVENTS_BETWEEN_LOOKS == 0 and deadline.has_passed():
+                return None
             now, rank = heappop(events)
             if free[rank] > now:
                 continue

@@ -8,6 +8,7 @@ A move only ever uses time in which the rank waits, so nothing else is delayed, 
 
 from __future__ import annotations
 
+from lightning_pp.schedule.search.deadline import NEVER, Deadline
 from lightning_pp.schedule.search.problem import Orders, Problem
 from lightning_pp.schedule.search.timing import Objective, Times, earliest, latest, length_of
 
@@ -17,7 +18,13 @@ WINDOW = 60
 
 
 def justify(
-    problem: Problem, orders: Orders, objective: Objective, *, max_rounds: int = 12, patience: int = 2
+    problem: Problem,
+    orders: Orders,
+    objective: Objective,
+    *,
+    max_rounds: int = 12,
+    patience: int = 2,
+    deadline: Deadline = NEVER,
 ) -> Orders:
     """The best orders found by alternating forward and backward passes, never worse than ``orders``.
 
@@ -27,6 +34,7 @@ def justify(
         objective: What is best.
         max_rounds: Most pairs of passes.
         patience: Stop after so many pairs without gain.
+        deadline: Stop with the best when it has passed.
     """
     starts = earliest(problem, orders)
     assert starts is not None, "orders must be free of deadlock"
@@ -35,6 +43,8 @@ def justify(
     for _ in range(max_rounds):
         improved = False
         for forward in (True, False):
+            if deadline.has_passed():
+                return best
             if forward:
                 orders = _fill_forward(problem, orders, starts)
             else:

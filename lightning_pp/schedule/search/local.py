@@ -14,6 +14,7 @@ from math import log
 from random import Random
 
 from lightning_pp.schedule.program.coded import I, W
+from lightning_pp.schedule.search.deadline import NEVER, Deadline
 from lightning_pp.schedule.search.problem import Orders, Problem
 from lightning_pp.schedule.search.timing import Objective, Times, earliest, latest, length_of
 
@@ -34,6 +35,7 @@ def climb(
     lower_bound: float = 0.0,
     temperature: float = 0.0,
     seed: int = 0,
+    deadline: Deadline = NEVER,
 ) -> Orders:
     """The best orders found in ``num_steps`` moves, never worse than ``orders``.
 
@@ -45,8 +47,9 @@ def climb(
         lower_bound: Stop when the score has come down to this.
         temperature: How much worse a move may be at first, as a part of the score; 0 accepts nothing worse.
         seed: Seed of the moves.
+        deadline: Stop with the best when it has passed.
     """
-    return _Climb(problem, orders, objective, Random(seed)).run(num_steps, lower_bound, temperature)
+    return _Climb(problem, orders, objective, Random(seed)).run(num_steps, lower_bound, temperature, deadline)
 
 
 def in_turn(problem: Problem, orders: Orders) -> Orders:
@@ -83,12 +86,12 @@ class _Climb:
         self.score = self._score(starts)
         self.critical = self._critical(starts)
 
-    def run(self, num_steps: int, lower_bound: float, hot: float) -> Orders:
+    def run(self, num_steps: int, lower_bound: float, hot: float, deadline: Deadline) -> Orders:
         best, best_score = [list(order) for order in self.orders], self.score
         cooling = _COOLING ** (1 / max(1, num_steps // _NUM_CYCLES))
         temperature = hot * best_score
         for step in range(num_steps):
-            if best_score <= lower_bound + _EPSILON:
+            if best_score <= lower_bound + _EPSILON or deadline.has_passed():
                 break
             if step % max(1, num_steps // _NUM_CYCLES) == 0:
                 temperature = hot * best_score

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from lightning_pp.schedule.program.coded import B, I, W
+from lightning_pp.schedule.search.deadline import NEVER, Deadline
 from lightning_pp.schedule.search.justify import justify
 from lightning_pp.schedule.search.local import climb
 from lightning_pp.schedule.search.problem import UNLIMITED, Orders, Problem
@@ -30,13 +31,16 @@ def forwards_first(problem: Problem, orders: Orders) -> Orders:
     return [forwards + rest for forwards, rest in zip(*_phases(problem, orders), strict=True)]
 
 
-def best_of_both_phases(problem: Problem, found: Sequence[Orders], *, num_steps: int) -> Orders:
+def best_of_both_phases(
+    problem: Problem, found: Sequence[Orders], *, num_steps: int, deadline: Deadline = NEVER
+) -> Orders:
     """The shortest forwards and the shortest backwards of all that was found, the backwards improved.
 
     Args:
         problem: Costs and limits; all microbatches fit the limits together.
         found: Legal orders, with or without regard to the constraint; some within the limits once F come first.
         num_steps: Moves of each climb from the best backwards; 0 to improve nothing.
+        deadline: Stop improving when it has passed.
     """
     phases = [_phases(problem, orders) for orders in found if _fits(problem, orders)]
     objective = Objective()
@@ -54,7 +58,8 @@ def best_of_both_phases(problem: Problem, found: Sequence[Orders], *, num_steps:
     # where I frees, every order of the backwards is within the limits
     may_improve = not grows or min(problem.limits) == UNLIMITED
     if num_steps and may_improve and score(best) > shortest_backwards(problem, objective) * (1 + _ROUNDING):
-        best = min((justify(problem, orders, objective) for orders in backwards[:_NUM_JUSTIFIED]), key=score)
+        justified = [justify(problem, orders, objective, deadline=deadline) for orders in backwards[:_NUM_JUSTIFIED]]
+        best = min(justified, key=score)
         for seed, temperature in enumerate(_TEMPERATURES):
             best = climb(
                 problem,
@@ -64,6 +69,7 @@ def best_of_both_phases(problem: Problem, found: Sequence[Orders], *, num_steps:
                 lower_bound=shortest_backwards(problem, objective),
                 temperature=temperature,
                 seed=seed,
+                deadline=deadline,
             )
     return [first + rest for first, rest in zip(forwards, best, strict=True)]
 
