@@ -82,14 +82,17 @@ def build_auto(request: ScheduleRequest) -> Schedule:
     if hand_made and deadline.has_passed():
         return merge_where_nobody_waits(_best(_as_found(hand_made), request), request.costs)
     candidates = [*_raw_candidates(problems, hand_made, deadline), *_greedy_candidates(request, problems, deadline)]
-    candidates += [_measured(problem, problem.sequential_orders(), "sequential") for problem in problems]
+    if request.whole_batch_loss or not (hand_made and deadline.has_passed()):
+        candidates += [_measured(problem, problem.sequential_orders(), "sequential") for problem in problems]
     if request.whole_batch_loss:
         candidates = [_in_two_phases(problem, candidates, deadline, quick=request.quick) for problem in problems]
     elif not request.quick and not deadline.has_passed():
         candidates += _improved(candidates, problems, deadline)
     if request.exact and not deadline.has_passed():
         candidates += [_solve(candidates, problem, deadline) for problem in problems]
-    if request.sharding is None:  # else what is best depends on gathers, which only the full simulation knows
+    if (
+        candidates and request.sharding is None
+    ):  # else what is best depends on gathers, which only the full simulation knows
         objective = _objective(candidate.length.makespan for candidate in candidates)
         candidates = sorted(candidates, key=lambda candidate: objective.of(candidate.length))[:_NUM_SIMULATED]
     found = [candidate.problem.schedule_of(candidate.orders, f"auto ({candidate.origin})") for candidate in candidates]

@@ -1,0 +1,308 @@
+"""Steps of two real processes on two cores: our schedules beside torch's and data parallelism, compiled and not.
+
+A GPT of 8 blocks is trained on batches of 16 sequences in 8 microbatches. Ours go through ``Trainer`` with
+``PipelineParallelStrategy``, Lightning's DDP through ``Trainer`` too, and the schedules of
+``torch.distributed.pipelining`` through a plain loop around the same blocks. Every way has the same optimizer.
+``limit`` is the same work of each rank in plain autograd, without messages and without a bubble: no pipeline can be
+faster.
+
+Each turn is a fresh pair of processes with one thread each; the ways take turns. A line has the median over the turns
+of the time of a step (wall), over many steps in a row, and of what the main thread of the busier rank computed in it
+(CPU).
+
+    python benchmarks/real.py                             # width 256, not compiled
+    python benchmarks/real.py --dim 512 --compile both    # takes an hour
+    python benchmarks/real.py --ways ours:zb_h1 torch:1f1b limit --compile yes
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_pp import PipelineParallelStrategy
+from lightning_pp.recipes.byte_gpt import ByteGPT
+from lightning_pp.schedule import available_schedules
+
+NUM_BLOCKS, SEQUENCES, LENGTH, MICROBATCHES = 8, 16, 128, 8
+NUM_WARM = 14  # `auto` measures ten, and searches then
+TORCHS: dict[str, Any] = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved_1f1b": pipelining.ScheduleInterleaved1F1B,
+    "interleaved_zb": pipelining.ScheduleInterleavedZeroBubble,
+    "zb_v": pipelining.ScheduleZBVZeroBubble,
+}
+WAYS = [
+    "limit",
+    *(f"ours:{name}" for name in available_schedules()),
+    *(f"torch:{name}" for name in TORCHS),
+    "torch:ddp",
+    "lightning:ddp",
+]
+COMPILE = {"dynamic": False}
+
+
+class Sequences(Dataset[dict[str, Tensor]]):
+    """Random bytes, the same on every rank."""
+
+    def __len__(self) -> int:
+        return 10_000 * SEQUENCES
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        return {"input_ids": torch.randint(0, 256, (LENGTH + 1,), generator=generator)}
+
+
+def batch_of(index: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of a batch, [16, 128] each, int64."""
+    samples = Sequences()
+    bytes_ = torch.stack([samples[index * SEQUENCES + row]["input_ids"] for row in range(SEQUENCES)])
+    return bytes_[:, :-1].contiguous(), bytes_[:, 1:].contiguous()
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy of [B, T, 256] against [B, T]."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Model(ByteGPT):
+    """ByteGPT with the optimizer that every way has."""
+
+    def configure_optimizers(self) -> Any:
+        """AdamW."""
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Part(nn.Module):
+    """A stage for torch: a share of the blocks, with the embeddings or the head at the ends."""
+
+    def __init__(self, model: ByteGPT, stage: int, num_stages: int) -> None:
+        super().__init__()
+        share = NUM_BLOCKS // num_stages
+        self.embedding = model.embedding if stage == 0 else None
+        self.position = model.position if stage == 0 else None
+        self.blocks = nn.ModuleList(list(model.blocks)[stage * share : (stage + 1) * share])
+        self.norm = model.norm if stage == num_stages - 1 else None
+        self.head = model.head if stage == num_stages - 1 else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T] int64 or [B, T, D] to [B, T, D] or [B, T, 256]."""
+        if self.embedding is not None and self.position is not None:
+            x = self.embedding(x) + self.position(torch.arange(x.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return x if self.head is None or self.norm is None else self.head(self.norm(x))
+
+
+class Clock(pl.Callback):
+    """Wall and CPU time of the main thread at the end of each batch."""
+
+    def __init__(self) -> None:
+        self.times: list[tuple[float, float]] = []
+
+    def tick(self) -> None:
+        """A step has ended."""
+        self.times.append((time.perf_counter(), time.thread_time()))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Of Trainer."""
+        self.tick()
+
+    def per_step(self) -> tuple[float, float]:
+        """Seconds of wall and CPU time of a step, after the first ones."""
+        (wall, cpu), (last_wall, last_cpu) = self.times[NUM_WARM - 1], self.times[-1]
+        number = len(self.times) - NUM_WARM
+        return (last_wall - wall) / number, (last_cpu - cpu) / number
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Compiles each block by itself, as ours does."""
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.compile(**COMPILE)
+
+
+def by_trainer(strategy: Any, args: argparse.Namespace, batch_size: int, clock: Clock, compile_all: bool) -> None:
+    """A fit of so many steps."""
+    model = Model(num_layers=NUM_BLOCKS, dim=args.dim, num_heads=args.dim // 64, max_seq_len=LENGTH)
+    if compile_all:
+        compile_blocks(model)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        max_steps=NUM_WARM + args.steps,
+        callbacks=[clock],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, DataLoader(Sequences(), batch_size=batch_size))
+
+
+def loop(step: Callable[[int], None], parameters: Any, args: argparse.Namespace, clock: Clock) -> None:
+    """The plain loop around ``step``."""
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+    for index in range(NUM_WARM + args.steps):
+        optimizer.zero_grad()
+        step(index)
+        optimizer.step()
+        clock.tick()
+
+
+def torchs(name: str, rank: int, args: argparse.Namespace, clock: Clock) -> None:
+    """A schedule of torch.distributed.pipelining."""
+    kind = TORCHS[name]
+    is_single = issubclass(kind, pipelining.schedules.PipelineScheduleSingle)
+    num_stages = 2 if is_single else 4
+    own = [rank] if is_single else [rank, 3 - rank] if name == "zb_v" else [rank, rank + 2]
+    model = Model(num_layers=NUM_BLOCKS, dim=args.dim, num_heads=args.dim // 64, max_seq_len=LENGTH)
+    if args.compile == "yes":
+        compile_blocks(model)
+    parts = [Part(model, stage, num_stages) for stage in own]
+    stages = [
+        pipelining.PipelineStage(part, stage, num_stages, torch.device("cpu"))
+        for part, stage in zip(parts, own, strict=True)
+    ]
+    schedule: Any = kind(stages[0] if is_single else stages, MICROBATCHES, loss_fn=loss_of)
+
+    def step(index: int) -> None:
+        inputs, targets = batch_of(index)
+        last = {"target": targets, "losses": []} if num_stages - 1 in own else {}
+        schedule.step(*([inputs] if 0 in own else []), return_outputs=False, **last)
+
+    loop(step, nn.ModuleList(parts).parameters(), args, clock)
+
+
+def torchs_ddp(rank: int, args: argparse.Namespace, clock: Clock) -> None:
+    """Two replicas of the whole model, half of the batch each."""
+    model = Model(num_layers=NUM_BLOCKS, dim=args.dim, num_heads=args.dim // 64, max_seq_len=LENGTH)
+    if args.compile == "yes":
+        compile_blocks(model)
+    replica = nn.parallel.DistributedDataParallel(model)
+
+    def step(index: int) -> None:
+        inputs, targets = (half.chunk(2)[rank] for half in batch_of(index))
+        loss_of(replica(inputs), targets).backward()
+
+    loop(step, model.parameters(), args, clock)
+
+
+def limit(rank: int, args: argparse.Namespace, clock: Clock) -> None:
+    """A rank's own forwards and backwards of every microbatch, with nobody else."""
+    model = Model(num_layers=NUM_BLOCKS, dim=args.dim, num_heads=args.dim // 64, max_seq_len=LENGTH)
+    if args.compile == "yes":
+        compile_blocks(model)
+    part = Part(model, rank, 2)
+    rows = SEQUENCES // MICROBATCHES
+    received = torch.randn(rows, LENGTH, args.dim, requires_grad=True)
+    gradient = torch.randn(rows, LENGTH, args.dim)
+
+    def step(index: int) -> None:
+        for inputs, targets in zip(*(half.split(rows) for half in batch_of(index)), strict=True):
+            if rank == 0:
+                part(inputs).backward(gradient)
+            else:
+                loss_of(part(received), targets).backward()
+
+    loop(step, part.parameters(), args, clock)
+
+
+def run_one(args: argparse.Namespace) -> None:
+    """A rank of one way; prints its times."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    rank, clock = int(os.environ["RANK"]), Clock()
+    kind, _, name = args.run.partition(":")
+    is_compiled = args.compile == "yes"
+    if kind == "ours":
+        strategy = PipelineParallelStrategy(
+            2, num_microbatches=MICROBATCHES, schedule=name, compile=COMPILE if is_compiled else False
+        )
+        by_trainer(strategy, args, SEQUENCES, clock, compile_all=False)
+    elif kind == "lightning":
+        by_trainer("ddp", args, SEQUENCES // 2, clock, compile_all=is_compiled)
+    else:
+        dist.init_process_group("gloo")
+        if kind == "limit":
+            limit(rank, args, clock)
+        elif name == "ddp":
+            torchs_ddp(rank, args, clock)
+        else:
+            torchs(name, rank, args, clock)
+        dist.barrier()
+        dist.destroy_process_group()
+    print(json.dumps(clock.per_step()), flush=True)
+
+
+def turn(way: str, compiled: str, args: argparse.Namespace) -> tuple[float, float]:
+    """Runs one way in two fresh processes: seconds of wall and CPU time of a step, of the slower rank."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    command = [sys.executable, __file__, "--run", way, "--compile", compiled]
+    command += ["--dim", str(args.dim), "--steps", str(args.steps)]
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared |= {"OMP_NUM_THREADS": "1", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "real"}
+    processes = [
+        subprocess.Popen(
+            command, env={**os.environ, **shared, "RANK": rank, "LOCAL_RANK": rank}, stdout=subprocess.PIPE, text=True
+        )
+        for rank in ("0", "1")
+    ]
+    printed = [process.communicate()[0] for process in processes]
+    if any(process.returncode for process in processes):
+        raise SystemExit(f"{way} ended with {[process.returncode for process in processes]}")
+    times = [json.loads(text.splitlines()[-1]) for text in printed]
+    return max(wall for wall, _ in times), max(cpu for _, cpu in times)
+
+
+def main() -> None:
+    """Runs the ways in turns and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dim", type=int, default=256, help="width, a multiple of 64")
+    parser.add_argument("--compile", choices=["no", "yes", "both"], default="no", help="whether blocks are compiled")
+    parser.add_argument("--ways", nargs="*", default=WAYS, help=f"of {' '.join(WAYS)}")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=20, help=f"steps that are measured, after {NUM_WARM}")
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.run:
+        run_one(args)
+        return
+    settings = [(way, c) for c in (["no", "yes"] if args.compile == "both" else [args.compile]) for way in args.ways]
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {setting: [] for setting in settings}
+    for _ in range(args.turns):
+        for setting in settings:
+            found[setting].append(turn(*setting, args))
+    print(f"| width {args.dim} | compiled | wall ms | CPU ms | wall over limit |")
+    print("|---|---|---|---|---|")
+    for (way, compiled), times in found.items():
+        wall, cpu = (statistics.median(column) * 1e3 for column in zip(*times, strict=True))
+        best = found.get(("limit", compiled))
+        ratio = f"{wall / 1e3 / statistics.median(time for time, _ in best):.3f}" if best else ""
+        print(f"| {way} | {compiled} | {wall:.1f} | {cpu:.1f} | {ratio} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
