@@ -30,7 +30,25 @@ class Logs(Blocks):
         return loss
 
 
-def waits_within_programs(options: dict[str, Any], **of_trainer: Any) -> tuple[list[str], int]:
+class Masked(Blocks):
+    """Its loss and two values that it logs are means of as many rows as a mask of the batch keeps."""
+
+    def __init__(self) -> None:
+        super().__init__(6)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        mask = (x[:, 0] > -0.5).float()
+        errors = (self(x) - y).square()
+        self.log("kept", (errors * mask).sum() / mask.sum().clamp(min=1))
+        left = 1 - mask
+        self.log("left", (errors * left).sum() / left.sum().clamp(min=1))
+        return (errors * mask).sum() / (mask.sum() + 1e-3)
+
+
+def waits_within_programs(
+    options: dict[str, Any], module: type[pl.LightningModule] = Logs, first: int = 0, **of_trainer: Any
+) -> tuple[list[str], int]:
     found: list[str] = []
     number = 0
     run = PipelineExecutor.run
@@ -40,7 +58,7 @@ def waits_within_programs(options: dict[str, Any], **of_trainer: Any) -> tuple[l
         number += 1
         with HostWaits() as waits:
             result = run(*args, **kwargs)
-        found.extend(waits.found)
+        found.extend(waits.found if number > first else [])
         return result
 
     PipelineExecutor.run = watched  # type: ignore[method-assign]
@@ -55,7 +73,7 @@ def waits_within_programs(options: dict[str, Any], **of_trainer: Any) -> tuple[l
             enable_progress_bar=False,
             **of_trainer,
         )
-        trainer.fit(Logs(), loader(num_samples=24))
+        trainer.fit(module(), loader(num_samples=24))
     finally:
         PipelineExecutor.run = run  # type: ignore[method-assign]
     return found, number
@@ -84,13 +102,15 @@ class WaitsOfBatches(pl.Callback):
         self.found.append([line for line in self.waits.found if "the caller" not in line])
 
 
-def waits_of_batches(mode: str, clip: float | None, has_unused: bool) -> list[list[str]]:
+def waits_of_batches(
+    mode: str, clip: float | None, has_unused: bool, replicas: int = 2, is_masked: bool = False
+) -> list[list[str]]:
     with HostWaits() as waits:
         callback = WaitsOfBatches(waits)
         trainer = pl.Trainer(
             accelerator="cpu",
-            devices=4,
-            strategy=PipelineParallelStrategy(2, 2, 2, on_nonfinite=mode),  # type: ignore[arg-type]
+            devices=2 * replicas,
+            strategy=PipelineParallelStrategy(2, replicas, 2, on_nonfinite=mode),  # type: ignore[arg-type]
             max_epochs=1,
             logger=False,
             enable_checkpointing=False,
@@ -98,7 +118,7 @@ def waits_of_batches(mode: str, clip: float | None, has_unused: bool) -> list[li
             gradient_clip_val=clip,
             callbacks=[callback],
         )
-        trainer.fit(Logs(has_unused), loader(num_samples=48))
+        trainer.fit(Masked() if is_masked else Logs(has_unused), loader(num_samples=48))
     # the first two batches are compared with parts of them, which reads them
     return callback.found[2:]
 
@@ -124,6 +144,28 @@ def test_a_batch_waits_once_to_know_whether_its_gradients_are_finite(
         assert len(of_rank) >= 3
         for found in of_rank:
             assert len(found) <= most, found
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_what_a_batch_counts_is_copied_at_once(pool: WorkerPool, replicas: int) -> None:
+    ranks = pool.run(waits_of_batches, "ignore", None, False, replicas, True, world_size=2 * replicas)
+    assert max(len(found) for of_rank in ranks for found in of_rank) > 0, "the mask is not counted at all"
+    for of_rank in ranks:
+        assert len(of_rank) >= 3
+        for found in of_rank:
+            # what replicas have told each other is on the host, and comparing it there waits for nothing
+            waits = [line for line in found if replicas == 1 or not line.startswith("equal at ")]
+            # with replicas once to tell the others, and once more to see that no count depends on another one
+            assert len(waits) <= replicas, waits
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_no_program_waits_for_what_a_batch_counts(pool: WorkerPool, replicas: int) -> None:
+    """But the first one, in which replicas hear from each other that some of them have several counts."""
+    options = {"pipeline_parallel_size": 2, "data_parallel_size": replicas, "schedule": "1f1b"}
+    for found, number in pool.run(waits_within_programs, options, Masked, replicas - 1, world_size=2 * replicas):
+        assert number >= 3
+        assert sorted(found) == []
 
 
 def test_what_would_wait_is_noticed() -> None:

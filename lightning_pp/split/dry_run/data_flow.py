@@ -44,6 +44,7 @@ from lightning_pp.split.unit_calls.compute_dtype import weights_of_float32_norm
 from lightning_pp.split.unit_calls.selective_policy import Policy, saves_output
 
 _ITEM = torch.ops.aten._local_scalar_dense.default
+_REPEAT = torch.ops.aten.repeat.default
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
 
 
@@ -143,6 +144,8 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.gradient_hooks: list[GradientHook] = []
         self.edits_batch = False
         self.weights_of_float32_norms: set[str] = set()
+        # by storage, which is held: InstanceNorm repeats its weights for each sample
+        self._repeated: dict[int, tuple[frozenset[Source], Any]] = {}
         self.watch = watch or MemoryWatch()
         self._policy = policy
         self._fake_mode = fake_mode
@@ -348,7 +351,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._remember_lines(sources)
         if func is _ITEM:
             return self.read(args[0]).item()
-        self.weights_of_float32_norms |= weights_of_float32_norm(func, inputs, self.sources_of)
+        self.weights_of_float32_norms |= weights_of_float32_norm(func, inputs, self._weights_of)
         given = (args, kwargs)
         result = self._run(func, args, kwargs, sources)
         if looks:
@@ -356,6 +359,8 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         flops = self._count_flops(func, args, kwargs, result, inputs)
         self.drawn_values.note(drawn, result)
         self._note_product(func, args, result)
+        if func is _REPEAT:
+            self._note_repeated(args[0], result)
         produced: frozenset[Source] = frozenset({Inside(self.call.index)}) if self.call is not None else sources
         for tensor in tree_leaves(result):
             # from fakes comes something real only if it does not depend on them
@@ -366,6 +371,15 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if is_mutable:
             self._note_writes(func, *given, produced)
         return result
+
+    def _note_repeated(self, source: Tensor, result: Tensor) -> None:
+        storage = storage_of(result)
+        if storage is not None:
+            self._repeated[storage] = (self.sources_of(source), result.untyped_storage())
+
+    def _weights_of(self, tensor: Tensor) -> frozenset[Source]:
+        """Where the weights of a norm come from."""
+        return self.sources_of(tensor) | self._repeated.get(self._memory_of(tensor) or 0, (NOTHING,))[0]
 
     def _mark(self, tensor: Tensor, sources: frozenset[Source]) -> None:
         set_sources(tensor, sources)

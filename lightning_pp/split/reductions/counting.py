@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -33,9 +33,31 @@ def total_of(counts: Sequence[Counts], facts: Facts) -> dict[Place, Count]:
     return totals
 
 
-def are_equal(some: Counts, others: Counts) -> bool:
-    """Whether two totals are the same."""
-    return some.keys() == others.keys() and all(_equal(count, others[place]) for place, count in some.items())
+def are_equal(some: Mapping[K, Count], others: Mapping[K, Count]) -> bool:
+    """Whether two totals are the same, bit by bit; an accelerator is waited for once."""
+    if some.keys() != others.keys() or any((some[place] is None) != (others[place] is None) for place in some):
+        return False
+    pairs = [pair for place in some for pair in zip(some[place] or (), others[place] or (), strict=True)]
+    if any(_form(a) != _form(b) for a, b in pairs):
+        return False
+    left = _bytes_of(a for a, _ in pairs if isinstance(a, Tensor))
+    right = _bytes_of(b for _, b in pairs if isinstance(b, Tensor))
+    return all(torch.equal(content, right[device]) for device, content in left.items())
+
+
+def on_host(counts: Mapping[K, Count]) -> dict[K, Count]:
+    """``counts`` with tensors of the host, all of which are copied from an accelerator together, in one wait."""
+    tensors = [part for count in counts.values() for part in count or () if isinstance(part, Tensor)]
+    left = {device: content.cpu() for device, content in _bytes_of(tensors).items()}
+
+    def copied(part: Tensor | float) -> Tensor | float:
+        if not isinstance(part, Tensor):
+            return part
+        size = part.numel() * part.element_size()
+        content, left[part.device] = left[part.device].tensor_split([size])
+        return content.clone().view(part.dtype).view(part.shape)  # a clone, for the address has to suit the dtype
+
+    return {place: None if count is None else tuple(map(copied, count)) for place, count in counts.items()}
 
 
 def need_no_correction(counts: Sequence[Counts], totals: Counts, shares: Sequence[float], facts: Facts) -> bool:
@@ -59,11 +81,6 @@ def _is_share(part: Tensor | float, whole: Tensor | float, share: float) -> bool
     return mine.is_cpu and all_of_it.is_cpu and torch.equal(all_of_it.double() * share, mine.double())
 
 
-def mapped(counts: Mapping[K, Count], function: Callable[[Any], Any]) -> dict[K, Count]:
-    """``counts`` with ``function`` of each part."""
-    return {place: None if count is None else tuple(map(function, count)) for place, count in counts.items()}
-
-
 def _extreme(values: Sequence[Tensor | float], is_greatest: bool) -> Tensor:
     found = torch.as_tensor(values[0])
     for value in values[1:]:
@@ -75,7 +92,14 @@ def _extreme(values: Sequence[Tensor | float], is_greatest: bool) -> Tensor:
     return found
 
 
-def _equal(count: Count, other: Count) -> bool:
-    if count is None or other is None:
-        return count is other
-    return all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(count, other, strict=True))
+def _form(part: Tensor | float) -> object:
+    """What has to be equal before bytes are compared: a number itself, or what a tensor is."""
+    return (part.dtype, part.shape, part.device) if isinstance(part, Tensor) else part
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> dict[torch.device, Tensor]:
+    """On each device, the bytes of all its tensors, one after the other."""
+    parts: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        parts.setdefault(tensor.device, []).append(tensor.detach().contiguous().view(-1).view(torch.uint8))
+    return {device: torch.cat(those) for device, those in parts.items()}

@@ -200,7 +200,7 @@ class ScaledStep(OutsideUnits):
                 setattr(result, _EXTREME, "max" if func.__name__ in GREATEST else "min")
             return result
         total = self._total(place, (result,))
-        return result if total is None else total[0]
+        return result if total is None else _beside(result, total[0])
 
     def _product(self, place: Place, fact: Fact, func: Any, args: Any, kwargs: Any) -> Any:
         args, degrees = self._with_degrees(place, fact, args)
@@ -337,10 +337,24 @@ def _with_own_count(whole: Tensor, own: Tensor) -> Tensor:
 
 def _like(result: Tensor, total: Tensor | float, factor: float | Tensor) -> Tensor:
     """``total`` times ``factor``; ``result`` itself if that is equal and looking costs nothing."""
-    whole = grown(torch.as_tensor(total, device=result.device), factor)
+    whole = grown(_beside(result, total), factor)
     if result.is_cpu and bool((whole == result).all()):
         return result
     return whole
+
+
+def _beside(result: Tensor, total: Tensor | float) -> Tensor:
+    """``total`` where ``result`` is; the host waits for no device, since a single number goes with the call.
+
+    What has several numbers is copied without waiting: up to 64 KiB, CUDA keeps them before the copy returns.
+    """
+    if not isinstance(total, Tensor):
+        return torch.full((), total, device=result.device)
+    if total.device == result.device:
+        return total
+    if total.dim() == 0:  # was exchanged between replicas, on the host
+        return torch.full((), total.item(), dtype=total.dtype, device=result.device)
+    return total.to(result.device, non_blocking=True)
 
 
 def _at_least_one(count: Tensor | float) -> float:

@@ -22,7 +22,7 @@ from lightning_pp.split.record.plan import StepPlan
 from lightning_pp.split.record.reduction import Place
 from lightning_pp.split.record.source_lines import innermost_user_line
 from lightning_pp.split.record.step_record import StepRecord
-from lightning_pp.split.reductions.counting import Counts, are_equal, mapped, need_no_correction, total_of
+from lightning_pp.split.reductions.counting import Counts, are_equal, need_no_correction, on_host, total_of
 from lightning_pp.split.reductions.estimates import estimate_of
 from lightning_pp.split.reductions.facts import Facts
 from lightning_pp.split.reductions.recording import EarlierRun
@@ -178,6 +178,8 @@ class BatchScaling:
         self._metrics = metrics
         self._device = device
         self._facts: dict[str, Facts] = {}
+        # steps whose replicas wait for each other before their programs; the same on all replicas
+        self._early: set[str] = set()
 
     def of_batch(
         self,
@@ -237,11 +239,14 @@ class BatchScaling:
         batch.totals = total_of(batch.counts, facts)
         hangs_together = any(map(facts.hang_together, needed))
         if num_replicas > 1:
-            join = _Replicas(self._groups, batch, microbatches, factor, count, hangs_together)
+            settles = partial(self._early.add, step)
+            join = _Replicas(self._groups, batch, microbatches, factor, count, hangs_together, settles)
             batch.know_other_replicas = join.wait
+            if step in self._early:  # counting again copies to the host, which must not wait within a program
+                join.wait()
             return batch
         if hangs_together:
-            _settle(batch, count, lambda counts: total_of(counts, facts))
+            _settle(batch, count, lambda counts: [total_of(counts, facts)], lambda told: dict(told[0]), [batch.totals])
         batch.drop_facts_without_use()
         return batch
 
@@ -313,6 +318,7 @@ class _Replicas:
         factor: What all weights are multiplied by.
         count: Counts them again, with what is known by then.
         hangs_together: Whether its counts may depend on each other.
+        settles: Called where those of any replica may: all of them do so in the same batch.
     """
 
     def __init__(
@@ -323,14 +329,16 @@ class _Replicas:
         factor: float,
         count: Callable[[], list[Counts]],
         hangs_together: bool,
+        settles: Callable[[], None],
     ) -> None:
         assert batch.facts is not None
+        self._settles = settles
         self._groups, self._batch, self._facts, self._count = groups, batch, batch.facts, count
         self._num_samples = [microbatch.num_samples for microbatch in microbatches]
         self._factor = factor
         named = self._facts.named(batch.totals)
         self._gather: Callable[[], list[Any]] | None = groups.start_gather(
-            (sum(self._num_samples), hangs_together, mapped(named, _on_host))
+            (sum(self._num_samples), hangs_together, on_host(named))
         )
 
     def wait(self) -> None:
@@ -344,12 +352,12 @@ class _Replicas:
         batch.loss_weights[:] = [share * self._groups.num_replicas * self._factor for share in batch.shares]
         batch.totals = self._joined([counts for *_, counts in gathered])
         if any(hang_together for _, hang_together, _ in gathered):
-            _settle(batch, self._count, self._exchanged)
+            self._settles()
+            _settle(batch, self._count, self._exchanged, self._joined, [counts for *_, counts in gathered])
         batch.drop_facts_without_use()
 
-    def _exchanged(self, counts: Sequence[Counts]) -> dict[Place, Count]:
-        mine = mapped(self._facts.named(total_of(counts, self._facts)), _on_host)
-        return self._joined(self._groups.gather(mine))
+    def _exchanged(self, counts: Sequence[Counts]) -> list[Mapping[Any, Count]]:
+        return self._groups.gather(on_host(self._facts.named(total_of(counts, self._facts))))
 
     def _joined(self, of_replicas: Sequence[Mapping[Any, Count]]) -> dict[Place, Count]:
         return total_of([self._facts.placed(counts) for counts in of_replicas], self._facts)
@@ -358,15 +366,26 @@ class _Replicas:
 def _settle(
     batch: ScaledBatch,
     count: Callable[[], list[Counts]],
-    total: Callable[[Sequence[Counts]], dict[Place, Count]],
+    tell: Callable[[Sequence[Counts]], Sequence[Mapping[Any, Count]]],
+    join: Callable[[Sequence[Mapping[Any, Count]]], dict[Place, Count]],
+    before: Sequence[Mapping[Any, Count]],
 ) -> None:
-    """Counts again with what was counted, until nothing changes: counts may depend on earlier ones."""
+    """Counts again with what was counted, until nothing changes: counts may depend on earlier ones.
+
+    Args:
+        batch: Gets counts and totals.
+        count: Counts again.
+        tell: Gives the totals of each replica; what is compared, so that all replicas end in the same round.
+        join: Adds them up.
+        before: What ``tell`` gave for the first counts.
+    """
     for _ in range(_MOST_ROUNDS):
-        before = batch.totals
         batch.counts = count()
-        batch.totals = total(batch.counts)
-        if are_equal(before, batch.totals):
+        told = tell(batch.counts)
+        batch.totals = join(told)
+        if all(map(are_equal, before, told)):
             return
+        before = told
     raise SplitError(
         f"What the step counts in its batch depends on more than {_MOST_ROUNDS} other counts, one after the other. Set "
         "whole_batch_loss=True on the strategy."
@@ -393,10 +412,6 @@ def _learn(facts: Facts, sizes: TwoSizes | None, record_at: RecordAt) -> bool:
         keeps_integers=keeps_integers,
     )
     return True
-
-
-def _on_host(part: Any) -> Any:
-    return part.cpu() if isinstance(part, torch.Tensor) else part
 
 
 def _nothing() -> None:

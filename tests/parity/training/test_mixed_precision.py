@@ -264,18 +264,24 @@ class NormFirst(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit_norm_first(strategy: Any, replicas: int = 1, num_ranks: int = 1) -> dict[str, Tensor]:
+def fit_norm_first(
+    strategy: Any,
+    replicas: int = 1,
+    num_ranks: int = 1,
+    module: type[L.LightningModule] = NormFirst,
+    precision: Any = "bf16-mixed",
+) -> dict[str, Tensor]:
     """In a worker or here: weights after three batches."""
-    module = NormFirst()
     trainer = L.Trainer(
-        accelerator="cpu", devices=num_ranks, strategy=strategy, precision="bf16-mixed", max_epochs=1,
+        accelerator="cpu", devices=num_ranks, strategy=strategy, precision=precision, max_epochs=1,
         use_distributed_sampler=False, **QUIET,
     )  # fmt: skip
     samples = torch.randn(NUM_BATCHES * BATCH_SIZE, WIDTH, generator=torch.Generator().manual_seed(4))
     if replicas > 1:
         samples = samples[int(os.environ["RANK"]) % replicas :: replicas]
-    trainer.fit(module, DataLoader(samples, batch_size=BATCH_SIZE // replicas))
-    return weights_of(module)
+    fitted_module = module()
+    trainer.fit(fitted_module, DataLoader(samples, batch_size=BATCH_SIZE // replicas))
+    return weights_of(fitted_module)
 
 
 @pytest.mark.parametrize(
@@ -296,6 +302,42 @@ def test_a_norm_of_the_batch_is_that_of_one_device(
     for name, weight in expected.items():
         # what is left: gradients of products, which one device rounds to bfloat16
         assert (found[name] - weight).abs().max() < 0.01 * (weight - before[name]).abs().max(), name
+
+
+class NormsOfASample(NormFirst):
+    """Norms whose statistics are of one sample, with and without weights of their own."""
+
+    def __init__(self) -> None:
+        L.LightningModule.__init__(self)
+        torch.manual_seed(3)
+        self.first = nn.Sequential(nn.Unflatten(1, (4, 4)), nn.InstanceNorm1d(4, affine=True), nn.Conv1d(4, 8, 1))
+        self.second = nn.Sequential(nn.GroupNorm(2, 8), nn.Tanh(), nn.Conv1d(8, 8, 1, bias=False), nn.InstanceNorm1d(8))
+        self.head = nn.Sequential(nn.Conv1d(8, 4, 1), nn.GroupNorm(1, 4), nn.Flatten(), nn.Linear(WIDTH, 1))
+        with torch.no_grad():
+            for norm in (self.first[1], self.second[0], self.head[1]):
+                norm.weight.uniform_(0.5, 1.5)
+                norm.bias.uniform_(-1, 1)
+
+
+@pytest.mark.parametrize(("precision", "most"), [("32-true", 1e-4), ("bf16-mixed", 0.1)])
+def test_norms_of_a_sample_are_those_of_one_device(pool: WorkerPool, precision: Any, most: float) -> None:
+    """In ``bf16-mixed`` weights of norms between layers are rounded; one device computes these norms in float32."""
+    expected = fit_norm_first("auto", module=NormsOfASample, precision=precision)
+    before = weights_of(NormsOfASample())
+    found = []
+    for pipeline in (1, 2):
+        strategy = PipelineParallelStrategy(**layout(pipeline, schedule="zb_h1"))
+        ranks = pool.run(
+            fit_norm_first, strategy, 1, pipeline, NormsOfASample, precision, world_size=pipeline, timeout=120
+        )
+        found.append({name: weight for weights in ranks for name, weight in weights.items()})
+    one, two = found
+    assert one.keys() == two.keys() == expected.keys()
+    for name, weight in expected.items():
+        moved = (weight - before[name]).abs().max()
+        assert moved > 0, name
+        assert (one[name] - two[name]).abs().max() < 1e-4 * moved, name
+        assert (two[name] - weight).abs().max() < most * moved, name
 
 
 @pytest.mark.parametrize(("pipeline", "replicas", "sharding"), [(2, 1, "shard_grad_op"), (1, 2, "replicate")])
