@@ -21,8 +21,6 @@ _THE_SAME_ALL_THE_RUN = frozenset(
 )  # fmt: skip
 # functions and modules by which code can read an argument without naming it
 _READ_WITHOUT_A_NAME = frozenset({"locals", "vars", "eval", "exec", "sys", "inspect"})
-
-
 _OF_LOGS = frozenset(("callback_metrics", "logged_metrics", "progress_bar_metrics"))
 
 
