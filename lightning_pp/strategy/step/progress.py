@@ -21,6 +21,7 @@ _THE_SAME_ALL_THE_RUN = frozenset(
 )  # fmt: skip
 # functions and modules by which code can read an argument without naming it
 _READ_WITHOUT_A_NAME = frozenset({"locals", "vars", "eval", "exec", "sys", "inspect"})
+_OF_LOGS = frozenset(("callback_metrics", "logged_metrics", "progress_bar_metrics"))
 
 
 class Progress(NamedTuple):
@@ -74,10 +75,15 @@ class _WatchedTrainer:
 
 
 @contextmanager
-def trainer_watched(module: pl.LightningModule, on_read: Callable[[], None] = lambda: None) -> Iterator[None]:
+def trainer_watched(
+    module: pl.LightningModule,
+    on_read: Callable[[], None] = lambda: None,
+    on_metrics: Callable[[], None] = lambda: None,
+) -> Iterator[None]:
     """Within, ``on_read`` is called when the module, or one in it, asks its trainer for what changes in a run.
 
-    What they set on the trainer is forgotten at the end.
+    ``on_metrics`` is called when it asks for what has been logged. What they set on the trainer is forgotten at the
+    end.
     """
     trainer = trainer_of(module)
     if trainer is None:
@@ -85,6 +91,8 @@ def trainer_watched(module: pl.LightningModule, on_read: Callable[[], None] = la
         return
 
     def note(name: str) -> None:
+        if name in _OF_LOGS:
+            on_metrics()
         if name not in _THE_SAME_ALL_THE_RUN:
             on_read()
 

@@ -33,6 +33,7 @@ class Steps(Classifier):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
+        self.read: list[float | None] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = cross_entropy(self(batch[0]), batch[1], ignore_index=0)  # which is counted in rehearsals
@@ -67,6 +68,20 @@ class Steps(Classifier):
         self.logger.log_metrics({"loss": float(loss)})  # type: ignore[union-attr]
         return loss
 
+    def reads_metrics_before(self, loss: Tensor, batch_idx: int) -> Tensor:
+        self.read.append(self.metric_there())
+        self.log("index", float(batch_idx))
+        return loss
+
+    def reads_metrics_after(self, loss: Tensor, batch_idx: int) -> Tensor:
+        self.log("index", float(batch_idx))
+        self.read.append(self.metric_there())
+        return loss
+
+    def metric_there(self) -> float | None:
+        value = self.trainer.callback_metrics.get("index")
+        return None if value is None else float(value)
+
 
 def outcome(kind: str) -> dict[str, Any]:
     """What a fit of two batches has printed, logged, warned of and raised."""
@@ -81,7 +96,9 @@ def outcome(kind: str) -> dict[str, Any]:
     ):
         warnings.simplefilter("default")
         try:
-            trainer.fit(make(Steps, kind=kind), Data())
+            module = make(Steps, kind=kind)
+            found["read"] = module.read
+            trainer.fit(module, Data())
         except Exception as error:
             found["error"] = type(error).__name__, str(error)
     _log.removeHandler(handler)
@@ -122,6 +139,16 @@ def test_a_logger_called_in_a_step_is_told(pool: WorkerPool) -> None:
     told = [text for text in first["warned"] if "calls a logger itself" in text]
     assert first["error"] is None and len(told) == 1
     assert "test_runs_without_effect.py" in told[0] and "Use self.log" in told[0]
+
+
+@pytest.mark.parametrize("kind", ["reads_metrics_before", "reads_metrics_after"])
+def test_metrics_read_after_logging_are_told(pool: WorkerPool, kind: str) -> None:
+    """On one device a step that reads and then logs finds this too; one that logs and then reads finds 0 and 1."""
+    first, last = pool.run(outcome, kind, world_size=2)
+    told = [text for text in first["warned"] if "reads the trainer's metrics after it has logged" in text]
+    assert first["error"] is None and last["read"] == [None, 0.0]
+    assert len(told) == (kind == "reads_metrics_after")
+    assert all("test_runs_without_effect.py" in text and "the batch before" in text for text in told)
 
 
 runs = 0
