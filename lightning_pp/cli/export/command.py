@@ -237,3 +237,7 @@ def _save_configuration(model: Any, weights: Any, folder: Path) -> None:
     config.save_pretrained(folder)
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    main()
