@@ -26,6 +26,7 @@ from lightning_pp.doctor.findings import Status
 from lightning_pp.doctor.report import as_data, print_report, worst_of, write_json
 from lightning_pp.doctor.run import LONGEST_S, Options, default_device_type, examine
 from lightning_pp.doctor.teams import OwnProcesses, Team, team_of
+from lightning_pp.versions import version_line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -78,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Looks whether pipelines run on this machine as they should, in under three minutes.",
         epilog="Checks: " + "; ".join(dict.fromkeys(f"{check.name}: {check.shows}" for check in all_checks())),
     )
+    parser.add_argument("--version", action="version", version=version_line("lightning-pp-doctor"))
     parser.add_argument("--devices", type=int, help="processes; by default one for each CUDA device, or 2 on a CPU")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="by default cuda where there is a device")
     parser.add_argument("--only", action="append", choices=names, metavar="CHECK", help="this check; may be repeated")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -77,12 +78,29 @@ def test_processes_that_cannot_be_started_are_refused_with_what_works(monkeypatc
     assert trainer.num_devices == 1
 
 
-@pytest.mark.parametrize("module", ["lightning_pp", "lightning_pp.cli.plan.command"])
-def test_version_is_that_of_this_package(module: str, tmp_path: Path) -> None:
-    finished = run_forked(["--version"], tmp_path, module=module)
+COMMANDS = {
+    "lightning-pp": "lightning_pp",
+    "lightning-pp-plan": "lightning_pp.cli.plan.command",
+    "lightning-pp-export": "lightning_pp.cli.export.command",
+    "lightning-pp-report": "lightning_pp.cli.past_runs.command",
+    "lightning-pp-data": "lightning_pp.cli.data.command",
+    "lightning-pp-doctor": "lightning_pp.doctor",
+}
+
+
+def test_every_command_is_asked_for_its_version() -> None:
+    pyproject = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    scripts = pyproject.partition("[project.scripts]\n")[2].partition("\n[")[0]
+    assert set(re.findall(r"^(\S+) = ", scripts, re.MULTILINE)) == set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_version_is_that_of_this_package(command: str, tmp_path: Path) -> None:
+    finished = run_forked(["--version"], tmp_path, module=COMMANDS[command])
     assert finished.code == 0
-    command = "lightning-pp" if module == "lightning_pp" else "lightning-pp-plan"
-    assert finished.output.startswith(f"{command} {lightning_pp.__version__} (torch {torch.__version__}, lightning ")
+    told = f"{command} {lightning_pp.__version__} (torch {torch.__version__}, lightning "
+    # runpy may warn besides of a module that its package has imported
+    assert [line for line in finished.output.splitlines() if line.startswith(told)], finished.output
     assert list(tmp_path.iterdir()) == []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -49,7 +50,7 @@ def test_the_source_distribution_has_what_it_takes_to_build_and_test(distributio
         members = archive.getmembers()
     assert not [member.name for member in members if member.issym() or member.islnk()]
     names = {member.name.partition("/")[2] for member in members if member.isfile()}
-    for folder in ("tests", "docs", "conf", "recipes", "launch", "docker", "benchmarks"):
+    for folder in ("tests", "docs", "conf", "recipes", "launch", "docker", "benchmarks", "template"):
         there = {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*") if path.is_file()}
         assert not {name for name in there if "__pycache__" not in name} - names
     assert {"README.md", "LICENSE", "CHANGELOG.md", "constraints.txt", "Dockerfile", "lightning_pp/py.typed"} <= names
@@ -65,6 +66,27 @@ def test_the_wheel_has_the_package_alone(distributions: tuple[Path, Path]) -> No
     for folder in ("conf", "recipes"):
         kept = {path for path in (ROOT / folder).rglob("*") if path.suffix in (".yaml", ".py")}
         assert {f"lightning_pp/{path.relative_to(ROOT).as_posix()}" for path in kept} <= names
+
+
+def test_the_template_trains_with_the_wheel(distributions: tuple[Path, Path], tmp_path: Path) -> None:
+    """Copied out of the source distribution, with its own package in the folder and the wheel's sources alone."""
+    source, wheel = distributions
+    project, installed = tmp_path / "project", tmp_path / "installed"
+    shutil.copytree(source.parents[1] / source.name.removesuffix(".tar.gz") / "template", project)
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(installed)
+    finished = subprocess.run(
+        [sys.executable, "-m", "my_project.train", "trainer.max_steps=40", "trainer.enable_progress_bar=false"],
+        cwd=project,
+        env={**os.environ, "PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    (loss,) = re.findall(r"^train_loss after 40 steps: (.+)$", finished.stdout, re.MULTILINE)
+    assert float(loss) < 1.0  # a guess among four classes has 1.39
+    with zipfile.ZipFile(built("wheel", project, tmp_path / "theirs")) as archive:
+        assert {"my_project/train.py", "my_project/model.py", "my_project/conf/config.yaml"} <= set(archive.namelist())
 
 
 def test_its_commands_work_in_an_empty_folder(distributions: tuple[Path, Path], tmp_path: Path) -> None:

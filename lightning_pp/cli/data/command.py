@@ -15,6 +15,7 @@ from lightning_pp.errors import ConfigurationError
 from lightning_pp.recipes.byte_text import find_files
 from lightning_pp.recipes.encoders import Encoder, find_tokenizer
 from lightning_pp.recipes.token_files import TokenInfo, TokenWriter
+from lightning_pp.versions import version_line
 
 _CHARACTERS_AT_ONCE = 1 << 22
 _EPILOG = """\
@@ -107,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=version_line("lightning-pp-data"))
     parser.add_argument("sources", nargs="+", metavar="SOURCE", help="files, patterns, or folders of datasets")
     parser.add_argument("-o", "--output", required=True, metavar="FOLDER", help="to make; must not exist")
     parser.add_argument(
@@ -124,3 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--lines", action="store_true", help="each line of a text file is a document")
     parser.add_argument("--split", help="of a folder with several datasets")
     return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -18,6 +18,7 @@ from lightning_pp.checkpoint.storage.location import Location, is_remote, is_url
 from lightning_pp.cli.export.module import check_fit, module_of, wrapped_model
 from lightning_pp.cli.export.peft_model import PeftCheckpoint, has_adapter, look_like_peft
 from lightning_pp.errors import CheckpointError, ConfigurationError
+from lightning_pp.versions import version_line
 
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -191,6 +192,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=version_line("lightning-pp-export"))
     parser.add_argument("source", help="a sharded checkpoint folder, or a .ckpt file; a path or a URL (s3://...)")
     parser.add_argument("target", help="what to write on this machine; must not exist")
     parser.add_argument("--format", choices=("safetensors", "ckpt", "folder", "hf"), help="instead of TARGET's suffix")
@@ -235,3 +237,7 @@ def _save_configuration(model: Any, weights: Any, folder: Path) -> None:
     config.save_pretrained(folder)
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    main()

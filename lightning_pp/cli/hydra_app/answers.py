@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 
-import lightning_pp
 from lightning_pp.cli.hydra_app.completion import SHELLS, completion_script
 from lightning_pp.cli.problems import UserError, print_problem
+from lightning_pp.versions import version_line
 
 _CONFIGS = {"lightning-pp": "config", "lightning-pp-plan": "plan"}
 
@@ -30,10 +29,3 @@ def answer_alone(arguments: Sequence[str], command: str) -> None:
         sys.exit(1)
     sys.stdout.write(completion_script(command, _CONFIGS[command]))
     sys.exit(0)
-
-
-def version_line(command: str) -> str:
-    """The version of this package, and of those on which a run depends most."""
-    others = {"torch": "torch", "lightning": "lightning", "hydra-core": "Hydra"}
-    told = ", ".join(f"{name} {version(package)}" for package, name in others.items())
-    return f"{command} {lightning_pp.__version__} ({told})"

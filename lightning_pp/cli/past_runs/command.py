@@ -17,6 +17,7 @@ from lightning_pp.cli.past_runs.run_file import RunFile, read_run_file
 from lightning_pp.cli.problems import UserError
 from lightning_pp.cli.report import stage_table
 from lightning_pp.telemetry import svg_timeline, text_timeline
+from lightning_pp.versions import version_line
 
 _WIDTH = 140
 _EPILOG = """\
@@ -142,6 +143,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=version_line("lightning-pp-report"))
     parser.add_argument("run_dir", nargs="+", metavar="RUN_DIR", help="output folder of a run")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--html", type=Path, metavar="PATH", help="also write a page")

@@ -1,0 +1,18 @@
+"""The line that every command prints for ``--version``."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from lightning_pp import __version__
+
+
+def version_line(command: str) -> str:
+    """The version of this package, and of those on which a run depends most.
+
+    Args:
+        command: Whose name the line begins with.
+    """
+    others = {"torch": "torch", "lightning": "lightning", "hydra-core": "Hydra"}
+    told = ", ".join(f"{name} {version(package)}" for package, name in others.items())
+    return f"{command} {__version__} ({told})"

@@ -1,0 +1,1 @@
+"""A LightningModule of my own, trained as a pipeline."""
