@@ -1,12 +1,15 @@
 """What the monitor costs with all but profiles: a training in which blocks of steps with and without it take turns.
 
     OMP_NUM_THREADS=1 python benchmarks/monitoring.py [--check]
+    OMP_NUM_THREADS=1 python benchmarks/monitoring.py --blocks 12 --steps 100 --every 50 --check    # at most 5 minutes
 
 Both kinds of blocks run in the same two processes, within seconds of each other, so that whatever else a machine does
 slows down both. With it means: actions and collectives are timed, norms of gradients taken, numbers gathered and
 logged to CSV, TensorBoard and an offline run of W&B, timelines written, steps diagnosed. The time of a block is that of
-all its steps, loggings and pages included. Beside it stands the processor time of rank 0, which does most of it: that
-says something on a busy machine too.
+all its steps, loggings and pages included, and each is compared with the mean of the blocks before and after it; what
+is judged is the median of these differences. Beside it stands the processor time of rank 0, which does most of it: that
+says something on a busy machine too. The first blocks of either kind, where a fit also diagnoses, are left out.
+None is begun after --seconds.
 """
 
 from __future__ import annotations
@@ -35,9 +38,10 @@ WARM_UP_BLOCKS = 2
 class InTurns(PipelineMonitor):
     """A monitor that looks away in every second block of steps."""
 
-    def __init__(self, steps_of_block: int, every_n_steps: int) -> None:
+    def __init__(self, steps_of_block: int, every_n_steps: int, most_seconds: float) -> None:
         super().__init__(every_n_steps, timeline_every_n_steps=2 * steps_of_block)
         self.steps_of_block = steps_of_block
+        self.ends_at = time.perf_counter() + most_seconds
         self.times: list[tuple[float, float]] = []
         self._num_steps = 0
         self._last = (0.0, 0.0)
@@ -55,6 +59,8 @@ class InTurns(PipelineMonitor):
             now = (time.perf_counter(), time.process_time())
             self.times.append((now[0] - self._last[0], now[1] - self._last[1]))
             self._last = now
+            if self.is_on and trainer.strategy.broadcast(time.perf_counter() > self.ends_at):
+                trainer.should_stop = True
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Looks at the gradients, or not."""
@@ -75,13 +81,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="steps of a block")
     parser.add_argument("--every", type=int, default=10, help="steps between two loggings")
     parser.add_argument("--dim", type=int, default=128, help="width of the model of 8 blocks")
+    parser.add_argument("--seconds", type=float, default=240.0, help="no block with it is begun later than this")
     parser.add_argument("--check", action="store_true", help=f"exit with 1 if it costs over {TARGET:.0%}")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning_utilities.core.rank_zero"):
         logging.getLogger(name).setLevel(logging.ERROR)
     os.environ["WANDB_SILENT"] = "true"
-    monitor = InTurns(options.steps, options.every)
+    monitor = InTurns(options.steps, options.every, options.seconds)
     with tempfile.TemporaryDirectory() as folder:
         loggers = [
             CSVLogger(folder),
@@ -92,7 +99,7 @@ def main() -> None:
             accelerator="cpu",
             devices=2,
             strategy=PipelineParallelStrategy(2, num_microbatches=8),
-            max_steps=(2 * options.blocks + WARM_UP_BLOCKS) * options.steps + 1,
+            max_steps=(2 * options.blocks + 1 + WARM_UP_BLOCKS) * options.steps + 1,
             logger=loggers,
             callbacks=[monitor],
             log_every_n_steps=10**9,
@@ -119,15 +126,18 @@ def show(times: list[tuple[float, float]], num_steps: int) -> bool:
     """
     costs = {}
     for index, kind in enumerate(("wall", "processor")):
-        blocks = [block[index] for block in times[1 + WARM_UP_BLOCKS :]]
-        pairs = list(zip(blocks[0::2], blocks[1::2], strict=False))
+        blocks = [block[index] for block in times[1 + WARM_UP_BLOCKS :]]  # one more without it than with it
+        pairs = [((before + after) / 2, on) for before, on, after in zip(blocks, blocks[1:], blocks[2:], strict=False)]
+        pairs = pairs[0::2]
+        if not pairs:
+            sys.exit("No block with the monitor ended between two without it: give it more --seconds or fewer --steps.")
         off, on = (statistics.median(some) / num_steps * 1e3 for some in zip(*pairs, strict=True))
         found = sorted(with_it / without - 1.0 for without, with_it in pairs)
         costs[kind] = statistics.median(found)
         quarters = [found[len(found) // 4], found[-1 - len(found) // 4]]
         print(
             f"{kind} time: off {off:.1f} ms a step, on {on:.1f} ms; on costs {costs[kind]:+.2%}, half of {len(pairs)} "
-            f"pairs of blocks of {num_steps} steps from {quarters[0]:+.1%} to {quarters[1]:+.1%}"
+            f"blocks of {num_steps} steps from {quarters[0]:+.1%} to {quarters[1]:+.1%}"
         )
     return costs["wall"] <= TARGET
 

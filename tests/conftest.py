@@ -40,11 +40,13 @@ _ENVIRON_MAY_CHANGE = frozenset(
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nightly", action="store_true", default=False, help="run the tests marked nightly as well")
+    parser.addoption("--browser", action="store_true", default=False, help="run the tests marked browser as well")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu(number=1): needs CUDA devices; skipped where there are fewer")
     config.addinivalue_line("markers", "nightly: slow; deselected unless --nightly is given")
+    config.addinivalue_line("markers", "browser: needs Chromium; deselected unless --browser is given")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -53,11 +55,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         needed = 0 if marker is None else marker.args[0] if marker.args else 1
         if torch.cuda.device_count() < needed:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device{'s' if needed > 1 else ''}"))
-    if not config.getoption("--nightly"):
-        nightly = [item for item in items if item.get_closest_marker("nightly")]
-        if nightly:
-            config.hook.pytest_deselected(items=nightly)
-            items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+    for kind in ("nightly", "browser"):
+        left_out = [] if config.getoption(f"--{kind}") else [item for item in items if item.get_closest_marker(kind)]
+        if left_out:
+            config.hook.pytest_deselected(items=left_out)
+            items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import sqrt
 
 from lightning_pp.schedule import Placement
@@ -179,7 +179,7 @@ class Measurements:
         metrics = {
             f"pp_stage_{stage}/{name}": value
             for stage, times in enumerate(self.stage_times())
-            for name, value in asdict(times).items()
+            for name, value in vars(times).items()
             if value is not None
         }
         found = {f"pp/{name}": value for name, value in self._of_pipeline(peak_tflops).items() if value is not None}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from lightning_pp.runtime.timing import ActionTimes
@@ -40,7 +40,11 @@ class StageSums:
     reduce_hidden_ms: float = 0.0
 
     def __add__(self, other: StageSums) -> StageSums:
-        return StageSums(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
+        return StageSums(*(mine + its for mine, its in zip(self.numbers(), other.numbers(), strict=True)))
+
+    def numbers(self) -> tuple[float, ...]:
+        """All fields, in order."""
+        return tuple(vars(self).values())
 
 
 _FIELD_OF_KIND = {
@@ -49,7 +53,7 @@ _FIELD_OF_KIND = {
     ActionKind.B: "backward_input_ms",
     ActionKind.W: "backward_weight_ms",
 }
-_NUM_STAGE_FIELDS = len(astuple(StageSums()))
+_NUM_STAGE_FIELDS = len(StageSums().numbers())
 _NUM_RANK_FIELDS = 3
 
 
@@ -123,7 +127,7 @@ class RankSums:
         """All numbers in a row, to be sent; :meth:`from_row` reads it."""
         row = [self.num_steps, self.work_ms, self.span_ms]
         for stage in self.stages:
-            row += astuple(stage)
+            row += stage.numbers()
         return row
 
     @classmethod

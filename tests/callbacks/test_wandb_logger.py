@@ -8,11 +8,14 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import wandb
+from hydra.utils import instantiate
 from lightning.pytorch.callbacks import ModelCheckpoint
 from pool import WorkerPool
 from wandb_runs import of_type, records
 
 from lightning_pp import PipelineWandbLogger
+from lightning_pp.callbacks._lightning_private import init_arguments
+from lightning_pp.conf.schema import WandbConf
 from lightning_pp.errors import ConfigurationError
 
 
@@ -88,6 +91,13 @@ def test_references_copy_nothing(logged: Path) -> None:
     assert all("local_path" not in entry for a in (best, last, far) for entry in a["manifest"]["contents"])
     assert {entry["ref"].rpartition("/")[0] for entry in best["manifest"]["contents"]} == {f"{where}/best.ckpt"}
     assert [entry["ref"] for entry in last["manifest"]["contents"]] == [f"{where}/last.ckpt"]
+
+
+def test_what_becomes_of_a_run_that_is_there_is_asked_of_wandb(tmp_path: Path) -> None:
+    logger = instantiate(WandbConf(save_dir=str(tmp_path), id="run7", resume="must"))
+    assert isinstance(logger, PipelineWandbLogger)
+    asked = init_arguments(logger)
+    assert (asked["id"], asked["resume"], asked["mode"]) == ("run7", "must", "offline")
 
 
 def test_wrong_arguments_are_told() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from functools import cache
 from html import escape
 from importlib.resources import files
 from typing import Any
@@ -121,5 +122,6 @@ def _row(times: Sequence[ActionTimes], tick: float) -> list[int]:
     return row
 
 
+@cache
 def _asset(name: str) -> str:
     return (files("lightning_pp.telemetry.timeline") / "page" / name).read_text(encoding="utf-8")

@@ -115,14 +115,20 @@
     scheduled = true;
     requestAnimationFrame(() => {
       scheduled = false;
-      plotWidth = Math.max(50, find("axis").clientWidth - LABELS - BUBBLES);
-      if (isMoved) {
-        drawAxis();
-        canvases.forEach(drawView);
-      }
+      if (isMoved) drawPlot();
+      else canvases.forEach(drawOver);
+      if (roomForPlot() !== plotWidth) drawPlot(); // a scroll bar has come or gone with the heights
       isMoved = false;
-      canvases.forEach(drawOver);
     });
+  }
+
+  const roomForPlot = () => Math.max(50, find("axis").clientWidth - LABELS - BUBBLES);
+
+  function drawPlot() {
+    plotWidth = roomForPlot();
+    drawAxis();
+    canvases.forEach(drawView);
+    canvases.forEach(drawOver);
   }
 
   function reset() {
