@@ -84,6 +84,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ends: list[Connection] = []
     processes = []
+    gc.disable()  # a process that is forked collects before its code runs, and what the parent made is not its to end
     for rank in range(number):
         mine, its = context.Pipe()
         process = context.Process(target=run_test, args=(pyfuncitem, torchrun_environ(rank, number, store.port), its))
@@ -91,6 +92,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         its.close()
         ends.append(mine)
         processes.append(process)
+    gc.enable()
     deadline = time.monotonic() + LIMIT_S
     while (left := [p for p in processes if p.is_alive()]) and time.monotonic() < deadline:
         wait([process.sentinel for process in left], deadline - time.monotonic())
@@ -124,6 +126,7 @@ def report(told: list[tuple[str, str]]) -> None:
 def run_test(item: pytest.Function, environ: dict[str, str], end: Connection) -> None:
     """Runs in a process of its own, forked with the test's fixtures; exits with 1 if the test fails."""
     gc.freeze()  # what the parent made is not this process's to end
+    gc.enable()
     os.environ.update(environ)
     arguments = {
         name: item.funcargs[name] for name in inspect.signature(item.function).parameters if name in item.funcargs
