@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from pipelined_fit import loader, trainer
 from pool import WorkerPool
@@ -222,3 +223,11 @@ def test_a_stream_that_nobody_shares_out_is_noticed(pool: WorkerPool, shares_out
     first, *others = pool.run(reads_a_stream, shares_out, world_size=4)
     assert others == [[], [], []] and len(first) == (0 if shares_out else 1)
     assert shares_out or "All 2 replicas were given the same batch" in first[0]
+
+
+def test_a_decision_before_a_set_up_is_each_ranks_own() -> None:
+    """As callbacks that are tried outside of a fit ask for it; torch raised that there is no process group."""
+    waiting = Trainer(accelerator="cpu", devices=2, strategy=PipelineParallelStrategy(2), logger=False)
+    assert waiting.strategy.num_ranks == 2
+    assert waiting.strategy.reduce_boolean_decision(True) is True
+    assert waiting.strategy.reduce_boolean_decision(False, all=False) is False
