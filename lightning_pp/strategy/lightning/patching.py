@@ -4,7 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType, MethodType
 from typing import Any
+
+
+class InPlaceOf:
+    """A callable in the place of ``original``, whose attributes are read and set: it may be an object of the user's.
+
+    Attributes:
+        original: What was there before.
+    """
+
+    original: Callable[..., Any]
+
+    def __init__(self, function: Callable[..., Any], original: Callable[..., Any]) -> None:
+        vars(self).update(function=function, original=original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return vars(self)["function"](*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.original, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.original, name, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> InPlaceOf:
+        return self  # as functions are
+
+
+def in_place_of(original: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``; in the place of an object that is no function, such as a Mock, with the attributes of that."""
+    return function if isinstance(original, (FunctionType, MethodType)) else InPlaceOf(function, original)
 
 
 @contextmanager

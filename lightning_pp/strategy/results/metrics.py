@@ -34,7 +34,7 @@ from lightning_pp.strategy._lightning_private import (
     set_update_count,
     update_count,
 )
-from lightning_pp.strategy.lightning.patching import replaced
+from lightning_pp.strategy.lightning.patching import InPlaceOf, in_place_of, replaced
 
 # What a suspended metric returns, given the metric and all arguments it was called with (none for `compute`).
 Returns = Callable[[Metric, tuple[Any, ...]], Any]
@@ -68,14 +68,14 @@ class PipelineMetrics:
         self._collected = _metrics_in(self._module)
         for metric in self._collected:
             # a copy of a metric comes with torchmetrics' own `compute`, and needs ours again
-            if isinstance(metric, Metric) and not hasattr(metric.compute, "_unpipelined"):
+            if isinstance(metric, Metric) and not isinstance(metric.compute, InPlaceOf):
                 vars(metric)["compute"] = self._intercepted(metric, metric.compute)
 
     def detach(self) -> None:
         """Gives all metrics their own ``compute`` back."""
         for metric in _metrics_in(self._module):
-            if isinstance(metric, Metric):
-                vars(metric)["compute"] = getattr(metric.compute, "_unpipelined", metric.compute)
+            if isinstance(metric, Metric) and isinstance(metric.compute, InPlaceOf):
+                vars(metric)["compute"] = metric.compute.original
 
     @property
     def are_there(self) -> bool:
@@ -112,8 +112,7 @@ class PipelineMetrics:
         finally:
             self._scope = before
 
-    def _intercepted(self, metric: Metric, compute: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(compute)
+    def _intercepted(self, metric: Metric, compute: Callable[..., Any]) -> InPlaceOf:
         def pipeline_compute(*args: Any, **kwargs: Any) -> Any:
             if self._scope is _Scope.SHARED:
                 return compute(*args, **kwargs)
@@ -121,8 +120,7 @@ class PipelineMetrics:
                 return self._compute_local(metric, functools.partial(compute, *args, **kwargs))
             return self._compute_shared(metric, functools.partial(compute, *args, **kwargs))
 
-        vars(pipeline_compute)["_unpipelined"] = compute
-        return pipeline_compute
+        return InPlaceOf(pipeline_compute, compute)
 
     def _compute_local(self, metric: Metric, compute: Callable[[], Any]) -> Any:
         with computing_locally(metric), self._scoped(_Scope.LOCAL):
@@ -202,7 +200,8 @@ def _suspended(
                 replacements = _collection_replacements(metric, answer)
             else:
                 replacements = _metric_replacements(metric, answer, on_fakes=on_fakes)
-            stack.enter_context(replaced(metric, **replacements))
+            methods = {name: in_place_of(getattr(metric, name), method) for name, method in replacements.items()}
+            stack.enter_context(replaced(metric, **methods))
         yield
 
 
