@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -55,7 +55,7 @@ class HostWaits(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func == _IS_CPU and _is_asked_by_scaling(sys._getframe(1)):
+        if func == _IS_CPU and _is_asked_by_scaling(inspect.currentframe()):
             return False
         makes_there = func in COPIES and (kwargs.get("device") not in (None, "cpu") or func is Tensor.new_tensor)
         if func in READS or makes_there:
