@@ -91,7 +91,8 @@ def _refuse_own_backward(module: pl.LightningModule) -> None:
             "backward of many microbatches, so it must run them itself: remove manual_backward and optimizer.step from "
             "training_step and return the loss."
         )
-    if is_overridden("backward", module):
+    # Lightning takes a wrapper of its own method, put on the instance, for that method
+    if is_overridden("backward", module) or "backward" in vars(module):
         raise ConfigurationError(
             f"{type(module).__name__} overrides backward, which a pipeline never calls: it runs the backward of many "
             "microbatches, stage by stage. Remove it; put what it does to the loss into training_step, what it does to "
