@@ -86,6 +86,7 @@ __all__ = [
     "keywords_for",
     "leave_samplers_alone",
     "logging_from",
+    "names_of_metrics_kept",
     "note_sigterm",
     "optimizers_to_device",
     "reduced",
@@ -134,7 +135,7 @@ for _owner, _name in (
 ):
     private(_owner, _name, **_LIGHTNING)
 for _kind, _name in (
-    *((pl.LightningModule, name) for name in ("_trainer", "_current_fx_name", "_device_mesh")),
+    *((pl.LightningModule, name) for name in ("_trainer", "_current_fx_name", "_device_mesh", "_metric_attributes")),
     *((pl.Trainer, name) for name in ("_logger_connector", "_signal_connector", "_accelerator_connector")),
     *((kind, "_data_source") for kind in (_FitLoop, _EvaluationLoop, _PredictionLoop)),
     *((WeightAveraging, name) for name in ("_device", "_use_buffers", "_kwargs", "_average_model")),
@@ -306,6 +307,16 @@ def logging_from(module: pl.LightningModule, hook: str) -> Iterator[None]:
         yield
     finally:
         module._current_fx_name = before
+
+
+@contextmanager
+def names_of_metrics_kept(module: pl.LightningModule) -> Iterator[None]:
+    """Afterwards ``module.log`` looks for metrics as before; it searches the module for them once."""
+    before = module._metric_attributes
+    try:
+        yield
+    finally:
+        module._metric_attributes = before
 
 
 @contextmanager

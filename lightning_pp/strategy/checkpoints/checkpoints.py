@@ -127,9 +127,10 @@ class Checkpoints:
     @property
     def _attached(self) -> _Run:
         if self._run is None:
-            raise RuntimeError(
-                "There is no pipeline whose checkpoint could be written or read: that is possible from Strategy.setup, "
-                "where a fit or its siblings begin, until gather_module()."
+            raise ConfigurationError(
+                "There is no pipeline whose checkpoint could be written or read: there is one from Strategy.setup, "
+                "where a fit or its siblings begin, until gather_module(). Save in on_fit_start or later; before and "
+                "after that the module is whole on every rank: torch.save(module.state_dict(), path) on rank 0."
             )
         return self._run
 

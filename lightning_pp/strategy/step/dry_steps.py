@@ -25,24 +25,33 @@ from lightning_pp.strategy.lightning.mesh_strategy import MeshStrategy
 from lightning_pp.strategy.results.metrics import metrics_suspended
 from lightning_pp.strategy.results.outputs import loss_of
 from lightning_pp.strategy.step.held_output import output_held
+from lightning_pp.strategy.step.log_errors import LoggedCalls
 from lightning_pp.strategy.step.progress import reads_batch_idx, trainer_watched
 from lightning_pp.strategy.step.refusals import check_loss
 
 
 @contextmanager
-def logging_to(module: pl.LightningModule, sink: Callable[[Any], None]) -> Iterator[None]:
+def logging_to(
+    module: pl.LightningModule, sink: Callable[[Any], None], note: Callable[..., None] = lambda *_, **__: None
+) -> Iterator[None]:
     """Within, ``module.log`` only tells ``sink`` what it is given; no loop needs to be running.
 
     Numbers become tensors as in Lightning's own, so that it can be seen how they grow with the batch.
+
+    Args:
+        module: The user's module.
+        sink: Gets each value.
+        note: Gets all arguments of each call.
     """
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         _check_loggable(name, value)
+        note(name, value, *args, **kwargs)
         sink(torch.tensor(value) if is_number(value) else value)
 
     def log_dict(dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         for name, value in dictionary.items():
-            log(name, value)
+            log(name, value, *args, **kwargs)
 
     replaced = {"log": log, "log_dict": log_dict}
     module.__dict__.update(replaced)
@@ -173,6 +182,7 @@ def recorded_step(
             return torch.zeros((), device=device)
 
         logged: list[Any] = []
+        calls = LoggedCalls(module, step)
 
         def log(value: Any) -> None:
             logged.append(value)
@@ -186,7 +196,7 @@ def recorded_step(
             stack.enter_context(around())
             stack.enter_context(collectives_refused(module, step))
             stack.enter_context(precision.forward_context())
-            stack.enter_context(logging_to(module, log))
+            stack.enter_context(logging_to(module, log, calls.note))
             stack.enter_context(loggers_muted(trainer_of(module), partial(_tell_of_logger, step)))
             stack.enter_context(metrics_suspended(module, metric_returns, on_fakes=trains))
             if reads_batch_idx(getattr(module, step)):
@@ -198,10 +208,22 @@ def recorded_step(
             if isinstance(dry, DryRun):
                 _tell_what_hooks_see(module, step, places_written(batch, own), edits_contents=dry.edits_batch)
         if trains:
-            check_loss(loss_of(output), module)  # here every rank sees it, in the step only the last stage
+            _check_loss(output, module, calls)
         return output
 
     return run
+
+
+def _check_loss(output: Any, module: pl.LightningModule, calls: LoggedCalls) -> None:
+    """Raises where a step returned no loss to train by: here every rank sees it, in the step only the last stage.
+
+    On one device what was logged is looked at before the loss, so errors of that come first.
+    """
+    try:
+        check_loss(loss_of(output), module)
+    except ConfigurationError:
+        calls.check()
+        raise
 
 
 def _tell_of_logger(step: str) -> None:

@@ -11,6 +11,7 @@ from pipelined_fit import loader
 from pool import WorkerPool
 from small_models import Blocks
 from torch import Tensor
+from torchmetrics import MeanMetric
 
 from lightning_pp.errors import NonFiniteError
 
@@ -27,6 +28,19 @@ class LogsText(Blocks):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.log("name", "text")  # type: ignore[arg-type]
         return self.loss(batch)
+
+
+class LogsForLoader(Blocks):
+    """Logs what Lightning refuses, and returns no loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.log_dict({"mean/dataloader_idx_0": self(batch[0]).mean()}, on_step=True)
+
+
+class LogsMadeMetric(Blocks):
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self(batch[0])
+        self.log("mean", MeanMetric())
 
 
 class NoLoader(Blocks):
@@ -46,7 +60,7 @@ class Infinite(NotANumber):
 
 
 def error_of(kind: type[Blocks], layout: Layout | None) -> tuple[str, str, list[str]]:
-    strategy, devices = ("auto", 1) if layout is None else (layout.strategy(), 2)
+    strategy, devices = ("auto", 1) if layout is None else (layout.strategy(), layout.world_size)
     run = L.Trainer(**QUIET, devices=devices, max_epochs=1, strategy=strategy)
     with pytest.raises(Exception) as found:  # noqa: PT011
         run.fit(kind(), None if kind is NoLoader else loader())
@@ -56,9 +70,10 @@ def error_of(kind: type[Blocks], layout: Layout | None) -> tuple[str, str, list[
 LAYOUT = Layout("1f1b", 2, 1, 2)
 
 
-@pytest.mark.parametrize("kind", [Raises, LogsText, NoLoader])
+@pytest.mark.parametrize("kind", [Raises, LogsText, NoLoader, LogsForLoader, LogsMadeMetric])
 def test_the_error_is_that_of_one_device(pool: WorkerPool, kind: type[Blocks]) -> None:
     name, text, _ = error_of(kind, None)
+    assert error_of(kind, Layout("1f1b", 1, 1, 1))[:2] == (name, text)
     of_ranks = pool.run(error_of, kind, LAYOUT, world_size=2)
     assert (name, text) in [found[:2] for found in of_ranks]
     assert all(name in (found[0], *found[1].split()) or f"{name}:" in found[1] for found in of_ranks)

@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from pipelined_fit import fit, loader, trainer
+from pipelined_fit import fit, loader
 from pool import WorkerPool
 from small_models import Blocks
 from torch import Tensor, nn
@@ -111,16 +111,3 @@ def test_what_needs_no_values_trains_as_without(pool: WorkerPool, use: Callable[
         for weights in found:
             for name, weight in weights.items():
                 torch.testing.assert_close(weight, expected[name])
-
-
-def save_too_early(path: str) -> None:
-    run = trainer(2)
-    run.strategy.connect(Blocks())
-    run.save_checkpoint(path)
-
-
-def test_a_checkpoint_before_a_run_says_why_there_is_none(pool: WorkerPool, tmp_path: Any) -> None:
-    report = pool.run(save_too_early, str(tmp_path / "early.ckpt"), world_size=2, expect_failure=True)
-    for failure in report.failures:
-        assert failure is not None and "no pipeline whose checkpoint" in failure.message
-    assert not (tmp_path / "early.ckpt").exists()
