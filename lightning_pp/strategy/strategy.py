@@ -259,6 +259,14 @@ class PipelineParallelStrategy(MeshStrategy):
         self._preemption: Preemption | None = None
         self._kept_optimizers = KeptOptimizers()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> PipelineParallelStrategy:
+        """Raises :class:`ConfigurationError`: process groups cannot be copied."""
+        raise ConfigurationError(
+            "copy.deepcopy has come to the strategy, through something that holds the Trainer, as progress bars do. A "
+            "pipeline and its process groups cannot be copied: copy the module, or each callback that does not hold "
+            "the Trainer; Trainer(enable_progress_bar=False) has no progress bar."
+        )
+
     @property
     def engine(self) -> PipelineEngine:
         """What runs the pipeline on this rank; there from ``setup`` on, and never in a plain run."""

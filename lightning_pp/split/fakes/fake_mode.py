@@ -41,7 +41,8 @@ class NeedsDataError(SplitError):
 
     def __init__(self, operation: str, line: str, *, in_step: bool = True) -> None:
         advice = (
-            "Move it into a unit or after the last unit call, or make it depend on the batch only."
+            "Move it into a unit or after the last unit call, or make it depend on the batch only. After a run, "
+            "trainer.strategy.gather_module() gives the module all its values."
             if in_step
             else "Outside of steps a rank has the weights of its own stages alone, and no pipeline runs. Compute it in "
             "training_step or validation_step."

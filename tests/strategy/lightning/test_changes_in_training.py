@@ -90,6 +90,23 @@ def test_copies_in_on_fit_start(pool: WorkerPool) -> None:
     check_on_every_rank(pool, weights, TWO_STAGES, Classifier, [Copies()])
 
 
+class KeepsTrainer(Callback):
+    """As progress bars do."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.trainer = trainer
+
+
+class CopiesAll(Callback):
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.copied = copy.deepcopy(trainer.callbacks)
+
+
+def test_copies_of_callbacks_that_hold_the_trainer_are_refused(pool: WorkerPool) -> None:
+    for message in pool.run(refusal, Classifier, [KeepsTrainer(), CopiesAll()], world_size=2):
+        assert "ConfigurationError: copy.deepcopy has come to the strategy" in message
+
+
 @pytest.mark.parametrize("as_file", [False, True], ids=["folder", "file"])
 def test_state_dict_of_copies(pool: WorkerPool, as_file: bool, tmp_path: Any) -> None:
     check_on_every_rank(pool, trained_twice, TWO_STAGES, Copied, as_file, str(tmp_path))
