@@ -22,10 +22,11 @@ class LoggedPipeline(MeasurablePipeline, Protocol):
 
 def pipeline_of(trainer: pl.Trainer) -> LoggedPipeline | None:
     """What runs the pipeline on this rank, or None without one; known by what the strategy offers."""
+    strategy: Any = trainer.strategy
     # looked up in the class, since the property raises before the pipeline is built
-    if not hasattr(type(trainer.strategy), "engine") or trainer.strategy.is_plain:  # type: ignore[attr-defined]
+    if not hasattr(type(strategy), "engine") or strategy.is_plain or strategy.runs_no_batch:
         return None
-    engine: LoggedPipeline = trainer.strategy.engine  # type: ignore[attr-defined]
+    engine: LoggedPipeline = strategy.engine
     return engine
 
 

@@ -74,7 +74,7 @@ from lightning_pp.strategy.parameters.optimizers import (
     update_as_shards,
 )
 from lightning_pp.strategy.parameters.precision import agree_on_scale
-from lightning_pp.strategy.step.data import first_batch, seed_workers_by
+from lightning_pp.strategy.step.data import first_batch, has_no_batches, seed_workers_by
 from lightning_pp.strategy.step.refusals import refuse_unsupported
 
 _log = logging.getLogger(__name__)
@@ -251,6 +251,8 @@ class PipelineParallelStrategy(MeshStrategy):
         self._is_plain: bool | None = None
         self._needs_engine = bool(compile or meta_init or async_checkpoint or initial_weights is not None)
         self._engine: PipelineEngine | None = None
+        self.runs_no_batch = False
+        """Whether the run under way is over no batches (``limit_val_batches=0``), so that there is no pipeline yet."""
         self._num_runs = 0
         self._failed_runs = FailedRuns()
         self._loggers = GuardedLoggers()
@@ -273,7 +275,10 @@ class PipelineParallelStrategy(MeshStrategy):
         if self.is_plain:
             raise RuntimeError("There is no pipeline: one stage on one device trains as a plain Trainer does.")
         if self._engine is None:
-            raise RuntimeError("The pipeline is built in Strategy.setup, before training starts; it is not there yet.")
+            raise RuntimeError(
+                "The pipeline is built in Strategy.setup, before training starts, in a run that has batches; it is not "
+                "there yet."
+            )
         return self._engine
 
     @property
@@ -364,8 +369,21 @@ class PipelineParallelStrategy(MeshStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         """Cuts the module, keeps this rank's part of it, and makes optimizers over that part.
 
-        The first batch of the loader that the trainer is about to run over is read to learn how the step flows.
+        The first batch of the loader that the trainer is about to run over is read to learn how the step flows. Where
+        it is to run over nothing, no loader is made, and the module stays whole.
         """
+        is_loaded = trainer.ckpt_path is not None or (
+            isinstance(self.launcher, RunLauncher) and self.launcher.ckpt_path is not None
+        )
+        needs_pipeline = self._engine is not None or self._needs_engine or is_loaded
+        self.runs_no_batch = not needs_pipeline and has_no_batches(trainer)
+        if self.runs_no_batch:
+            self._preemption = None
+            super().setup(trainer)
+        else:
+            self._set_up_pipeline(trainer)
+
+    def _set_up_pipeline(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         module = self.lightning_module

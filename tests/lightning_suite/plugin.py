@@ -8,15 +8,19 @@ are stages. ``--plain`` changes only that: what fails with it does not fail beca
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import gc
 import inspect
 import os
+import signal
+import tempfile
 import time
 import traceback
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +34,7 @@ from lightning_pp import PipelineParallelStrategy
 
 LIMIT_S = 60.0
 GRACE_S = 5.0  # for the other stages, once one has failed
+STACK_S = 0.5  # for a process to write where it is
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -80,38 +85,63 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     number = pyfuncitem.config.getoption("--stages")
     if number == 1 or pyfuncitem.config.getoption("--plain"):
         return None
-    context = get_context("fork")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ends: list[Connection] = []
-    processes = []
     gc.disable()  # a process that is forked collects before its code runs, and what the parent made is not its to end
-    for rank in range(number):
-        mine, its = context.Pipe()
-        process = context.Process(target=run_test, args=(pyfuncitem, torchrun_environ(rank, number, store.port), its))
-        process.start()
-        its.close()
-        ends.append(mine)
-        processes.append(process)
+    stages = [Stage(pyfuncitem, torchrun_environ(rank, number, store.port)) for rank in range(number)]
     gc.enable()
-    deadline = time.monotonic() + LIMIT_S
-    while (left := [p for p in processes if p.is_alive()]) and time.monotonic() < deadline:
-        wait([process.sentinel for process in left], deadline - time.monotonic())
-        if any(process.exitcode for process in processes):
-            deadline = min(deadline, time.monotonic() + GRACE_S)
-    for process in processes:
-        process.kill()
-        process.join()
-    report([outcome_at(end) for end in ends])
+    deadline, why = time.monotonic() + LIMIT_S, f"it was still running after {LIMIT_S:.0f} s, and was killed"
+    while (left := [stage for stage in stages if stage.process.is_alive()]) and time.monotonic() < deadline:
+        wait([stage.process.sentinel for stage in left], deadline - time.monotonic())
+        if any(stage.process.exitcode for stage in stages) and time.monotonic() + GRACE_S < deadline:
+            deadline = time.monotonic() + GRACE_S
+            why = f"it was still running {GRACE_S:.0f} s after another rank had failed, and was killed"
+    report([stage.outcome(why) for stage in stages])
     return True
 
 
-def outcome_at(end: Connection) -> tuple[str, str]:
-    """What a process has told before it ended or was killed."""
-    try:
-        told: tuple[str, str] = end.recv()
-    except EOFError:
-        told = ("failed", "it did not end by itself")
-    return told
+class Stage:
+    """A process of its own that runs a test as one stage, forked with the test's fixtures.
+
+    Args:
+        item: The test.
+        environ: What tells the process its rank.
+    """
+
+    def __init__(self, item: pytest.Function, environ: dict[str, str]) -> None:
+        context = get_context("fork")
+        self._end, its = context.Pipe()
+        descriptor, name = tempfile.mkstemp(prefix="stage_stack_")
+        os.close(descriptor)
+        self._stack = Path(name)
+        self.process = context.Process(target=run_test, args=(item, environ, its, name))
+        self.process.start()
+        its.close()
+
+    def outcome(self, why_killed: str) -> tuple[str, str]:
+        """What the process has told; of one that has told nothing how it ended, and where it was.
+
+        Args:
+            why_killed: Said of a process that is still running, which is killed.
+        """
+        is_running = self.process.is_alive()
+        if is_running:
+            os.kill(self.process.pid or 0, signal.SIGUSR2)
+            time.sleep(STACK_S)
+            self.process.kill()
+        self.process.join()
+        stack = self._stack.read_text()
+        self._stack.unlink()
+        try:
+            told: tuple[str, str] = self._end.recv()
+        except EOFError:
+            told = ("failed", f"{why_killed if is_running else ended_by(self.process.exitcode or 0)}\n{stack}")
+        return told
+
+
+def ended_by(code: int) -> str:
+    """How a process ended that has told nothing; ``code`` is its exit code, negative for a signal."""
+    how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+    return f"it ended {how}, before the test had an outcome"
 
 
 def report(told: list[tuple[str, str]]) -> None:
@@ -123,16 +153,17 @@ def report(told: list[tuple[str, str]]) -> None:
         pytest.skip(told[0][1])
 
 
-def run_test(item: pytest.Function, environ: dict[str, str], end: Connection) -> None:
-    """Runs in a process of its own, forked with the test's fixtures; exits with 1 if the test fails."""
+def run_test(item: pytest.Function, environ: dict[str, str], end: Connection, stack_file: str) -> None:
+    """Runs in a process of its own; exits with 1 if the test fails. When it crashes, and when asked, it tells where."""
     gc.freeze()  # what the parent made is not this process's to end
     gc.enable()
-    os.environ.update(environ)
-    arguments = {
-        name: item.funcargs[name] for name in inspect.signature(item.function).parameters if name in item.funcargs
-    }
+    stacks = open(stack_file, "w")  # noqa: SIM115  # until the process ends
+    faulthandler.enable(stacks)
+    faulthandler.register(signal.SIGUSR2, stacks)
     try:
-        item.obj(**arguments)
+        os.environ.update(environ)
+        names = inspect.signature(item.function).parameters
+        item.obj(**{name: item.funcargs[name] for name in names if name in item.funcargs})
         outcome = ("passed", "")
     except pytest.skip.Exception as reason:
         outcome = ("skipped", str(reason))

@@ -10,6 +10,8 @@ from command import run_forked
 
 TESTS = """
 import os
+import signal
+import time
 
 import pytest
 from lightning.pytorch import Trainer
@@ -41,9 +43,36 @@ def test_fails_on_one_rank():
     assert os.environ.get("RANK") != "1", "not here"
 
 
+def test_crashes_on_one_rank():
+    if os.environ.get("RANK") == "1":
+        signal.raise_signal(signal.SIGSEGV)
+
+
+def test_leaves_on_one_rank():
+    if os.environ.get("RANK") == "1":
+        os._exit(3)
+
+
+def wait_for_nobody():
+    time.sleep(60)
+
+
+def test_hangs_on_one_rank():
+    if "RANK" in os.environ:
+        wait_for_nobody() if os.environ["RANK"] == "0" else pytest.fail("alone")
+
+
 def test_is_skipped():
     pytest.skip("by itself")
 """
+
+# what is told of each, wherever it fails
+FAILURES = {
+    "fails": ["Rank 1:", "not here"],
+    "crashes": ["Rank 1:", "it ended by SIGSEGV, before the test had an outcome", "in test_crashes_on_one_rank"],
+    "leaves": ["Rank 1:", "it ended with exit code 3, before the test had an outcome"],
+    "hangs": ["Rank 0:", "still running 5 s after another rank had failed", "in wait_for_nobody", "alone"],
+}
 
 
 def outcomes(folder: Path, *options: str) -> tuple[dict[str, str], str]:
@@ -59,7 +88,7 @@ def outcomes(folder: Path, *options: str) -> tuple[dict[str, str], str]:
     ("options", "failing"),
     [
         ((), {"trains_in_two_stages"}),
-        (("--stages", "2"), {"trains_as_plain", "fails_on_one_rank"}),
+        (("--stages", "2"), {"trains_as_plain", *(f"{what}_on_one_rank" for what in FAILURES)}),
         (("--plain",), {"trains_as_plain", "trains_in_two_stages"}),
     ],
     ids=["one stage", "two stages", "plain"],
@@ -68,5 +97,6 @@ def test_tests_of_others_run_with_the_strategy(tmp_path: Path, options: tuple[st
     found, output = outcomes(tmp_path, *options)
     assert {name for name, outcome in found.items() if outcome == "FAILED"} == failing, output
     assert found["is_skipped"] == "SKIPPED" and found["names_a_strategy"] == "PASSED"
-    if "fails_on_one_rank" in failing:
-        assert "Rank 1:" in output and "not here" in output
+    for what, texts in FAILURES.items() if "fails_on_one_rank" in failing else ():
+        told = output.partition(f"_ test_{what}_on_one_rank _")[2].partition("\n___")[0]
+        assert all(text in told for text in texts), output

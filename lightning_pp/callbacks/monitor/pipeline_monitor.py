@@ -254,6 +254,8 @@ class PipelineMonitor(Callback):
 
 
 def _why_none(trainer: pl.Trainer) -> str:
+    if getattr(trainer.strategy, "runs_no_batch", False):
+        return "because limit_train_batches=0 leaves nothing to measure. Give the trainer batches"
     if getattr(trainer.strategy, "is_plain", False):
         return "because one stage on one device is trained plainly, without a pipeline. Use more devices"
     return (

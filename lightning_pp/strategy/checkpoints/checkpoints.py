@@ -129,8 +129,9 @@ class Checkpoints:
         if self._run is None:
             raise ConfigurationError(
                 "There is no pipeline whose checkpoint could be written or read: there is one from Strategy.setup, "
-                "where a fit or its siblings begin, until gather_module(). Save in on_fit_start or later; before and "
-                "after that the module is whole on every rank: torch.save(module.state_dict(), path) on rank 0."
+                "where a fit or its siblings begin that have batches, until gather_module(). Save in on_fit_start or "
+                "later; before and after that the module is whole on every rank: torch.save(module.state_dict(), path) "
+                "on rank 0."
             )
         return self._run
 

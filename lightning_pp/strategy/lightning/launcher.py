@@ -16,17 +16,20 @@ from lightning_pp.strategy._lightning_private import SubprocessScriptLauncher
 
 
 class RunLauncher(SubprocessScriptLauncher):
-    """Starts the other processes of this node, if nobody has, and notes ``weights_only`` of ``fit`` and its siblings.
+    """Starts the other processes of this node, if nobody has, and notes arguments of ``fit`` and its siblings.
 
-    Lightning 2.6 passes ``weights_only`` to strategies that restore before ``setup`` only. A strategy that restores
-    afterwards can know it from the arguments of the run, which are the launcher's too.
+    Lightning 2.6 passes ``weights_only`` to strategies that restore before ``setup`` only, and sets
+    ``trainer.ckpt_path`` after it. A strategy that restores afterwards can know them from the arguments of the run,
+    which are the launcher's too.
 
     Attributes:
         weights_only: What the user passed to the run under way; None if nothing.
+        ckpt_path: The same.
         when_done: Called when a run has ended without an exception, after all hooks.
     """
 
     weights_only: bool | None = None
+    ckpt_path: str | Path | None = None
     when_done: Callable[[], None] | None = None
 
     @property
@@ -62,7 +65,8 @@ class RunLauncher(SubprocessScriptLauncher):
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         """Runs ``function``, in as many processes as the job has."""
-        self.weights_only = inspect.signature(function).bind(*args, **kwargs).arguments.get("weights_only")
+        arguments = inspect.signature(function).bind(*args, **kwargs).arguments
+        self.weights_only, self.ckpt_path = arguments.get("weights_only"), arguments.get("ckpt_path")
         if self.cluster_environment.creates_processes_externally:
             result = function(*args, **kwargs)
         else:

@@ -64,6 +64,19 @@ class FirstBatch(NamedTuple):
                     attributes[name] = value
 
 
+def has_no_batches(trainer: pl.Trainer) -> bool:
+    """Whether the trainer was told to run over nothing, so that Lightning makes no loader (``limit_val_batches=0``)."""
+    if trainer.state.fn == TrainerFn.FITTING:
+        has_sanity_check = trainer.enable_validation and trainer.num_sanity_val_steps > 0
+        return trainer.limit_train_batches == 0 and not has_sanity_check
+    limits = {
+        TrainerFn.VALIDATING: trainer.limit_val_batches,
+        TrainerFn.TESTING: trainer.limit_test_batches,
+        TrainerFn.PREDICTING: trainer.limit_predict_batches,
+    }
+    return limits[trainer.state.fn] == 0  # type: ignore[index]
+
+
 def first_batch(trainer: pl.Trainer) -> FirstBatch:
     """The first batch of what the trainer is about to run over, as the step will see it, on the device.
 
