@@ -181,28 +181,19 @@ def recorded_step(
             dry.need_at_end(args)
             return torch.zeros((), device=device)
 
-        logged: list[Any] = []
         calls = LoggedCalls(module, step)
-
-        def log(value: Any) -> None:
-            logged.append(value)
-            dry.need_at_end(value)
-
-        def tell_of_metrics() -> None:
-            if logged:
-                _tell_of_metrics(step)
 
         with ExitStack() as stack:
             stack.enter_context(around())
             stack.enter_context(collectives_refused(module, step))
             stack.enter_context(precision.forward_context())
-            stack.enter_context(logging_to(module, log, calls.note))
+            stack.enter_context(logging_to(module, dry.need_at_end, calls.note))
             stack.enter_context(loggers_muted(trainer_of(module), partial(_tell_of_logger, step)))
             stack.enter_context(metrics_suspended(module, metric_returns, on_fakes=trains))
             if reads_batch_idx(getattr(module, step)):
                 dry.note_progress_read()
             own, shared = dry.own(batch), dict(entries_of(batch, "batch"))
-            with trainer_watched(module, dry.note_progress_read, tell_of_metrics), output_held():
+            with trainer_watched(module, dry.note_progress_read, partial(_tell_of_metrics, step, calls)), output_held():
                 output = call_step(module, step, own, *rest, **(kwargs or {}))
             _refuse_shared_writes(step, shared, batch)
             if isinstance(dry, DryRun):
@@ -234,7 +225,9 @@ def _tell_of_logger(step: str) -> None:
     )
 
 
-def _tell_of_metrics(step: str) -> None:
+def _tell_of_metrics(step: str, calls: LoggedCalls) -> None:
+    if not calls.are_there:
+        return
     rank_zero_warn(
         f"{step} reads the trainer's metrics after it has logged, at {user_line()}. In a pipeline a step logs for one "
         "microbatch, and the trainer has the batch's values only after the step: here it has those of the batch "

@@ -30,6 +30,11 @@ class LoggedCalls:
         self._step = step
         self._calls: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = []
 
+    @property
+    def are_there(self) -> bool:
+        """Whether anything was logged."""
+        return bool(self._calls)
+
     def note(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Takes note of a call; of what is no metric only that it is a number."""
         self._calls.append((name, value if isinstance(value, Metric) else 0.0, args, options))
