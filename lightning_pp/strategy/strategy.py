@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import warnings
@@ -262,7 +263,15 @@ class PipelineParallelStrategy(MeshStrategy):
         self._kept_optimizers = KeptOptimizers()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelineParallelStrategy:
-        """Raises :class:`ConfigurationError`: process groups cannot be copied."""
+        """A copy, where there is no pipeline.
+
+        Raises:
+            ConfigurationError: There is one, and its process groups cannot be copied.
+        """
+        if self._engine is None:
+            copied = memo[id(self)] = type(self).__new__(type(self))
+            vars(copied).update(copy.deepcopy(vars(self), memo))
+            return copied
         raise ConfigurationError(
             "copy.deepcopy has come to the strategy, through something that holds the Trainer, as progress bars do. A "
             "pipeline and its process groups cannot be copied: copy the module, or each callback that does not hold "

@@ -199,21 +199,23 @@ def recorded_step(
             if isinstance(dry, DryRun):
                 _tell_what_hooks_see(module, step, places_written(batch, own), edits_contents=dry.edits_batch)
         if trains:
-            _check_loss(output, module, calls)
+            _check_loss(output, module, calls if isinstance(dry, DryRun) else None)
         return output
 
     return run
 
 
-def _check_loss(output: Any, module: pl.LightningModule, calls: LoggedCalls) -> None:
+def _check_loss(output: Any, module: pl.LightningModule, calls: LoggedCalls | None) -> None:
     """Raises where a step returned no loss to train by: here every rank sees it, in the step only the last stage.
 
-    On one device what was logged is looked at before the loss, so errors of that come first.
+    On one device what was logged is looked at before the loss, so errors of that come first; looked at once, in the
+    dry run, since what decides over paths in later batches is let pass.
     """
     try:
         check_loss(loss_of(output), module)
     except ConfigurationError:
-        calls.check()
+        if calls is not None:
+            calls.check()
         raise
 
 

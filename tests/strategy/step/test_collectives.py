@@ -225,9 +225,13 @@ def test_a_stream_that_nobody_shares_out_is_noticed(pool: WorkerPool, shares_out
     assert shares_out or "All 2 replicas were given the same batch" in first[0]
 
 
-def test_a_decision_before_a_set_up_is_each_ranks_own() -> None:
+def decisions_before_a_set_up() -> list[bool]:
+    strategy = Trainer(accelerator="cpu", devices=2, strategy=PipelineParallelStrategy(2), logger=False).strategy
+    assert isinstance(strategy, PipelineParallelStrategy) and strategy.num_ranks == 2
+    first = strategy.global_rank == 0
+    return [strategy.reduce_boolean_decision(first), strategy.reduce_boolean_decision(first, all=False)]
+
+
+def test_a_decision_before_a_set_up_is_each_ranks_own(pool: WorkerPool) -> None:
     """As callbacks that are tried outside of a fit ask for it; torch raised that there is no process group."""
-    waiting = Trainer(accelerator="cpu", devices=2, strategy=PipelineParallelStrategy(2), logger=False)
-    assert waiting.strategy.num_ranks == 2
-    assert waiting.strategy.reduce_boolean_decision(True) is True
-    assert waiting.strategy.reduce_boolean_decision(False, all=False) is False
+    assert pool.run(decisions_before_a_set_up, world_size=2) == [[True, True], [False, False]]
