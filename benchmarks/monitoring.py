@@ -2,6 +2,11 @@
 
     OMP_NUM_THREADS=1 python benchmarks/monitoring.py [--check]
     OMP_NUM_THREADS=1 python benchmarks/monitoring.py --blocks 12 --steps 100 --every 50 --check    # at most 5 minutes
+    OMP_NUM_THREADS=1 python benchmarks/monitoring.py --sleep-ms 1.2 --dim 16 --steps 100 --every 50 --check
+
+With --sleep-ms each block of the model sleeps that long in its forward and twice that in its backward, as a host that
+waits for its device. Such a step takes nearly the same time always, where one that computes on shared cores does not:
+a few tenths of a per cent can be told.
 
 Both kinds of blocks run in the same two processes, within seconds of each other, so that whatever else a machine does
 slows down both. With it means: actions and collectives are timed, norms of gradients taken, numbers gathered and
@@ -26,6 +31,7 @@ from typing import Any
 
 import lightning.pytorch as L
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch import Tensor, autograd, nn
 
 from lightning_pp import PipelineMonitor, PipelineParallelStrategy, PipelineWandbLogger
 from lightning_pp.recipes.byte_gpt import ByteGPT
@@ -33,6 +39,39 @@ from lightning_pp.recipes.byte_text import ByteTextDataModule
 
 TARGET = 0.01
 WARM_UP_BLOCKS = 2
+
+
+class _SleepInBackward(autograd.Function):
+    """The identity; its backward sleeps."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        time.sleep(ctx.seconds)
+        return grad_outputs[0], None
+
+
+class Sleeping(nn.Module):
+    """A block on a device that takes a known time.
+
+    Args:
+        block: Maps a tensor to one of its shape.
+        seconds: What its forward takes besides; its backward takes twice that.
+    """
+
+    def __init__(self, block: nn.Module, seconds: float) -> None:
+        super().__init__()
+        self.block = block
+        self.seconds = seconds
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        """The block's output, later."""
+        time.sleep(self.seconds)
+        return _SleepInBackward.apply(self.block(tensor), 2 * self.seconds)
 
 
 class InTurns(PipelineMonitor):
@@ -81,6 +120,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="steps of a block")
     parser.add_argument("--every", type=int, default=10, help="steps between two loggings")
     parser.add_argument("--dim", type=int, default=128, help="width of the model of 8 blocks")
+    parser.add_argument("--sleep-ms", type=float, default=0.0, help="what a block sleeps in its forward")
     parser.add_argument("--seconds", type=float, default=240.0, help="no block with it is begun later than this")
     parser.add_argument("--check", action="store_true", help=f"exit with 1 if it costs over {TARGET:.0%}")
     options = parser.parse_args()
@@ -108,7 +148,10 @@ def main() -> None:
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(ByteGPT(dim=options.dim), ByteTextDataModule())
+        model = ByteGPT(dim=options.dim)
+        if options.sleep_ms:
+            model.blocks = nn.ModuleList(Sleeping(block, options.sleep_ms / 1e3) for block in model.blocks)
+        trainer.fit(model, ByteTextDataModule())
         if trainer.is_global_zero:
             import wandb
 
