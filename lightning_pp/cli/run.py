@@ -19,6 +19,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+from lightning_utilities.core import rank_zero
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from omegaconf import DictConfig
 
@@ -215,12 +216,12 @@ def _let_hydra_print() -> None:
         logger.propagate = True
     # Lightning 2.6 asks torch a question that torch 2.13 deprecates; no user can do anything about it.
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
-    logging.getLogger("lightning_utilities.core.rank_zero").addFilter(_is_no_tip)
+    rank_zero.log.addFilter(_is_no_tip)
 
 
 def _is_no_tip(record: logging.LogRecord) -> bool:
-    """Lightning praises another logger whenever a run has one of its own; who writes ``logger=wandb`` has chosen."""
-    return "Tip: For seamless cloud logging" not in record.getMessage()
+    """Lightning praises its own logger and registry in every run; who writes ``logger=wandb`` has chosen."""
+    return "Tip: For seamless cloud" not in record.getMessage()
 
 
 def hide_saved_secrets() -> None:

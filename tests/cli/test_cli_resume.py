@@ -88,6 +88,7 @@ def test_the_configuration_is_that_of_the_run_where_files_have_changed(folder: P
     options = [each for each in TINY_RUN if not each.startswith("model.dim")]
     first = run_forked(["--config-dir", "conf", "recipe=mine", *options, *TEXT[1:], "logger=wandb"], folder, 2)
     assert first.code == 0, first.output
+    assert "Tip:" not in first.output, first.output
     recipe.write_text(text.format(32))
     resumed = run_forked(["resume=run", "trainer.max_steps=6"], folder, 2)
     assert resumed.code == 0, resumed.output
