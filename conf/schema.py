@@ -119,6 +119,37 @@ class TrainerConf:
 
 
 @dataclass
+class LocalLauncherConf:
+    """The command starts the processes that ``trainer.devices`` asks for, unless a launcher has started it.
+
+    Attributes:
+        name: Who starts the processes: ``local``, or ``torchrun``.
+    """
+
+    name: str = "local"
+
+
+@dataclass
+class TorchrunConf:
+    """``torchrun``, started by the command in its own place; nothing is done where a launcher has started the command.
+
+    Attributes:
+        name: Who starts the processes: ``torchrun``, or ``local``.
+        max_restarts: How often all processes are started again after one has failed; the run goes on from its newest
+            checkpoint.
+        rdzv_endpoint: With ``trainer.num_nodes`` above 1, ``HOST:PORT`` of one of the nodes, the same on all of them.
+        rdzv_id: With several nodes, a name of the job, the same on all of them.
+        options: More options of torchrun, such as ``[--log-dir,logs]``.
+    """
+
+    name: str = "torchrun"
+    max_restarts: int = 0
+    rdzv_endpoint: str | None = None
+    rdzv_id: str = "lightning_pp"
+    options: list[str] = field(default_factory=list)
+
+
+@dataclass
 class TimeoutConf:
     """How long a collective or a message may take before the job is given up.
 
@@ -648,6 +679,7 @@ class RunConf:
         data: What the group ``data`` gives.
         logger: What the group ``logger`` gives.
         callbacks: What the group ``callbacks`` gives, by name.
+        launcher: What the group ``launcher`` gives; for ``lightning-pp`` alone.
     """
 
     mode: Mode = Mode.fit
@@ -659,6 +691,7 @@ class RunConf:
     data: Any = MISSING
     logger: Any = MISSING
     callbacks: dict[str, Any] = field(default_factory=dict)
+    launcher: Any = None
 
 
 @dataclass
@@ -712,6 +745,8 @@ def register() -> None:
     store.store(name="run_schema", node=CommandConf)
     store.store(name="plan_schema", node=PlanConf)
     store.store(group="trainer", name="trainer_schema", node=TrainerConf)
+    store.store(group="launcher", name="local_launcher_schema", node=LocalLauncherConf)
+    store.store(group="launcher", name="torchrun_schema", node=TorchrunConf)
     store.store(group="strategy", name="pipeline_schema", node=PipelineStrategyConf)
     store.store(group="model", name="byte_gpt_schema", node=ByteGPTConf)
     store.store(group="model", name="causal_lm_schema", node=CausalLMConf)

@@ -18,7 +18,7 @@ from lightning_pp.conf import schema
 
 DOCUMENT = Path(__file__).parent / "configuration.md"
 CONF = Path(importlib.import_module("lightning_pp.conf").__file__ or "").parent
-GROUPS = ("trainer", "strategy", "schedule", "model", "optimizer", "data", "logger", "callbacks")
+GROUPS = ("trainer", "strategy", "schedule", "model", "optimizer", "data", "logger", "callbacks", "launcher")
 COMMANDS = {"lightning-pp": schema.CommandConf, "lightning-pp-plan": schema.PlanConf}
 HEAD = """# Configuration reference
 

@@ -88,6 +88,6 @@ def _refuse_self_launched_sweep(config: DictConfig) -> None:
         return
     raise UserError(
         f"--multirun cannot start {num_processes} processes by itself: each would start the whole sweep again.\n"
-        "Start them with torchrun:\n"
+        "Have torchrun start them, by launcher=torchrun or by hand:\n"
         f"  {launch.torchrun_command(num_processes, sys.argv[1:])}"
     )

@@ -15,6 +15,8 @@ from lightning.pytorch import Trainer
 
 _GLOBAL_RANK_VARIABLES = ("RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK", "OMPI_COMM_WORLD_RANK")
 _CHILD_GRACE_SECONDS = 5.0
+#: Set for processes that are started with the command line of this one, which says already where the run goes on.
+DECIDED = "LIGHTNING_PP_RESUME_DECIDED"
 
 
 def global_rank() -> int:
@@ -94,6 +96,30 @@ def share_cores(num_processes: int) -> None:
     num_threads = max(1, num_cores // num_processes)
     torch.set_num_threads(num_threads)
     os.environ["OMP_NUM_THREADS"] = str(num_threads)  # which the children inherit
+
+
+def torchrun_options(launcher: Any, trainer_config: Any) -> list[str]:
+    """What torchrun is given on this node for ``launcher=torchrun``.
+
+    Args:
+        launcher: What the group gives, with the fields of ``TorchrunConf``.
+        trainer_config: Whose ``devices`` and ``num_nodes`` count.
+
+    Raises:
+        ValueError: There are several nodes, and no place where they meet.
+    """
+    num_nodes = int(trainer_config.num_nodes)
+    options = [f"--nproc-per-node={num_processes_wanted(trainer_config) // num_nodes}"]
+    options.append(f"--max-restarts={launcher.max_restarts}")
+    if num_nodes == 1:
+        return [*options, "--standalone", *launcher.options]
+    if launcher.rdzv_endpoint is None:
+        raise ValueError(
+            f"launcher=torchrun with trainer.num_nodes={num_nodes} needs launcher.rdzv_endpoint=HOST:PORT, the same on "
+            "all nodes: one of them, and a port of it that is free."
+        )
+    meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={launcher.rdzv_endpoint}", f"--rdzv-id={launcher.rdzv_id}"]
+    return [*options, f"--nnodes={num_nodes}", *meeting, *launcher.options]
 
 
 def torchrun_command(num_processes: int, arguments: Sequence[str]) -> str:

@@ -28,7 +28,7 @@ from lightning_pp.errors import (
 OWN_ERRORS: tuple[type[Exception], ...] = (
     *(BatchError, CheckpointError, ConfigurationError, NonFiniteError, ScheduleError, SplitError),
 )
-_GROUPS = ("trainer", "strategy", "schedule", "model", "optimizer", "data", "logger", "callbacks", "recipe")
+_GROUPS = ("trainer", "strategy", "schedule", "model", "optimizer", "data", "logger", "callbacks", "launcher", "recipe")
 _RANK_ZERO_SPEAKS_FIRST_SECONDS = 10.0
 
 

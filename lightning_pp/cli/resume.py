@@ -2,14 +2,19 @@
 
 The rank 0 decides where a job goes on, and tells the others over the store of torchrun, if there is one. Without one
 every rank looks for itself, in a folder that all of them have to see.
+
+Which attempt this is, is counted in the store as well. With one torchrun on each node every one counts the failures of
+its own processes alone, so their ``TORCHELASTIC_RESTART_COUNT`` differ.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -17,12 +22,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from lightning_pp.cli import launch
 from lightning_pp.cli.earlier_run import EarlierRun, as_override
 from lightning_pp.cli.problems import UserError
-from lightning_pp.distributed.launcher_store import LauncherStore, launcher_store
+from lightning_pp.distributed.launcher_store import LauncherStore, agreed_name, launcher_store, ranks_of_launcher
 
-_FOLDER = "folder"
+_RANKS_COME_WITHIN = timedelta(minutes=5)
+_COMMAND = "command"
 _AUTO = "auto"
-# set for the processes that Lightning starts with the command line of this one, which says all already
-_DECIDED = "LIGHTNING_PP_RESUME_DECIDED"
 
 
 def with_what_it_resumes(arguments: Sequence[str]) -> list[str]:
@@ -32,37 +36,92 @@ def with_what_it_resumes(arguments: Sequence[str]) -> list[str]:
     goes to the folder where the run was started, from which relative paths count.
 
     Raises:
-        UserError: ``resume=`` names no run that can go on.
+        UserError: ``resume=`` names no run that can go on; or the ranks do not agree on which attempt this is.
     """
-    if _DECIDED in os.environ:
+    if launch.DECIDED in os.environ:
         return list(arguments)
-    attempt = _attempt()
     named = _value_of("resume", arguments)
-    if named in (None, "null") and attempt == 0:
+    try:
+        store = launcher_store()
+        if store is not None:
+            return _as_rank_zero_decides(arguments, named, store)
+    except (ConnectionError, TimeoutError) as error:
+        raise UserError(str(error)) from error
+    attempt = _attempt_without_store(named)
+    if named is None and attempt == 0:
         return list(arguments)
-    store = launcher_store()
-    if store is None:
-        decided = _decide(arguments, named, attempt, None)
-    elif launch.is_rank_zero():
-        decided = _decide(arguments, named, attempt, store)
-        store.tell(_decision(attempt), json.dumps([decided, os.getcwd()]))
-    else:
-        decided, folder = json.loads(store.wait_for(_decision(attempt)))
-        os.chdir(folder)
+    decided = _decide(arguments, named, attempt, None)
     if not launch.launched_from_outside():
-        os.environ[_DECIDED] = "1"
+        os.environ[launch.DECIDED] = "1"
     return decided
 
 
 def remember_folder(folder: str) -> None:
     """Tells later attempts of this job, if torchrun makes any, in which folder the run is; for rank 0."""
-    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0 and launch.is_rank_zero():
-        store = launcher_store()
-        if store is not None:
-            store.tell(_FOLDER, os.path.abspath(folder))
+    if launch.is_rank_zero() and (store := launcher_store()) is not None and (command := store.told(_COMMAND)):
+        store.tell(_folder(command), os.path.abspath(folder))
 
 
-def _decide(arguments: Sequence[str], named: str | None, attempt: int, store: LauncherStore | None) -> list[str]:
+def _as_rank_zero_decides(arguments: Sequence[str], named: str | None, store: LauncherStore) -> list[str]:
+    name = agreed_name(store, *ranks_of_launcher(), _RANKS_COME_WITHIN)
+    if launch.is_rank_zero():
+        return _decide_for_all(arguments, named, store, f"{name}/decision")
+    told = json.loads(store.wait_for(f"{name}/decision"))
+    if "refused" in told:
+        raise UserError(told["refused"])
+    if told["arguments"] is None:
+        return list(arguments)
+    os.chdir(told["folder"])
+    return list(told["arguments"])
+
+
+def _decide_for_all(arguments: Sequence[str], named: str | None, store: LauncherStore, decision: str) -> list[str]:
+    # a script that torchrun starts may run one command after the other
+    command = hashlib.sha256(json.dumps(list(arguments)).encode()).hexdigest()
+    store.tell(_COMMAND, command)
+    attempt = store.count(f"{command}/attempts") - 1 + _restarts_by_slurm()
+    if named is None and attempt == 0:
+        store.tell(decision, json.dumps({"arguments": None}))
+        return list(arguments)
+    try:
+        decided = _decide(arguments, named, attempt, store.told(_folder(command)))
+    except UserError as error:
+        store.tell(decision, json.dumps({"refused": str(error)}))
+        raise
+    store.tell(decision, json.dumps({"arguments": decided, "folder": os.getcwd()}))
+    return decided
+
+
+def _attempt_without_store(named: str | None) -> int:
+    """How often this job was started before, as far as this process alone knows, and the others know as well.
+
+    Raises:
+        UserError: torchrun may start it again on several nodes, and nothing says where it would go on.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return 0
+    if int(os.environ.get("GROUP_WORLD_SIZE", "1")) == 1:
+        return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + _restarts_by_slurm()
+    if named is None and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
+        raise UserError(
+            "torchrun may start this job again (--max-restarts), on several nodes, and the store of its rendezvous is "
+            "not there for the processes, so they could not tell where to go on. Give a folder that all nodes see, "
+            "hydra.run.dir=/data/run resume=auto; or --max-restarts 0."
+        )
+    return _restarts_by_slurm()
+
+
+def _restarts_by_slurm() -> int:
+    """How often Slurm has requeued the job in which torchrun runs."""
+    return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+
+
+def _folder(command: str) -> str:
+    return f"{command}/folder"
+
+
+def _decide(arguments: Sequence[str], named: str | None, attempt: int, earlier: str | None) -> list[str]:
+    """The command line of this attempt; ``earlier`` is the folder of the run that earlier ones have made, if known."""
     if "--multirun" in arguments or "-m" in arguments:
         if attempt > 0:
             _say(f"attempt {attempt + 1} of the sweep starts it again: runs of a sweep go on one by one, by resume=")
@@ -73,9 +132,8 @@ def _decide(arguments: Sequence[str], named: str | None, attempt: int, store: La
         arguments = [each for each in arguments if _key(each) != "resume"]
         if named is None and attempt == 0:
             return list(arguments)
-    folder = _folder_of_job(arguments, store) if attempt > 0 else None
-    if folder is None and named not in (None, "null"):
-        folder = named
+    folder = earlier or _folder_with_run(arguments) if attempt > 0 else None
+    folder = folder or named
     if folder is None:
         _say(f"attempt {attempt + 1}: no run of an earlier attempt is known, so it starts from the beginning")
         return list(arguments)
@@ -139,24 +197,10 @@ def _enter(run: EarlierRun) -> None:
     _say(f"relative paths count from {run.working_folder}, where the run was started")
 
 
-def _folder_of_job(arguments: Sequence[str], store: LauncherStore | None) -> str | None:
-    """The folder of the run that earlier attempts of this job have made."""
-    told = store.told(_FOLDER) if store is not None else None
+def _folder_with_run(arguments: Sequence[str]) -> str | None:
+    """The folder that ``hydra.run.dir`` names, if there is a run in it."""
     given = _value_of("hydra.run.dir", arguments)
-    if told is None and given is not None and Path(given, ".hydra", "hydra.yaml").is_file():
-        return given
-    return told
-
-
-def _attempt() -> int:
-    """How often this job was started before: again by torchrun, or under torchrun by Slurm."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return 0
-    return sum(int(os.environ.get(name, "0")) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
-
-
-def _decision(attempt: int) -> str:
-    return f"attempt/{attempt}/of/{os.environ.get('WORLD_SIZE')}"
+    return given if given is not None and Path(given, ".hydra", "hydra.yaml").is_file() else None
 
 
 def _overrides_in(arguments: Sequence[str]) -> list[str]:
@@ -174,6 +218,8 @@ def _value_of(key: str, arguments: Sequence[str]) -> str | None:
         return None
     if key == "resume" or key == "hydra.run.dir":
         text = values[-1].partition("=")[2]
+        if key == "resume" and text == "null":
+            return None
         return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
     value = OverridesParser.create().parse_override(values[-1]).value()
     return None if value is None else str(value)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined] # torch exports it without saying so
 from torch.distributed.rendezvous import rendezvous
 
+from lightning_pp.distributed.launcher_store import store_of_attempt
 from lightning_pp.doctor.findings import Outcome
 
 _SLACK = timedelta(seconds=90)
@@ -116,8 +117,9 @@ class ProcessesOfLauncher:
     """
 
     def __init__(self) -> None:
+        of_attempt = store_of_attempt(timedelta(minutes=10))
         store, rank, num_ranks = next(iter(rendezvous("env://")))
-        self._store: Any = PrefixStore(f"lightning_pp/doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        self._store: Any = PrefixStore("lightning_pp/doctor", of_attempt or store)
         self._rank = int(rank)
         self.num_ranks = int(num_ranks)
         self.is_leader = rank == 0

@@ -164,9 +164,10 @@ def costs_of_other_cuts(measured: StageCosts, partition: Partition, speeds: Sequ
     number = measured.num_stages or 1
     resolved = measured.per_stage(number)
     costs = stage_costs(partition.unit_costs, partition.stage_of_unit, speeds)
+    messages = resolved.p2p[:-1] + resolved.p2p_back[1:]
     return replace(
         costs,
-        p2p=sum(resolved.p2p) / number,
+        p2p=sum(messages) / max(len(messages), 1),
         gather=sum(resolved.gather) / number,
         reduce=sum(resolved.reduce) / number,
     )

@@ -1,15 +1,29 @@
-"""Who owns the output folder, and how many processes a config asks for."""
+"""Who owns the output folder, how many processes a config asks for, and who starts them."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from command import TINY_RUN, run_command, run_forked
 from omegaconf import OmegaConf
 
 from lightning_pp.cli import launch
+from lightning_pp.conf.schema import TorchrunConf
+
+FAULTY = """
+from pathlib import Path
+from lightning.pytorch import Callback
+
+class Once(Callback):
+    def on_train_batch_start(self, trainer, *_):
+        if trainer.global_step == 3 and trainer.global_rank == 1 and not Path("been").exists():
+            Path("been").touch()
+            raise ValueError("once")
+"""
 
 
 def test_rank_zero_keeps_its_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,3 +95,34 @@ def test_cores_are_shared_unless_the_user_has_decided(monkeypatch: pytest.Monkey
 def test_torchrun_command_quotes_what_the_shell_would_eat() -> None:
     command = launch.torchrun_command(2, ["-m", "data.files=[a.txt, b.txt]"])
     assert command == "torchrun --nproc-per-node 2 -m lightning_pp -m 'data.files=[a.txt, b.txt]'"
+
+
+def test_options_of_torchrun() -> None:
+    launcher = OmegaConf.structured(TorchrunConf(max_restarts=3, options=["--log-dir=logs"]))
+    trainer = OmegaConf.create({"devices": 4, "num_nodes": 1})
+    common = ["--nproc-per-node=4", "--max-restarts=3"]
+    assert launch.torchrun_options(launcher, trainer) == [*common, "--standalone", "--log-dir=logs"]
+    trainer.num_nodes = 2
+    with pytest.raises(ValueError, match="num_nodes=2 needs launcher.rdzv_endpoint=HOST:PORT"):
+        launch.torchrun_options(launcher, trainer)
+    launcher.rdzv_endpoint = "node0:29400"
+    meeting = ["--rdzv-backend=c10d", "--rdzv-endpoint=node0:29400", "--rdzv-id=lightning_pp"]
+    assert launch.torchrun_options(launcher, trainer) == [*common, "--nnodes=2", *meeting, "--log-dir=logs"]
+
+
+def test_the_command_turns_into_torchrun_which_starts_it_again(tmp_path: Path) -> None:
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    (tmp_path / "my.txt").write_text("It is a truth universally acknowledged. " * 400)
+    arguments = [*TINY_RUN, "data.files=[my.txt]", "logger=csv", "callbacks.checkpoint.every_n_train_steps=2"]
+    fault = ["launcher=torchrun", "launcher.max_restarts=1", "+callbacks.once._target_=faulty.Once"]
+    ended = run_command([*arguments, *fault], tmp_path)
+    assert ended.code == 0, ended.output
+    assert ended.output.count("attempt 2 goes on in") == 1 and "(step 2)" in ended.output, ended.output
+    (run,) = tmp_path.glob("outputs/*/*")  # made by rank 0 of the first attempt alone
+    assert (run / "checkpoints" / "step4.ckpt").exists() and f"goes on in {run}" in ended.output, ended.output
+
+
+def test_a_launcher_that_cannot_start_is_told_in_a_sentence(tmp_path: Path) -> None:
+    ended = run_forked([*TINY_RUN, "launcher=torchrun", "trainer.num_nodes=2"], tmp_path)
+    assert ended.code == 1 and "needs launcher.rdzv_endpoint=HOST:PORT" in ended.output, ended.output
+    assert "Traceback" not in ended.output and not list(tmp_path.iterdir()), ended.output

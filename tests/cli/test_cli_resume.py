@@ -10,8 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from command import TINY_RUN, run_forked
+from pool import torchrun_environ
+from torch.distributed import TCPStore
 
 from lightning_pp.checkpoint import read_alone
+from lightning_pp.cli.problems import UserError
+from lightning_pp.cli.resume import remember_folder, with_what_it_resumes
 
 TEXT = ["data.files=[my.txt]", "strategy.schedule=1f1b", "hydra.run.dir=run"]
 
@@ -128,3 +132,30 @@ def test_what_cannot_go_on_is_told_in_a_sentence(folder: Path) -> None:
     hydra.write_text(hydra.read_text().replace("lightning_pp.conf", "theirs.conf"))
     ended = run_forked(["resume=run"], folder)
     assert ended.code == 1 and "is a run of another program" in ended.output, ended.output
+
+
+def test_attempts_are_those_of_one_command_in_the_store(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script under torchrun may run one command after the other; torchrun's own count is of one node's failures."""
+    first = run_forked([*TINY_RUN, *TEXT, "logger=none"], folder)
+    assert first.code == 0, first.output
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for name, value in torchrun_environ(0, 1, store.port).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(folder)
+    command, other = [*TINY_RUN, *TEXT, "logger=none"], ["mode=test"]
+    assert with_what_it_resumes(command) == command
+    remember_folder("run")
+    assert with_what_it_resumes(other) == other
+    again = with_what_it_resumes(command)
+    assert f"ckpt_path='{folder}/run/checkpoints/step4.ckpt'" in again and f"resume='{folder}/run'" in again
+
+
+def test_several_nodes_without_a_store_have_to_name_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = torchrun_environ(0, 4, 1) | {"GROUP_WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "3"}
+    environment["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="could not tell where to go on. Give a folder that all nodes see, hydra.run"):
+        with_what_it_resumes(TINY_RUN)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    assert with_what_it_resumes(TINY_RUN) == TINY_RUN

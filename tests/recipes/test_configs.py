@@ -129,7 +129,7 @@ def composed(*overrides: str, name: str = "config") -> DictConfig:
 def test_there_are_recipes_and_groups() -> None:
     assert {"byte_gpt", "gpt2_124m", "llama"} <= set(RECIPE_NAMES)
     assert {option.split("/")[0] for option in GROUP_OPTIONS} == {
-        *("trainer", "strategy", "schedule", "model", "optimizer", "data", "logger", "callbacks")
+        *("trainer", "strategy", "schedule", "model", "optimizer", "data", "logger", "callbacks", "launcher")
     }
 
 
@@ -177,7 +177,9 @@ def test_option_is_valid_alone(option: str, tmp_path: Path) -> None:
     section = config[group] if group in config else OmegaConf.create({})
     missing = OmegaConf.missing_keys(section)
     assert not missing
-    if option == "trainer/gpu":
+    if group == "launcher":
+        assert section.name == option.split("/")[1]
+    elif option == "trainer/gpu":
         assert section.accelerator == "gpu"
     elif group == "callbacks":
         callbacks = build(section)

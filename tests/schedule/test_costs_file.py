@@ -31,9 +31,10 @@ def test_costs_come_back_exactly(tmp_path: Path, costs: StageCosts) -> None:
 
 def test_a_file_tells_units_and_origin(tmp_path: Path) -> None:
     path = tmp_path / "made" / "costs.json"
-    costs = StageCosts(1.0, [1.0, 2.0], 3.0, held_after_forward=[0.5, 0.25])
+    costs = StageCosts(1.0, [1.0, 2.0], 3.0, held_after_forward=[0.5, 0.25], p2p=[0.5, 0.0], p2p_back=[0.0, 0.75])
     costs.to_json(path, held_unit="GiB", measured_on={"device": "cpu", "rank_of_stage": [0, 1]})
     read = read_costs_file(path)
+    assert StageCosts.from_json(path) == costs
     assert (read.held_unit, read.num_stages, read.measured_on["rank_of_stage"]) == ("GiB", 2, [0, 1])
     content = json.loads(path.read_text())
     assert content["units"] == {"time": "ms", "held": "GiB"}

@@ -32,6 +32,17 @@ def test_transfers_are_paid_between_ranks_only() -> None:
     assert (str(cell.action), cell.start_ms, cell.end_ms) == ("2I0", 22.625, 24.625)
 
 
+def test_gradients_may_take_another_time_than_values() -> None:
+    """Stage 1 is on a node with stage 0, and stage 2 on another."""
+    program_of_three = program("0F0 0B0", "1F0 1B0", "2F0 2B0")
+    there, back = [0.1, 5.0, 0.0], [0.0, 0.1, 5.0]
+    simulation = program_of_three.simulate(StageCosts(1, 1, 1, p2p=there, p2p_back=back))
+    # 0F0 1, +.1, 1F0 2.1, +5, 2F0 8.1, 2B0 10.1, +5, 1B0 17.1, +.1, 0B0
+    assert [ends[-1] for ends in simulation.end_ms] == pytest.approx([19.2, 17.1, 10.1])
+    both = program_of_three.simulate(StageCosts(1, 1, 1, p2p=[0.1, 5.0, 5.0]))
+    assert both.makespan == pytest.approx(19.2 - 0.1 + 5.0)
+
+
 def test_memory_follows_forward_input_and_weight() -> None:
     schedule = program("0F0 0F1 0I0 0F2 0I1 0W0 0I2 0W1 0W2", num_microbatches=3)
     assert schedule.simulate(StageCosts(1, 1, 1)).peak_memory == (3,)

@@ -15,6 +15,7 @@ from lightning_pp.planning.cuts import CutOptions
 from lightning_pp.planning.model_cutter import Cut
 from lightning_pp.planning.plan_summary import CrossingSummary
 from lightning_pp.schedule import Placement, StageCosts
+from lightning_pp.schedule.simulation.costs import PerStage
 from lightning_pp.split.cut.unit_costs import UnitCost, calibrated, stage_costs
 
 _PREFIXES = ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "kFLOP"), (1.0, "FLOP"))
@@ -188,7 +189,8 @@ class Costs:
             held_after_input=held_after_input,
         )
         if self._measured is not None:
-            return replace(costs, p2p=self._measured_transfers(split.placement))
+            p2p, p2p_back = self._measured_transfers(split.placement)
+            return replace(costs, p2p=p2p, p2p_back=p2p_back)
         if self._speed.flops_per_s is None:
             if self._scale is None:
                 largest = max(costs.per_stage(split.placement.num_stages).forward)
@@ -199,12 +201,14 @@ class Costs:
             p2p=_transfers(split.placement, crossings, 1e3 / self._speed.link_bytes_per_s),
         )
 
-    def _measured_transfers(self, placement: Placement) -> float | tuple[float, ...]:
+    def _measured_transfers(self, placement: Placement) -> tuple[PerStage, PerStage]:
+        """To the next stage, and to the one before; with another number of stages the longest there are."""
         assert self._measured is not None
-        transfers = self._measured.p2p
-        if isinstance(transfers, (int, float)):
-            return float(transfers)
-        return tuple(transfers) if len(transfers) == placement.num_stages else max(transfers, default=0.0)
+        measured = self._measured.per_stage(self._measured.num_stages or placement.num_stages)
+        if len(measured.p2p) == placement.num_stages:
+            return measured.p2p, measured.p2p_back
+        longest = max(*measured.p2p, *measured.p2p_back)
+        return longest, longest
 
 
 def _transfers(placement: Placement, crossings: Sequence[CrossingSummary], ms_per_byte: float) -> tuple[float, ...]:

@@ -26,7 +26,9 @@ class StageCosts:
         backward_input: I, milliseconds.
         backward_weight: W, milliseconds.
         p2p: From the end of an action to the moment its result can be used on another rank, milliseconds, by the
-            stage that sends; both directions. Between two stages of one rank nothing is paid.
+            stage that sends. Between two stages of one rank nothing is paid.
+        p2p_back: The same of gradients, which go to the stage before; None: as ``p2p``. They differ where a stage has
+            one neighbour on its own node and one on another.
         held_after_forward: What a microbatch holds on the stage after F, in any unit of memory.
         held_after_input: What it still holds after I, in the same unit; after W it holds nothing.
         gather: UNSHARD, milliseconds, beside the computation.
@@ -41,10 +43,13 @@ class StageCosts:
     held_after_input: PerStage = 1.0
     gather: PerStage = 0.0
     reduce: PerStage = 0.0
+    p2p_back: PerStage | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
+            if value is None:
+                continue
             if isinstance(value, (int, float)):
                 numbers: tuple[float, ...] = (float(value),)
             else:
@@ -77,7 +82,9 @@ class StageCosts:
         resolved: dict[str, tuple[float, ...]] = {}
         for field in fields(self):
             value = getattr(self, field.name)
-            if not isinstance(value, tuple):
+            if value is None:  # p2p_back, which comes after p2p
+                resolved[field.name] = resolved["p2p"]
+            elif not isinstance(value, tuple):
                 resolved[field.name] = (float(value),) * num_stages
             elif len(value) == num_stages:
                 resolved[field.name] = value
@@ -105,6 +112,7 @@ class StageCosts:
         costs = {
             field.name: list(value) if isinstance(value := getattr(self, field.name), tuple) else float(value)
             for field in fields(self)
+            if getattr(self, field.name) is not None
         }
         CostsFile(costs, held_unit, measured_on or {}).write(path)
 
@@ -135,6 +143,7 @@ class ResolvedCosts:
     held_after_input: tuple[float, ...]
     gather: tuple[float, ...]
     reduce: tuple[float, ...]
+    p2p_back: tuple[float, ...]
 
 
 UNIT_COSTS = StageCosts(forward=1.0, backward_input=1.0, backward_weight=1.0)

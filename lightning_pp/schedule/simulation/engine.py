@@ -55,12 +55,12 @@ class CostTables:
         of_last = WHOLE_BATCH if whole_batch_loss else -1
         need_backward = tuple(num_stages + stage + 1 if stage + 1 < num_stages else of_last for stage in stages)
 
-        def arrival(stage: int, sender: int) -> float:
+        def arrival(stage: int, sender: int, p2p: tuple[float, ...]) -> float:
             outside = not 0 <= sender < num_stages
-            return 0.0 if outside or rank_of_stage[stage] == rank_of_stage[sender] else resolved.p2p[sender]
+            return 0.0 if outside or rank_of_stage[stage] == rank_of_stage[sender] else p2p[sender]
 
-        from_previous = tuple(arrival(stage, stage - 1) for stage in stages)
-        from_next = tuple(arrival(stage, stage + 1) for stage in stages)
+        from_previous = tuple(arrival(stage, stage - 1, resolved.p2p) for stage in stages)
+        from_next = tuple(arrival(stage, stage + 1, resolved.p2p_back) for stage in stages)
         rows = tuple(range(4 * num_stages))
         return cls(
             duration=resolved.forward + resolved.backward_input + resolved.backward_weight + full,

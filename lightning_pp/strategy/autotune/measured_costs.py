@@ -167,8 +167,10 @@ class CostExchange:
         # a replica that has never seen this signature takes its own for the sizes of messages
         text = signature if signature in profile.plans else max(profile.plans)
         plan = profile.plans[text]
-        p2p, gathers, reductions = self._measure_messages(plan)
-        costs = StageCosts(forward, backward_input, backward_weight, p2p, gather=gathers, reduce=reductions)
+        p2p, p2p_back, gathers, reductions = self._measure_messages(plan)
+        costs = StageCosts(
+            forward, backward_input, backward_weight, p2p, gather=gathers, reduce=reductions, p2p_back=p2p_back
+        )
         by_dry_run = held_gib(
             plan.record, self._split.partition, self._split.placement, whole_batch_loss=self._whole_batch_loss
         )[0]
@@ -181,8 +183,8 @@ class CostExchange:
             signature,
         )
 
-    def _measure_messages(self, plan: StepPlan) -> tuple[list[float], list[float], list[float]]:
-        """Milliseconds per stage of messages to its neighbours, of gathers and of reductions; equal on every rank."""
+    def _measure_messages(self, plan: StepPlan) -> tuple[list[float], list[float], list[float], list[float]]:
+        """Milliseconds per stage of messages to the next and to the one before, gathers, reductions; equal on all."""
         placement = self._split.placement
         rank_of_stage, num_stages = placement.rank_of_stage, placement.num_stages
         sent = crossing_bytes(plan)
@@ -208,11 +210,11 @@ class CostExchange:
             return sum(values) / len(values)
 
         one_way = [mean([after_of.get(stage, 0.0) for after_of, _ in replicas]) for stage in range(num_stages)]
-        # a stage sends values to the next one and gradients to the one before
-        p2p = [max(one_way[max(stage - 1, 0)], one_way[stage]) for stage in range(num_stages)]
+        # a stage sends values to the next one and gradients to the one before; the last one none, the first one none
+        p2p, p2p_back = one_way, [0.0, *one_way[:-1]]
         gathers = [mean([found[stage][0] for _, found in replicas]) for stage in range(num_stages)]
         reductions = [mean([found[stage][1] for _, found in replicas]) for stage in range(num_stages)]
-        return p2p, gathers, reductions
+        return p2p, p2p_back, gathers, reductions
 
     def _measure_collectives(self, stage: int) -> tuple[float, float]:
         """A gather and a reduction of the stage's parameters over the replicas."""

@@ -84,9 +84,12 @@ def compared_schedules(
 def costs_text(costs: StageCosts) -> str:
     """A line with the range of each cost over the stages."""
     parts = []
-    for name, field_name in (("F", "forward"), ("I", "backward_input"), ("W", "backward_weight"), ("p2p", "p2p")):
-        values = getattr(costs, field_name)
-        parts.append(f"{name} {min(values):.3g} to {max(values):.3g}")
+    resolved = costs.per_stage(costs.num_stages or 1)
+    messages = resolved.p2p[:-1] + resolved.p2p_back[1:]
+    times = (resolved.forward, resolved.backward_input, resolved.backward_weight, messages)
+    for name, values in zip(("F", "I", "W", "p2p"), times, strict=True):
+        if values:
+            parts.append(f"{name} {min(values):.3g} to {max(values):.3g}")
     return f"  measured per stage, ms: {', '.join(parts)}"
 
 

@@ -93,8 +93,11 @@ def test_every_rank_changes_before_the_same_batch(pool: WorkerPool, tmp_path: Pa
     )
     assert schedules[4] == expected
     assert schedules[5] == keep_first_microbatches(expected, 2)
-    for name in ("forward", "backward_input", "backward_weight", "p2p", "held_after_forward", "held_after_input"):
+    for name in ("forward", "backward_input", "backward_weight", "held_after_forward", "held_after_input"):
         assert all(value > 0 for value in getattr(costs, name)), name
+    # the first stage sends forward, the last one back
+    resolved = costs.per_stage(2)
+    assert resolved.p2p[0] == resolved.p2p_back[1] > 0 and resolved.p2p[1] == resolved.p2p_back[0] == 0
     assert second["said"] == "" or "schedule='auto'" not in second["said"]
     assert has_whole_backwards(schedules[4]), "what nobody waits for is not split"
     simulation = expected.simulate(costs)
