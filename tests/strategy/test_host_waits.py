@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from pipelined_fit import loader
 from pool import WorkerPool
 from small_models import Blocks
@@ -14,6 +16,7 @@ from small_models import Blocks
 from lightning_pp import PipelineParallelStrategy
 from lightning_pp.doctor.checks.host_waits import HostWaits
 from lightning_pp.runtime.executor import PipelineExecutor
+from lightning_pp.strategy.step import refusals
 
 
 class Logs(Blocks):
@@ -103,7 +106,12 @@ class WaitsOfBatches(pl.Callback):
 
 
 def waits_of_batches(
-    mode: str, clip: float | None, has_unused: bool, replicas: int = 2, is_masked: bool = False
+    mode: str,
+    clip: float | None,
+    has_unused: bool,
+    replicas: int = 2,
+    is_masked: bool = False,
+    precision: Precision | None = None,
 ) -> list[list[str]]:
     with HostWaits() as waits:
         callback = WaitsOfBatches(waits)
@@ -117,6 +125,7 @@ def waits_of_batches(
             enable_progress_bar=False,
             gradient_clip_val=clip,
             callbacks=[callback],
+            plugins=precision,
         )
         trainer.fit(Masked() if is_masked else Logs(has_unused), loader(num_samples=48))
     # the first two batches are compared with parts of them, which reads them
@@ -144,6 +153,20 @@ def test_a_batch_waits_once_to_know_whether_its_gradients_are_finite(
         assert len(of_rank) >= 3
         for found in of_rank:
             assert len(found) <= most, found
+
+
+def waits_of_float16(clip: float | None) -> list[list[str]]:
+    """In a worker: a CPU computes ``16-mixed`` as well once nothing refuses it."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    with mock.patch.object(refusals, "refuse_precision"):
+        return waits_of_batches("error", clip, False, precision=MixedPrecision("16-mixed", "cpu", scaler))
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_float16_waits_once_to_know_whether_the_step_is_skipped(pool: WorkerPool, clip: float | None) -> None:
+    for of_rank in pool.run(waits_of_float16, clip, world_size=4):
+        assert len(of_rank) >= 3
+        assert {len(found) for found in of_rank} == {1}, of_rank
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
