@@ -1,4 +1,4 @@
-"""What an update of sharded parameters costs beside one of plain parameters: milliseconds, medians of three runs.
+"""What an update of sharded parameters costs beside one of plain parameters: milliseconds, medians of nine runs.
 
     OMP_NUM_THREADS=1 python benchmarks/optimizers.py
 
@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_pp.sharding import update_shards
 
-NUM_PARAMETERS, SIZE, STEPS, RUNS = 500, 64, 15, 3
+NUM_PARAMETERS, SIZE, STEPS, RUNS = 500, 64, 15, 9
 WAYS: dict[str, dict[str, Any]] = {
     "one by one": {"foreach": False},
     "foreach": {"foreach": True},

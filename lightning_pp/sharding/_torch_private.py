@@ -10,6 +10,7 @@ they are taken off again. The names of the hooks' handles have been the same fro
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any
 
@@ -50,6 +51,9 @@ norm_of_each: Callable[[list[Tensor], float, torch.dtype], list[Tensor]] = priva
 unscale_all_: Callable[[list[Tensor], Tensor, Tensor], None] = private(
     torch, "_amp_foreach_non_finite_check_and_unscale_"
 )
+
+# A context in which attributes of a DTensor are read without looking whether its class has a function for that.
+as_plain_tensors: Callable[[], AbstractContextManager[None]] = private(torch._C, "DisableTorchFunctionSubclass")
 
 # The shard of a DTensor that a rank holds, itself: to_local() makes a view of a parameter's.
 shard_itself: Callable[[DTensor], Tensor] = attrgetter("_local_tensor")

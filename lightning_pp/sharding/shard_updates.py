@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.sharding._torch_private import call_first_after_update, shard_itself
+from lightning_pp.sharding._torch_private import as_plain_tensors, call_first_after_update, shard_itself
 from lightning_pp.sharding.units.flat import gradient_like
 
 # Each element's update depends on that element's weight, gradient and state, and on numbers of the whole tensor such as
@@ -170,10 +170,11 @@ class _Parameters:
         )
 
     def give_gradients(self) -> None:
-        gradients: list[Tensor | None] = [parameter.grad for parameter in self.sharded]
-        for shard, gradient in zip(self.shards, gradients, strict=True):
-            if gradient is not None:
-                shard.grad = shard_itself(gradient) if isinstance(gradient, DTensor) else gradient
+        with as_plain_tensors():
+            for shard, parameter in zip(self.shards, self.sharded, strict=True):
+                gradient = parameter.grad
+                if gradient is not None:
+                    shard.grad = shard_itself(gradient) if isinstance(gradient, DTensor) else gradient
 
     def take_gradients(self) -> None:
         """Else memory of gradients would stay until the next update."""

@@ -51,7 +51,7 @@ from lightning_pp.strategy.connection import Connection
 from lightning_pp.strategy.lightning.gradient_norms import GradientNorms
 from lightning_pp.strategy.parameters.finite_gradients import FiniteGradients
 from lightning_pp.strategy.parameters.gradients import StageGradients
-from lightning_pp.strategy.parameters.precision import loss_scale, step_dtypes
+from lightning_pp.strategy.parameters.precision import scaled, step_dtypes
 from lightning_pp.strategy.parameters.whole_module import make_whole
 from lightning_pp.strategy.results.finite_losses import LossCheck
 from lightning_pp.strategy.results.metrics import PipelineMetrics
@@ -485,9 +485,8 @@ class PipelineEngine:
 
     def train(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, accumulate: int, reduce: bool) -> Any:
         """Forward and backward of one batch; returns what the user's step would have returned for it."""
-        factor = loss_scale(self._precision, self.device) / accumulate
         try:
-            return self._run("training_step", args, kwargs, factor, trains=True, reduce=reduce)
+            return self._run("training_step", args, kwargs, 1.0 / accumulate, trains=True, reduce=reduce)
         except NoLossError:
             # told by the dry run of the batch, hence on every rank, and before anything was run
             if self.has_failed or self.sizes.data_parallel > 1 or accumulate > 1:
@@ -594,7 +593,7 @@ class PipelineEngine:
                 StepInputs(
                     [run.plans[index] for index in indices],
                     run_step,
-                    loss_of if trains else None,
+                    scaled(loss_of, self._precision, self.device) if trains else None,
                     run.scaled.loss_weights,
                     run.seed,
                     self.gradients.stages,

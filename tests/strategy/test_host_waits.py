@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from pipelined_fit import loader
 from pool import WorkerPool
 from small_models import Blocks
@@ -14,6 +16,7 @@ from small_models import Blocks
 from lightning_pp import PipelineParallelStrategy
 from lightning_pp.doctor.checks.host_waits import HostWaits
 from lightning_pp.runtime.executor import PipelineExecutor
+from lightning_pp.strategy.step import refusals
 
 
 class Logs(Blocks):
@@ -47,7 +50,7 @@ class Masked(Blocks):
 
 
 def waits_within_programs(
-    options: dict[str, Any], module: type[pl.LightningModule] = Logs, first: int = 0, **of_trainer: Any
+    options: dict[str, Any], module: type[pl.LightningModule] = Logs, **of_trainer: Any
 ) -> tuple[list[str], int]:
     found: list[str] = []
     number = 0
@@ -58,7 +61,7 @@ def waits_within_programs(
         number += 1
         with HostWaits() as waits:
             result = run(*args, **kwargs)
-        found.extend(waits.found if number > first else [])
+        found.extend(waits.found)
         return result
 
     PipelineExecutor.run = watched  # type: ignore[method-assign]
@@ -103,7 +106,12 @@ class WaitsOfBatches(pl.Callback):
 
 
 def waits_of_batches(
-    mode: str, clip: float | None, has_unused: bool, replicas: int = 2, is_masked: bool = False
+    mode: str,
+    clip: float | None,
+    has_unused: bool,
+    replicas: int = 2,
+    is_masked: bool = False,
+    precision: Precision | None = None,
 ) -> list[list[str]]:
     with HostWaits() as waits:
         callback = WaitsOfBatches(waits)
@@ -117,6 +125,7 @@ def waits_of_batches(
             enable_progress_bar=False,
             gradient_clip_val=clip,
             callbacks=[callback],
+            plugins=precision,
         )
         trainer.fit(Masked() if is_masked else Logs(has_unused), loader(num_samples=48))
     # the first two batches are compared with parts of them, which reads them
@@ -146,6 +155,20 @@ def test_a_batch_waits_once_to_know_whether_its_gradients_are_finite(
             assert len(found) <= most, found
 
 
+def waits_of_float16(clip: float | None) -> list[list[str]]:
+    """In a worker: a CPU computes ``16-mixed`` as well once nothing refuses it."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    with mock.patch.object(refusals, "refuse_precision"):
+        return waits_of_batches("error", clip, False, precision=MixedPrecision("16-mixed", "cpu", scaler))
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_float16_waits_once_to_know_whether_the_step_is_skipped(pool: WorkerPool, clip: float | None) -> None:
+    for of_rank in pool.run(waits_of_float16, clip, world_size=4):
+        assert len(of_rank) >= 3
+        assert {len(found) for found in of_rank} == {1}, of_rank
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_what_a_batch_counts_is_copied_at_once(pool: WorkerPool, replicas: int) -> None:
     ranks = pool.run(waits_of_batches, "ignore", None, False, replicas, True, world_size=2 * replicas)
@@ -161,9 +184,9 @@ def test_what_a_batch_counts_is_copied_at_once(pool: WorkerPool, replicas: int) 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_no_program_waits_for_what_a_batch_counts(pool: WorkerPool, replicas: int) -> None:
-    """But the first one, in which replicas hear from each other that some of them have several counts."""
+    """Not even the first one, before which nobody knows that replicas have several counts."""
     options = {"pipeline_parallel_size": 2, "data_parallel_size": replicas, "schedule": "1f1b"}
-    for found, number in pool.run(waits_within_programs, options, Masked, replicas - 1, world_size=2 * replicas):
+    for found, number in pool.run(waits_within_programs, options, Masked, world_size=2 * replicas):
         assert number >= 3
         assert sorted(found) == []
 

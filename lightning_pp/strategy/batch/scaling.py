@@ -178,8 +178,8 @@ class BatchScaling:
         self._metrics = metrics
         self._device = device
         self._facts: dict[str, Facts] = {}
-        # steps whose replicas wait for each other before their programs; the same on all replicas
-        self._early: set[str] = set()
+        # whether replicas wait for each other before a step's programs; the same on all replicas
+        self._waits_early: dict[str, bool] = {}
 
     def of_batch(
         self,
@@ -218,15 +218,13 @@ class BatchScaling:
         if not self._groups.is_last_stage or (len(microbatches) == 1 and num_replicas == 1):
             return ScaledBatch(weights, _nothing)
         facts = self._facts.setdefault(step, Facts())
-        records = {id(plan.record): plan.record for plan in plans}
-        is_known = all(facts.knows(record.reductions) for record in records.values())
-        if not is_known:
-            is_known = _learn(facts, sizes(), record_at)
+        records = {id(plan.record): plan.record for plan in plans}.values()
+        is_known = all(facts.knows(record.reductions) for record in records) or _learn(facts, sizes(), record_at)
         is_training = step == "training_step"
         batch = ScaledBatch(weights, _nothing, facts, shares)
         batch.is_training = is_training and is_known  # of one sample nothing is known: replicas are as under DDP
         batch.follows_estimates = follows_estimates and batch.is_training
-        batch.grows = any(facts.grow(record.reductions) for record in records.values())
+        batch.grows = any(facts.grow(record.reductions) for record in records)
         needed = [facts.counted(plan.record.reductions) for plan in plans]
 
         def count() -> list[Counts]:
@@ -239,16 +237,35 @@ class BatchScaling:
         batch.totals = total_of(batch.counts, facts)
         hangs_together = any(map(facts.hang_together, needed))
         if num_replicas > 1:
-            settles = partial(self._early.add, step)
-            join = _Replicas(self._groups, batch, microbatches, factor, count, hangs_together, settles)
-            batch.know_other_replicas = join.wait
-            if step in self._early:  # counting again copies to the host, which must not wait within a program
-                join.wait()
-            return batch
-        if hangs_together:
-            _settle(batch, count, lambda counts: [total_of(counts, facts)], lambda told: dict(told[0]), [batch.totals])
-        batch.drop_facts_without_use()
+            self._join_replicas(step, batch, microbatches, factor, count, hangs_together)
+        else:
+            _complete_alone(batch, facts, count, hangs_together)
         return batch
+
+    def _join_replicas(
+        self,
+        step: str,
+        batch: ScaledBatch,
+        microbatches: Sequence[Microbatch],
+        factor: float,
+        count: Callable[[], list[Counts]],
+        hangs_together: bool,
+    ) -> None:
+        """Starts to tell the other replicas.
+
+        Counting again copies to the host, which must not wait within a program. So the others are waited for before it
+        where they have counted again in an earlier batch, and in the first batch, of which nobody knows.
+        """
+
+        def settles() -> None:
+            self._waits_early[step] = True
+
+        join = _Replicas(self._groups, batch, microbatches, factor, count, hangs_together, settles)
+        batch.know_other_replicas = join.wait
+        waits_early = self._waits_early.get(step, True)
+        self._waits_early.setdefault(step, False)
+        if waits_early:
+            join.wait()
 
     def _count(
         self,
@@ -361,6 +378,12 @@ class _Replicas:
 
     def _joined(self, of_replicas: Sequence[Mapping[Any, Count]]) -> dict[Place, Count]:
         return total_of([self._facts.placed(counts) for counts in of_replicas], self._facts)
+
+
+def _complete_alone(batch: ScaledBatch, facts: Facts, count: Callable[[], list[Counts]], hangs_together: bool) -> None:
+    if hangs_together:
+        _settle(batch, count, lambda counts: [total_of(counts, facts)], lambda told: dict(told[0]), [batch.totals])
+    batch.drop_facts_without_use()
 
 
 def _settle(

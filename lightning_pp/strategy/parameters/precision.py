@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from lightning.pytorch.plugins.precision import (
     BitsandbytesPrecision,
@@ -13,6 +16,7 @@ from lightning.pytorch.plugins.precision import (
     TransformerEnginePrecision,
     XLAPrecision,
 )
+from torch import Tensor
 
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.sharding.scaler import AgreeingGradScaler
@@ -80,10 +84,14 @@ def agree_on_scale(precision: Precision) -> None:
         precision.scaler = AgreeingGradScaler.taking_over(scaler)
 
 
-def loss_scale(precision: Precision, device: torch.device) -> float:
-    """What losses are multiplied by before backward; 1 without a scaler. Waits for the device."""
+def scaled(loss_of: Callable[[Any], Tensor], precision: Precision, device: torch.device) -> Callable[[Any], Tensor]:
+    """``loss_of`` with the loss multiplied by the scale that is in force, for backward; as it is without a scaler.
+
+    The scale stays on ``device``: the host does not wait for it. Every rank has to call this before its update, since a
+    scaler has no scale until it is asked for one.
+    """
     scaler = getattr(precision, "scaler", None)
     if scaler is None:
-        return 1.0
-    # the factor exists from the first loss on
-    return float(scaler.scale(torch.ones((), device=device)))
+        return loss_of
+    scale: Tensor = scaler.scale(torch.ones((), device=device))
+    return lambda output: loss_of(output) * scale
