@@ -191,6 +191,8 @@ class PipelineStrategyConf:
         split_points: Units that begin stages 1, 2, ...; null for the cut with the shortest step.
         unit_weights: Names or shell patterns of units, each with a factor for its cost in the cut.
         rank_speeds: How fast each rank of the pipeline is, compared with the others.
+        split_head: Parts along its classes that a last projection with a cross entropy is cut into; false for none,
+            ``auto`` if it costs more than a stage.
         sharding: What data-parallel ranks share of a stage: ``replicate``, ``shard_grad_op`` or ``full_shard``.
         unshard_budget: With ``full_shard`` the most bytes of gathered parameters on a rank.
         cpu_offload: Whether parameters, gradients and optimizer states are on the host between uses.
@@ -229,6 +231,7 @@ class PipelineStrategyConf:
     split_points: list[str] | None = None
     unit_weights: Any = None  # a dict of names to numbers: of a typed one that is None nothing can be set
     rank_speeds: list[float] | None = None
+    split_head: Any = "auto"  # a number, or false
     sharding: str = "shard_grad_op"
     unshard_budget: int | None = None
     cpu_offload: bool = False

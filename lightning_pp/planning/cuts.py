@@ -11,6 +11,7 @@ from lightning_pp.planning.schedules.given_costs import GivenCosts
 from lightning_pp.schedule import Placement, Schedule, StageCosts
 from lightning_pp.split.cut.partition import Partition, UnitMemory, moved_cuts, partition_units
 from lightning_pp.split.cut.unit_costs import UnitCost, calibrated, estimate_unit_costs, stage_costs
+from lightning_pp.split.head.choice import SplitHead, check_split_head
 from lightning_pp.split.record.step_record import StepRecord
 
 _MOST_MOVES_TRIED = 400
@@ -27,12 +28,20 @@ class CutOptions:
         unit_weights: Name or shell pattern of units to a factor for their cost.
         rank_speeds: For each rank of the pipeline how fast it is, compared with the others; None: all alike.
         units: Names or shell patterns of what the user calls units, or None to discover them.
+        split_head: In how many parts to cut a last projection with a cross entropy after it.
+
+    Raises:
+        ConfigurationError: ``split_head`` is not of its kind.
     """
 
     split_points: Sequence[str] | None = None
     unit_weights: Mapping[str, float] | None = None
     rank_speeds: Sequence[float] | None = None
     units: Sequence[str] | None = None
+    split_head: SplitHead = False
+
+    def __post_init__(self) -> None:
+        check_split_head(self.split_head)
 
     def speeds_of_stages(self, placement: Placement) -> list[float]:
         """The speed of each stage's rank."""

@@ -16,7 +16,7 @@ from lightning_pp.planning.memory.model import MemoryModel
 from lightning_pp.planning.pipeline_options import PipelineOptions
 from lightning_pp.planning.schedules.source import ScheduleSource
 from lightning_pp.planning.stage_model import RecordedModel, SplitModel, assign_stages, record_model
-from lightning_pp.planning.tuning import LayoutRequest, choose_cuts, choose_layout
+from lightning_pp.planning.tuning import LayoutRequest, choose_cuts_of, choose_layout_of
 from lightning_pp.schedule import Placement
 from lightning_pp.split.data.microbatch import Microbatch, batch_size_of
 from lightning_pp.split.dry_run.run import DryRun
@@ -32,10 +32,12 @@ class Cut:
     Attributes:
         split: The stages.
         is_measured: Whether the costs of the units are measured, in milliseconds; FLOPs otherwise.
+        about_head: What cutting the head comes to, a sentence; empty where that was no question.
     """
 
     split: SplitModel
     is_measured: bool
+    about_head: str = ""
 
 
 class ModelCutter:
@@ -94,11 +96,9 @@ class ModelCutter:
             ConfigurationError, SplitError: As :func:`lightning_pp.split.partition_units` says.
         """
         recording = self._recording(placement.num_stages)
-        partition, measured = choose_cuts(
-            recording.record, recording.num_parameters, self._request(recording, source), placement
-        )
-        split = assign_stages(recording, placement=placement, partition=partition)
-        return Cut(split, measured is not None)
+        chosen = choose_cuts_of(recording, self._request(recording, source), placement)
+        split = assign_stages(chosen.recording, placement=placement, partition=chosen.partition)
+        return Cut(split, chosen.costs is not None, chosen.about_head)
 
     def placement(self) -> Placement:
         """Where training would put the stages.
@@ -110,7 +110,7 @@ class ModelCutter:
         if len(request.placements) == 1:
             return request.placements[0]
         recording = self._recording(request.fewest_stages)
-        return choose_layout(recording.record, recording.num_parameters, self._request(recording)).placement
+        return choose_layout_of(recording, self._request(recording)).placement
 
     @property
     def memory_model(self) -> MemoryModel:
@@ -147,6 +147,7 @@ class ModelCutter:
             num_stages=num_stages,
             compute_dtype=self._dtypes.compute,
             activation_checkpointing=self.options.activation_checkpointing,
+            split_head=self.options.split_head,
         )
         self._recordings.append((num_stages, recording))
         return recording

@@ -14,6 +14,7 @@ from lightning_pp.planning.schedules.options import ScheduleOptions
 from lightning_pp.planning.sharded_stages import ShardingSettings
 from lightning_pp.planning.tuning import LayoutRequest
 from lightning_pp.split.data.microbatch import SplitBatch
+from lightning_pp.split.head.choice import SplitHead
 
 OnNonFinite = Literal["error", "skip", "ignore"]
 UnequalData = Literal["error", "shortest"]
@@ -88,6 +89,11 @@ class PipelineOptions:
     def num_microbatches(self) -> int | Auto:
         """Slices of a batch, which a schedule's file may say."""
         return self.schedule.source.num_microbatches(self.batches.num_microbatches)
+
+    @property
+    def split_head(self) -> SplitHead:
+        """In how many parts to cut a head; in none where the end of the step runs on the whole batch."""
+        return False if self.schedule.whole_batch_loss else self.cut.split_head
 
     @property
     def allows_one_stage(self) -> bool:

@@ -19,6 +19,8 @@ from lightning_pp.split.dry_run.run import DryRun
 from lightning_pp.split.dry_run.weight_updates import Updates
 from lightning_pp.split.fakes.materialize import materialize_buffers
 from lightning_pp.split.fakes.parameters import FakeParameters
+from lightning_pp.split.head.choice import SplitHead, about_whole_head, head_to_split
+from lightning_pp.split.head.parts import with_parts
 from lightning_pp.split.memory.state_memory import ParameterSize, parameter_sizes
 from lightning_pp.split.record.plan import StepPlan, build_plan, direct_parameters
 from lightning_pp.split.record.step_record import StepRecord
@@ -90,6 +92,8 @@ class RecordedModel:
         fake_parameters: Fakes for parameters.
         record: The dry run.
         recomputation: Which units are run again in backward; None for none.
+        whole: The same with its head in one piece, where it is cut here and may be left whole.
+        about_head: Why its head is not cut, a sentence; empty where that was not to be.
     """
 
     module: nn.Module
@@ -97,6 +101,8 @@ class RecordedModel:
     fake_parameters: FakeParameters
     record: StepRecord
     recomputation: Recomputation | None = None
+    whole: RecordedModel | None = None
+    about_head: str = ""
 
     @property
     def num_parameters(self) -> dict[str, int]:
@@ -115,6 +121,7 @@ def record_model(
     compute_dtype: torch.dtype | None = None,
     activation_checkpointing: ActivationCheckpointing = False,
     may_fail: bool = False,
+    split_head: SplitHead = False,
 ) -> RecordedModel:
     """Finds the units of ``module``, at least ``num_stages`` of them if there are so many, and records ``step``.
 
@@ -131,6 +138,7 @@ def record_model(
         activation_checkpointing: The strategy's.
         may_fail: Whether a step that raises an exception is recorded up to there, and its other units by their
             parameters; see :func:`~lightning_pp.split.record.unfinished.with_units_not_reached`.
+        split_head: In how many parts to cut a last projection with a cross entropy after it.
 
     Raises:
         ConfigurationError, SplitError: As :func:`~lightning_pp.planning.activation_checkpointing.recomputation_of` and
@@ -154,9 +162,21 @@ def record_model(
     if compute_dtype is not None and uncast:
         fake_parameters.set_compute_dtype(compute_dtype, uncast)
         record = recorded(units)
-    recomputation = recomputation_of(activation_checkpointing, module, units, record)
-    record.recomputed_units = frozenset() if recomputation is None else recomputation.units
-    return RecordedModel(module, units, fake_parameters, record, recomputation)
+
+    def of(units: Mapping[str, nn.Module], record: StepRecord, whole: RecordedModel | None = None) -> RecordedModel:
+        recomputation = recomputation_of(activation_checkpointing, module, units, record)
+        record.recomputed_units = frozenset() if recomputation is None else recomputation.units
+        return RecordedModel(module, units, fake_parameters, record, recomputation, whole)
+
+    recording = of(units, record)
+    head = head_to_split(units, record, recording.num_parameters, split_head, num_stages)
+    if head is None:
+        return recording
+    units = with_parts(units, *head)
+    record = recorded(units)
+    if record.split_head is None:
+        return replace(recording, about_head=about_whole_head(head[0], record.whole_head))
+    return of(units, record, whole=recording if split_head == "auto" else None)
 
 
 def assign_stages(

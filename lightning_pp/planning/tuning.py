@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from lightning_pp.errors import ConfigurationError, ScheduleError, SplitError
 from lightning_pp.planning.cuts import CutOptions, best_partition, costs_of_other_cuts, measured_unit_costs
@@ -15,15 +15,18 @@ from lightning_pp.planning.schedules.given_costs import GivenCosts
 from lightning_pp.planning.schedules.options import ScheduleOptions
 from lightning_pp.planning.schedules.predictions import Prediction
 from lightning_pp.planning.stage_costs import assumed_speed, estimated_costs
+from lightning_pp.planning.stage_model import RecordedModel
 from lightning_pp.schedule import Placement, Schedule, StageCosts
 from lightning_pp.split.cut.partition import Partition
-from lightning_pp.split.cut.unit_costs import UnitCost
+from lightning_pp.split.cut.unit_costs import UnitCost, stage_costs
 from lightning_pp.split.record.step_record import StepRecord
 
 _log = logging.getLogger(__name__)
 
 # More stages on a rank mean more messages and more actions than the estimate knows of.
 _WORTH_MORE_STAGES = 0.98
+# A head in parts has a whole copy of its weight, with its gradient, on each stage that has a part.
+_WORTH_A_SPLIT_HEAD = 0.97
 
 T = TypeVar("T")
 
@@ -40,6 +43,7 @@ class Layout:
         reason: Why, for the log; empty where there was nothing to choose.
         room_gib: What a limit of all memory leaves for activations on each rank; None without one.
         rejected: What was found on other placements, by the same costs.
+        about_head: What cutting the head comes to, a sentence; empty where that was no question.
     """
 
     placement: Placement
@@ -49,6 +53,7 @@ class Layout:
     reason: str = ""
     room_gib: tuple[float, ...] | None = None
     rejected: tuple[Prediction, ...] = ()
+    about_head: str = ""
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,108 @@ class LayoutRequest:
         if self.cut.split_points is not None:
             return max(1, (len(self.cut.split_points) + 1) // self.num_ranks)
         return None
+
+
+def choose_layout_of(recording: RecordedModel, request: LayoutRequest) -> Layout:
+    """As :func:`choose_layout`; where a head may be cut or whole, the one with the shorter step.
+
+    Raises:
+        ConfigurationError, SplitError, ScheduleError: As :func:`choose_layout` says.
+    """
+
+    def layout_of(one: RecordedModel) -> Layout:
+        memory = None if request.memory is None else request.memory.of(one)
+        return choose_layout(one.record, one.num_parameters, replace(request, memory=memory))
+
+    if recording.whole is None:
+        return layout_of(recording)
+    whole = recording.whole
+    try:
+        split = layout_of(recording)
+    except (ConfigurationError, SplitError, ScheduleError):
+        return layout_of(whole)
+    try:
+        other = layout_of(whole)
+    except (ConfigurationError, SplitError, ScheduleError):
+        return split
+    if _is_measured(whole, request) and not _is_measured(recording, request):
+        return other
+    chosen = split if _step_ms(split) < _WORTH_A_SPLIT_HEAD * _step_ms(other) else other
+    return replace(chosen, about_head=_about_head(recording, chosen is split, _step_ms(split), _step_ms(other)))
+
+
+def _about_head(recording: RecordedModel, is_split: bool, split_time: float, whole_time: float) -> str:
+    """What cutting a head comes to, in a sentence."""
+    head = recording.record.split_head
+    number = sum(call.unit.startswith(f"{head}[") for call in recording.record.calls)
+    if is_split:
+        verdict = f"is cut along its classes into {number} parts: with it whole, a step is planned to take"
+        return f"The head {head!r} {verdict} {whole_time / split_time:.2f} times as long."
+    verdict = f"stays whole on one stage: in {number} parts, a step is planned to take"
+    return f"The head {head!r} {verdict} {split_time / whole_time:.2f} times as long."
+
+
+def is_cut_of(partition: Partition, recording: RecordedModel) -> bool:
+    """Whether ``partition`` is of the units that the step of ``recording`` calls."""
+    return set(partition.unit_costs) == set(recording.record.first_calls())
+
+
+def recording_of(partition: Partition, recording: RecordedModel) -> RecordedModel:
+    """``recording``, or the one with its head whole if ``partition`` is of that."""
+    whole = recording.whole
+    return whole if whole is not None and is_cut_of(partition, whole) else recording
+
+
+def _is_measured(recording: RecordedModel, request: LayoutRequest) -> bool:
+    """Whether there are measured costs for just these units."""
+    costs = request.options.costs
+    return measured_unit_costs(recording.record, recording.num_parameters, costs, request.cut) is not None
+
+
+class ChosenCuts(NamedTuple):
+    """Cuts for one placement.
+
+    Attributes:
+        recording: What they are of.
+        partition: Which stage each unit is on.
+        costs: Measured costs of its units, in milliseconds, if any.
+        about_head: What cutting the head comes to, a sentence; empty where that was no question.
+    """
+
+    recording: RecordedModel
+    partition: Partition
+    costs: Mapping[str, UnitCost] | None
+    about_head: str
+
+
+def choose_cuts_of(recording: RecordedModel, request: LayoutRequest, placement: Placement) -> ChosenCuts:
+    """As :func:`choose_cuts`; where a head may be cut or whole, what makes the step shorter."""
+    found = []
+    failures: list[Exception] = []
+    for one in filter(None, (recording, recording.whole)):
+        memory = None if request.memory is None else request.memory.of(one)
+        try:
+            cuts = choose_cuts(one.record, one.num_parameters, replace(request, memory=memory), placement)
+        except (ConfigurationError, SplitError) as error:
+            failures.append(error)
+            continue
+        found.append(ChosenCuts(one, *cuts, one.about_head))
+    if not found:
+        raise failures[-1]
+    program = request.options.source.program_to_cut_by(placement, request.num_microbatches)
+    speeds = request.cut.speeds_of_stages(placement)
+
+    def step_time(partition: Partition) -> float:
+        return max(program.simulate(stage_costs(partition.unit_costs, partition.stage_of_unit, speeds)).span_ms)
+
+    if len(found) == 1:
+        return found[0]
+    split, whole = found
+    if (split.costs is None) != (whole.costs is None):
+        return split if split.costs is not None else whole
+    times = step_time(split.partition), step_time(whole.partition)
+    is_split = times[0] < _WORTH_A_SPLIT_HEAD * times[1]
+    return (split if is_split else whole)._replace(about_head=_about_head(recording, is_split, *times))
 
 
 def choose_layout(record: StepRecord, num_parameters: Mapping[str, int], request: LayoutRequest) -> Layout:

@@ -14,6 +14,7 @@ from lightning_pp.errors import ConfigurationError
 from lightning_pp.runtime._torch_private import is_compiled
 from lightning_pp.runtime.split_backward.compiled import CAPTURE_OPTIONS, DeferringBackend
 from lightning_pp.runtime.split_backward.deferral import weight_gradients_may_wait
+from lightning_pp.split.head.parts import HeadPart
 
 
 def check_compile_options(compile: bool | Mapping[str, Any]) -> dict[str, Any] | None:
@@ -59,7 +60,10 @@ class CompiledUnits:
     """
 
     def __init__(self, units: Mapping[str, nn.Module], options: Mapping[str, Any]) -> None:
-        self._units = {name: unit for name, unit in units.items() if not _is_compiled(unit)}
+        # a part of a head is one product and a few sums, in a function of its own that compiles to nothing better
+        self._units = {
+            name: unit for name, unit in units.items() if not _is_compiled(unit) and not isinstance(unit, HeadPart)
+        }
         self._options = dict(options)
         self._backend = DeferringBackend(options)
         self._compiled: dict[str, Callable[..., Any]] = {}

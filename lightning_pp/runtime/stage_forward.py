@@ -17,6 +17,8 @@ from lightning_pp.runtime.recomputation import Recomputation
 from lightning_pp.runtime.split_backward.deferral import WeightGradientQueue
 from lightning_pp.split.data.tree import leaves_of, replace_leaves
 from lightning_pp.split.fakes.parameters import is_fake
+from lightning_pp.split.head.deferred_logits import WholeHeadError, deferred
+from lightning_pp.split.head.parts import parts_in
 from lightning_pp.split.record.plan import StepPlan
 from lightning_pp.split.record.source_lines import user_line
 from lightning_pp.split.record.step_record import OF_OPERATION, Operation, OperationPlace, UnitCall, Value
@@ -117,6 +119,12 @@ _KNOWN_IN_ADVANCE = (
 )
 
 
+_LOGITS_USED = (
+    "{how}, and in the recorded step their one use was a cross entropy: {head!r} is cut along its classes, and no "
+    "stage has all logits. Set split_head=False on the strategy, or use logits in validation only."
+)
+
+
 class StageCalls:
     """What a plan says of one stage, laid out for the forwards of all microbatches that follow the plan.
 
@@ -137,6 +145,7 @@ class StageCalls:
             value.leaf: plan.record.operations[value.leaf] for value in (*received, *self.sent) if not value.is_of_unit
         }
         self.record = plan.record
+        self.split_head = plan.record.split_head
         last_call = self.plan.last_call
         self.last_operations = frozenset(
             number
@@ -240,6 +249,8 @@ class StageForward:
             SplitError: It is not the call that the dry run saw here.
             StageFinished: It was the last that this stage runs.
         """
+        if unit == self._stage.split_head:
+            return deferred(parts_in(self._units)[unit], args, kwargs)
         index = self._next_call
         self._next_call += 1
         calls = self._stage.calls
@@ -308,6 +319,8 @@ class StageForward:
                     output = step()
         except StageFinished:
             pass
+        except WholeHeadError as error:
+            raise SplitError(_LOGITS_USED.format(how=error, head=self._stage.split_head)) from None
         except Exception:
             self.raise_failure()
             raise

@@ -55,6 +55,7 @@ __all__ = [
     "forward_hooks_of",
     "forward_pre_hooks_of",
     "is_functorch_wrapped",
+    "make_wrapper",
     "number_of_memory",
     "packet_of",
     "parameters_of",
@@ -106,6 +107,8 @@ if not CHECKPOINT_GENERATORS:
     private(torch.utils.checkpoint, _GENERATORS[0])
 
 is_functorch_wrapped: Callable[[Tensor], bool] = private(torch._C._functorch, "is_functorch_wrapped_tensor")
+# a tensor of a subclass without memory of its own, of a shape, dtype and device
+make_wrapper: Callable[..., Any] = private(Tensor, "_make_wrapper_subclass")
 # the function mode on top; None where there is none
 current_function_mode: Callable[[], Any] = private(torch.overrides, "_get_current_function_mode")
 _pop_function_mode: Any = private(torch.overrides, "_pop_mode_temporarily")

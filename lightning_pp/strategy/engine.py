@@ -28,7 +28,7 @@ from lightning_pp.planning.memory.model import MemoryModel
 from lightning_pp.planning.pipeline_options import PipelineOptions
 from lightning_pp.planning.schedules.predictions import Prediction
 from lightning_pp.planning.stage_model import RecordedModel, SplitModel, assign_stages, record_model
-from lightning_pp.planning.tuning import Layout, LayoutRequest, choose_layout, decided_by_one
+from lightning_pp.planning.tuning import Layout, LayoutRequest, choose_layout_of, decided_by_one, recording_of
 from lightning_pp.runtime.compilation import CompiledUnits
 from lightning_pp.runtime.executor import PipelineExecutor, StepInputs
 from lightning_pp.runtime.timing import StepTimer
@@ -199,11 +199,13 @@ class PipelineEngine:
                 broadcast=broadcast,
             )
             self.split: SplitModel = assign_stages(
-                recording,
+                recording_of(layout.partition, recording),
                 placement=layout.placement,
                 partition=layout.partition,
                 updates=self._updates(step),
             )
+        for text in filter(None, (recording.about_head, layout.about_head)):
+            rank_zero_info(text)
         if self.split.record.failure is None:
             _tell_of_wide_cuts(wide_cuts(self.split.step_plan()))
         self.placement = layout.placement
@@ -279,6 +281,7 @@ class PipelineEngine:
                 compute_dtype=step_dtypes(self._precision).compute,
                 activation_checkpointing=self._options.activation_checkpointing,
                 may_fail=True,
+                split_head=self._options.split_head if trains else False,
             )
         refuse_carried_state(self.module, step, recording.record, len(microbatches))
         self._update_hooks = UpdateHooks(self.module, recording.fake_parameters, batch)
@@ -717,4 +720,4 @@ def _tell_of_wide_cuts(cuts: Sequence[WideCut]) -> None:
 
 def _choose(recording: RecordedModel, request: LayoutRequest) -> Layout:
     with LongTask("The choice of cuts and schedule", rank_zero_info):
-        return choose_layout(recording.record, recording.num_parameters, request)
+        return choose_layout_of(recording, request)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from os import PathLike
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
@@ -134,6 +134,10 @@ class PipelineParallelStrategy(MeshStrategy):
             measured costs that are given, else by FLOPs and parameters.
         unit_weights: Name or shell pattern of units to a factor for their cost in that balance.
         rank_speeds: For each rank of the pipeline how fast it is compared with the others, where devices differ.
+        split_head: Whether a last ``nn.Linear`` whose logits go into one cross entropy is cut along its classes into
+            parts that several stages share: the number of parts, False, or ``"auto"``: if it costs more than a stage
+            and the step gets shorter by it. Every stage that has a part holds the whole weight. Steps that use the
+            logits otherwise (metrics, prediction) call the head whole, on the last stage.
         sharding: What data-parallel ranks share of a stage. ``"replicate"``: nothing, gradients are all-reduced.
             ``"shard_grad_op"``: parameters, gradients and optimizer states are sharded, parameters gathered once per
             step. ``"full_shard"``: parameters are gathered ahead of each window of use, and freed after it.
@@ -198,6 +202,7 @@ class PipelineParallelStrategy(MeshStrategy):
         split_points: Sequence[str] | str | None = None,
         unit_weights: Mapping[str, float] | None = None,
         rank_speeds: Sequence[float] | None = None,
+        split_head: bool | int | Literal["auto"] = "auto",
         sharding: ShardingMode = "shard_grad_op",
         unshard_budget: int | None = None,
         cpu_offload: bool = False,
@@ -230,7 +235,7 @@ class PipelineParallelStrategy(MeshStrategy):
         self.options = PipelineOptions(
             ScheduleOptions(source, memory_limit_gib, given_costs(costs), num_profiled_batches, save_costs),
             BatchOptions(num_microbatches, split_batch, check_first_batches, on_nonfinite, unequal_data),
-            CutOptions(names_of(split_points), unit_weights, rank_speeds, names_of(units)),
+            CutOptions(names_of(split_points), unit_weights, rank_speeds, names_of(units), split_head),
             ShardingSettings(sharding, unshard_budget, cpu_offload, data_parallel_replicate_size),
             activation_checkpointing,
             device_memory_gib,

@@ -64,6 +64,9 @@ def print_plan(console: Console, plan: Plan) -> None:
     """Prints everything."""
     shown = plan.shown
     print_stages(console, plan.cutter, shown.cut.summary, f"cut for {shown.name}")
+    if shown.cut.about_head:
+        console.print(Text(shown.cut.about_head), soft_wrap=True)
+        console.print()
     console.print(memory_table(plan))
     console.print()
     console.print(schedule_table(plan))

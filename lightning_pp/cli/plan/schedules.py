@@ -40,11 +40,13 @@ class ModelCut:
         split: The cut.
         summary: Its stages and what crosses.
         costs: Of its stages; what they hold in bytes.
+        about_head: What cutting the head comes to, a sentence; empty where that was no question.
     """
 
     split: SplitModel
     summary: CutSummary
     costs: StageCosts
+    about_head: str = ""
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,7 @@ class Planner:
         if key not in self._cuts:
             summary = summarize_cut(cut.split)
             costs = self._costs.of(cut, summary.crossings, *self._memory.held(cut.split))
-            self._cuts[key] = ModelCut(cut.split, summary, costs)
+            self._cuts[key] = ModelCut(cut.split, summary, costs, cut.about_head)
         return self._cuts[key]
 
     def table(

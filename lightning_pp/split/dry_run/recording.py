@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,9 +22,11 @@ from lightning_pp.split.dry_run.data_flow import DataFlow
 from lightning_pp.split.dry_run.gradient_flow import gradient_sources
 from lightning_pp.split.dry_run.memory_watch import GraphReader, MemoryWatch
 from lightning_pp.split.dry_run.python_reads import PythonReads
+from lightning_pp.split.dry_run.split_heads import SplitHeads
 from lightning_pp.split.fakes.fake_mode import NeedsDataError
 from lightning_pp.split.fakes.made_up_data import AsFake, MadeUpData
 from lightning_pp.split.fakes.parameters import FakeParameters, has_data, is_fake
+from lightning_pp.split.head.parts import HeadPart, whole_units
 from lightning_pp.split.record.source_lines import innermost_user_line, running_autograd_function, user_line
 from lightning_pp.split.record.sources import NOTHING, Inside, Parameter, Source, set_sources, storage_of
 from lightning_pp.split.record.step_record import (
@@ -75,6 +77,7 @@ class DryRun:
         reads: Lines that read a value in an earlier attempt.
         seed_inter_unit: Given the index of a call, seeds the generators for the code after it (-1: before the first).
         policy: What units save that are run again in backward.
+        splits_heads: Whether parts of a head stand for it, where ``units`` has any.
     """
 
     def __init__(
@@ -85,8 +88,11 @@ class DryRun:
         reads: Sequence[str] = (),
         seed_inter_unit: Callable[[int], None] | None = None,
         policy: Policy | None = None,
+        splits_heads: bool = True,
     ) -> None:
         self.record = StepRecord(compute_dtype=fake_parameters.compute_dtype)
+        self._heads = SplitHeads(units if splits_heads else {}, self.record)
+        self._splits_heads = splits_heads
         self._fake_parameters = fake_parameters
         self._num_calls = num_calls
         self._earlier_reads = list(reads)
@@ -167,6 +173,7 @@ class DryRun:
             value: Anything that holds tensors.
             place: Where they are kept, if it is not the running line that needs them.
         """
+        self._heads.check_leaving(value)
         current, self._flow.reads = self._flow.reads, Reads()
         try:
             self._flow.need(tensors_of(value))
@@ -207,6 +214,7 @@ class DryRun:
             self._num_calls,
             seed_inter_unit=self._seed_inter_unit,
             policy=self._policy,
+            splits_heads=self._splits_heads,
         )
         run._real_parameters = {**self._real_parameters, **sources}
         run._is_second = True  # what is left may be the batch itself
@@ -217,8 +225,15 @@ class DryRun:
         self.record.reads_progress = True
 
     def on_call(self, unit: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs one unit on fakes and records it."""
+        """Runs one unit on fakes and records it; a head that is cut into parts gives logits that nobody computes."""
         flow = self._flow
+        if unit in self._heads:
+            found = (flow.sources_of(tensor) for tensor in tensors_of((args, kwargs)))
+            sources = frozenset(map(Parameter, self._own_parameters[unit])).union(*found)
+            return self._heads.called(unit, args, kwargs, sources, in_region=self.running_region() is not None)
+        module = self._units[unit]
+        if isinstance(module, HeadPart):
+            self._heads.note_part(module)
         if not torch.is_grad_enabled() and running_autograd_function():
             raise SplitError(
                 f"{user_line()} calls the unit {unit!r} in the forward of a torch.autograd.Function, whose backward "
@@ -241,6 +256,7 @@ class DryRun:
             place
             for place, leaf in enumerate(leaves_of((args, kwargs)))
             if isinstance(leaf, Tensor) and leaf.is_floating_point() and flow.is_missing(leaf)
+            if not isinstance(module, HeadPart)  # whose sums keep their precision
         )
         given = args, kwargs
         args, kwargs = cast_activations(call, args, kwargs, self.record.compute_dtype)
@@ -255,7 +271,7 @@ class DryRun:
         while not is_marked:
             try:
                 num_regions = self.num_regions()
-                with self._fake_parameters.computing(unit, self._note_computing_fake):
+                with self._computing(unit):
                     result = self._run(call, lambda: original(*args, **kwargs), side_effects)
                 call.num_regions_inside = self.num_regions() - num_regions
                 flow.need(leaf for leaf in tensors_of(result) if passed_on.position_of(leaf) is None)
@@ -276,6 +292,12 @@ class DryRun:
         self._start_inter_unit(call.index)
         self.operations.note_call(call, marked)
         return marked
+
+    def _computing(self, unit: str) -> AbstractContextManager[None]:
+        """Within, the parameters of ``unit`` have the dtype of computation; a part of a head has none of its own."""
+        if isinstance(self._units[unit], HeadPart):
+            return nullcontext()
+        return self._fake_parameters.computing(unit, self._note_computing_fake)
 
     def _on_operation(self, number: int, place: OperationPlace, given: list[Tensor], result: Tensor) -> Tensor:
         """Has the result of an operation between units, if another stage could receive it, stand for its sources."""
@@ -321,6 +343,8 @@ class DryRun:
     def finish(self, result: Any, with_gradients: bool) -> None:
         """Completes the record with what the end of the step needs."""
         record, flow = self.record, self._flow
+        self._heads.check_leaving(result)
+        self._heads.check_end()
         record.tail = flow.reads
         flow.need(tensors_of(result))
         self._note_what_decides()
@@ -365,7 +389,13 @@ class DryRun:
         if self.end_of_batch is not None:
             calls, others = self.record.calls, self.end_of_batch.calls
             return [call.unit for call in calls] == [call.unit for call in others]
-        return self.end_may_fail and {call.unit for call in self.record.calls} == set(self._units)
+        return self.end_may_fail and self.called_all
+
+    @property
+    def called_all(self) -> bool:
+        """Whether all units were called; for a head its parts."""
+        units = self._units
+        return whole_units(units, {call.unit for call in self.record.calls}) == whole_units(units, units)
 
     def _note_edits(self) -> None:
         self.record.edits_batch = self._flow.edits_batch

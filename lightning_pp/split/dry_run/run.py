@@ -20,6 +20,7 @@ from lightning_pp.split.dry_run.carried_state import Left, LeftTensors, buffers_
 from lightning_pp.split.dry_run.recording import DryRun
 from lightning_pp.split.fakes.conversion import convertible_fakes
 from lightning_pp.split.fakes.parameters import FakeParameters
+from lightning_pp.split.head.deferred_logits import WholeHeadError
 from lightning_pp.split.record.source_lines import innermost_user_line
 from lightning_pp.split.record.sources import Parameter, set_sources
 from lightning_pp.split.record.step_record import CarriedState, Failure, StepRecord
@@ -55,6 +56,7 @@ def dry_run(
     module's state (buffers, lists, attributes, gradients), what the step's functions reach besides it, the batch and
     all random generators are as before afterwards. A unit that cannot run on fakes (its inside depends on data, as the
     routing of a mixture of experts does) is run on made-up data; so is the end of a step after its last unit call.
+    A head that has parts among ``units`` is called whole in a step that needs its logits for more than one loss.
 
     Args:
         step: Runs the user's step on one microbatch and returns what it returned. It is given the recording, so that
@@ -74,17 +76,44 @@ def dry_run(
         SplitError: The step looks at a weight-dependent value before its last unit call, or the outputs of a unit have
             shapes that depend on weights.
     """
-    new_run = partial(DryRun, units, fake_parameters, seed_inter_unit=seed_inter_unit, policy=policy)
-    attempt = partial(
-        _attempt,
-        step=step,
-        module=module,
-        units=units,
-        fake_parameters=fake_parameters,
-        with_gradients=with_gradients,
-        earlier=earlier,
-        outside=outside or OutsideState(module),
-    )
+    outside = outside or OutsideState(module)
+
+    def recorded(*, splits_heads: bool) -> StepRecord:
+        return _recorded(
+            partial(
+                DryRun,
+                units,
+                fake_parameters,
+                seed_inter_unit=seed_inter_unit,
+                policy=policy,
+                splits_heads=splits_heads,
+            ),
+            partial(
+                _attempt,
+                step=step,
+                module=module,
+                units=units,
+                fake_parameters=fake_parameters,
+                with_gradients=with_gradients,
+                earlier=earlier,
+                outside=outside,
+            ),
+            with_gradients=with_gradients,
+            may_fail=may_fail,
+        )
+
+    try:
+        return recorded(splits_heads=True)
+    except WholeHeadError as reason:
+        record = recorded(splits_heads=False)
+        record.whole_head = str(reason)
+        return record
+
+
+def _recorded(
+    new_run: Callable[..., DryRun], attempt: Callable[[DryRun], StepRecord], *, with_gradients: bool, may_fail: bool
+) -> StepRecord:
+    """The record that ``attempt`` makes with a run on fakes, or on made-up data from where fakes do not do."""
     run = new_run()
     try:
         return attempt(run)
@@ -112,19 +141,17 @@ def dry_run(
         record = run.finish_opaque(line)
         record.failure = Failure(failure, line)
         return record
-    return _of_failed_end(run, units, with_gradients, first_failure, failure)
+    return _of_failed_end(run, with_gradients, first_failure, failure)
 
 
-def _of_failed_end(
-    run: DryRun, units: Mapping[str, nn.Module], with_gradients: bool, first_failure: Exception, failure: Exception
-) -> StepRecord:
+def _of_failed_end(run: DryRun, with_gradients: bool, first_failure: Exception, failure: Exception) -> StepRecord:
     """The record of a step whose end fails on fakes (``first_failure``) and on made-up data (``failure``).
 
     Raises:
         SplitError: The end needs the data of another stage.
         Exception: ``first_failure``, where that has nothing to do with fakes.
     """
-    if not with_gradients and {call.unit for call in run.record.calls} == set(units):
+    if not with_gradients and run.called_all:
         return run.finish_opaque(innermost_user_line(failure))
     if run.ends_elsewhere():
         record = run.finish_opaque(innermost_user_line(failure))

@@ -397,6 +397,8 @@ class StepRecord:
         updates: Parameters that code outside units writes into, and those that their new values are computed from.
         recomputed_units: Units that keep their inputs, and what a policy saves, and are run again in backward.
         failure: What ended the step before its end; None for a step that was recorded whole.
+        split_head: The head that this step does not call, but its parts; None for none.
+        whole_head: Why a head that has parts is called whole, a sentence without its end; empty where none is.
     """
 
     calls: list[UnitCall] = field(default_factory=list)
@@ -424,6 +426,8 @@ class StepRecord:
     updates: Mapping[str, frozenset[str]] = field(default_factory=dict)
     recomputed_units: frozenset[str] = frozenset()
     failure: Failure | None = None
+    split_head: str | None = None
+    whole_head: str = ""
 
     def first_calls(self) -> dict[str, int]:
         """Unit name to the index of its first call, in call order."""

@@ -1,0 +1,50 @@
+"""A head that is heavier than a stage is no reason for a long step."""
+
+from __future__ import annotations
+
+import io
+
+from hydra import compose, initialize_config_module
+from rich.console import Console
+
+from lightning_pp.cli.plan.report import Plan
+from lightning_pp.cli.plan.run import make_plan
+from lightning_pp.schedule import StageCosts
+
+
+def planned(*overrides: str) -> tuple[Plan, str]:
+    stream = io.StringIO()
+    sizes = ["recipe=llama", "trainer.devices=64", "strategy.pipeline_parallel_size=8", "device='h100 sxm'"]
+    with initialize_config_module("lightning_pp.conf", version_base="1.3"):
+        config = compose("plan", overrides=[*sizes, *overrides])
+    plan = make_plan(config, Console(file=stream, width=200))
+    assert plan is not None
+    return plan, stream.getvalue()
+
+
+def test_llama_with_128_thousand_words_on_8_ranks_is_as_quick_as_equal_stages() -> None:
+    """Within a tenth; with its head whole it takes half as long again."""
+    plan, text = planned("strategy.schedule=zb_v", "schedules=[zb_v]")
+    found = plan.shown
+    placement, costs = found.schedule.placement, found.cut.costs.per_stage(found.schedule.placement.num_stages)
+    number = placement.num_stages
+    equal = StageCosts(
+        sum(costs.forward) / number,
+        sum(costs.backward_input) / number,
+        sum(costs.backward_weight) / number,
+        p2p=sum(costs.p2p) / number,
+    )
+    of_equal = found.source.program(placement, found.schedule.num_microbatches, equal, None).simulate(equal)
+    assert found.step_time < 1.1 * of_equal.makespan
+    assert "The head 'model.lm_head' is cut along its classes into 32 parts: with it whole, a step is planned" in text
+    assert {unit.name.partition("[")[0] for stage in found.cut.summary.stages[9:] for unit in stage.units} == {
+        "model.lm_head"
+    }
+    # every stage with a part holds the whole weight, and the table of memory has it
+    weight = 4 * 128_256 * 2048
+    assert all(stage.parameter_bytes >= weight for stage in found.cut.summary.stages[9:])
+    assert all(rank.peak > weight for rank in found.memory)
+
+    whole, text = planned("strategy.schedule=zb_v", "schedules=[zb_v]", "strategy.split_head=false")
+    assert whole.shown.step_time > 1.4 * found.step_time
+    assert "The head" not in text
