@@ -62,9 +62,23 @@ class MessageLine:
         """
         return self._start(_listen)
 
+    def add_up(self, produce: Callable[[], float]) -> Future[float]:
+        """Adds numbers up over the pipeline, after the messages so far; every rank of it calls this.
+
+        Args:
+            produce: Gives this rank's number, in another thread.
+
+        Returns:
+            The sum in float64, the same on every rank, or what ``produce`` raised, or :class:`RankStoppedError`.
+        """
+        return self._queue(_add_up, self.groups, produce)
+
     def _start(self, work: Callable[..., None], *args: Any) -> Future[Any]:
-        message: Future[Any] = Future()
         self._number += 1
+        return self._queue(work, self.groups, 2 * (self._number % _TAG_RANGE), *args)
+
+    def _queue(self, work: Callable[..., None], *args: Any) -> Future[Any]:
+        message: Future[Any] = Future()
         if self._jobs is None:
             self._jobs = queue.SimpleQueue()
             self._thread = threading.Thread(
@@ -72,8 +86,7 @@ class MessageLine:
             )
             self._thread.start()
             weakref.finalize(self, self._jobs.put, None)  # the thread ends with the line
-        groups, tag = self.groups, 2 * (self._number % _TAG_RANGE)
-        self._jobs.put(lambda: work(message, groups, tag, *args))
+        self._jobs.put(lambda: work(message, *args))
         return message
 
     def drain(self) -> None:
@@ -148,6 +161,21 @@ def _listen(message: Future[Any], groups: ControlGroups, tag: int) -> None:
             message.set_exception(content)
         else:
             message.set_result(content)
+
+
+def _add_up(message: Future[float], groups: ControlGroups, produce: Callable[[], float]) -> None:
+    try:
+        total = torch.tensor(produce(), dtype=torch.float64, device="cpu")
+    except Exception as error:
+        message.set_exception(error)
+        return
+    try:
+        if groups.pipeline is not None:
+            dist.all_reduce(total, group=groups.pipeline)
+    except RuntimeError as error:
+        message.set_exception(RankStoppedError(f"A sum over the pipeline's ranks did not come about: {error}"))
+    else:
+        message.set_result(float(total))
 
 
 def _receive(num_bytes: int, groups: ControlGroups, tag: int) -> bytes:

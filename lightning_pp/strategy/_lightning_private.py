@@ -96,6 +96,7 @@ __all__ = [
     "request_dataloader",
     "requeue_by_slurm",
     "results_of",
+    "running_hook",
     "set_average",
     "set_trainer",
     "set_update_count",
@@ -216,7 +217,12 @@ def call_hooks(trainer: pl.Trainer, name: str, *args: Any) -> None:
     _call_lightning_module_hook(trainer, name, *args)
 
 
-def call_before_update(precision: Precision, function: Callable[[], None]) -> None:
+def running_hook(module: pl.LightningModule) -> str | None:
+    """The hook of the module or of a callback that Lightning has called last and not left."""
+    return module._current_fx_name
+
+
+def call_before_update(precision: Precision, function: Callable[[], object]) -> None:
     """Has ``precision`` call ``function()`` right before the optimizer's step: after hooks and clipping."""
 
     def after_closure(model: pl.LightningModule, optimizer: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import lightning.pytorch as pl
 import torch
@@ -53,6 +54,7 @@ class FiniteGradients:
         self._norm: float | None = None
         self._own: Finding | None = None
         self._loss: str | None = None
+        self._place: str | None = None
         self._num_skipped = 0
         self._is_on = False
 
@@ -62,10 +64,31 @@ class FiniteGradients:
         self._num_skipped = 0
         self._is_on = self.mode != "ignore" and getattr(precision, "scaler", None) is None
         if self._is_on:
-            call_before_update(precision, self._decide)
+            call_before_update(precision, self.decide)
+
+    @contextmanager
+    def speaking_of(self, place: str) -> Iterator[None]:
+        """Within, what is told is told of the batch that :meth:`where` has called ``place``."""
+        self._place = place
+        try:
+            yield
+        finally:
+            self._place = None
+
+    @property
+    def skips(self) -> bool:
+        """Whether ranks have to agree before each update on whether it is made."""
+        return self._is_on and self.mode == "skip"
+
+    @property
+    def is_told(self) -> bool:
+        """Whether all ranks know something of this update already: that a loss is not finite, or a norm."""
+        return self._loss is not None or self._norm is not None
 
     def where(self) -> str:
         """The batch under way."""
+        if self._place is not None:
+            return self._place
         trainer = self._trainer()
         number = max(0, trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1)
         return f"batch {number} of epoch {trainer.current_epoch} (step {trainer.global_step})"
@@ -90,7 +113,14 @@ class FiniteGradients:
         name = next(name for name, parameter in trained if not are_finite([parameter]))
         return f"{self._split.fake_parameters.canonical_names[name]} on rank {_global_rank()} is not finite."
 
-    def _decide(self) -> None:
+    def decide(self) -> bool:
+        """Before an update, on all ranks; returns whether it is made.
+
+        Raises:
+            NonFiniteError: It would be made with what is not finite.
+        """
+        if not self._is_on:
+            return True
         norm, own, loss = self._norm, self._own, self._loss
         self._norm = self._own = self._loss = None
         known_to_all = loss is not None or norm is not None
@@ -104,7 +134,7 @@ class FiniteGradients:
             is_bad = self._on_any_rank(is_bad)
             known_to_all = True
         if not is_bad:
-            return
+            return True
         finding = self._last_of_all(own) if known_to_all else own
         told = loss or (finding[2] if finding else f"The norm of all gradients is {norm}, in {self.where()}.")
         if self.mode == "error":
@@ -113,6 +143,7 @@ class FiniteGradients:
             parameter.grad = None
         self._num_skipped += 1
         rank_zero_warn(f"{told} This update is skipped on all ranks, as {self._num_skipped - 1} before it in this run.")
+        return False
 
     def _gradients(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
         for name, parameter in self._split.module.named_parameters():
