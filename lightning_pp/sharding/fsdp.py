@@ -17,7 +17,7 @@ from lightning_pp.sharding.units.collective_times import CollectiveClock
 from lightning_pp.sharding.units.gather_on_use import GatherOnUse
 from lightning_pp.sharding.units.group import UnitGroup, gathered_bytes, slots_of
 from lightning_pp.sharding.units.grouping import check_mesh, groups_sharing_parameters, never_sharded
-from lightning_pp.sharding.units.reduction import GradientReduction
+from lightning_pp.sharding.units.reduction import GradientReduction, finish_all
 from lightning_pp.sharding.units.undo import UnitsBefore
 from lightning_pp.sharding.units.windows import UnitWindows
 
@@ -217,8 +217,10 @@ class ShardedUnits:
                 slot.discard_gradient()
         if not slots:
             return
+        for reduction in self._reductions:
+            reduction.let_go()
         while self._reductions and (len(self._reductions) >= self._max_pending or self._reductions[0].is_done):
-            self._reductions.pop(0).finish()
+            finish_all([self._reductions.pop(0)])
         dtype = self.mp_policy.reduce_dtype or slots[0].registered.dtype
         self._reductions.append(
             GradientReduction(slots, self.mesh, dtype, self._device, self._stream, self._clock, group.names[0])
@@ -230,10 +232,7 @@ class ShardedUnits:
         for unit in reversed(self._group_of):
             if unit not in self._reduce_requests:
                 self.reduce(unit)
-        for reduction in self._reductions:
-            reduction.wait_for_shards()
-        for reduction in self._reductions:
-            reduction.finish()
+        finish_all(self._reductions)
         self._reductions.clear()
 
     def end_of_batch(self, *, reduce: bool) -> None:

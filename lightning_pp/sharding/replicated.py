@@ -15,7 +15,9 @@ from lightning_pp.sharding.units.flat import (
     DEFAULT_BUCKET_BYTES,
     broadcast_tensors,
     buckets,
+    flags_of,
     pack_gradients,
+    read_flags,
     unpack_gradients,
 )
 
@@ -74,17 +76,22 @@ class ReplicatedGradients:
             self._clock.follow(timed, work)
             self._under_way.append((bucket, packed, work, timed))
 
-    @torch.no_grad()
     def finish(self) -> None:
         """Waits for what :meth:`start` began and sets the gradients."""
+        finish_all([self])
+
+    def wait(self) -> list[tuple[list[nn.Parameter], Tensor]]:
+        """Waits for what :meth:`start` began; parameters and their packed means, which become their gradients."""
+        found = []
         for bucket, packed, work, timed in self._under_way:
             if work is not None:
                 with self._clock.waiting(timed):
                     work.wait()
             if packed.dtype != torch.float16:
                 packed.div_(self._size)
-            unpack_gradients(bucket, packed)
+            found.append((bucket, packed))
         self._under_way.clear()
+        return found
 
     def all_reduce(self) -> None:
         """Averages the gradients now."""
@@ -97,6 +104,17 @@ class ReplicatedGradients:
             if work is not None:
                 work.wait()
         self._under_way.clear()
+
+
+@torch.no_grad()
+def finish_all(reductions: Iterable[ReplicatedGradients]) -> None:
+    """Waits for what each of them has started, and sets the gradients.
+
+    The host waits for the device once, to read which gradients are missing everywhere, if any is missing here.
+    """
+    means = [mean for gradients in reductions for mean in gradients.wait()]
+    for (bucket, packed), is_anywhere in zip(means, read_flags([flags_of(*mean) for mean in means]), strict=True):
+        unpack_gradients(bucket, packed, is_anywhere)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_pp.sharding.replicated import ReplicatedGradients
+from lightning_pp.sharding.replicated import ReplicatedGradients, finish_all
 from lightning_pp.sharding.units.collective_times import CollectiveClock
 from lightning_pp.sharding.units.flat import DEFAULT_BUCKET_BYTES
 from lightning_pp.sharding.units.grouping import groups_sharing_parameters
@@ -111,8 +111,7 @@ class ReplicatedUnits:
             for unit in reversed(self._names):
                 if unit not in self._requests:
                     self.reduce(unit)
-            for gradients in self._started:
-                gradients.finish()
+            finish_all(self._started)
             self._started.clear()
             self._requests.clear()
         elif self._requests:

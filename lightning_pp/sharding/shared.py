@@ -16,7 +16,9 @@ from lightning_pp.sharding.units.flat import (
     DEFAULT_BUCKET_BYTES,
     broadcast_tensors,
     buckets,
+    flags_of,
     pack_gradients,
+    read_flags,
     unpack_gradients,
 )
 
@@ -88,14 +90,18 @@ class SharedParameters:
     def sum_gradients(self) -> None:
         """Sums the gradients over the holders, in one collective for each set of holders and dtype.
 
-        None counts as zero if another holder has a gradient, and stays None if none has.
+        None counts as zero if another holder has a gradient, and stays None if none has. The host waits for the device
+        once, if a gradient is missing here.
         """
+        sums: list[tuple[list[nn.Parameter], Tensor]] = []
         for ranks, group in self._groups.items():
             names = [name for name in sorted(self.parameters) if tuple(sorted(self.holders[name])) == ranks]
             parameters = list(dict.fromkeys(self.parameters[name] for name in names))
             trainable = [parameter for parameter in parameters if parameter.requires_grad]
             for bucket in buckets(trainable, DEFAULT_BUCKET_BYTES):
-                self._sum(bucket, group, len(ranks))
+                sums.append((bucket, self._sum(bucket, group, len(ranks))))
+        for (bucket, total), is_anywhere in zip(sums, read_flags([flags_of(*each) for each in sums]), strict=True):
+            unpack_gradients(bucket, total, is_anywhere)
 
     def _by_holders(self) -> dict[tuple[tuple[int, ...], int], list[Tensor]]:
         """Parameters by sorted holders and first holder, in an order that all holders share."""
@@ -107,13 +113,13 @@ class SharedParameters:
         return dict(sorted(found.items(), key=lambda item: item[0]))
 
     @staticmethod
-    def _sum(parameters: list[nn.Parameter], group: dist.ProcessGroup, num_holders: int) -> None:
+    def _sum(parameters: list[nn.Parameter], group: dist.ProcessGroup, num_holders: int) -> Tensor:
         """Gathers all summands and adds them here; an all-reduce does not promise one order on all ranks."""
         packed = pack_gradients(parameters, parameters[0].dtype)
         summands = packed.new_empty(num_holders * packed.numel())
         all_gather(summands, packed, group=group)
         first, *others = summands.view(num_holders, -1)
-        total = first.to(torch.float32 if first.dtype in _HALF_DTYPES else first.dtype)
+        total: Tensor = first.to(torch.float32 if first.dtype in _HALF_DTYPES else first.dtype)
         for other in others:
             total += other
-        unpack_gradients(parameters, total)
+        return total

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.utilities import grad_norm
 from pipelined_fit import loader
 from pool import WorkerPool
 from small_models import Blocks
@@ -20,17 +21,27 @@ from lightning_pp.strategy.step import refusals
 
 
 class Logs(Blocks):
-    """Logs; a unit of each stage may have a parameter that gets no gradient."""
+    """Logs; each unit may have a parameter that gets no gradient."""
 
     def __init__(self, has_unused: bool = True) -> None:
         super().__init__(6)
-        for block in (self.blocks[1], self.blocks[4]) if has_unused else ():
+        for block in self.blocks if has_unused else ():
             block.unused = torch.nn.Parameter(torch.ones(3))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
         self.log("loss", loss)
         return loss
+
+
+class LogsNorms(Blocks):
+    """Logs the norms of all its gradients."""
+
+    def __init__(self) -> None:
+        super().__init__(6)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.log_dict(grad_norm(self, 2))
 
 
 class Masked(Blocks):
@@ -110,7 +121,7 @@ def waits_of_batches(
     clip: float | None,
     has_unused: bool,
     replicas: int = 2,
-    is_masked: bool = False,
+    module: type[pl.LightningModule] | None = None,
     precision: Precision | None = None,
 ) -> list[list[str]]:
     with HostWaits() as waits:
@@ -127,7 +138,7 @@ def waits_of_batches(
             callbacks=[callback],
             plugins=precision,
         )
-        trainer.fit(Masked() if is_masked else Logs(has_unused), loader(num_samples=48))
+        trainer.fit(Logs(has_unused) if module is None else module(), loader(num_samples=48))
     # the first two batches are compared with parts of them, which reads them
     return callback.found[2:]
 
@@ -141,7 +152,7 @@ def waits_of_batches(
         ("skip", 1.0, False, 1),
         ("ignore", None, False, 0),
         ("ignore", 1.0, False, 0),
-        # and once for each unit with a parameter that got no gradient here, to know whether it got one elsewhere
+        # and once for parameters that got no gradient here, to know whether they got one elsewhere
         ("error", 1.0, True, 2),
         ("ignore", None, True, 1),
     ],
@@ -169,9 +180,15 @@ def test_float16_waits_once_to_know_whether_the_step_is_skipped(pool: WorkerPool
         assert {len(found) for found in of_rank} == {1}, of_rank
 
 
+def test_norms_of_all_gradients_are_read_at_once(pool: WorkerPool) -> None:
+    for of_rank in pool.run(waits_of_batches, "ignore", None, False, 2, LogsNorms, world_size=4):
+        assert len(of_rank) >= 3
+        assert {len(found) for found in of_rank} == {1}, of_rank
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_what_a_batch_counts_is_copied_at_once(pool: WorkerPool, replicas: int) -> None:
-    ranks = pool.run(waits_of_batches, "ignore", None, False, replicas, True, world_size=2 * replicas)
+    ranks = pool.run(waits_of_batches, "ignore", None, False, replicas, Masked, world_size=2 * replicas)
     assert max(len(found) for of_rank in ranks for found in of_rank) > 0, "the mask is not counted at all"
     for of_rank in ranks:
         assert len(of_rank) >= 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from itertools import islice, repeat
 from typing import TypeVar, cast
 
 import torch
@@ -71,18 +72,33 @@ def pack_gradients(parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> Te
     return torch.cat([*parts, flags])
 
 
-def unpack_gradients(parameters: Sequence[nn.Parameter], packed: Tensor) -> None:
+def flags_of(parameters: Sequence[nn.Parameter], packed: Tensor) -> Tensor | None:
+    """Of a sum of what :func:`pack_gradients` gave on several ranks, the flags; None if no gradient is missing here."""
+    is_missing = any(parameter.grad is None for parameter in parameters)
+    return packed[-len(parameters) :] if is_missing else None
+
+
+def read_flags(flags: Sequence[Tensor | None]) -> list[list[bool] | None]:
+    """For each, which of its flags are above zero; None for None. The host waits once for all of them, if at all."""
+    given = [some for some in flags if some is not None]
+    if not given:
+        return [None] * len(flags)
+    found = iter(torch.cat([(some > 0).to(given[0].device) for some in given]).tolist())
+    return [None if some is None else list(islice(found, some.numel())) for some in flags]
+
+
+def unpack_gradients(parameters: Sequence[nn.Parameter], packed: Tensor, is_anywhere: Sequence[bool] | None) -> None:
     """Sets the gradients from the sum of what :func:`pack_gradients` gave on several ranks.
 
-    A parameter that has a gradient nowhere keeps None. Flags are read, which waits for the device, only if a gradient
-    is missing on this rank.
+    Args:
+        parameters: The parameters.
+        packed: The sum.
+        is_anywhere: Which of them have a gradient on any rank, as :func:`read_flags` gives it; others keep None. None:
+            all of them.
     """
     lengths = [local_tensor(parameter).numel() for parameter in parameters]
-    *values, counts = torch.split(packed, [*lengths, len(parameters)])
-    is_anywhere = [True] * len(parameters)
-    if any(parameter.grad is None for parameter in parameters):
-        is_anywhere = [count > 0 for count in counts.tolist()]
-    for parameter, value, is_used in zip(parameters, values, is_anywhere, strict=True):
+    *values, _ = torch.split(packed, [*lengths, len(parameters)])
+    for parameter, value, is_used in zip(parameters, values, is_anywhere or repeat(True), strict=False):
         if not is_used:
             continue
         if parameter.grad is None or parameter.grad.is_sparse:

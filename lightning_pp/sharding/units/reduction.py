@@ -19,15 +19,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_pp.sharding._torch_private import copy_all_, reduce_scatter
 from lightning_pp.sharding.units.collective_times import CollectiveClock, TimedCollective
-from lightning_pp.sharding.units.flat import gradient_like, local_tensor
+from lightning_pp.sharding.units.flat import gradient_like, local_tensor, read_flags
 from lightning_pp.sharding.units.group import ParameterSlot
 
 
 class GradientReduction:
     """The mean over the data-parallel ranks of a unit's gradients, under way since construction.
 
-    On an accelerator all of it runs on ``stream`` and the host does not wait, except in :meth:`finish` where sharded
-    parameters lie on the host, for the copy of the result. On a CPU the backend's threads carry out
+    On an accelerator all of it runs on ``stream`` and the host does not wait, except in :func:`finish_all` where
+    sharded parameters lie on the host, for the copy of the result. On a CPU the backend's threads carry out
     each collective, and the all-reduce between replicas starts in :meth:`wait_for_shards`.
 
     Args:
@@ -64,21 +64,32 @@ class GradientReduction:
         self._divide_first = dtype == torch.float16  # a sum over many ranks leaves its range
         self._device = device
 
-        self._input = self._pack([slot.gradient for slot in slots], dtype)
+        packed = self._pack([slot.gradient for slot in slots], dtype)
         for slot in slots:
             slot.discard_gradient()
-        self._output = self._input[0] if self._num_shards == 1 else torch.empty_like(self._input[0])
+        self._input: Tensor | None = packed
+        self._output = packed[0] if self._num_shards == 1 else torch.empty_like(packed[0])
         self._work: dist.Work | None = None
         self._event: torch.Event | None = None
         self._on_host: Tensor | None = None
-        self._start(mesh, stream)
+        self._start(packed.view(-1), mesh, stream)
 
     @property
     def is_done(self) -> bool:
-        """Whether :meth:`finish` would not have to wait, on this rank and as far as is known without waiting."""
+        """Whether :func:`finish_all` would not have to wait, on this rank and as far as is known without waiting."""
+        return all(self._is_here) and self.is_reduced  # otherwise flags are read
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether the collectives have ended, on this rank and as far as is known without waiting."""
         if self._event is not None:
             return bool(self._event.query())
         return self._work is not None and self._work.is_completed() and self._replicate_group is None
+
+    def let_go(self) -> None:
+        """Frees what was sent, once :attr:`is_reduced`: N times as much as is left."""
+        if self.is_reduced:
+            self._input = None
 
     def wait_for_shards(self) -> None:
         """Waits for the reduce-scatter, and starts the all-reduce between replicas if that has yet to start."""
@@ -88,24 +99,33 @@ class GradientReduction:
             self._work = self._timed = None
             self._start_all_reduce()
 
-    def finish(self) -> None:
-        """Waits, and adds the means to the gradients of the sharded parameters."""
-        self.wait()
-        output = self._output
-        if self._on_host is not None and self._event is not None:
-            self._event.synchronize()
-            output = self._on_host
-        means = output[: sum(self._lengths)]
+    def flags(self) -> Tensor | None:
+        """After :meth:`wait`: a number for each parameter, above zero if any rank has a gradient; None if this has all.
+
+        Waits for the copy where parameters lie on the host.
+        """
+        return None if all(self._is_here) else self._result()[sum(self._lengths) :]
+
+    def add(self, is_anywhere: Sequence[bool] | None) -> None:
+        """After :meth:`wait`: adds the means to the gradients of the sharded parameters.
+
+        Args:
+            is_anywhere: Which parameters have a gradient on any rank; None: all of them.
+        """
+        means = self._result()[: sum(self._lengths)]
         if self._num_ranks > 1 and not self._divide_first:
             means.div_(self._num_ranks)
         means = means.to(self._sharded[0].dtype)
-        is_anywhere = self._is_here
-        if not all(is_anywhere):
-            # only here does the host wait for the device
-            is_anywhere = [count > 0 for count in output[sum(self._lengths) :].tolist()]
-        for parameter, mean, is_used in zip(self._sharded, torch.split(means, self._lengths), is_anywhere, strict=True):
+        shards = zip(self._sharded, torch.split(means, self._lengths), is_anywhere or self._is_here, strict=True)
+        for parameter, mean, is_used in shards:
             if is_used:
                 _add_gradient(parameter, mean)
+
+    def _result(self) -> Tensor:
+        if self._on_host is None or self._event is None:
+            return self._output
+        self._event.synchronize()
+        return self._on_host
 
     def wait(self) -> None:
         """Waits for the collectives, and leaves their result alone."""
@@ -150,9 +170,8 @@ class GradientReduction:
             packed.div_(self._num_ranks)
         return packed
 
-    def _start(self, mesh: DeviceMesh, stream: torch.Stream | None) -> None:
+    def _start(self, flat: Tensor, mesh: DeviceMesh, stream: torch.Stream | None) -> None:
         shard_group = mesh.get_group(mesh.ndim - 1)
-        flat = self._input.view(-1)
         if stream is None:
             if self._num_shards > 1:
                 self._timed = self._clock.start("reduce", self._unit)
@@ -180,6 +199,20 @@ class GradientReduction:
             self._work = dist.all_reduce(self._output, group=self._replicate_group, async_op=True)
             self._clock.follow(self._timed, self._work)
             self._replicate_group = None
+
+
+def finish_all(reductions: Sequence[GradientReduction]) -> None:
+    """Waits for each, and adds the means to the gradients of the sharded parameters.
+
+    The host waits for the device once, to read which gradients are missing everywhere, if any is missing here.
+    """
+    for reduction in reductions:
+        reduction.wait_for_shards()
+    for reduction in reductions:
+        reduction.wait()
+    all_flags = read_flags([reduction.flags() for reduction in reductions])
+    for reduction, is_anywhere in zip(reductions, all_flags, strict=True):
+        reduction.add(is_anywhere)
 
 
 def _add_gradient(parameter: nn.Parameter, mean: Tensor) -> None:

@@ -54,26 +54,30 @@ class GradientNorms:
         found: dict[str, tuple[float, torch.dtype]] = {}
         for part in self._groups.gather_in_pipeline(self._own_norms(kind, {known[p]: p for p in listed.values()})):
             found.update(part)
-        norms: dict[str, Any] = {}
-        for name, parameter in listed.items():
-            if known[parameter] in found:
-                norm, dtype = found[known[parameter]]
-                key = f"grad_{kind}_norm{group_separator}{name}"
-                norms[key] = torch.tensor(norm, dtype=dtype, device=self._fake_parameters.device)
+        here = {name: found[known[parameter]] for name, parameter in listed.items() if known[parameter] in found}
+        device = self._fake_parameters.device
+        # numbers go to the device with the calls that write them there, which no host waits for
+        norms: dict[str, Any] = {
+            f"grad_{kind}_norm{group_separator}{name}": torch.full((), norm, dtype=dtype, device=device)
+            for name, (norm, dtype) in here.items()
+        }
         if norms:
-            norms[f"grad_{kind}_norm_total"] = torch.tensor(list(norms.values())).norm(kind)
+            dtype = functools.reduce(torch.promote_types, (dtype for _, dtype in here.values()))
+            together = torch.tensor([norm for norm, _ in here.values()], dtype=dtype)
+            norms[f"grad_{kind}_norm_total"] = together.norm(kind)
         return norms
 
     @staticmethod
     def _own_norms(kind: float, parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[float, torch.dtype]]:
-        norms = {}
-        for name, parameter in parameters.items():
-            gradient = parameter.grad
-            if gradient is not None:
-                norm = gradient.norm(kind)
-                whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
-                norms[name] = (float(whole), gradient.dtype)
-        return norms
+        """By name the norm of a gradient, and its dtype. The host waits once for the device."""
+        gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+        norms: list[Tensor] = []
+        for gradient in gradients.values():
+            norm = gradient.norm(kind)
+            whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            norms.append(whole.to(norms[0].device if norms else whole.device, torch.float64))
+        values = torch.stack(norms).tolist() if norms else []
+        return {name: (value, gradients[name].dtype) for name, value in zip(gradients, values, strict=True)}
 
     def clip_grad_norm_(
         self,

@@ -20,7 +20,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from parity_run import Layout, Outcome, Settings, check_like_one_device, train_pipelined
+from parity_run import Layout, Outcome, Settings, check_like_one_device, train
 from pool import WorkerPool
 from small_models import Blocks
 from torch import Tensor, nn
@@ -118,10 +118,12 @@ def channels_of(kind: type[ChannelTransport]) -> Iterator[None]:
         yield
 
 
-def train_over_channels(kind: type[ChannelTransport], settings: Settings, layout: Layout) -> Outcome:
+def train_over_channels(
+    kind: type[ChannelTransport], settings: Settings, layout: Layout, sharding: str = "shard_grad_op"
+) -> Outcome:
     """In a worker: trains over such a transport."""
     with channels_of(kind):
-        return train_pipelined(settings, layout)
+        return train(settings, layout.strategy(sharding=sharding), layout.world_size)
 
 
 class Evaluated(Blocks):
@@ -176,6 +178,28 @@ def test_training_is_that_of_one_device(pool: WorkerPool, model: str, layout: La
     settings = Settings(model, accumulate=2, clip_val=0.05, clip_algorithm="norm")
     outcomes = pool.run(
         train_over_channels, ChannelTransport, settings, layout, world_size=layout.world_size, timeout=120
+    )
+    check_like_one_device(outcomes, settings, layout)
+
+
+FAMILIES = [
+    "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zb", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe_v"
+]  # fmt: skip
+BY_DAY = {("1f1b", "full_shard"), ("zb_v", "replicate")}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "sharding"),
+    [
+        pytest.param(schedule, sharding, marks=[] if (schedule, sharding) in BY_DAY else pytest.mark.nightly)
+        for schedule in FAMILIES
+        for sharding in ("replicate", "shard_grad_op", "full_shard")
+    ],
+)
+def test_replicas_train_as_one_device_in_every_sharding(pool: WorkerPool, schedule: str, sharding: str) -> None:
+    settings, layout = Settings("residual_mlp"), Layout(schedule, 2, 2, 4)
+    outcomes = pool.run(
+        train_over_channels, ChannelTransport, settings, layout, sharding, world_size=layout.world_size, timeout=120
     )
     check_like_one_device(outcomes, settings, layout)
 
