@@ -24,10 +24,13 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Literal, get_args
 
+import numpy as np
+
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.schedule.fewer_microbatches import keep_first_microbatches
 from lightning_pp.schedule.gathering import MOST_EXTRA_GATHERS, GatherPlan, fewest_gathers, plan_gathers
 from lightning_pp.schedule.program.action import Action, ActionKind
+from lightning_pp.schedule.program.coded import B, CodedProgram, I, W
 from lightning_pp.schedule.schedule import Schedule
 
 ShardingMode = Literal["replicate", "shard_grad_op", "full_shard"]
@@ -181,6 +184,27 @@ def insert_sharding(schedule: Schedule, sharding: Sharding, *, reduces: bool = T
         programs.append(tuple(_with_reductions(with_windows) if reduces else with_windows))
         unit_plans.append(None if unit_plan is None else _placed(unit_plan, programs[-1], sharding))
     return ShardedProgram(replace(schedule, programs=tuple(programs)), sharding, tuple(unit_plans))
+
+
+def with_last_split(schedule: Schedule) -> Schedule:
+    """``schedule`` without sharding actions, with the last backward of each stage as I and W.
+
+    But under ``full_shard`` it is simulated as what :func:`insert_sharding` makes of it: whoever simulates a program
+    without UNSHARD and REDUCE gathers each stage from the start of the step and reduces it after its last W.
+    """
+    n, m = schedule.placement.num_stages, schedule.num_microbatches
+    programs = []
+    for program in schedule.programs:
+        if not isinstance(program, CodedProgram):
+            program = CodedProgram.of([action for action in program if action.kind.is_compute], n, m)
+        kinds, stages, _ = program.parts()
+        ends = np.flatnonzero((kinds == W) | (kinds == B))[::-1]
+        last = ends[np.unique(stages[ends], return_index=True)[1]]
+        split = np.sort(last[kinds[last] == B])
+        codes = program.codes.copy()
+        codes[split] -= (B - I) * n * m
+        programs.append(program.with_codes(np.insert(codes, split + 1, codes[split] + (W - I) * n * m)))
+    return replace(schedule, programs=tuple(programs))
 
 
 def unit_uses(program: Sequence[Action], sharding: Sharding) -> Iterator[tuple[Action, tuple[str, ...]]]:

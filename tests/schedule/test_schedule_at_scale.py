@@ -15,9 +15,11 @@ from lightning_pp.schedule.families.v_min_half import _free_slots_after
 from lightning_pp.schedule.program.coded import CodedProgram
 from lightning_pp.schedule.registry import schedule_family
 from lightning_pp.schedule.rules import keeps_rules
+from lightning_pp.schedule.sharding import Sharding, ShardingMode, insert_sharding, with_last_split
 from lightning_pp.schedule.simulation.costs import UNIT_COSTS
 from lightning_pp.schedule.simulation.engine import CostTables, codes_of, encode, execute
 from lightning_pp.schedule.simulation.memory import held_after_each
+from lightning_pp.schedule.simulation.simulate import step_length
 from lightning_pp.schedule.simulation.wide import execute_wide
 
 HAND_MADE = [name for name in available_schedules() if not schedule_family(name).is_search]
@@ -27,13 +29,18 @@ def uneven(num_stages: int) -> StageCosts:
     """Costs that are alike for no two stages."""
     draw = random.Random(num_stages)
     forward, backward_input, weight = ([draw.uniform(3, 20) for _ in range(num_stages)] for _ in range(3))
-    return StageCosts(forward, backward_input, weight, p2p=1.3, held_after_input=0.37)
+    gather, reduce = ([draw.uniform(3, 20) for _ in range(num_stages)] for _ in range(2))
+    return StageCosts(forward, backward_input, weight, p2p=1.3, held_after_input=0.37, gather=gather, reduce=reduce)
 
 
+@pytest.mark.parametrize("is_sharded", [False, True])
 @pytest.mark.parametrize("whole_batch_loss", [False, True])
 @pytest.mark.parametrize("name", HAND_MADE)
-def test_all_ranks_at_a_time_take_the_times_of_one_action_at_a_time(name: str, whole_batch_loss: bool) -> None:
+def test_all_ranks_at_a_time_take_the_times_of_one_action_at_a_time(
+    name: str, whole_batch_loss: bool, is_sharded: bool
+) -> None:
     costs = uneven(6 * schedule_family(name).default_stages_per_rank)
+    costs = costs if is_sharded else replace(costs, gather=0.0, reduce=0.0)
     schedule = build_schedule(name, num_ranks=6, num_microbatches=13, costs=costs, whole_batch_loss=whole_batch_loss)
     tables = CostTables.build(schedule.placement, costs, whole_batch_loss=whole_batch_loss)
     codes = codes_of(schedule)
@@ -45,6 +52,21 @@ def test_all_ranks_at_a_time_take_the_times_of_one_action_at_a_time(name: str, w
     assert wide.makespan == plain.makespan
     held = [max(held_after_each(tuple(program), costs, costs.num_stages)) for program in schedule.programs]
     assert list(schedule.simulate(costs).peak_memory) == held
+
+
+@pytest.mark.parametrize("mode", ["replicate", "shard_grad_op"])
+@pytest.mark.parametrize("name", HAND_MADE)
+def test_what_is_gathered_once_and_reduced_is_simulated_without_writing_it_down(name: str, mode: ShardingMode) -> None:
+    num_stages = 4 * schedule_family(name).default_stages_per_rank
+    costs = uneven(num_stages)
+    schedule = build_schedule(name, num_ranks=4, num_microbatches=9, costs=costs)
+    units = tuple((f"{stage}a", f"{stage}b") for stage in range(num_stages))
+    sharding = Sharding(mode, units, {unit: 1 for of_stage in units for unit in of_stage})
+    written = insert_sharding(schedule, sharding).schedule
+    simulation = written.simulate(costs)
+    length = simulation.makespan, max(simulation.span_ms)
+    assert step_length(with_last_split(schedule), costs) == pytest.approx(length, abs=1e-9)
+    assert step_length(with_last_split(written), costs) == pytest.approx(length, abs=1e-9)
 
 
 def mutated(schedule: Schedule, draw: random.Random) -> Schedule:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from lightning_pp.schedule.search.justify import justify
 from lightning_pp.schedule.search.local import in_turn
 from lightning_pp.schedule.search.problem import Problem
 from lightning_pp.schedule.search.timing import Objective, earliest, latest, length_of
+from lightning_pp.schedule.sharding import Sharding, ShardingMode
 
 PROFILES: dict[str, Any] = json.loads((Path(__file__).parent / "published_profiles.json").read_text())
 
@@ -145,6 +147,9 @@ class DeadlineAfter(Deadline):
         self.looks -= 1
         return self.looks < 0
 
+    def allows(self, num_actions: int) -> bool:
+        return not self.has_passed()
+
     def left(self, most: float) -> float:
         return 0.1
 
@@ -177,6 +182,30 @@ def test_a_search_without_time_compares_what_is_made_by_hand() -> None:
     by_hand = {name: build_schedule(name, **sizes).simulate(costs) for name in ("gpipe", "1f1b", "zb_h1", "zb_h2")}
     best = min(by_hand, key=lambda name: max(by_hand[name].span_ms))
     assert found.name == f"auto ({best})"
+
+
+@pytest.mark.parametrize("whole_batch_loss", [False, True])
+@pytest.mark.parametrize("sharding", [None, "shard_grad_op", "full_shard"])
+def test_a_bound_holds_where_one_look_at_every_action_would_take_longer(
+    sharding: ShardingMode | None, whole_batch_loss: bool
+) -> None:
+    num_ranks, num_microbatches = 96, 512
+    costs = StageCosts(10.4, 10.2, 7.7, p2p=0.4, gather=3.0, reduce=2.0)
+    units = tuple((f"{stage}",) for stage in range(num_ranks))
+    begin = time.process_time()
+    found = build_schedule(
+        "auto",
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
+        costs=costs,
+        memory_limit=num_microbatches if whole_batch_loss else 2 * num_ranks,
+        sharding=None if sharding is None else Sharding(sharding, units, {unit: 1 for (unit,) in units}),
+        whole_batch_loss=whole_batch_loss,
+        search_seconds=0.3,
+    )
+    assert time.process_time() - begin < 20  # a search takes minutes
+    assert found.name in ("auto (zb_h1)", "auto (zb_h2)", "auto (1f1b)", "auto (gpipe)")
+    found.validate()
 
 
 def test_what_every_rank_asks_for_itself_is_bounded_by_no_time() -> None:

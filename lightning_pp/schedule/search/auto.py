@@ -23,13 +23,14 @@ from lightning_pp.schedule.schedule import Schedule
 from lightning_pp.schedule.search.deadline import Deadline
 from lightning_pp.schedule.search.exact import solve_exactly
 from lightning_pp.schedule.search.greedy import Policy, Preference, build_greedy
-from lightning_pp.schedule.search.justify import justify
+from lightning_pp.schedule.search.justify import PASSES_OF_A_ROUND, justify
 from lightning_pp.schedule.search.local import climb
 from lightning_pp.schedule.search.phases import best_of_both_phases
 from lightning_pp.schedule.search.problem import Orders, Problem
 from lightning_pp.schedule.search.timing import Length, Objective, earliest, length_of
-from lightning_pp.schedule.sharding import insert_sharding
+from lightning_pp.schedule.sharding import insert_sharding, with_last_split
 from lightning_pp.schedule.simulation.memory import exceeds, peaks_of
+from lightning_pp.schedule.simulation.simulate import step_length
 
 _MAKESPAN_TOLERANCE = 0.005
 _SCREENING_ACTIONS = 500_000
@@ -51,9 +52,15 @@ _CLIMBS_OF_A_ROUND = 10
 _SMALLEST = 200
 _SMALL = 400
 """Up to so many actions every placement is improved and the climb may go uphill; more have no time for it."""
+_FEWEST_PASSES = 8
+"""Over all actions: less than these, and nothing is tried."""
+_PASSES_OF_PHASES = 3
+"""What taking a candidate apart into forwards and backwards costs, in passes over its actions."""
 _MAX_EXACT_ACTIONS = 600
 _MAX_EXACT_SECONDS = 60.0
 """On each placement."""
+_PLANNED_ACTIONS = 2_000_000
+"""Gathers are planned for so many actions after the end of the search too."""
 _NUM_SIMULATED = 3
 """Candidates that are compared with the hand-made schedules in the end."""
 
@@ -79,24 +86,38 @@ def build_auto(request: ScheduleRequest) -> Schedule:
     problems = [_problem(request, placement, request.num_microbatches) for placement in placements]
     deadline = Deadline(request.search_seconds)
     hand_made = list(_hand_made(request))
-    if hand_made and deadline.has_passed():
-        return merge_where_nobody_waits(_best(_as_found(hand_made), request), request.costs)
+    if not deadline.allows(_fewest_actions(request, problems, len(hand_made))):
+        found = _as_found(hand_made) or [
+            problem.schedule_of(problem.sequential_orders(), "auto (sequential)") for problem in problems
+        ]
+        if request.whole_batch_loss:
+            found = [schedule.with_whole_batch_loss() for schedule in found]
+        return merge_where_nobody_waits(_best(found, request, deadline), request.costs)
     candidates = [*_raw_candidates(problems, hand_made, deadline), *_greedy_candidates(request, problems, deadline)]
-    if request.whole_batch_loss or not (hand_made and deadline.has_passed()):
+    if request.whole_batch_loss or not (candidates or hand_made) or deadline.allows(2 * problems[0].num_actions):
         candidates += [_measured(problem, problem.sequential_orders(), "sequential") for problem in problems]
     if request.whole_batch_loss:
         candidates = [_in_two_phases(problem, candidates, deadline, quick=request.quick) for problem in problems]
-    elif not request.quick and not deadline.has_passed():
+    elif candidates and not request.quick and not deadline.has_passed():
         candidates += _improved(candidates, problems, deadline)
     if request.exact and not deadline.has_passed():
-        candidates += [_solve(candidates, problem, deadline) for problem in problems]
+        found_on = {candidate.problem.placement for candidate in candidates}
+        candidates += [_solve(candidates, problem, deadline) for problem in problems if problem.placement in found_on]
     if (
         candidates and request.sharding is None
     ):  # else what is best depends on gathers, which only the full simulation knows
         objective = _objective(candidate.length.makespan for candidate in candidates)
         candidates = sorted(candidates, key=lambda candidate: objective.of(candidate.length))[:_NUM_SIMULATED]
     found = [candidate.problem.schedule_of(candidate.orders, f"auto ({candidate.origin})") for candidate in candidates]
-    return merge_where_nobody_waits(_best(found + _as_found(hand_made), request), request.costs)
+    return merge_where_nobody_waits(_best(found + _as_found(hand_made), request, deadline), request.costs)
+
+
+def _fewest_actions(request: ScheduleRequest, problems: list[Problem], num_hand_made: int) -> int:
+    """What a search looks at before it can find anything better than the hand-made schedules."""
+    num_passes = _FEWEST_PASSES
+    if request.whole_batch_loss:
+        num_passes += _PASSES_OF_PHASES * (num_hand_made + len(problems))
+    return num_passes * problems[0].num_actions
 
 
 def _as_found(hand_made: Iterable[Schedule]) -> list[Schedule]:
@@ -117,22 +138,27 @@ def _in_two_phases(
     problem: Problem, candidates: Iterable[_Candidate], deadline: Deadline, *, quick: bool
 ) -> _Candidate:
     found = [candidate.orders for candidate in candidates if candidate.problem is problem]
-    num_steps = 0 if quick else min(_MAX_CLIMBING_STEPS, _CLIMBING_ACTIONS // _num_actions(problem))
-    num_steps = num_steps if num_steps >= _MIN_CLIMBING_STEPS and not deadline.has_passed() else 0
+    num_steps = 0 if quick else min(_MAX_CLIMBING_STEPS, _CLIMBING_ACTIONS // problem.num_actions)
+    num_steps = num_steps if num_steps >= _MIN_CLIMBING_STEPS and deadline.allows(problem.num_actions) else 0
     orders = best_of_both_phases(problem, found, num_steps=num_steps, deadline=deadline)
     return _measured(problem, orders, "forwards first")
 
 
-def _best(schedules: list[Schedule], request: ScheduleRequest) -> Schedule:
-    """The best by the full simulation, with gathers and reductions."""
+def _best(schedules: list[Schedule], request: ScheduleRequest, deadline: Deadline) -> Schedule:
+    """The best by the full simulation, with gathers and reductions.
+
+    Under ``full_shard`` stages are gathered in windows; once, where these are many to plan and time has run out.
+    """
+    sharding = request.sharding
+    num_actions = sum(len(program) for schedule in schedules for program in schedule.programs)
+    has_windows = sharding is not None and sharding.mode == "full_shard"
+    has_windows = has_windows and (num_actions <= _PLANNED_ACTIONS or deadline.allows(num_actions))
     lengths = []
     for schedule in schedules:
-        if request.sharding is not None:
-            sharded = insert_sharding(schedule, request.sharding).schedule
-        else:
-            sharded = schedule
-        simulation = sharded.simulate(request.costs)
-        lengths.append((simulation.makespan, max(simulation.span_ms)))
+        sharded = schedule
+        if sharding is not None:
+            sharded = insert_sharding(schedule, sharding).schedule if has_windows else with_last_split(schedule)
+        lengths.append(step_length(sharded, request.costs))
     objective = _objective(makespan for makespan, _ in lengths)
     scores = [objective.score(makespan, span) for makespan, span in lengths]
     return schedules[scores.index(min(scores))]
@@ -204,7 +230,7 @@ def _hand_made(request: ScheduleRequest) -> Iterator[Schedule]:
 def _raw_candidates(problems: list[Problem], schedules: list[Schedule], deadline: Deadline) -> Iterator[_Candidate]:
     for schedule in schedules:
         for problem in problems:
-            if problem.placement == schedule.placement and not deadline.has_passed():
+            if problem.placement == schedule.placement and deadline.allows(2 * problem.num_actions):
                 yield _measured(problem, problem.orders_of(schedule), schedule.name)
 
 
@@ -233,10 +259,6 @@ def _policies(stages_per_rank: int) -> list[Policy]:
     ]
 
 
-def _num_actions(problem: Problem) -> int:
-    return 3 * problem.num_stages * problem.num_microbatches
-
-
 def _greedy_candidates(request: ScheduleRequest, problems: list[Problem], deadline: Deadline) -> Iterator[_Candidate]:
     """Try policies on a step of few microbatches, which has the same warm-up and cool-down; build the best in full."""
     policies = _policies(request.stages_per_rank)
@@ -249,32 +271,38 @@ def _greedy_candidates(request: ScheduleRequest, problems: list[Problem], deadli
     screened: list[tuple[Length, int, Policy]] = []
     for index, problem in enumerate(problems):
         few = _problem(request, problem.placement, min(request.num_microbatches, num_few))
-        for policy in policies[: max(4, share // _num_actions(few))]:
-            orders = build_greedy(few, policy, deadline)
+        for policy in policies[: max(4, share // few.num_actions)]:
+            orders = build_greedy(few, policy, deadline) if deadline.allows(2 * few.num_actions) else None
             if orders is not None:
                 screened.append((_measured(few, orders, "").length, index, policy))
     if not screened:
         return
     objective = _objective(length.makespan for length, _, _ in screened)
     screened.sort(key=lambda entry: objective.of(entry[0]))
-    num_built = max(2, min(8, _BUILDING_ACTIONS // _num_actions(problems[0])))
+    num_built = max(2, min(8, _BUILDING_ACTIONS // problems[0].num_actions))
     for _, index, policy in screened[:num_built]:
-        orders = build_greedy(problems[index], policy, deadline)
+        in_time = deadline.allows(2 * problems[index].num_actions)
+        orders = build_greedy(problems[index], policy, deadline) if in_time else None
         if orders is not None:
             yield _measured(problems[index], orders, "greedy")
 
 
 def _improved(candidates: list[_Candidate], problems: list[Problem], deadline: Deadline) -> list[_Candidate]:
     """The improvements of the best, on every placement where there is time for it."""
-    if _num_actions(problems[0]) > _SMALL:
+    if problems[0].num_actions > _SMALL:
         return _improve(candidates, deadline)
     by_problem = [[candidate for candidate in candidates if candidate.problem is problem] for problem in problems]
-    return [found for candidates_of_problem in by_problem for found in _improve(candidates_of_problem, deadline)]
+    return [
+        found
+        for candidates_of_problem in by_problem
+        if candidates_of_problem
+        for found in _improve(candidates_of_problem, deadline)
+    ]
 
 
 def _improve(candidates: list[_Candidate], deadline: Deadline) -> list[_Candidate]:
     """Justify the best few, and anneal or climb from the best of those: first for makespan, then for the span."""
-    num_actions = _num_actions(candidates[0].problem)
+    num_actions = candidates[0].problem.num_actions
     num_steps = min(_MAX_CLIMBING_STEPS, _CLIMBING_ACTIONS // num_actions, _CLIMBING_STEPS_PER_ACTION * num_actions)
     num_rounds = max(2, _JUSTIFYING_ACTIONS // num_actions)
     num_justified = max(1, min(4, num_rounds // 4))
@@ -282,7 +310,7 @@ def _improve(candidates: list[_Candidate], deadline: Deadline) -> list[_Candidat
     for objective in (Objective(), _objective(candidate.length.makespan for candidate in candidates)):
         best = sorted(candidates + improved, key=lambda candidate: objective.of(candidate.length))
         for candidate in best[:num_justified]:
-            if deadline.has_passed():
+            if not deadline.allows(PASSES_OF_A_ROUND * num_actions):
                 return improved
             orders = justify(
                 candidate.problem,
@@ -293,7 +321,7 @@ def _improve(candidates: list[_Candidate], deadline: Deadline) -> list[_Candidat
                 deadline=deadline,
             )
             improved.append(_measured(candidate.problem, orders, f"{candidate.origin.split(',')[0]}, improved"))
-        if num_steps < _MIN_CLIMBING_STEPS or deadline.has_passed():
+        if num_steps < _MIN_CLIMBING_STEPS or not deadline.allows(2 * num_actions):
             continue
         if objective.longest_makespan:
             objective = _objective(candidate.length.makespan for candidate in candidates + improved)

@@ -13,6 +13,8 @@ from lightning_pp.schedule.search.problem import Orders, Problem
 from lightning_pp.schedule.search.timing import Objective, Times, earliest, latest, length_of
 
 _EPSILON = 1e-9
+PASSES_OF_A_ROUND = 4
+"""Passes over all actions in filling gaps from one end."""
 WINDOW = 60
 """How many actions before or after a gap are considered for it."""
 
@@ -43,7 +45,7 @@ def justify(
     for _ in range(max_rounds):
         improved = False
         for forward in (True, False):
-            if deadline.has_passed():
+            if not deadline.allows(PASSES_OF_A_ROUND * problem.num_actions):
                 return best
             if forward:
                 orders = _fill_forward(problem, orders, starts)

@@ -77,16 +77,24 @@ class Problem:
     def num_stages(self) -> int:
         return self.placement.num_stages
 
+    @property
+    def num_actions(self) -> int:
+        """How many F, I and W all ranks have together."""
+        return 3 * self.num_stages * self.num_microbatches
+
     @cached_property
     def by_code(self) -> CodeTables:
         """The rows' numbers again, by code: what is looked up millions of times should not be computed each time."""
         m = self.num_microbatches
 
         def spread(values: Sequence[float]) -> list[float]:
-            return [value for value in values for _ in range(m)]
+            found: list[float] = np.repeat(np.array(values, dtype=np.float64), m).tolist()
+            return found
 
         def codes(rows: Sequence[int]) -> list[int]:
-            return [row * m + microbatch if row >= 0 else -1 for row in rows for microbatch in range(m)]
+            row = np.array(rows, dtype=np.int64)[:, None]
+            found: list[int] = np.where(row >= 0, row * m + np.arange(m), -1).ravel().tolist()
+            return found
 
         return CodeTables(
             duration=spread(self.duration),

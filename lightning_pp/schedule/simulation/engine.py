@@ -6,8 +6,9 @@ the negative codes ``-1 - (k * num_stages + s)`` with UNSHARD 0, RESHARD 1, REDU
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TypeGuard
 
 from lightning_pp.schedule.program.action import Action, ActionKind
@@ -144,13 +145,8 @@ def execute(
         for index in range(len(starts), len(program)):
             code = program[index]
             if code < 0:
-                kind, stage = divmod(-1 - code, num_stages)
-                begin = now if kind == 1 else max(now, side[rank])
-                finish = begin + (tables.gather[stage], 0.0, tables.reduce[stage])[kind]
-                if kind != 1:
-                    side[rank] = finish
-                if kind == 0:
-                    gathered[stage] = finish
+                begin, finish = _shard(code, max(now, side[rank]), now, gathered, tables)
+                side[rank] = max(side[rank], finish)
                 starts.append(begin)
                 ends.append(finish)
                 continue
@@ -181,6 +177,25 @@ def execute(
     return Run(start, end, max(makespan, _implicit_reductions(codes, end, tables, num_stages, m)))
 
 
+def _shard(code: int, free: float, now: float, gathered: list[float], tables: CostTables) -> tuple[float, float]:
+    """Start and end of a sharding action, and its mark in ``gathered``.
+
+    Args:
+        code: The action.
+        free: When the collectives before it have ended and the rank has come to it.
+        now: When the rank has come to it.
+        gathered: For each stage, when its parameters are there.
+        tables: Costs.
+    """
+    kind, stage = divmod(-1 - code, len(gathered))
+    if kind == _SHARDING_INDEX[ActionKind.RESHARD]:
+        return now, now
+    if kind == _SHARDING_INDEX[ActionKind.REDUCE]:
+        return free, free + tables.reduce[stage]
+    gathered[stage] = free + tables.gather[stage]
+    return free, gathered[stage]
+
+
 def _last_forward(codes: Sequence[Sequence[int]], placement: Placement, m: int) -> int:
     """The code of the last forward of the last stage, in the order of its rank."""
     row = placement.num_stages - 1
@@ -195,11 +210,16 @@ def _implicit_gathers(codes: Sequence[Sequence[int]], tables: CostTables, num_st
     for program in codes:
         if any(code < 0 and -1 - code < num_stages for code in program):
             continue
-        now = 0.0
-        for stage in dict.fromkeys(code // m % num_stages for code in program if code >= 0):
-            now += tables.gather[stage]
-            gathered[stage] = now
+        stages = dict.fromkeys(code // m % num_stages for code in program if code >= 0)
+        for stage, at in gather_ends(stages, tables).items():
+            gathered[stage] = at
     return gathered
+
+
+def gather_ends(stages: Iterable[int], tables: CostTables) -> dict[int, float]:
+    """When each of a rank's ``stages`` is there, gathered one after the other from the start of the step."""
+    order = list(stages)
+    return dict(zip(order, accumulate(tables.gather[stage] for stage in order), strict=True))
 
 
 def _implicit_reductions(
@@ -217,8 +237,18 @@ def _implicit_reductions(
             for code, time in zip(program, ends, strict=False)
             if code // m >= 2 * num_stages
         }
-        now = 0.0
-        for stage, time in sorted(last.items(), key=lambda item: item[1]):
-            now = max(now, time) + tables.reduce[stage]
-        makespan = max(makespan, now)
+        makespan = max(makespan, reduction_end(last, tables))
     return makespan
+
+
+def reduction_end(last: Mapping[int, float], tables: CostTables) -> float:
+    """When a rank's last reduction ends, if those of its stages run one after the other.
+
+    Args:
+        last: For each stage, when its last backward ends.
+        tables: Costs.
+    """
+    now = 0.0
+    for stage, time in sorted(last.items(), key=lambda item: item[1]):
+        now = max(now, time) + tables.reduce[stage]
+    return now

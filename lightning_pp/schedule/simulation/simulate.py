@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from lightning_pp.errors import ScheduleError
 from lightning_pp.schedule.program.action import Action
@@ -19,7 +20,7 @@ from lightning_pp.schedule.program.program import Programs
 from lightning_pp.schedule.simulation.costs import StageCosts
 from lightning_pp.schedule.simulation.engine import CostTables
 from lightning_pp.schedule.simulation.memory import peaks_of
-from lightning_pp.schedule.simulation.wide import run_programs
+from lightning_pp.schedule.simulation.wide import Outcome, Times, run_programs
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +98,36 @@ class Simulation:
         )
 
 
+def step_length(schedule: Programs, costs: StageCosts) -> tuple[float, float]:
+    """Makespan and longest span of one step, milliseconds, as :func:`simulate` has them.
+
+    Raises:
+        ScheduleError: As there.
+    """
+    run = _run(schedule, costs)
+    return run.makespan, max(map(_span, run.start, run.end, schedule.programs))
+
+
 def simulate(schedule: Programs, costs: StageCosts) -> Simulation:
     """Simulate one step of ``schedule``; see ``Schedule.simulate``."""
+    run = _run(schedule, costs)
+    work = []
+    for program, starts, ends in zip(schedule.programs, run.start, run.end, strict=True):
+        computes = _computing(program)
+        work.append(sum((ends[computes] - starts[computes]).tolist()))
+    return Simulation(
+        programs=schedule.programs,
+        start_ms=tuple(tuple(starts.tolist()) for starts in run.start),
+        end_ms=tuple(tuple(ends.tolist()) for ends in run.end),
+        work_ms=tuple(work),
+        span_ms=tuple(map(_span, run.start, run.end, schedule.programs)),
+        makespan=run.makespan,
+        peak_memory=peaks_of(schedule, costs),
+    )
+
+
+def _run(schedule: Programs, costs: StageCosts) -> Outcome:
+    """The times of one step that ends."""
     tables = CostTables.build(schedule.placement, costs, whole_batch_loss=schedule.whole_batch_loss)
     run = run_programs(schedule, tables)
     for rank, (starts, program) in enumerate(zip(run.start, schedule.programs, strict=True)):
@@ -107,19 +136,18 @@ def simulate(schedule: Programs, costs: StageCosts) -> Simulation:
                 f"{schedule.name} deadlocks: rank {rank} waits for ever before {program[len(starts)]} "
                 f"(cell {len(starts)}); validate() shows the rows around it"
             )
-    work, span = [], []
-    for program, starts, ends in zip(schedule.programs, run.start, run.end, strict=True):
-        if not isinstance(program, CodedProgram):  # else every action computes
-            computes = np.array([action.kind.is_compute for action in program], dtype=bool)
-            starts, ends = starts[computes], ends[computes]
-        work.append(sum((ends - starts).tolist()))
-        span.append(float(ends[-1] - starts[0]) if len(starts) else 0.0)
-    return Simulation(
-        programs=schedule.programs,
-        start_ms=tuple(tuple(starts.tolist()) for starts in run.start),
-        end_ms=tuple(tuple(ends.tolist()) for ends in run.end),
-        work_ms=tuple(work),
-        span_ms=tuple(span),
-        makespan=run.makespan,
-        peak_memory=peaks_of(schedule, costs),
-    )
+    return run
+
+
+def _computing(program: Sequence[Action]) -> slice | npt.NDArray[np.bool_]:
+    """Which actions of a program compute."""
+    if isinstance(program, CodedProgram):
+        return slice(None)
+    return np.array([action.kind.is_compute for action in program], dtype=bool)
+
+
+def _span(starts: Times, ends: Times, program: Sequence[Action]) -> float:
+    """From the start of the first to the end of the last action that computes."""
+    computes = _computing(program)
+    starts, ends = starts[computes], ends[computes]
+    return float(ends[-1] - starts[0]) if len(starts) else 0.0

@@ -1,8 +1,8 @@
 """The simulator for pipelines of hundreds of ranks: all ranks take a step at the same time, on arrays.
 
 Gives the numbers of :func:`lightning_pp.schedule.simulation.engine.execute`, bit for bit, for programs without sharding
-actions. One turn looks at the next action of every rank and runs those whose input is there; there are about as many
-turns as a rank has actions.
+actions, whose stages are gathered from the start of the step and reduced after their last backward. One turn looks at
+the next action of every rank and runs those whose input is there; there are about as many turns as a rank has actions.
 """
 
 from __future__ import annotations
@@ -14,9 +14,17 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from lightning_pp.schedule.program.coded import Codes, F
+from lightning_pp.schedule.program.coded import Codes, F, W
 from lightning_pp.schedule.program.program import Programs
-from lightning_pp.schedule.simulation.engine import WHOLE_BATCH, CostTables, codes_of, encode, execute
+from lightning_pp.schedule.simulation.engine import (
+    WHOLE_BATCH,
+    CostTables,
+    codes_of,
+    encode,
+    execute,
+    gather_ends,
+    reduction_end,
+)
 
 Times: TypeAlias = npt.NDArray[np.float64]
 
@@ -42,7 +50,7 @@ class Outcome:
 def run_programs(schedule: Programs, tables: CostTables) -> Outcome:
     """Run all programs as far as they go, in the way that is fast for so many ranks."""
     placement, m = schedule.placement, schedule.num_microbatches
-    if placement.num_ranks >= _FEWEST_RANKS and not any(tables.gather) and not any(tables.reduce):
+    if placement.num_ranks >= _FEWEST_RANKS:
         codes = codes_of(schedule)
         if codes is not None:
             return execute_wide(codes, tables, placement.rank_of_stage[-1], m)
@@ -51,7 +59,7 @@ def run_programs(schedule: Programs, tables: CostTables) -> Outcome:
 
 
 def execute_wide(codes: Sequence[Codes], tables: CostTables, last_rank: int, m: int) -> Outcome:
-    """Run ``codes``, which gather and reduce nothing.
+    """Run ``codes``, which do not say when to gather and to reduce.
 
     Args:
         codes: For each rank, its actions.
@@ -65,6 +73,7 @@ def execute_wide(codes: Sequence[Codes], tables: CostTables, last_rank: int, m: 
     done = np.full(actions.never + 1, -1.0)
     done[actions.always] = 0.0
     clock, at = np.zeros(len(codes)), actions.first.copy()
+    gathered = np.tile(_gathered(codes, tables, m), 4) if any(tables.gather) else None
     while True:
         arrived = done[actions.needed[at]]
         ranks = np.flatnonzero(arrived >= 0.0)
@@ -73,13 +82,45 @@ def execute_wide(codes: Sequence[Codes], tables: CostTables, last_rank: int, m: 
         here = at[ranks]
         row = actions.row[here]
         begin = np.maximum(clock[ranks], arrived[ranks] + latency[row])
+        if gathered is not None:
+            begin = np.maximum(begin, gathered[row])
         finish = begin + duration[row]
         start[here], end[here] = begin, finish
         done[actions.published[here]] = finish
         clock[ranks] = finish
         at[ranks] = here + 1
     ran = [slice(first, last) for first, last in zip(actions.first.tolist(), at.tolist(), strict=True)]
-    return Outcome(tuple(start[part] for part in ran), tuple(end[part] for part in ran), float(clock.max()))
+    ends = tuple(end[part] for part in ran)
+    makespan = max(float(clock.max()), _last_reduction(codes, ends, tables, m))
+    return Outcome(tuple(start[part] for part in ran), ends, makespan)
+
+
+def _gathered(codes: Sequence[Codes], tables: CostTables, m: int) -> Times:
+    """For each stage, when its parameters are there."""
+    gathered = np.zeros(len(tables.gather))
+    for program in codes:
+        stages, first = np.unique(program // m % len(tables.gather), return_index=True)
+        for stage, at in gather_ends(stages[np.argsort(first)].tolist(), tables).items():
+            gathered[stage] = at
+    return gathered
+
+
+def _last_reduction(codes: Sequence[Codes], ends: Sequence[Times], tables: CostTables, m: int) -> float:
+    """When the last reduction ends, 0 if there is none."""
+    if not any(tables.reduce):
+        return 0.0
+    makespan, num_stages = 0.0, len(tables.reduce)
+    for program, times in zip(codes, ends, strict=True):
+        rows = program[: len(times)] // m
+        backwards = np.flatnonzero(rows >= W * num_stages)
+        stages = rows[backwards] % num_stages
+        found, first = np.unique(stages, return_index=True)
+        last = backwards[len(stages) - 1 - np.unique(stages[::-1], return_index=True)[1]]
+        order = np.argsort(first)
+        makespan = max(
+            makespan, reduction_end(dict(zip(found[order].tolist(), times[last[order]].tolist(), strict=True)), tables)
+        )
+    return makespan
 
 
 @dataclass(frozen=True)
