@@ -718,6 +718,9 @@ class PlanConf(RunConf):
 
     Attributes:
         check: Only whether the module can be cut.
+        search: Compare all plans for the devices: sizes, microbatches, schedules, sharding, activation checkpointing.
+        samples_per_step: With ``search``, samples of all replicas in a step; null for those that are configured.
+        batch_size_key: With ``search``, where the configuration has the samples of one replica's batch.
         costs: JSON file of measured costs; null: they are estimated from FLOPs.
         device: Device to estimate for, by a name such as ``h100 sxm``.
         peak_tflops: What a device can do at most, in TFLOP/s, in place of what is known of ``device``.
@@ -730,6 +733,9 @@ class PlanConf(RunConf):
     """
 
     check: bool = False
+    search: bool = False
+    samples_per_step: int | None = None
+    batch_size_key: str = "data.batch_size"
     costs: str | None = None
     device: str | None = None
     peak_tflops: float | None = None

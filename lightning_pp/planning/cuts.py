@@ -9,6 +9,7 @@ from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.memory.limit import Cut, DeviceMemory
 from lightning_pp.planning.schedules.given_costs import GivenCosts
 from lightning_pp.schedule import Placement, Schedule, StageCosts
+from lightning_pp.schedule.simulation.simulate import step_length
 from lightning_pp.split.cut.partition import Partition, UnitMemory, moved_cuts, partition_units
 from lightning_pp.split.cut.unit_costs import UnitCost, calibrated, estimate_unit_costs, stage_costs
 from lightning_pp.split.head.choice import SplitHead, check_split_head
@@ -154,7 +155,7 @@ def _with_moved_cuts(
     speeds = cut.speeds_of_stages(program.placement)
 
     def step_time(candidate: Partition) -> float:
-        return max(program.simulate(stage_costs(candidate.unit_costs, candidate.stage_of_unit, speeds)).span_ms)
+        return step_length(program, stage_costs(candidate.unit_costs, candidate.stage_of_unit, speeds))[1]
 
     best, tried, improved = step_time(partition), 0, True
     while improved and tried < _MOST_MOVES_TRIED:

@@ -53,6 +53,8 @@ class ModelCutter:
         device_type: Of the device that is planned for.
         optimizer: The user's optimizer over the whole module; None where there is none.
         dtypes: Of computation and of gradients, where they are not the parameters'.
+        recordings: Recordings of the step that there are, each with the number of stages that its units were found
+            for; others are made when they are needed.
 
     Attributes:
         batch_size: Samples in the batch; None if they cannot be counted.
@@ -72,6 +74,7 @@ class ModelCutter:
         device_type: str = "cpu",
         optimizer: Optimizer | None = None,
         dtypes: StepDtypes | None = None,
+        recordings: Sequence[tuple[int, RecordedModel]] = (),
     ) -> None:
         self.module = module
         self.options = options
@@ -83,7 +86,7 @@ class ModelCutter:
         self._device_type = device_type
         self._optimizer = optimizer
         self._dtypes = dtypes or StepDtypes()
-        self._recordings: list[tuple[int, RecordedModel]] = []
+        self._recordings = list(recordings)
 
     def split(self, placement: Placement, source: ScheduleSource | None = None) -> Cut:
         """The cut that training makes for ``placement``.
@@ -95,7 +98,7 @@ class ModelCutter:
         Raises:
             ConfigurationError, SplitError: As :func:`lightning_pp.split.partition_units` says.
         """
-        recording = self._recording(placement.num_stages)
+        recording = self.recording(placement.num_stages)
         chosen = choose_cuts_of(recording, self._request(recording, source), placement)
         split = assign_stages(chosen.recording, placement=placement, partition=chosen.partition)
         return Cut(split, chosen.costs is not None, chosen.about_head)
@@ -109,7 +112,7 @@ class ModelCutter:
         request = self._request()
         if len(request.placements) == 1:
             return request.placements[0]
-        recording = self._recording(request.fewest_stages)
+        recording = self.recording(request.fewest_stages)
         return choose_layout_of(recording, self._request(recording)).placement
 
     @property
@@ -133,7 +136,7 @@ class ModelCutter:
         memory = DeviceMemory(self.options.device_memory_gib, self.memory_model, recording, {})
         return replace(request, memory=memory)
 
-    def _recording(self, num_stages: int) -> RecordedModel:
+    def recording(self, num_stages: int) -> RecordedModel:
         """A recording of the step with the units that training would find for so many stages."""
         for made_for, recording in self._recordings:
             # units are refined until there are enough of them, so that what had enough for fewer stages is the same

@@ -131,6 +131,11 @@ class Costs:
         return self._scale[1] if self._scale is not None else "ms"
 
     @property
+    def link_bytes_per_ms(self) -> float | None:
+        """Bytes per millisecond between two ranks; None where times are relative."""
+        return None if self._speed.flops_per_s is None else self._speed.link_bytes_per_s / 1e3
+
+    @property
     def about(self) -> str:
         """Where the times come from."""
         if self._measured is not None:

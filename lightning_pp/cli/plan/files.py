@@ -58,6 +58,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
         "configured": None if plan.configured is None else plan.table.usable.index(plan.configured),
         "best": None if best is None else plan.table.usable.index(best),
         "shown": plan.table.usable.index(plan.shown),
+        "shown_time_with_collectives": plan.time_with_collectives,
         "cuts": [_cut_as_json(cut) for cut in cuts],
         "schedules": [{**_schedule_as_json(planned), "cut": cuts.index(planned.cut)} for planned in plan.table.usable],
         "not_possible": [asdict(unusable) for unusable in plan.table.unusable],

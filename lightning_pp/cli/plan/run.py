@@ -66,28 +66,32 @@ def make_plan(config: DictConfig, console: Console | None = None) -> Plan | None
     Raises:
         UserError: Something asked for cannot be had.
     """
-    console = console or Console()
-    if not console.is_terminal:
-        console = Console(file=console.file, width=140)
-    request = _request(config)
-    with _told("building data and model") as tell:
+    console = wide(console)
+    request = request_of(config)
+    with told("building data and model") as tell:
         return _plan(request, console, tell)
 
 
+def wide(console: Console | None) -> Console:
+    """``console``, with a fixed width where it is no terminal."""
+    console = console or Console()
+    return console if console.is_terminal else Console(file=console.file, width=140)
+
+
 @contextmanager
-def _told(what: str) -> Iterator[Callable[[str], None]]:
+def told(what: str) -> Iterator[Callable[[str], None]]:
     """Within, tells on standard error what is being done: on a terminal in a line that changes, else if it is long.
 
     Gives what is to be told that something else is done now.
     """
-    told = Console(stderr=True)
-    if told.is_terminal:
-        with told.status(what) as status:
+    stderr = Console(stderr=True)
+    if stderr.is_terminal:
+        with stderr.status(what) as status:
             yield status.update
         return
 
     def print_line(line: str) -> None:
-        told.print(f"lightning-pp-plan: {line}", soft_wrap=True, highlight=False, markup=False)
+        stderr.print(f"lightning-pp-plan: {line}", soft_wrap=True, highlight=False, markup=False)
 
     with LongTask("planning", print_line) as task:
         task.update(what)
@@ -117,7 +121,7 @@ def _plan(request: Request, console: Console, tell: Callable[[str], None]) -> Pl
         )
 
 
-def _request(config: DictConfig) -> Request:
+def request_of(config: DictConfig) -> Request:
     """Everything that can be wrong before a model is built, the cheapest first."""
     costs = config.costs if config.costs is not None else config.strategy.get("costs")
     check_costs_file(costs)
