@@ -718,11 +718,14 @@ class PlanConf(RunConf):
 
     Attributes:
         check: Only whether the module can be cut.
-        costs: JSON file of measured costs; null: they are estimated from FLOPs.
+        costs: JSON file of measured costs; null: they are estimated from FLOPs and bytes.
+        measure: Whether each distinct unit runs alone on the present device, and costs are those times.
+        measure_seconds: How long that may take altogether; each distinct unit runs once in any case.
         device: Device to estimate for, by a name such as ``h100 sxm``.
         peak_tflops: What a device can do at most, in TFLOP/s, in place of what is known of ``device``.
         efficiency: Share of that which is reached.
         link_gb_per_s: GB/s between two ranks.
+        memory_gb_per_s: GB/s of a device's memory that are reached; null: 0.8 of what is known of ``device``.
         device_memory_gib: The most GiB that a rank may hold, everything included; null for that of the strategy.
         schedules: Names of the schedules to compare; null for all.
         show: Schedule to draw and export: ``best``, ``configured`` or a name.
@@ -731,10 +734,13 @@ class PlanConf(RunConf):
 
     check: bool = False
     costs: str | None = None
+    measure: bool = False
+    measure_seconds: float = 10.0
     device: str | None = None
     peak_tflops: float | None = None
     efficiency: float = 0.4
     link_gb_per_s: float = 25.0
+    memory_gb_per_s: float | None = None
     device_memory_gib: float | None = None
     schedules: list[str] | None = None
     show: str = "best"

@@ -28,7 +28,6 @@ _T = TypeVar("_T")
 _CPU = torch.device("cpu")
 # of the arguments of a trainer: what needs devices, or writes or prints
 _REPLACED: dict[str, Any] = {
-    "accelerator": "cpu",
     "devices": 1,
     "num_nodes": 1,
     "logger": False,
@@ -56,16 +55,25 @@ class DryStrategy(SingleDeviceStrategy):
         sizes: Of the pipeline.
         device_type: Of the device that is planned for.
         look: Is given the cutter, while the trainer is there.
+        flops_per_byte: FLOPs that the device does in the time in which its memory moves a byte; 0: not known.
+        device: Where the step is recorded, and units run that are measured.
     """
 
     def __init__(
-        self, options: PipelineOptions, sizes: ParallelSizes, device_type: str, look: Callable[[ModelCutter], Any]
+        self,
+        options: PipelineOptions,
+        sizes: ParallelSizes,
+        device_type: str,
+        look: Callable[[ModelCutter], Any],
+        flops_per_byte: float = 0.0,
+        device: torch.device = _CPU,
     ) -> None:
-        super().__init__(_CPU)
+        super().__init__(device)
         self._options = options
         self._sizes = sizes
         self._device_type = device_type
         self._look = look
+        self._flops_per_byte = flops_per_byte
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -89,7 +97,13 @@ class DryStrategy(SingleDeviceStrategy):
         cutter = BatchCutter(self._options.num_microbatches, self._sizes.pipeline, batches.split_batch, module)
         microbatches = cutter.cut(batch, for_training=True)
         step = recorded_step(
-            module, "training_step", microbatches[0].data, arguments, precision=precision, device=_CPU, trains=True
+            module,
+            "training_step",
+            microbatches[0].data,
+            arguments,
+            precision=precision,
+            device=self.root_device,
+            trains=True,
         )
         with first.as_hooks_left_it():
             self._look(
@@ -101,8 +115,10 @@ class DryStrategy(SingleDeviceStrategy):
                     microbatches=microbatches,
                     step=step,
                     device_type=self._device_type,
+                    flops_per_byte=self._flops_per_byte,
                     optimizer=self.optimizers[0] if self.optimizers else None,
                     dtypes=step_dtypes(precision),
+                    device=self.root_device,
                 )
             )
         raise _LookedAt
@@ -123,6 +139,8 @@ def look_at_cuts(
     look: Callable[[ModelCutter], _T],
     *,
     device_type: str = "cpu",
+    flops_per_byte: float = 0.0,
+    device: torch.device = _CPU,
 ) -> _T:
     """Prepares a fit of ``module`` without memory, devices or processes, and looks at how it can be cut.
 
@@ -137,14 +155,19 @@ def look_at_cuts(
         sizes: Of the pipeline.
         look: Is given the cutter, while the trainer is there.
         device_type: Of the device that is planned for.
+        flops_per_byte: FLOPs that it does in the time in which its memory moves a byte; 0: not known.
+        device: Where the step is recorded; one of this machine.
 
     Returns:
         What ``look`` returned.
     """
     found: list[_T] = []
-    strategy = DryStrategy(options, sizes, device_type, lambda cutter: found.append(look(cutter)))
+    strategy = DryStrategy(
+        options, sizes, device_type, lambda cutter: found.append(look(cutter)), flops_per_byte, device
+    )
     with _quiet_lightning():
-        trainer = pl.Trainer(**{**trainer_options, **_REPLACED, "strategy": strategy})
+        replaced = {**_REPLACED, "accelerator": "cpu" if device.type == "cpu" else "gpu", "strategy": strategy}
+        trainer = pl.Trainer(**{**trainer_options, **replaced})
         if isinstance(data, pl.LightningDataModule):
             trainer.fit(module, datamodule=data)
         else:

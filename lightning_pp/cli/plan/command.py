@@ -5,7 +5,7 @@ One plan, in order::
     Hydra       composes the same config as `lightning-pp`, with what PlanConf adds
     build       data, strategy and model, whose parameters have no memory
     cut         by a dry run on the first batch, through the code that training cuts with
-    costs       measured ones from a file, or estimates from FLOPs
+    costs       measured ones, from a file or by running units alone (--measure), or estimates from FLOPs and bytes
     schedules   every one built and simulated under these costs
     report      stages as a tree, memory of each rank, the table of schedules, the chosen one as a picture; files
 
@@ -27,6 +27,7 @@ from lightning_pp.cli.plan.run import make_plan
 from lightning_pp.cli.problems import UserError, check_choices, print_problem, user_errors
 
 _COMMAND = "lightning-pp-plan"
+_OVERRIDES = {"--check": "check=true", "--measure": "measure=true"}
 
 
 def main() -> None:
@@ -41,7 +42,7 @@ def main() -> None:
     except UserError as error:
         print_problem(error, _COMMAND)
         sys.exit(1)
-    sys.argv[1:] = ["check=true" if argument == "--check" else argument for argument in arguments]
+    sys.argv[1:] = [_OVERRIDES.get(argument, argument) for argument in arguments]
 
     run_task(_task, "pkg://lightning_pp.conf", "plan", "1.3", _COMMAND)
 
