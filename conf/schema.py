@@ -724,7 +724,13 @@ class PlanConf(RunConf):
         device: Device to estimate for, by a name such as ``h100 sxm``.
         peak_tflops: What a device can do at most, in TFLOP/s, in place of what is known of ``device``.
         efficiency: Share of that which is reached.
-        link_gb_per_s: GB/s between two ranks.
+        links: JSON file of ``lightning-pp-doctor``, whose figures count before those that follow; null for none.
+        link_gb_per_s: GB/s between two nodes.
+        link_latency_us: Microseconds that a message between two nodes takes besides its bytes.
+        node_link_gb_per_s: GB/s between two ranks of a node; null for what is known of ``device``, or else
+            ``link_gb_per_s``.
+        node_link_latency_us: Microseconds that a message between two ranks of a node takes besides its bytes.
+        devices_per_node: Devices of a node; null for those of ``trainer.num_nodes``, and at most 8 where that is 1.
         memory_gb_per_s: GB/s of a device's memory that are reached; null: 0.8 of what is known of ``device``.
         device_memory_gib: The most GiB that a rank may hold, everything included; null for that of the strategy.
         schedules: Names of the schedules to compare; null for all.
@@ -739,7 +745,12 @@ class PlanConf(RunConf):
     device: str | None = None
     peak_tflops: float | None = None
     efficiency: float = 0.4
+    links: str | None = None
     link_gb_per_s: float = 25.0
+    link_latency_us: float = 20.0
+    node_link_gb_per_s: float | None = None
+    node_link_latency_us: float = 10.0
+    devices_per_node: int | None = None
     memory_gb_per_s: float | None = None
     device_memory_gib: float | None = None
     schedules: list[str] | None = None

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from lightning_pp.cli.plan.links import about_links, name_of_device
 from lightning_pp.cli.problems import UserError
 from lightning_pp.errors import ConfigurationError, ScheduleError
 from lightning_pp.planning.cuts import CutOptions
@@ -17,6 +18,7 @@ from lightning_pp.planning.hardware.devices import (
     bandwidth_of_named,
     flops_per_byte,
 )
+from lightning_pp.planning.hardware.links import Links, Message, transfer_times
 from lightning_pp.planning.model_cutter import Cut
 from lightning_pp.planning.plan_summary import CrossingSummary
 from lightning_pp.planning.schedules.given_costs import given_costs
@@ -27,7 +29,6 @@ from lightning_pp.split.cut.unit_costs import UnitCost, calibrated, estimate_uni
 from lightning_pp.strategy.parameters.device_speed import peak_flops_of
 
 _PREFIXES = ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "kFLOP"), (1.0, "FLOP"))
-_MAKERS = ("nvidia", "geforce", "tesla")
 
 
 @dataclass(frozen=True)
@@ -37,14 +38,14 @@ class Speed:
     Attributes:
         flops_per_s: Floating point operations per second that it reaches; None if nothing is known, and then times are
             relative.
-        link_bytes_per_s: Bytes per second between two ranks.
+        links: What messages take.
         about: Where the numbers come from.
         memory_bytes_per_s: Bytes per second from and to its memory that it reaches; None if that is not known.
         flops_per_byte_of_cuts: FLOPs in the time in which a byte is moved that training would cut by on this device.
     """
 
     flops_per_s: float | None
-    link_bytes_per_s: float
+    links: Links
     about: str
     memory_bytes_per_s: float | None = None
     flops_per_byte_of_cuts: float = 0.0
@@ -62,7 +63,7 @@ def find_speed(
     peak_tflops: float | None,
     device: str | None,
     efficiency: float,
-    link_gb_per_s: float,
+    links: Links,
     memory_gb_per_s: float | None,
     dtype: torch.dtype,
     accelerator: str,
@@ -73,7 +74,7 @@ def find_speed(
         peak_tflops: The user's number, 10¹² floating point operations per second; it comes before the others.
         device: Name of a device that Lightning has numbers for.
         efficiency: The share of the peak that is reached.
-        link_gb_per_s: 10⁹ bytes per second between two ranks.
+        links: What messages take.
         memory_gb_per_s: 10⁹ bytes per second of the device's memory that are reached; None for what is known of it.
         dtype: What matrices are multiplied in.
         accelerator: ``trainer.accelerator``; unless it is ``cpu`` the GPU of this machine is asked, if there is one.
@@ -83,7 +84,6 @@ def find_speed(
     """
     given = {
         "efficiency": efficiency,
-        "link_gb_per_s": link_gb_per_s,
         "peak_tflops": peak_tflops,
         "memory_gb_per_s": memory_gb_per_s,
     }
@@ -92,42 +92,35 @@ def find_speed(
             raise UserError(f"{name}={value} must be a positive number")
     if efficiency > 1:
         raise UserError(f"efficiency={efficiency} must be at most 1: it is the share of the peak that is reached")
-    link = 1e9 * link_gb_per_s
     bandwidth: float | None = None
     if peak_tflops is not None:
         peak, whose = 1e12 * peak_tflops, "peak_tflops"
     elif device is not None:
         peak, whose = _peak_of_named(device, dtype), f"{device}, {_short(dtype)}, by Lightning's table"
-        bandwidth = bandwidth_of_named(_name_of(device))
+        bandwidth = bandwidth_of_named(name_of_device(device))
     elif accelerator != "cpu" and torch.cuda.is_available():
         here = torch.device("cuda", torch.cuda.current_device())
         found = peak_flops_of(here, dtype)
         if found is None:
-            return Speed(None, link, f"no FLOP/s are known for {torch.cuda.get_device_name()} in {_short(dtype)}")
+            return Speed(None, links, f"no FLOP/s are known for {torch.cuda.get_device_name()} in {_short(dtype)}")
         peak, whose = found, f"{torch.cuda.get_device_name()}, {_short(dtype)}, by Lightning's table"
         bandwidth = bandwidth_of_gpu(here)
     else:
-        return Speed(None, link, "no FLOP/s are known for this machine")
+        return Speed(None, links, "no FLOP/s are known for this machine")
     about = f"{peak / 1e12:g} TFLOP/s ({whose}) x efficiency {efficiency:g}, "
     memory = None if bandwidth is None else SHARE_OF_BANDWIDTH * bandwidth
     if memory_gb_per_s is not None:
         memory = 1e9 * memory_gb_per_s
         bandwidth = memory / SHARE_OF_BANDWIDTH
     about += "memory not known" if memory is None else f"memory at {memory / 1e9:g} GB/s"
-    about += f", transfers at {link_gb_per_s:g} GB/s"
-    return Speed(peak * efficiency, link, about, memory, flops_per_byte(peak, bandwidth))
-
-
-def _name_of(device: str) -> str:
-    """The name of a device as Lightning has it."""
-    words = device.lower().replace("-", " ").replace("_", " ").split()
-    return " ".join(word for word in words if word not in _MAKERS)
+    about += f", {about_links(links)}"
+    return Speed(peak * efficiency, links, about, memory, flops_per_byte(peak, bandwidth))
 
 
 def _peak_of_named(device: str, dtype: torch.dtype) -> float:
     from lightning_pp.cli._lightning_private import FLOPS_OF_GPUS
 
-    name = _name_of(device)
+    name = name_of_device(device)
     if name not in FLOPS_OF_GPUS:
         raise UserError(
             f"device={device} is not known: choose one of {', '.join(FLOPS_OF_GPUS)}, or give peak_tflops=NUMBER"
@@ -172,7 +165,7 @@ class Costs:
     @property
     def about(self) -> str:
         """Where the times come from."""
-        transfers = f"transfers at {self._speed.link_bytes_per_s / 1e9:g} GB/s"
+        transfers = about_links(self._speed.links)
         if self.unit_times is not None:
             return f"measured: {self.unit_times.about}, {transfers}"
         if self._are_alone:
@@ -244,16 +237,20 @@ class Costs:
         if self._are_alone:
             if not cut.is_measured:
                 raise ConfigurationError("this cut has other units than those that ran alone")
-            return replace(costs, p2p=_transfers(split.placement, crossings, 1e3 / self._speed.link_bytes_per_s))
+            return self._with_transfers(costs, split.placement, crossings)
         if self._speed.flops_per_s is None:
             if self._scale is None:
                 largest = max(costs.per_stage(split.placement.num_stages).forward)
                 self._scale = next(prefix for prefix in _PREFIXES if largest >= prefix[0] or prefix[0] == 1.0)
             return scaled(costs, 1 / self._scale[0])
-        return replace(
-            scaled(costs, 1e3 / self._speed.flops_per_s),
-            p2p=_transfers(split.placement, crossings, 1e3 / self._speed.link_bytes_per_s),
-        )
+        return self._with_transfers(scaled(costs, 1e3 / self._speed.flops_per_s), split.placement, crossings)
+
+    def _with_transfers(
+        self, costs: StageCosts, placement: Placement, crossings: Sequence[CrossingSummary]
+    ) -> StageCosts:
+        messages = [Message(one.source, one.target, one.forward_bytes, one.gradient_bytes) for one in crossings]
+        p2p, p2p_back = transfer_times(messages, placement, self._speed.links)
+        return replace(costs, p2p=p2p, p2p_back=p2p_back)
 
     def _units(self, cut: Cut) -> Mapping[str, UnitCost]:
         """Costs of units, in FLOPs or, where they are measured, in milliseconds."""
@@ -273,16 +270,6 @@ class Costs:
             return measured.p2p, measured.p2p_back
         longest = max(*measured.p2p, *measured.p2p_back)
         return longest, longest
-
-
-def _transfers(placement: Placement, crossings: Sequence[CrossingSummary], ms_per_byte: float) -> tuple[float, ...]:
-    """Time of one transfer by the stage that sends; the longer of its two directions."""
-    forward, back = [0.0] * placement.num_stages, [0.0] * placement.num_stages
-    for crossing in crossings:
-        if crossing.is_sent:
-            forward[crossing.source] += crossing.forward_bytes * ms_per_byte
-            back[crossing.target] += crossing.gradient_bytes * ms_per_byte
-    return tuple(map(max, forward, back))
 
 
 def scaled(costs: StageCosts, factor: float) -> StageCosts:

@@ -17,6 +17,7 @@ from lightning_pp.cli.before_launch import trainer_options
 from lightning_pp.cli.launch import num_processes_wanted
 from lightning_pp.cli.plan.costs import Costs, Speed, check_costs_file, find_speed
 from lightning_pp.cli.plan.files import write_files
+from lightning_pp.cli.plan.links import find_links
 from lightning_pp.cli.plan.memory import PlanMemory
 from lightning_pp.cli.plan.report import Plan, print_check, print_plan
 from lightning_pp.cli.plan.schedules import PlannedSchedule, Planner, ScheduleTable, smallest_need
@@ -152,7 +153,7 @@ def _request(config: DictConfig) -> Request:
         peak_tflops=config.peak_tflops,
         device=config.device,
         efficiency=config.efficiency,
-        link_gb_per_s=config.link_gb_per_s,
+        links=find_links(config, num_devices, strategy.sizes.pipeline),
         memory_gb_per_s=config.memory_gb_per_s,
         dtype=dtype_of_precision(config.trainer.precision),
         accelerator=config.trainer.accelerator,
