@@ -33,7 +33,6 @@ _T = TypeVar("_T")
 _CPU = torch.device("cpu")
 # of the arguments of a trainer: what needs devices, or writes or prints
 _REPLACED: dict[str, Any] = {
-    "accelerator": "cpu",
     "devices": 1,
     "num_nodes": 1,
     "logger": False,
@@ -63,13 +62,17 @@ class FirstStep:
         precision: The trainer's.
         optimizer: The user's optimizer over the whole module; None where there is none.
         device_type: Of the device that is planned for.
+        flops_per_byte: FLOPs that it does in the time in which its memory moves a byte; 0: not known.
+        device: Where the step is recorded, and the batch lies.
     """
 
     module: pl.LightningModule
     batch: Any
     precision: Precision
     optimizer: Optimizer | None
-    device_type: str
+    device_type: str = "cpu"
+    flops_per_byte: float = 0.0
+    device: torch.device = _CPU
 
     def microbatches(self, options: PipelineOptions, sizes: ParallelSizes) -> list[Microbatch]:
         """What training would cut the batch into."""
@@ -101,11 +104,13 @@ class FirstStep:
             batch=self.batch,
             microbatches=microbatches,
             step=recorded_step(
-                self.module, "training_step", first, arguments, precision=precision, device=_CPU, trains=True
+                self.module, "training_step", first, arguments, precision=precision, device=self.device, trains=True
             ),
             device_type=self.device_type,
+            flops_per_byte=self.flops_per_byte,
             optimizer=self.optimizer,
             dtypes=step_dtypes(precision),
+            device=self.device,
             recordings=recordings,
         )
 
@@ -116,12 +121,21 @@ class DryStrategy(SingleDeviceStrategy):
     Args:
         device_type: Of the device that is planned for.
         look: Is given the first step, while the trainer is there.
+        flops_per_byte: FLOPs that the device does in the time in which its memory moves a byte; 0: not known.
+        device: Where the step is recorded, and units run that are measured.
     """
 
-    def __init__(self, device_type: str, look: Callable[[FirstStep], Any]) -> None:
-        super().__init__(_CPU)
+    def __init__(
+        self,
+        device_type: str,
+        look: Callable[[FirstStep], Any],
+        flops_per_byte: float = 0.0,
+        device: torch.device = _CPU,
+    ) -> None:
+        super().__init__(device)
         self._device_type = device_type
         self._look = look
+        self._flops_per_byte = flops_per_byte
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -139,7 +153,15 @@ class DryStrategy(SingleDeviceStrategy):
         first = first_batch(trainer)
         set_up_one_optimizer(self, trainer)
         optimizer = self.optimizers[0] if self.optimizers else None
-        step = FirstStep(module, first.batch, self.precision_plugin, optimizer, self._device_type)
+        step = FirstStep(
+            module,
+            first.batch,
+            self.precision_plugin,
+            optimizer,
+            self._device_type,
+            self._flops_per_byte,
+            self.root_device,
+        )
         with first.as_hooks_left_it():
             self._look(step)
         raise _LookedAt
@@ -160,6 +182,8 @@ def look_at_cuts(
     look: Callable[[ModelCutter], _T],
     *,
     device_type: str = "cpu",
+    flops_per_byte: float = 0.0,
+    device: torch.device = _CPU,
 ) -> _T:
     """As :func:`look_at_first_step`, for one pipeline.
 
@@ -171,6 +195,8 @@ def look_at_cuts(
         sizes: Of the pipeline.
         look: Is given the cutter, while the trainer is there.
         device_type: Of the device that is planned for.
+        flops_per_byte: FLOPs that it does in the time in which its memory moves a byte; 0: not known.
+        device: Where the step is recorded; one of this machine.
 
     Returns:
         What ``look`` returned.
@@ -179,7 +205,9 @@ def look_at_cuts(
     def cut(step: FirstStep) -> _T:
         return look(step.cutter(options, sizes, step.microbatches(options, sizes)))
 
-    return look_at_first_step(trainer_options, module, data, cut, device_type=device_type)
+    return look_at_first_step(
+        trainer_options, module, data, cut, device_type=device_type, flops_per_byte=flops_per_byte, device=device
+    )
 
 
 def look_at_first_step(
@@ -189,6 +217,8 @@ def look_at_first_step(
     look: Callable[[FirstStep], _T],
     *,
     device_type: str = "cpu",
+    flops_per_byte: float = 0.0,
+    device: torch.device = _CPU,
 ) -> _T:
     """Prepares a fit of ``module`` without memory, devices or processes, and looks at its first step.
 
@@ -201,14 +231,17 @@ def look_at_first_step(
         data: The user's data, a LightningDataModule or a loader; None if the module has its own.
         look: Is given the step, while the trainer is there.
         device_type: Of the device that is planned for.
+        flops_per_byte: FLOPs that it does in the time in which its memory moves a byte; 0: not known.
+        device: Where the step is recorded; one of this machine.
 
     Returns:
         What ``look`` returned.
     """
     found: list[_T] = []
-    strategy = DryStrategy(device_type, lambda step: found.append(look(step)))
+    strategy = DryStrategy(device_type, lambda step: found.append(look(step)), flops_per_byte, device)
     with _quiet_lightning():
-        trainer = pl.Trainer(**{**trainer_options, **_REPLACED, "strategy": strategy})
+        replaced = {**_REPLACED, "accelerator": "cpu" if device.type == "cpu" else "gpu", "strategy": strategy}
+        trainer = pl.Trainer(**{**trainer_options, **replaced})
         if isinstance(data, pl.LightningDataModule):
             trainer.fit(module, datamodule=data)
         else:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import repeat
 
 from lightning_pp.distributed.sizes import ParallelSizes
+from lightning_pp.planning.hardware.links import Links, LinkSpeed
 from lightning_pp.planning.memory.model import MemoryModel
 from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.schedule import Action, ActionKind, Schedule, ShardedProgram, Sharding, StageCosts, insert_sharding
@@ -20,16 +21,16 @@ class Collectives:
 
     Attributes:
         sharding: What is gathered, for :func:`insert_sharding`.
-        gathered_bytes: For each stage, what a rank receives when the stage is gathered once.
-        reduced_bytes: For each stage, what a rank receives when its gradients are reduced.
+        gather: For each stage, milliseconds of gathering it once.
+        reduce: For each stage, milliseconds of reducing its gradients.
     """
 
     sharding: Sharding
-    gathered_bytes: tuple[float, ...]
-    reduced_bytes: tuple[float, ...]
+    gather: tuple[float, ...]
+    reduce: tuple[float, ...]
 
     @classmethod
-    def of(cls, split: SplitModel, model: MemoryModel, sizes: ParallelSizes) -> Collectives:
+    def of(cls, split: SplitModel, model: MemoryModel, sizes: ParallelSizes, links: Links) -> Collectives:
         """Those of the stages of ``split``, in rings.
 
         A rank receives b (n - 1) / n in a gather or a reduce-scatter of b bytes among n, twice that in an all-reduce.
@@ -38,18 +39,22 @@ class Collectives:
             split: The stages.
             model: Says what is sharded, and in which dtypes.
             sizes: Of the mesh.
+            links: What messages take. Of a group with ranks on several nodes, all wait for the links between these.
         """
         state, num_stages = model.state, split.placement.num_stages
         parameters = split.parameter_sizes()
-        gathered, reduced = [0.0] * num_stages, [0.0] * num_stages
+        among_shards, among_all = _link(links, state.num_shards), _link(links, sizes.data_parallel)
+        gather, scatter, copies = [0.0] * num_stages, [0.0] * num_stages, [0.0] * num_stages
         num_bytes: dict[str, int] = {}
         for parameter in parameters:
             whole = _gathered_bytes(parameter, state)
             if whole and parameter.unit is not None:
                 num_bytes[parameter.unit] = num_bytes.get(parameter.unit, 0) + whole
             for stage in parameter.stages:
-                gathered[stage] += whole * (1 - 1 / state.num_shards)
-                reduced[stage] += _reduced_bytes(parameter, state, sizes.data_parallel)
+                gather[stage] += whole * (1 - 1 / state.num_shards)
+                over_shards, over_copies = _reduced_bytes(parameter, state, sizes.data_parallel)
+                scatter[stage] += over_shards
+                copies[stage] += over_copies
         units = [
             tuple(
                 call.unit
@@ -59,9 +64,10 @@ class Collectives:
             for stage in range(num_stages)
         ]
         sharding = Sharding(state.sharding, tuple(units), num_bytes, state.unshard_budget)
-        return cls(sharding, tuple(gathered), tuple(reduced))
+        reduce = (among_shards.ms(one) + among_all.ms(other) for one, other in zip(scatter, copies, strict=True))
+        return cls(sharding, tuple(map(among_shards.ms, gather)), tuple(reduce))
 
-    def time_in_a_row(self, schedule: Schedule, costs: StageCosts, bytes_per_ms: float) -> float:
+    def time_in_a_row(self, schedule: Schedule, costs: StageCosts) -> float:
         """The time of a step in a row of steps with gathers and reductions, milliseconds.
 
         They run one after the other beside the computation of their rank; a rank begins the next step when its last
@@ -72,11 +78,9 @@ class Collectives:
         Args:
             schedule: The programs.
             costs: Of the stages, without gathers and reductions.
-            bytes_per_ms: Between two of the ranks.
         """
         sharded = insert_sharding(schedule, self.sharding)
-        gather = [num_bytes / bytes_per_ms for num_bytes in self.gathered_bytes]
-        reduce = [num_bytes / bytes_per_ms for num_bytes in self.reduced_bytes]
+        gather = list(self.gather)
         resolved = costs.per_stage(schedule.placement.num_stages)
         forward, backward_input = list(resolved.forward), list(resolved.backward_input)
         for rank in range(schedule.placement.num_ranks):
@@ -85,7 +89,7 @@ class Collectives:
                 one_use, gather[stage] = gather[stage] * (share or 0.0), 0.0
                 forward[stage] = max(forward[stage], one_use)
                 backward_input[stage] = max(backward_input[stage], one_use)
-        with_them = replace(costs, forward=forward, backward_input=backward_input, gather=gather, reduce=reduce)
+        with_them = replace(costs, forward=forward, backward_input=backward_input, gather=gather, reduce=self.reduce)
         simulation = sharded.schedule.simulate(with_them)
         own_times = map(_own_time, simulation.programs, simulation.start_ms, simulation.end_ms, repeat(gather))
         return max(step_length(schedule, costs)[1], *own_times)
@@ -121,11 +125,17 @@ def _gathered_bytes(parameter: ParameterSize, state: StateSizes) -> int:
     return parameter.num_elements_held(state.num_shards) * state.num_shards * dtype.itemsize
 
 
-def _reduced_bytes(parameter: ParameterSize, state: StateSizes, num_replicas: int) -> float:
+def _link(links: Links, size: int) -> LinkSpeed:
+    """The slowest link of groups of ``size`` neighbours."""
+    per_node = links.ranks_per_node
+    return links.inside if per_node is None or per_node % size == 0 else links.between
+
+
+def _reduced_bytes(parameter: ParameterSize, state: StateSizes, num_replicas: int) -> tuple[float, float]:
     """What a rank receives for a parameter when gradients are reduced: over the shards, then over copies of a shard."""
     if not parameter.is_trainable:
-        return 0.0
+        return 0.0, 0.0
     num_bytes = parameter.num_elements * (state.dtypes.gradient or parameter.dtype).itemsize
     num_shards = state.num_shards if parameter.is_shardable else 1
     num_copies = num_replicas // num_shards
-    return num_bytes * (1 - 1 / num_shards) + 2 * (1 - 1 / num_copies) * num_bytes / num_shards
+    return num_bytes * (1 - 1 / num_shards), 2 * (1 - 1 / num_copies) * num_bytes / num_shards

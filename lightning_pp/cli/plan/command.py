@@ -5,7 +5,7 @@ One plan, in order::
     Hydra       composes the same config as `lightning-pp`, with what PlanConf adds
     build       data, strategy and model, whose parameters have no memory
     cut         by a dry run on the first batch, through the code that training cuts with
-    costs       measured ones from a file, or estimates from FLOPs
+    costs       measured ones, from a file or by running units alone (--measure), or estimates from FLOPs and bytes
     schedules   every one built and simulated under these costs
     report      stages as a tree, memory of each rank, the table of schedules, the chosen one as a picture; files
 
@@ -29,7 +29,7 @@ from lightning_pp.cli.plan.search.run import search_plans
 from lightning_pp.cli.problems import UserError, check_choices, print_problem, user_errors
 
 _COMMAND = "lightning-pp-plan"
-_FLAGS = {"--check": "check=true", "--search": "search=true"}
+_FLAGS = {"--check": "check=true", "--measure": "measure=true", "--search": "search=true"}
 
 
 def main() -> None:

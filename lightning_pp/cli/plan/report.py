@@ -66,12 +66,12 @@ class Plan:
 
         Without, where there are none or where times are relative.
         """
-        bytes_per_ms, sizes = self.costs.link_bytes_per_ms, self.cutter.sizes
-        if bytes_per_ms is None or sizes.data_parallel == 1:
+        links, sizes = self.costs.links, self.cutter.sizes
+        if links is None or sizes.data_parallel == 1:
             return self.shown.time_in_a_row
         cut = self.shown.cut
-        collectives = Collectives.of(cut.split, self.cutter.memory_model, sizes)
-        return collectives.time_in_a_row(self.shown.schedule, cut.costs, bytes_per_ms)
+        collectives = Collectives.of(cut.split, self.cutter.memory_model, sizes, links)
+        return collectives.time_in_a_row(self.shown.schedule, cut.costs)
 
 
 def print_plan(console: Console, plan: Plan) -> None:

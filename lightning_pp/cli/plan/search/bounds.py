@@ -44,11 +44,21 @@ class Blocks:
 
     @classmethod
     def of(cls, recording: RecordedModel, costs: Costs, wishes: CutOptions) -> Blocks:
-        """Those of a recorded step."""
+        """Those of a recorded step.
+
+        Args:
+            recording: The step.
+            costs: What stages cost, in milliseconds.
+            wishes: What the user says of the cuts, and the device they are for.
+        """
         groups = inseparable_groups(recording.record)
         one = Placement.interleaved(1)
         whole = partition_units(
-            recording.record, placement=one, num_parameters=recording.num_parameters, unit_weights=wishes.unit_weights
+            recording.record,
+            placement=one,
+            num_parameters=recording.num_parameters,
+            unit_weights=wishes.unit_weights,
+            flops_per_byte=wishes.flops_per_byte,
         )
         block_of_unit = {unit: index for index, group in enumerate(groups) for unit in group}
         split = assign_stages(recording, placement=one, partition=whole)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 from lightning_pp.cli.plan.collectives import Collectives
-from lightning_pp.cli.plan.costs import Costs
+from lightning_pp.cli.plan.costs import Costs, Speed
 from lightning_pp.cli.plan.memory import PlanMemory, RankBytes
 from lightning_pp.cli.plan.schedules import PlannedSchedule, Planner
 from lightning_pp.cli.plan.search.bounds import Blocks, Numbers, fixed_program, least_span, microbatches_held
@@ -95,22 +95,21 @@ class PlanSearch:
         step: The first step of the training.
         options: As configured, of which a plan changes what :class:`Layout` and :class:`ShardingChoice` have.
         space: The plans.
-        costs: What stages cost, in milliseconds.
+        speed: Of a device, for one replica.
         limit_bytes: The most that a rank may hold; None for no limit.
     """
 
     def __init__(
-        self, step: FirstStep, options: PipelineOptions, space: Space, costs: Costs, limit_bytes: float | None
+        self, step: FirstStep, options: PipelineOptions, space: Space, speed: Speed, limit_bytes: float | None
     ) -> None:
         self._step = step
         self._options = options
         self._space = space
-        self._costs = costs
+        self._speed = speed
         self._limit = limit_bytes
-        assert costs.link_bytes_per_ms is not None, "only milliseconds compare computation with communication"
-        self._bytes_per_ms = costs.link_bytes_per_ms
         self._batch_size = batch_size_of(step.batch) or 1
         # one object for equal arguments
+        self._costs = cache(self._costs_of)
         self._recordings = cache(self._recordings_of)
         self._memory_model = cache(self._memory_model_of)
         self._program = cache(fixed_program)
@@ -180,9 +179,11 @@ class PlanSearch:
         cutter = self._cutter(layout, choice)
         model, sizes = self._memory_model(choice, layout.num_replicas), cutter.sizes
         counts = PlanMemory(model)
-        source = cutter.options.schedule.source
+        source, costs = cutter.options.schedule.source, self._costs(layout.num_replicas)
+        links = costs.links
+        assert links is not None, "only milliseconds compare computation with communication"
         if like is None or self._options.device_memory_gib is not None or source.is_searched:
-            planner = Planner(cutter, self._costs, counts, self._limit)
+            planner = Planner(cutter, costs, counts, self._limit)
             several = [planner.plan(source, placement) for placement in source.placements(layout.num_ranks)]
             planned = min(several, key=lambda one: (not one.fits, one.time_in_a_row))
         else:
@@ -190,8 +191,8 @@ class PlanSearch:
             planned = replace(like, memory=memory, fits=self._fits(memory))
         time = planned.time_in_a_row
         if layout.num_replicas > 1:
-            collectives = Collectives.of(planned.cut.split, model, sizes)
-            time = collectives.time_in_a_row(planned.schedule, planned.cut.costs, self._bytes_per_ms)
+            collectives = Collectives.of(planned.cut.split, model, sizes, links)
+            time = collectives.time_in_a_row(planned.schedule, planned.cut.costs)
         return FoundPlan(layout, choice, planned, time)
 
     def _fits(self, memory: Sequence[RankBytes]) -> bool:
@@ -232,11 +233,11 @@ class PlanSearch:
 
     def _blocks_of(self, layout: Layout) -> list[Blocks]:
         """Of the recording, and of the one with its head whole, where that is another."""
-        recording = self._recording(layout)
-        found = []
+        recording, found = self._recording(layout), []
+        wishes = replace(self._options.cut, flops_per_byte=self._step.flops_per_byte)
         for one in filter(None, (recording, recording.whole)):
             if id(one) not in self._blocks:  # recordings are kept, so that their ids stay their own
-                self._blocks[id(one)] = Blocks.of(one, self._costs, self._options.cut)
+                self._blocks[id(one)] = Blocks.of(one, self._costs(1), wishes)
             found.append(self._blocks[id(one)])
         return found
 
@@ -284,6 +285,10 @@ class PlanSearch:
             sharding=replace(options.sharding, mode=choice.mode, replicate_size=choice.replicate_size),
             activation_checkpointing=layout.activation_checkpointing,
         )
+
+    def _costs_of(self, num_replicas: int) -> Costs:
+        links = replace(self._speed.links, num_replicas=num_replicas)
+        return Costs(replace(self._speed, links=links), None, self._options.cut)
 
     def _memory_model_of(self, choice: ShardingChoice, num_replicas: int) -> MemoryModel:
         sharding = replace(self._options.sharding, mode=choice.mode, replicate_size=choice.replicate_size)

@@ -106,19 +106,27 @@ def _searched(config: DictConfig, request: Request, batch: _Batch, tell: Callabl
         space = _space(config, request, batch, step)
         limit_gib = config.device_memory_gib if config.device_memory_gib is not None else options.device_memory_gib
         limit = None if limit_gib is None else limit_gib * _GIB
-        costs = Costs(request.speed, None, options.cut)
-        result = PlanSearch(step, options, space, costs, limit).run(tell)
-        return Search(config, batch.key, space, result, costs.about, limit, type(step.module).__name__)
+        result = PlanSearch(step, options, space, request.speed, limit).run(tell)
+        about = Costs(request.speed, None, options.cut).about
+        return Search(config, batch.key, space, result, about, limit, type(step.module).__name__)
 
     device_type = "cpu" if config.trainer.accelerator == "cpu" else "cuda"
     with user_errors(FileNotFoundError):
-        return look_at_first_step(trainer_options(config.trainer), model, data, look, device_type=device_type)
+        return look_at_first_step(
+            trainer_options(config.trainer),
+            model,
+            data,
+            look,
+            device_type=device_type,
+            flops_per_byte=request.speed.flops_per_byte_of_cuts,
+        )
 
 
 def _check(config: DictConfig) -> None:
     """Says what is of one plan, and so of no use to a search."""
     given = {
         "check": config.check,
+        "measure": config.measure,
         "out": config.out is not None,
         "show": config.show != "best",
         "costs": config.costs is not None,
@@ -184,10 +192,9 @@ def _space(config: DictConfig, request: Request, batch: _Batch, step: FirstStep)
         )
     names = config.schedules or [name for name in _known() if not schedule_family(name).is_search]
     devices = request.num_devices
-    per_node = devices // int(config.trainer.num_nodes)
     return Space(
         devices,
-        per_node,
+        request.speed.links.ranks_per_node or devices,
         num_samples,
         batch.num_replicas if batch.key is None else None,
         list(dict.fromkeys(names)),
