@@ -180,7 +180,7 @@ def test_gathers_and_reductions_of_one_stage_are_those_of_rings(num_microbatches
     one_way = 0.75 * num_bytes / 0.05e9 * 1e3  # of 4 ranks, milliseconds
     assert added == pytest.approx(2 * one_way, rel=0.01)  # an all-reduce
     assert of("shard_grad_op")[1] == pytest.approx(2 * one_way, rel=0.01)  # a gather and a reduce-scatter
-    assert of("full_shard")[1] > 1.0 * one_way
+    assert of("full_shard")[1] >= 0.99 * one_way
 
 
 def test_where_nothing_fits_the_plan_that_needs_least_is_named() -> None:
