@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,10 +14,13 @@ from lightning_pp.distributed.sizes import ParallelSizes
 from lightning_pp.planning.memory.limit import DeviceMemory
 from lightning_pp.planning.memory.model import MemoryModel
 from lightning_pp.planning.pipeline_options import PipelineOptions
+from lightning_pp.planning.refinement.choice import refine_cuts
 from lightning_pp.planning.schedules.source import ScheduleSource
 from lightning_pp.planning.stage_model import RecordedModel, SplitModel, assign_stages, record_model
 from lightning_pp.planning.tuning import LayoutRequest, choose_cuts, choose_layout
 from lightning_pp.schedule import Placement
+from lightning_pp.split.cut.partition import Partition
+from lightning_pp.split.cut.unit_costs import UnitCost
 from lightning_pp.split.data.microbatch import Microbatch, batch_size_of
 from lightning_pp.split.dry_run.run import DryRun
 from lightning_pp.split.memory.state_memory import StepDtypes
@@ -82,6 +85,7 @@ class ModelCutter:
         self._optimizer = optimizer
         self._dtypes = dtypes or StepDtypes()
         self._recordings: list[tuple[int, RecordedModel]] = []
+        self._refined: dict[tuple[int, frozenset[str]], RecordedModel | None] = {}
 
     def split(self, placement: Placement, source: ScheduleSource | None = None) -> Cut:
         """The cut that training makes for ``placement``.
@@ -94,11 +98,26 @@ class ModelCutter:
             ConfigurationError, SplitError: As :func:`lightning_pp.split.partition_units` says.
         """
         recording = self._recording(placement.num_stages)
-        partition, measured = choose_cuts(
-            recording.record, recording.num_parameters, self._request(recording, source), placement
+        partition, measured = self._cuts(recording, placement, source)
+        finer = refine_cuts(
+            recording,
+            partition,
+            placement,
+            lambda recording: self._request(recording, source),
+            lambda names: self._with_refined(recording, placement.num_stages, names),
         )
+        if finer is not recording:
+            recording = finer
+            partition, measured = self._cuts(recording, placement, source)
         split = assign_stages(recording, placement=placement, partition=partition)
         return Cut(split, measured is not None)
+
+    def _cuts(
+        self, recording: RecordedModel, placement: Placement, source: ScheduleSource | None
+    ) -> tuple[Partition, Mapping[str, UnitCost] | None]:
+        """As :func:`lightning_pp.planning.tuning.choose_cuts` says."""
+        request = self._request(recording, source)
+        return choose_cuts(recording.record, recording.num_parameters, request, placement)
 
     def placement(self) -> Placement:
         """Where training would put the stages.
@@ -138,7 +157,24 @@ class ModelCutter:
             # units are refined until there are enough of them, so that what had enough for fewer stages is the same
             if made_for <= num_stages <= len(recording.record.first_calls()):
                 return recording
-        recording = record_model(
+        recording = self._record(num_stages)
+        self._recordings.append((num_stages, recording))
+        return recording
+
+    def _with_refined(self, whole: RecordedModel, num_stages: int, names: Collection[str]) -> RecordedModel | None:
+        """The model with units refined; None if its step cannot be recorded so."""
+        for made_for, recording in self._recordings:
+            num_stages = made_for if recording is whole else num_stages
+        key = num_stages, frozenset(names)
+        if key not in self._refined:
+            try:
+                self._refined[key] = self._record(num_stages, names)
+            except Exception:  # of the user's code, too, which is not run so then
+                self._refined[key] = None
+        return self._refined[key]
+
+    def _record(self, num_stages: int, refined: Collection[str] = ()) -> RecordedModel:
+        return record_model(
             self.module,
             device=_CPU,
             step=self._step,
@@ -147,6 +183,5 @@ class ModelCutter:
             num_stages=num_stages,
             compute_dtype=self._dtypes.compute,
             activation_checkpointing=self.options.activation_checkpointing,
+            refined={*refined, *self.options.refined_units(self.module)},
         )
-        self._recordings.append((num_stages, recording))
-        return recording

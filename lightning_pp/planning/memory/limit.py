@@ -81,6 +81,10 @@ class DeviceMemory:
         self._updates = updates
         self._communicators_bytes = communicators_bytes
 
+    def of(self, recording: RecordedModel) -> DeviceMemory:
+        """The same limit for the same model with other units."""
+        return DeviceMemory(self.limit_gib, self.model, recording, self._updates, self._communicators_bytes)
+
     def estimate(self, partition: Partition, placement: Placement, schedule: Schedule | None = None) -> MemoryEstimate:
         """What stages and ranks hold."""
         places = places_of(self._recording, partition, self._updates)
