@@ -632,13 +632,13 @@ class PipelineParallelStrategy(MeshStrategy):
     @with_stages
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """This rank's part of the model, or with ``save_distributed_checkpoint=False`` all of it, on rank 0."""
-        self.engine.settle()
+        self._settle()
         return self._checkpoints.model_state()
 
     @with_stages
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """With ``save_distributed_checkpoint=False`` the optimizer's state as one device would have it, on rank 0."""
-        self.engine.settle()
+        self._settle()
         return self._checkpoints.optimizer_state(optimizer)
 
     @with_stages
@@ -646,8 +646,8 @@ class PipelineParallelStrategy(MeshStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         """Writes a checkpoint; every rank takes part. After an exception nothing is written."""
-        if self._engine is not None and not self._is_interrupted:
-            self._engine.settle()
+        if not self._is_interrupted:
+            self._settle()
         self._checkpoints.save(checkpoint, filepath, storage_options)
 
     def wait_for_checkpoint(self) -> None:
@@ -681,7 +681,7 @@ class PipelineParallelStrategy(MeshStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads weights and optimizer state, as ``on_load_checkpoint`` has left them, into this rank's part."""
         assert self.lightning_module is not None
-        self.engine.settle()
+        self._settle()
         resume_callbacks(self.lightning_module.trainer, checkpoint.get("callbacks", {}))
         self._checkpoints.load(checkpoint, strict=strict)
 
@@ -800,6 +800,10 @@ class PipelineParallelStrategy(MeshStrategy):
 
     def on_train_end(self) -> None:
         """The last update is settled when training ends."""
+        self._settle()
+
+    def _settle(self) -> None:
+        """Settles an update of ``optimizer_sync="deferred"``, if there is a pipeline yet."""
         if self._engine is not None:
             self._engine.settle()
 

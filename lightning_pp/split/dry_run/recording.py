@@ -23,11 +23,11 @@ from lightning_pp.split.dry_run.data_flow import DataFlow
 from lightning_pp.split.dry_run.gradient_flow import gradient_sources
 from lightning_pp.split.dry_run.memory_watch import GraphReader, MemoryWatch
 from lightning_pp.split.dry_run.python_reads import PythonReads
-from lightning_pp.split.dry_run.split_heads import SplitHeads
 from lightning_pp.split.fakes.fake_mode import NeedsDataError
 from lightning_pp.split.fakes.made_up_data import AsFake, MadeUpData
 from lightning_pp.split.fakes.parameters import FakeParameters, has_data, is_fake
 from lightning_pp.split.head.parts import HeadPart, whole_units
+from lightning_pp.split.head.recorded_heads import SplitHeads
 from lightning_pp.split.record.source_lines import innermost_user_line, running_autograd_function, user_line
 from lightning_pp.split.record.sources import NOTHING, Inside, Parameter, Source, set_sources, storage_of
 from lightning_pp.split.record.step_record import (
