@@ -67,6 +67,7 @@ class LayoutRequest:
         cut: What the user says of the cuts.
         device_type: Of the device that computes, for estimates.
         memory: What a rank may hold altogether; None for no limit.
+        placement: Where the stages are, if that is decided.
     """
 
     options: ScheduleOptions
@@ -75,6 +76,7 @@ class LayoutRequest:
     cut: CutOptions
     device_type: str
     memory: DeviceMemory | None = None
+    placement: Placement | None = None
 
     @property
     def fewest_stages(self) -> int:
@@ -84,6 +86,8 @@ class LayoutRequest:
     @cached_property
     def placements(self) -> list[Placement]:
         """Where the stages may be; several where there is a choice."""
+        if self.placement is not None:
+            return [self.placement]
         return self.options.source.placements(self.num_ranks, self._known_stages_per_rank)
 
     @property

@@ -144,7 +144,8 @@ class PipelineParallelStrategy(MeshStrategy):
             ``interleaved_zb``).
         units: Names or shell patterns of modules that live whole on one stage; by default discovered.
         split_points: Names of the units that start stages 1, 2, ...; by default the cut with the shortest step, by
-            measured costs that are given, else by FLOPs and parameters.
+            measured costs that are given, else by FLOPs and parameters, inside of blocks where that is at least 2 %
+            shorter. A name may be that of a block's child: the block is cut there.
         unit_weights: Name or shell pattern of units to a factor for their cost in that balance.
         rank_speeds: For each rank of the pipeline how fast it is compared with the others, where devices differ.
         split_head: Whether a last ``nn.Linear`` whose logits go into one cross entropy is cut along its classes into

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from operator import is_not
 from typing import Any
 
 import torch
@@ -256,6 +257,7 @@ class DryRun:
         call = self._begun_call(unit, args, kwargs)
         given = args, kwargs
         args, kwargs = cast_activations(call, args, kwargs, self.record.compute_dtype)
+        call.is_cast = any(map(is_not, leaves_of((args, kwargs)), leaves_of(given)))
         self._note_given(call, args, kwargs)
         call.region = self.running_region()
         call.shapes = shapes_of(*given)
