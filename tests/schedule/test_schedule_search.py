@@ -81,7 +81,6 @@ def gaps_to_optimum(num_problems: int, *, most_microbatches: int, time_limit_s: 
 
 
 def test_auto_is_near_the_optimum_of_a_few_problems() -> None:
-    pytest.importorskip("ortools", reason="the exact solver is an extra")
     gaps = gaps_to_optimum(3, most_microbatches=4, time_limit_s=3)
     assert max(gaps) <= 0.02
     assert sum(gaps) / len(gaps) <= 0.005
@@ -90,14 +89,12 @@ def test_auto_is_near_the_optimum_of_a_few_problems() -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_auto_is_near_the_optimum_of_a_hundred_problems() -> None:
-    pytest.importorskip("ortools", reason="the exact solver is an extra")
     gaps = gaps_to_optimum(100, most_microbatches=8, time_limit_s=30)
     assert max(gaps) <= 0.02
     assert sum(gaps) / len(gaps) <= 0.005
 
 
 def test_exact_auto_proves_what_it_found() -> None:
-    pytest.importorskip("ortools", reason="the exact solver is an extra")
     request = random_request(random.Random(5), most_microbatches=4)
     searched, solved = build_schedule("auto", **request), build_schedule("auto", exact=True, **request)
     solved.validate(costs=request["costs"], memory_limit=request["memory_limit"])
