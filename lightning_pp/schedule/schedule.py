@@ -98,6 +98,7 @@ class Schedule(Programs):
         """
         table = read_csv(Path(path))
         table.check_sizes(num_ranks=num_ranks, num_stages=num_stages, num_microbatches=num_microbatches)
-        schedule = cls(name or str(path), table.placement, num_microbatches or table.num_microbatches, table.programs)
+        number = num_microbatches or table.num_microbatches
+        schedule = cls(name or str(path), table.placement, number, table.coded_programs(number))
         check_program(schedule, UNIT_COSTS, None, source=table)
         return schedule
