@@ -28,7 +28,7 @@ from lightning_pp.schedule.search.problem import Problem
 from lightning_pp.schedule.search.timing import Objective, earliest, latest, length_of
 from lightning_pp.schedule.sharding import Sharding, ShardingMode
 
-PROFILES: dict[str, Any] = json.loads((Path(__file__).parent / "published_profiles.json").read_text())
+PROFILES: dict[str, Any] = json.loads((Path(__file__).parents[1] / "published_profiles.json").read_text())
 
 
 def random_request(draw: random.Random, *, most_microbatches: int = 8) -> dict[str, Any]:
