@@ -718,11 +718,23 @@ class PlanConf(RunConf):
 
     Attributes:
         check: Only whether the module can be cut.
-        costs: JSON file of measured costs; null: they are estimated from FLOPs.
+        search: Compare all plans for the devices: sizes, microbatches, schedules, sharding, activation checkpointing.
+        samples_per_step: With ``search``, samples of all replicas in a step; null for those that are configured.
+        batch_size_key: With ``search``, where the configuration has the samples of one replica's batch.
+        costs: JSON file of measured costs; null: they are estimated from FLOPs and bytes.
+        measure: Whether each distinct unit runs alone on the present device, and costs are those times.
+        measure_seconds: How long that may take altogether; each distinct unit runs once in any case.
         device: Device to estimate for, by a name such as ``h100 sxm``.
         peak_tflops: What a device can do at most, in TFLOP/s, in place of what is known of ``device``.
         efficiency: Share of that which is reached.
-        link_gb_per_s: GB/s between two ranks.
+        links: JSON file of ``lightning-pp-doctor``, whose figures count before those that follow; null for none.
+        link_gb_per_s: GB/s between two nodes.
+        link_latency_us: Microseconds that a message between two nodes takes besides its bytes.
+        node_link_gb_per_s: GB/s between two ranks of a node; null for what is known of ``device``, or else
+            ``link_gb_per_s``.
+        node_link_latency_us: Microseconds that a message between two ranks of a node takes besides its bytes.
+        devices_per_node: Devices of a node; null for those of ``trainer.num_nodes``, and at most 8 where that is 1.
+        memory_gb_per_s: GB/s of a device's memory that are reached; null: 0.8 of what is known of ``device``.
         device_memory_gib: The most GiB that a rank may hold, everything included; null for that of the strategy.
         schedules: Names of the schedules to compare; null for all.
         show: Schedule to draw and export: ``best``, ``configured`` or a name.
@@ -730,11 +742,22 @@ class PlanConf(RunConf):
     """
 
     check: bool = False
+    search: bool = False
+    samples_per_step: int | None = None
+    batch_size_key: str = "data.batch_size"
     costs: str | None = None
+    measure: bool = False
+    measure_seconds: float = 10.0
     device: str | None = None
     peak_tflops: float | None = None
     efficiency: float = 0.4
+    links: str | None = None
     link_gb_per_s: float = 25.0
+    link_latency_us: float = 20.0
+    node_link_gb_per_s: float | None = None
+    node_link_latency_us: float = 10.0
+    devices_per_node: int | None = None
+    memory_gb_per_s: float | None = None
     device_memory_gib: float | None = None
     schedules: list[str] | None = None
     show: str = "best"

@@ -9,6 +9,7 @@ from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.memory.limit import Cut, DeviceMemory
 from lightning_pp.planning.schedules.given_costs import GivenCosts
 from lightning_pp.schedule import Placement, Schedule, StageCosts
+from lightning_pp.schedule.simulation.simulate import step_length
 from lightning_pp.split.cut.partition import Partition, UnitMemory, moved_cuts, partition_units
 from lightning_pp.split.cut.unit_costs import UnitCost, calibrated, estimate_unit_costs, stage_costs
 from lightning_pp.split.head.choice import SplitHead, check_split_head
@@ -29,6 +30,8 @@ class CutOptions:
         rank_speeds: For each rank of the pipeline how fast it is, compared with the others; None: all alike.
         units: Names or shell patterns of what the user calls units, or None to discover them.
         split_head: In how many parts to cut a last projection with a cross entropy after it.
+        flops_per_byte: FLOPs that the device does in the time in which its memory moves a byte, which is no wish of
+            the user's but what estimates go by; 0 where that is not known.
 
     Raises:
         ConfigurationError: ``split_head`` is not of its kind.
@@ -39,6 +42,7 @@ class CutOptions:
     rank_speeds: Sequence[float] | None = None
     units: Sequence[str] | None = None
     split_head: SplitHead = False
+    flops_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
         check_split_head(self.split_head)
@@ -66,7 +70,8 @@ def measured_unit_costs(
     if measured is None or measured.units is None or measured.stages.num_stages not in (None, len(measured.units)):
         return None
     try:
-        units = calibrated(estimate_unit_costs(record, num_parameters), measured.stages, measured.units)
+        estimated = estimate_unit_costs(record, num_parameters, cut.flops_per_byte)
+        units = calibrated(estimated, measured.stages, measured.units)
     except ConfigurationError:
         return None
     if cut.rank_speeds is None or measured.ranks is None:
@@ -100,7 +105,7 @@ def best_partition(
         num_parameters: Every unit's number of parameters.
         placement: Which rank holds which stages.
         cut: The user's wishes.
-        costs: Measured costs of units; None for FLOPs.
+        costs: Measured costs of units; None for estimates.
         program: A schedule on this placement.
         memory: What ranks may hold; None for no limit.
         held_by: Schedules to keep that limit by, tried in order; None among them: one microbatch at a time. By default
@@ -121,6 +126,7 @@ def best_partition(
             unit_weights=cut.unit_weights,
             rank_speeds=cut.rank_speeds,
             memory=units,
+            flops_per_byte=cut.flops_per_byte,
         )
 
     orders = held_by or (program,)
@@ -154,7 +160,7 @@ def _with_moved_cuts(
     speeds = cut.speeds_of_stages(program.placement)
 
     def step_time(candidate: Partition) -> float:
-        return max(program.simulate(stage_costs(candidate.unit_costs, candidate.stage_of_unit, speeds)).span_ms)
+        return step_length(program, stage_costs(candidate.unit_costs, candidate.stage_of_unit, speeds))[1]
 
     best, tried, improved = step_time(partition), 0, True
     while improved and tried < _MOST_MOVES_TRIED:

@@ -18,6 +18,7 @@ from lightning_pp.planning.refinement.choice import refine_cuts
 from lightning_pp.planning.schedules.source import ScheduleSource
 from lightning_pp.planning.stage_model import RecordedModel, SplitModel, assign_stages, record_model
 from lightning_pp.planning.tuning import ChosenCuts, LayoutRequest, choose_cuts, choose_cuts_of, choose_layout_of
+from lightning_pp.planning.unit_times.measure import UnitTimes
 from lightning_pp.schedule import Placement
 from lightning_pp.split.data.microbatch import Microbatch, batch_size_of
 from lightning_pp.split.dry_run.run import DryRun
@@ -53,8 +54,12 @@ class ModelCutter:
         microbatches: What it is cut into.
         step: The user's step on the first microbatch, for a dry run.
         device_type: Of the device that is planned for.
+        flops_per_byte: FLOPs that it does in the time in which its memory moves a byte; 0: not known.
         optimizer: The user's optimizer over the whole module; None where there is none.
         dtypes: Of computation and of gradients, where they are not the parameters'.
+        device: Where the step is recorded, and the batch lies.
+        recordings: Recordings of the step that there are, each with the number of stages that its units were found
+            for; others are made when they are needed.
 
     Attributes:
         batch_size: Samples in the batch; None if they cannot be counted.
@@ -72,8 +77,11 @@ class ModelCutter:
         microbatches: Sequence[Microbatch],
         step: Callable[[DryRun], Any],
         device_type: str = "cpu",
+        flops_per_byte: float = 0.0,
         optimizer: Optimizer | None = None,
         dtypes: StepDtypes | None = None,
+        device: torch.device = _CPU,
+        recordings: Sequence[tuple[int, RecordedModel]] = (),
     ) -> None:
         self.module = module
         self.options = options
@@ -83,10 +91,26 @@ class ModelCutter:
         self.num_microbatches = len(microbatches)
         self._step = step
         self._device_type = device_type
+        self._flops_per_byte = flops_per_byte
         self._optimizer = optimizer
         self._dtypes = dtypes or StepDtypes()
-        self._recordings: list[tuple[int, RecordedModel]] = []
+        self._device = device
+        self._recordings = list(recordings)
         self._refined: dict[tuple[int, frozenset[str], int], RecordedModel | None] = {}
+        self._unit_times: UnitTimes | None = None
+
+    def measure_units(self, most_seconds: float, tell: Callable[[str], None] = lambda text: None) -> UnitTimes:
+        """From here on, cuts and costs go by the times of units that run alone on the device.
+
+        Args:
+            most_seconds: How long all units may take together; each distinct one runs once in any case.
+            tell: Is told which one is being measured.
+
+        Returns:
+            What measures them; it has those of a model once that has been cut.
+        """
+        self._unit_times = UnitTimes(self._step, self._device, most_seconds, tell)
+        return self._unit_times
 
     def split(self, placement: Placement, source: ScheduleSource | None = None) -> Cut:
         """The cut that training makes for ``placement``.
@@ -98,7 +122,7 @@ class ModelCutter:
         Raises:
             ConfigurationError, SplitError: As :func:`lightning_pp.split.partition_units` says.
         """
-        recording = self._recording(placement.num_stages)
+        recording = self.recording(placement.num_stages)
         chosen = choose_cuts_of(recording, self._request(recording, source), placement)
         finer = refine_cuts(
             chosen.recording,
@@ -122,7 +146,7 @@ class ModelCutter:
         request = self._request()
         if len(request.placements) == 1:
             return request.placements[0]
-        recording = self._recording(request.fewest_stages)
+        recording = self.recording(request.fewest_stages)
         return choose_layout_of(recording, self._request(recording)).placement
 
     @property
@@ -138,15 +162,20 @@ class ModelCutter:
         )
 
     def _request(self, recording: RecordedModel | None = None, source: ScheduleSource | None = None) -> LayoutRequest:
-        request = self.options.layout_request(self.sizes.pipeline, self.num_microbatches, self._device_type)
+        request = self.options.layout_request(
+            self.sizes.pipeline, self.num_microbatches, self._device_type, self._flops_per_byte
+        )
         if source is not None:
             request = replace(request, options=replace(request.options, source=source))
+        if recording is not None and self._unit_times is not None:
+            costs = self._unit_times.of(recording)
+            request = replace(request, options=replace(request.options, costs=costs))
         if recording is None or self.options.device_memory_gib is None:
             return request
         memory = DeviceMemory(self.options.device_memory_gib, self.memory_model, recording, {})
         return replace(request, memory=memory)
 
-    def _recording(self, num_stages: int) -> RecordedModel:
+    def recording(self, num_stages: int) -> RecordedModel:
         """A recording of the step with the units that training would find for so many stages."""
         for made_for, recording in self._recordings:
             # units are refined until there are enough of them, so that what had enough for fewer stages is the same
@@ -175,7 +204,7 @@ class ModelCutter:
     ) -> RecordedModel:
         return record_model(
             self.module,
-            device=_CPU,
+            device=self._device,
             step=self._step,
             with_gradients=True,
             patterns=self.options.cut.units,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from torch import nn
@@ -132,12 +132,16 @@ class PipelineOptions:
         measured = [name for names in (costs.units if costs is not None else None) or () for name in names]
         return units_that_hold(module, [*(self.cut.split_points or ()), *measured])
 
-    def layout_request(self, num_ranks: int, num_microbatches: int, device_type: str) -> LayoutRequest:
+    def layout_request(
+        self, num_ranks: int, num_microbatches: int, device_type: str, flops_per_byte: float = 0.0
+    ) -> LayoutRequest:
         """What a layout is chosen from, without a limit of memory.
 
         Args:
             num_ranks: Ranks of the pipeline.
             num_microbatches: Of the first batch.
             device_type: Of the device that computes.
+            flops_per_byte: FLOPs that it does in the time in which its memory moves a byte; 0: not known.
         """
-        return LayoutRequest(self.schedule, num_ranks, num_microbatches, self.cut, device_type)
+        cut = replace(self.cut, flops_per_byte=flops_per_byte)
+        return LayoutRequest(self.schedule, num_ranks, num_microbatches, cut, device_type)

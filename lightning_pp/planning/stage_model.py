@@ -218,6 +218,23 @@ def record_model(
     return of(units, record, whole=recording if split_head == "auto" else None)
 
 
+def with_recomputation(recording: RecordedModel, activation_checkpointing: ActivationCheckpointing) -> RecordedModel:
+    """``recording`` as it is with other units run again in backward, without another dry run.
+
+    Args:
+        recording: Recorded without a policy of what checkpointed units save, which a dry run has to see.
+        activation_checkpointing: The strategy's, without one either.
+
+    Raises:
+        ConfigurationError: As :func:`~lightning_pp.planning.activation_checkpointing.recomputation_of` says.
+    """
+    recomputation = recomputation_of(activation_checkpointing, recording.module, recording.units, recording.record)
+    units = frozenset[str]() if recomputation is None else frozenset(recomputation.units)
+    whole = None if recording.whole is None else with_recomputation(recording.whole, activation_checkpointing)
+    record = replace(recording.record, recomputed_units=units)
+    return replace(recording, record=record, recomputation=recomputation, whole=whole)
+
+
 def assign_stages(
     recording: RecordedModel,
     *,

@@ -314,6 +314,8 @@ def costs_of(
     costs, holds_gib = measured.stages, measured.hold_gib
     if units is not None and not _measured_on(measured, partition):
         costs, holds_gib = costs_of_other_cuts(costs, partition, speeds), False
+    if measured.are_alone:
+        costs = replace(costs, p2p=estimated.p2p, p2p_back=estimated.p2p_back)
     costs.per_stage(partition.num_stages)
     if units is None:
         _warn_of_other_cuts(measured, partition)

@@ -56,6 +56,7 @@ from lightning_pp.strategy.connection import Connection
 from lightning_pp.strategy.lightning.gradient_norms import GradientNorms
 from lightning_pp.strategy.lightning.settling import refuse_own_updates, settled_before_hooks
 from lightning_pp.strategy.parameters.deferred_updates import DeferredUpdates
+from lightning_pp.strategy.parameters.device_speed import flops_per_byte_of
 from lightning_pp.strategy.parameters.finite_gradients import FiniteGradients
 from lightning_pp.strategy.parameters.gradients import StageGradients
 from lightning_pp.strategy.parameters.precision import scaled, step_dtypes
@@ -194,7 +195,8 @@ class PipelineEngine:
             has_several_loaders: Whether the step is told which of several loaders a batch is from.
         """
         microbatches = self._cut(batch, for_training=step == "training_step")
-        request = self._options.layout_request(self.sizes.pipeline, len(microbatches), self.device.type)
+        speed = flops_per_byte_of(self.device, self._precision.precision)
+        request = self._options.layout_request(self.sizes.pipeline, len(microbatches), self.device.type, speed)
         self._seed = broadcast(int(torch.initial_seed() % (1 << 40)))
         if self._options.device_memory_gib is not None:
             self._communicators_bytes += self._connection.open_neighbours()

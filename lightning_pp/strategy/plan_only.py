@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch.optim import Optimizer
 
 from lightning_pp.distributed.sizes import ParallelSizes
 from lightning_pp.planning.model_cutter import ModelCutter
 from lightning_pp.planning.pipeline_options import PipelineOptions
+from lightning_pp.planning.stage_model import RecordedModel
+from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.fakes.without_memory import parameters_without_memory
 from lightning_pp.strategy._lightning_private import EndOfFit
 from lightning_pp.strategy.batch.cutter import BatchCutter
@@ -28,7 +33,6 @@ _T = TypeVar("_T")
 _CPU = torch.device("cpu")
 # of the arguments of a trainer: what needs devices, or writes or prints
 _REPLACED: dict[str, Any] = {
-    "accelerator": "cpu",
     "devices": 1,
     "num_nodes": 1,
     "logger": False,
@@ -48,24 +52,90 @@ class _LookedAt(EndOfFit):
     """Ends a fit before it begins; Lightning lets such an exception end a fit in good order."""
 
 
+@dataclass(frozen=True)
+class FirstStep:
+    """The first training step of a fit, for looks at how a pipeline would run it.
+
+    Attributes:
+        module: The whole module.
+        batch: The first batch.
+        precision: The trainer's.
+        optimizer: The user's optimizer over the whole module; None where there is none.
+        device_type: Of the device that is planned for.
+        flops_per_byte: FLOPs that it does in the time in which its memory moves a byte; 0: not known.
+        device: Where the step is recorded, and the batch lies.
+    """
+
+    module: pl.LightningModule
+    batch: Any
+    precision: Precision
+    optimizer: Optimizer | None
+    device_type: str = "cpu"
+    flops_per_byte: float = 0.0
+    device: torch.device = _CPU
+
+    def microbatches(self, options: PipelineOptions, sizes: ParallelSizes) -> list[Microbatch]:
+        """What training would cut the batch into."""
+        batches = options.batches
+        cutter = BatchCutter(options.num_microbatches, sizes.pipeline, batches.split_batch, self.module)
+        return cutter.cut(self.batch, for_training=True)
+
+    def cutter(
+        self,
+        options: PipelineOptions,
+        sizes: ParallelSizes,
+        microbatches: Sequence[Microbatch],
+        recordings: Sequence[tuple[int, RecordedModel]] = (),
+    ) -> ModelCutter:
+        """Cuts the module for a step of ``microbatches``, the first of which is looked at.
+
+        Args:
+            options: What the user says of the pipeline.
+            sizes: Of the pipeline.
+            microbatches: Of a batch.
+            recordings: As of :class:`ModelCutter`.
+        """
+        arguments = first_arguments(self.module, "training_step")
+        first, precision = microbatches[0].data, self.precision
+        return ModelCutter(
+            self.module,
+            options,
+            sizes,
+            batch=self.batch,
+            microbatches=microbatches,
+            step=recorded_step(
+                self.module, "training_step", first, arguments, precision=precision, device=self.device, trains=True
+            ),
+            device_type=self.device_type,
+            flops_per_byte=self.flops_per_byte,
+            optimizer=self.optimizer,
+            dtypes=step_dtypes(precision),
+            device=self.device,
+            recordings=recordings,
+        )
+
+
 class DryStrategy(SingleDeviceStrategy):
     """Goes through a fit's preparations, as far as a pipeline would cut the module, looks at it, and ends the fit.
 
     Args:
-        options: What the user says of the pipeline.
-        sizes: Of the pipeline.
         device_type: Of the device that is planned for.
-        look: Is given the cutter, while the trainer is there.
+        look: Is given the first step, while the trainer is there.
+        flops_per_byte: FLOPs that the device does in the time in which its memory moves a byte; 0: not known.
+        device: Where the step is recorded, and units run that are measured.
     """
 
     def __init__(
-        self, options: PipelineOptions, sizes: ParallelSizes, device_type: str, look: Callable[[ModelCutter], Any]
+        self,
+        device_type: str,
+        look: Callable[[FirstStep], Any],
+        flops_per_byte: float = 0.0,
+        device: torch.device = _CPU,
     ) -> None:
-        super().__init__(_CPU)
-        self._options = options
-        self._sizes = sizes
+        super().__init__(device)
         self._device_type = device_type
         self._look = look
+        self._flops_per_byte = flops_per_byte
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -81,30 +151,19 @@ class DryStrategy(SingleDeviceStrategy):
         refuse_unsupported(trainer, module, self.precision_plugin, torch.device("cuda"))  # planned for, not run
         self.model = self.precision_plugin.convert_module(module)
         first = first_batch(trainer)
-        batch = first.batch
         set_up_one_optimizer(self, trainer)
-
-        precision, arguments = self.precision_plugin, first_arguments(module, "training_step")
-        batches = self._options.batches
-        cutter = BatchCutter(self._options.num_microbatches, self._sizes.pipeline, batches.split_batch, module)
-        microbatches = cutter.cut(batch, for_training=True)
-        step = recorded_step(
-            module, "training_step", microbatches[0].data, arguments, precision=precision, device=_CPU, trains=True
+        optimizer = self.optimizers[0] if self.optimizers else None
+        step = FirstStep(
+            module,
+            first.batch,
+            self.precision_plugin,
+            optimizer,
+            self._device_type,
+            self._flops_per_byte,
+            self.root_device,
         )
         with first.as_hooks_left_it():
-            self._look(
-                ModelCutter(
-                    module,
-                    self._options,
-                    self._sizes,
-                    batch=batch,
-                    microbatches=microbatches,
-                    step=step,
-                    device_type=self._device_type,
-                    optimizer=self.optimizers[0] if self.optimizers else None,
-                    dtypes=step_dtypes(precision),
-                )
-            )
+            self._look(step)
         raise _LookedAt
 
     def model_to_device(self) -> None:
@@ -123,11 +182,10 @@ def look_at_cuts(
     look: Callable[[ModelCutter], _T],
     *,
     device_type: str = "cpu",
+    flops_per_byte: float = 0.0,
+    device: torch.device = _CPU,
 ) -> _T:
-    """Prepares a fit of ``module`` without memory, devices or processes, and looks at how it can be cut.
-
-    Hooks run as in training: ``prepare_data``, ``setup``, ``configure_model`` (its parameters without memory), the
-    training dataloader, ``configure_optimizers``.
+    """As :func:`look_at_first_step`, for one pipeline.
 
     Args:
         trainer_options: Arguments of the trainer; those about devices, loggers and outputs are replaced.
@@ -137,14 +195,53 @@ def look_at_cuts(
         sizes: Of the pipeline.
         look: Is given the cutter, while the trainer is there.
         device_type: Of the device that is planned for.
+        flops_per_byte: FLOPs that it does in the time in which its memory moves a byte; 0: not known.
+        device: Where the step is recorded; one of this machine.
+
+    Returns:
+        What ``look`` returned.
+    """
+
+    def cut(step: FirstStep) -> _T:
+        return look(step.cutter(options, sizes, step.microbatches(options, sizes)))
+
+    return look_at_first_step(
+        trainer_options, module, data, cut, device_type=device_type, flops_per_byte=flops_per_byte, device=device
+    )
+
+
+def look_at_first_step(
+    trainer_options: dict[str, Any],
+    module: pl.LightningModule,
+    data: Any,
+    look: Callable[[FirstStep], _T],
+    *,
+    device_type: str = "cpu",
+    flops_per_byte: float = 0.0,
+    device: torch.device = _CPU,
+) -> _T:
+    """Prepares a fit of ``module`` without memory, devices or processes, and looks at its first step.
+
+    Hooks run as in training: ``prepare_data``, ``setup``, ``configure_model`` (its parameters without memory), the
+    training dataloader, ``configure_optimizers``.
+
+    Args:
+        trainer_options: Arguments of the trainer; those about devices, loggers and outputs are replaced.
+        module: The user's module.
+        data: The user's data, a LightningDataModule or a loader; None if the module has its own.
+        look: Is given the step, while the trainer is there.
+        device_type: Of the device that is planned for.
+        flops_per_byte: FLOPs that it does in the time in which its memory moves a byte; 0: not known.
+        device: Where the step is recorded; one of this machine.
 
     Returns:
         What ``look`` returned.
     """
     found: list[_T] = []
-    strategy = DryStrategy(options, sizes, device_type, lambda cutter: found.append(look(cutter)))
+    strategy = DryStrategy(device_type, lambda step: found.append(look(step)), flops_per_byte, device)
     with _quiet_lightning():
-        trainer = pl.Trainer(**{**trainer_options, **_REPLACED, "strategy": strategy})
+        replaced = {**_REPLACED, "accelerator": "cpu" if device.type == "cpu" else "gpu", "strategy": strategy}
+        trainer = pl.Trainer(**{**trainer_options, **replaced})
         if isinstance(data, pl.LightningDataModule):
             trainer.fit(module, datamodule=data)
         else:

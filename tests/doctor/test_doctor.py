@@ -19,6 +19,7 @@ from lightning_pp.doctor.command import main
 from lightning_pp.doctor.findings import Outcome, Row, Status
 from lightning_pp.doctor.run import Options, examine
 from lightning_pp.doctor.teams import OwnProcesses
+from lightning_pp.planning.hardware.links import links_measured
 
 ON_A_CPU = {check.title for check in all_checks() if not check.why_cuda_only}
 
@@ -65,6 +66,8 @@ def test_four_processes_that_are_well(tmp_path: Path) -> None:
     assert set(of_check) == {"channels", "queued-receives", "rounds", "parity", "updates"}
     assert len(of_check["channels"]["details"]) == 4
     assert sum(len(rank["links"]) for rank in of_check["channels"]["details"]) == 6  # pairs of four ranks
+    inside, between = links_measured(path)
+    assert inside is not None and inside.bytes_per_s > 0 and inside.latency_ms > 0 and between is None
     assert {case["replicas"] for case in of_check["parity"]["details"][0]} == {1, 2}
     for rank in (*of_check["parity"]["details"], of_check["updates"]["details"]):
         # sums in another order leave something, so that nothing at all would mean that nothing was compared

@@ -5,10 +5,11 @@ One plan, in order::
     Hydra       composes the same config as `lightning-pp`, with what PlanConf adds
     build       data, strategy and model, whose parameters have no memory
     cut         by a dry run on the first batch, through the code that training cuts with
-    costs       measured ones from a file, or estimates from FLOPs
+    costs       measured ones, from a file or by running units alone (--measure), or estimates from FLOPs and bytes
     schedules   every one built and simulated under these costs
     report      stages as a tree, memory of each rank, the table of schedules, the chosen one as a picture; files
 
+``lightning-pp-plan --search`` compares plans of all sizes instead: see :mod:`lightning_pp.cli.plan.search`.
 ``lightning-pp-plan --check my_package.my_module:MyModule`` needs no config: see :mod:`lightning_pp.cli.plan.check`.
 """
 
@@ -24,9 +25,11 @@ from lightning_pp.cli.hydra_app.answers import answer_alone
 from lightning_pp.cli.hydra_app.application import run_task
 from lightning_pp.cli.plan.check import run_check
 from lightning_pp.cli.plan.run import make_plan
+from lightning_pp.cli.plan.search.run import search_plans
 from lightning_pp.cli.problems import UserError, check_choices, print_problem, user_errors
 
 _COMMAND = "lightning-pp-plan"
+_FLAGS = {"--check": "check=true", "--measure": "measure=true", "--search": "search=true"}
 
 
 def main() -> None:
@@ -41,7 +44,7 @@ def main() -> None:
     except UserError as error:
         print_problem(error, _COMMAND)
         sys.exit(1)
-    sys.argv[1:] = ["check=true" if argument == "--check" else argument for argument in arguments]
+    sys.argv[1:] = [_FLAGS.get(argument, argument) for argument in arguments]
 
     run_task(_task, "pkg://lightning_pp.conf", "plan", "1.3", _COMMAND)
 
@@ -72,7 +75,10 @@ def run_plan(config: DictConfig) -> int:
     """Makes and prints the plan that ``config`` asks for; the exit code."""
     try:
         with user_errors():
-            make_plan(config)
+            if config.search:
+                search_plans(config)
+            else:
+                make_plan(config)
     except UserError as error:
         print_problem(error, _COMMAND)
         return 1

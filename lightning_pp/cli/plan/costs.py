@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from lightning_pp.cli.plan.links import about_links, name_of_device
 from lightning_pp.cli.problems import UserError
 from lightning_pp.errors import ConfigurationError, ScheduleError
 from lightning_pp.planning.cuts import CutOptions
+from lightning_pp.planning.hardware.devices import (
+    SHARE_OF_BANDWIDTH,
+    bandwidth_of_gpu,
+    bandwidth_of_named,
+    flops_per_byte,
+)
+from lightning_pp.planning.hardware.links import Links, Message, transfer_times
 from lightning_pp.planning.model_cutter import Cut
 from lightning_pp.planning.plan_summary import CrossingSummary
+from lightning_pp.planning.schedules.given_costs import given_costs
+from lightning_pp.planning.unit_times.measure import UnitTimes
 from lightning_pp.schedule import Placement, StageCosts
 from lightning_pp.schedule.simulation.costs import PerStage
-from lightning_pp.split.cut.unit_costs import UnitCost, calibrated, stage_costs
+from lightning_pp.split.cut.unit_costs import UnitCost, calibrated, estimate_unit_costs, stage_costs, weighted
+from lightning_pp.strategy.parameters.device_speed import peak_flops_of
 
 _PREFIXES = ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "kFLOP"), (1.0, "FLOP"))
-_MAKERS = ("nvidia", "geforce", "tesla")
 
 
 @dataclass(frozen=True)
@@ -29,13 +38,24 @@ class Speed:
     Attributes:
         flops_per_s: Floating point operations per second that it reaches; None if nothing is known, and then times are
             relative.
-        link_bytes_per_s: Bytes per second between two ranks.
+        links: What messages take.
         about: Where the numbers come from.
+        memory_bytes_per_s: Bytes per second from and to its memory that it reaches; None if that is not known.
+        flops_per_byte_of_cuts: FLOPs in the time in which a byte is moved that training would cut by on this device.
     """
 
     flops_per_s: float | None
-    link_bytes_per_s: float
+    links: Links
     about: str
+    memory_bytes_per_s: float | None = None
+    flops_per_byte_of_cuts: float = 0.0
+
+    @property
+    def flops_per_byte(self) -> float:
+        """FLOPs in the time in which a byte is moved; 0 where that is not known."""
+        if self.flops_per_s is None or self.memory_bytes_per_s is None:
+            return 0.0
+        return self.flops_per_s / self.memory_bytes_per_s
 
 
 def find_speed(
@@ -43,7 +63,8 @@ def find_speed(
     peak_tflops: float | None,
     device: str | None,
     efficiency: float,
-    link_gb_per_s: float,
+    links: Links,
+    memory_gb_per_s: float | None,
     dtype: torch.dtype,
     accelerator: str,
 ) -> Speed:
@@ -53,47 +74,53 @@ def find_speed(
         peak_tflops: The user's number, 10¹² floating point operations per second; it comes before the others.
         device: Name of a device that Lightning has numbers for.
         efficiency: The share of the peak that is reached.
-        link_gb_per_s: 10⁹ bytes per second between two ranks.
+        links: What messages take.
+        memory_gb_per_s: 10⁹ bytes per second of the device's memory that are reached; None for what is known of it.
         dtype: What matrices are multiplied in.
         accelerator: ``trainer.accelerator``; unless it is ``cpu`` the GPU of this machine is asked, if there is one.
 
     Raises:
         UserError: A number is not positive, or the device is unknown.
     """
-    for name, value in (("efficiency", efficiency), ("link_gb_per_s", link_gb_per_s), ("peak_tflops", peak_tflops)):
+    given = {
+        "efficiency": efficiency,
+        "peak_tflops": peak_tflops,
+        "memory_gb_per_s": memory_gb_per_s,
+    }
+    for name, value in given.items():
         if value is not None and not 0 < value < float("inf"):
             raise UserError(f"{name}={value} must be a positive number")
     if efficiency > 1:
         raise UserError(f"efficiency={efficiency} must be at most 1: it is the share of the peak that is reached")
-    link = 1e9 * link_gb_per_s
+    bandwidth: float | None = None
     if peak_tflops is not None:
         peak, whose = 1e12 * peak_tflops, "peak_tflops"
     elif device is not None:
         peak, whose = _peak_of_named(device, dtype), f"{device}, {_short(dtype)}, by Lightning's table"
+        bandwidth = bandwidth_of_named(name_of_device(device))
     elif accelerator != "cpu" and torch.cuda.is_available():
-        found = _peak_of_this_gpu(dtype)
+        here = torch.device("cuda", torch.cuda.current_device())
+        found = peak_flops_of(here, dtype)
         if found is None:
-            return Speed(None, link, f"no FLOP/s are known for {torch.cuda.get_device_name()} in {_short(dtype)}")
+            return Speed(None, links, f"no FLOP/s are known for {torch.cuda.get_device_name()} in {_short(dtype)}")
         peak, whose = found, f"{torch.cuda.get_device_name()}, {_short(dtype)}, by Lightning's table"
+        bandwidth = bandwidth_of_gpu(here)
     else:
-        return Speed(None, link, "no FLOP/s are known for this machine")
-    about = f"{peak / 1e12:g} TFLOP/s ({whose}) x efficiency {efficiency:g}, transfers at {link_gb_per_s:g} GB/s"
-    return Speed(peak * efficiency, link, about)
-
-
-def _peak_of_this_gpu(dtype: torch.dtype) -> float | None:
-    from lightning.fabric.utilities.throughput import get_available_flops
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return get_available_flops(torch.device("cuda"), dtype)
+        return Speed(None, links, "no FLOP/s are known for this machine")
+    about = f"{peak / 1e12:g} TFLOP/s ({whose}) x efficiency {efficiency:g}, "
+    memory = None if bandwidth is None else SHARE_OF_BANDWIDTH * bandwidth
+    if memory_gb_per_s is not None:
+        memory = 1e9 * memory_gb_per_s
+        bandwidth = memory / SHARE_OF_BANDWIDTH
+    about += "memory not known" if memory is None else f"memory at {memory / 1e9:g} GB/s"
+    about += f", {about_links(links)}"
+    return Speed(peak * efficiency, links, about, memory, flops_per_byte(peak, bandwidth))
 
 
 def _peak_of_named(device: str, dtype: torch.dtype) -> float:
     from lightning_pp.cli._lightning_private import FLOPS_OF_GPUS
 
-    words = [word for word in device.lower().replace("-", " ").replace("_", " ").split() if word not in _MAKERS]
-    name = " ".join(words)
+    name = name_of_device(device)
     if name not in FLOPS_OF_GPUS:
         raise UserError(
             f"device={device} is not known: choose one of {', '.join(FLOPS_OF_GPUS)}, or give peak_tflops=NUMBER"
@@ -115,13 +142,18 @@ class Costs:
         speed: For estimates.
         path: A file of measured costs, or None.
         wishes: What the user says of the cuts, and of how fast ranks are.
+        unit_times: What has measured the units that are cut; None: nothing has.
     """
 
-    def __init__(self, speed: Speed, path: str | None, wishes: CutOptions) -> None:
+    def __init__(self, speed: Speed, path: str | None, wishes: CutOptions, unit_times: UnitTimes | None = None) -> None:
         self._speed = speed
         self._wishes = wishes
         self._path = path
-        self._measured = None if path is None else StageCosts.from_json(path)
+        self.unit_times = unit_times
+        given = None if unit_times is not None else given_costs(path)
+        # of units alone nothing but the cuts' own costs is used
+        self._are_alone = unit_times is not None or (given is not None and given.are_alone)
+        self._measured = None if given is None or given.are_alone else given.stages
         self._scale: tuple[float, str] | None = None
         self._calibrated: Mapping[str, UnitCost] | None = None
 
@@ -131,12 +163,24 @@ class Costs:
         return self._scale[1] if self._scale is not None else "ms"
 
     @property
+    def links(self) -> Links | None:
+        """What messages take; None where times are relative, and these are free."""
+        is_relative = self._measured is None and not self._are_alone and self._speed.flops_per_s is None
+        return None if is_relative else self._speed.links
+
+    @property
     def about(self) -> str:
         """Where the times come from."""
+        transfers = about_links(self._speed.links)
+        if self.unit_times is not None:
+            return f"measured: {self.unit_times.about}, {transfers}"
+        if self._are_alone:
+            return f"measured on units alone, {self._path}, {transfers}"
         if self._measured is not None:
             return f"measured, {self._path}"
         if self._speed.flops_per_s is not None:
-            return f"estimated from FLOPs: {self._speed.about}"
+            what = "FLOPs and bytes" if self._speed.memory_bytes_per_s is not None else "FLOPs"
+            return f"estimated from {what}: {self._speed.about}"
         return (
             f"relative, in {self.unit}s of one rank, transfers free: {self._speed.about}; give device=NAME, "
             "peak_tflops=NUMBER or costs=FILE for milliseconds"
@@ -146,8 +190,13 @@ class Costs:
         """Learns from measured costs of unknown stages what units cost, as if ``cut`` were what they were measured on.
 
         Raises:
-            UserError: The file has costs for another number of stages.
+            UserError: The file has costs for another number of stages, or of other units that ran alone.
         """
+        if self._are_alone and not cut.is_measured:
+            raise UserError(
+                f"costs={self._path} has times of units that ran alone, and they are not all of this model's: measure "
+                "it again with lightning-pp-plan --measure"
+            )
         if self._measured is None or cut.is_measured:
             return
         split = cut.split
@@ -180,7 +229,7 @@ class Costs:
             held_after_input: The same after I.
         """
         split = cut.split
-        units = self._calibrated if self._calibrated is not None else split.partition.unit_costs
+        units = self._units(cut)
         costs = stage_costs(
             units,
             split.partition.stage_of_unit,
@@ -191,15 +240,33 @@ class Costs:
         if self._measured is not None:
             p2p, p2p_back = self._measured_transfers(split.placement)
             return replace(costs, p2p=p2p, p2p_back=p2p_back)
+        if self._are_alone:
+            if not cut.is_measured:
+                raise ConfigurationError("this cut has other units than those that ran alone")
+            return self._with_transfers(costs, split.placement, crossings)
         if self._speed.flops_per_s is None:
             if self._scale is None:
                 largest = max(costs.per_stage(split.placement.num_stages).forward)
                 self._scale = next(prefix for prefix in _PREFIXES if largest >= prefix[0] or prefix[0] == 1.0)
             return scaled(costs, 1 / self._scale[0])
-        return replace(
-            scaled(costs, 1e3 / self._speed.flops_per_s),
-            p2p=_transfers(split.placement, crossings, 1e3 / self._speed.link_bytes_per_s),
-        )
+        return self._with_transfers(scaled(costs, 1e3 / self._speed.flops_per_s), split.placement, crossings)
+
+    def _with_transfers(
+        self, costs: StageCosts, placement: Placement, crossings: Sequence[CrossingSummary]
+    ) -> StageCosts:
+        messages = [Message(one.source, one.target, one.forward_bytes, one.gradient_bytes) for one in crossings]
+        p2p, p2p_back = transfer_times(messages, placement, self._speed.links)
+        return replace(costs, p2p=p2p, p2p_back=p2p_back)
+
+    def _units(self, cut: Cut) -> Mapping[str, UnitCost]:
+        """Costs of units, in FLOPs or, where they are measured, in milliseconds."""
+        if self._calibrated is not None:
+            return self._calibrated
+        split = cut.split
+        if cut.is_measured or self._speed.flops_per_byte == self._speed.flops_per_byte_of_cuts:
+            return split.partition.unit_costs
+        units = estimate_unit_costs(split.record, split.num_parameters, self._speed.flops_per_byte)
+        return weighted(units, self._wishes.unit_weights or {})
 
     def _measured_transfers(self, placement: Placement) -> tuple[PerStage, PerStage]:
         """To the next stage, and to the one before; with another number of stages the longest there are."""
@@ -209,16 +276,6 @@ class Costs:
             return measured.p2p, measured.p2p_back
         longest = max(*measured.p2p, *measured.p2p_back)
         return longest, longest
-
-
-def _transfers(placement: Placement, crossings: Sequence[CrossingSummary], ms_per_byte: float) -> tuple[float, ...]:
-    """Time of one transfer by the stage that sends; the longer of its two directions."""
-    forward, back = [0.0] * placement.num_stages, [0.0] * placement.num_stages
-    for crossing in crossings:
-        if crossing.is_sent:
-            forward[crossing.source] += crossing.forward_bytes * ms_per_byte
-            back[crossing.target] += crossing.gradient_bytes * ms_per_byte
-    return tuple(map(max, forward, back))
 
 
 def scaled(costs: StageCosts, factor: float) -> StageCosts:

@@ -7,16 +7,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lightning_pp.cli.plan.report import Plan
 from lightning_pp.cli.plan.schedules import ModelCut, PlannedSchedule
 from lightning_pp.cli.problems import UserError
+from lightning_pp.planning.schedules.given_costs import ARE_ALONE
+from lightning_pp.planning.unit_times.measure import UnitTimes
 from lightning_pp.telemetry import html_timeline, svg_timeline
 
 _FORMAT = "lightning_pp.plan/1"
 
 
 def write_files(plan: Plan, folder: Path) -> list[Path]:
-    """Writes ``plan.json``, ``schedule.csv``, ``schedule.svg`` and ``schedule.html``.
+    """Writes ``plan.json``, the program as CSV, its pictures and, if units ran alone, their times as ``costs.json``.
 
     Returns:
         What was written.
@@ -35,9 +39,20 @@ def write_files(plan: Plan, folder: Path) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in contents.items():
             (folder / name).write_bytes(content.encode())
+        if plan.costs.unit_times is not None:
+            name = "costs.json"
+            contents[name] = name
+            _write_costs(plan.costs.unit_times, folder / name)
     except OSError as error:
         raise UserError(f"out={folder} cannot be written: {error}") from error
     return [folder / name for name in contents]
+
+
+def _write_costs(times: UnitTimes, path: Path) -> None:
+    """The times of units, as a file that ``costs=`` and ``strategy.costs=`` take."""
+    given = times.given()
+    measured_on = {"stages": given.units, ARE_ALONE: True, "device": str(times.device), "torch": torch.__version__}
+    given.stages.to_json(path, measured_on=measured_on)
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
@@ -58,6 +73,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
         "configured": None if plan.configured is None else plan.table.usable.index(plan.configured),
         "best": None if best is None else plan.table.usable.index(best),
         "shown": plan.table.usable.index(plan.shown),
+        "shown_time_with_collectives": plan.time_with_collectives,
         "cuts": [_cut_as_json(cut) for cut in cuts],
         "schedules": [{**_schedule_as_json(planned), "cut": cuts.index(planned.cut)} for planned in plan.table.usable],
         "not_possible": [asdict(unusable) for unusable in plan.table.unusable],

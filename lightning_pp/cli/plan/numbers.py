@@ -52,3 +52,8 @@ def by_rank(texts: Sequence[str], most: int = 8) -> str:
         return " ".join(texts)
     half = most // 2
     return f"{' '.join(texts[:half])} ... {' '.join(texts[-half:])}"
+
+
+def three_digits(number: float) -> str:
+    """``12.3``."""
+    return f"{number:.3g}" if number < 999.5 else f"{number:.0f}"

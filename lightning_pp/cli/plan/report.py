@@ -13,6 +13,7 @@ from rich.tree import Tree
 from torch import Tensor
 
 from lightning_pp.cli.plan import numbers
+from lightning_pp.cli.plan.collectives import Collectives
 from lightning_pp.cli.plan.costs import Costs
 from lightning_pp.cli.plan.schedules import PlannedSchedule, ScheduleTable
 from lightning_pp.cli.report import summarise_units
@@ -59,6 +60,19 @@ class Plan:
         """The shown schedule, simulated."""
         return Timeline.simulated(self.shown.schedule, self.shown.cut.costs, self.costs.unit)
 
+    @property
+    def time_with_collectives(self) -> float:
+        """Of a step in a row of steps of the shown schedule, with what data-parallel ranks gather and reduce.
+
+        Without, where there are none or where times are relative.
+        """
+        links, sizes = self.costs.links, self.cutter.sizes
+        if links is None or sizes.data_parallel == 1:
+            return self.shown.time_in_a_row
+        cut = self.shown.cut
+        collectives = Collectives.of(cut.split, self.cutter.memory_model, sizes, links)
+        return collectives.time_in_a_row(self.shown.schedule, cut.costs)
+
 
 def print_plan(console: Console, plan: Plan) -> None:
     """Prints everything."""
@@ -73,6 +87,8 @@ def print_plan(console: Console, plan: Plan) -> None:
     if shown.without is not None:
         console.print(Text(whole_batch_text(plan, shown)), soft_wrap=True)
         console.print(whole_batch_table(plan))
+    if plan.time_with_collectives > plan.shown.time_in_a_row:
+        console.print(Text(collectives_text(plan)), soft_wrap=True)
     for unusable in plan.table.unusable:
         console.print(
             Text(f"not possible: {unusable.name}, {unusable.stages_per_rank} a rank: {unusable.reason}", "dim")
@@ -82,6 +98,16 @@ def print_plan(console: Console, plan: Plan) -> None:
     console.print(Text.from_ansi(text_timeline(plan.timeline, width=width)), soft_wrap=True)
     for assumption in plan.assumptions:
         console.print(Text(f"assumed: {assumption}", "dim"), soft_wrap=True)
+
+
+def collectives_text(plan: Plan) -> str:
+    """What data-parallel ranks gather and reduce comes to under the shown schedule, a sentence."""
+    sizes, mode = plan.cutter.sizes, plan.cutter.options.sharding.mode
+    return (
+        f"With what {sizes.data_parallel} data-parallel ranks gather and reduce (sharding={mode}), a step in a row of "
+        f"{plan.shown.name} takes {numbers.milliseconds(plan.time_with_collectives)} {plan.costs.unit} in the place of "
+        f"{numbers.milliseconds(plan.shown.time_in_a_row)}."
+    )
 
 
 def print_check(console: Console, cutter: ModelCutter, split: SplitModel, about: str) -> None:

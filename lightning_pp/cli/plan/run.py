@@ -17,6 +17,7 @@ from lightning_pp.cli.before_launch import trainer_options
 from lightning_pp.cli.launch import num_processes_wanted
 from lightning_pp.cli.plan.costs import Costs, Speed, check_costs_file, find_speed
 from lightning_pp.cli.plan.files import write_files
+from lightning_pp.cli.plan.links import find_links
 from lightning_pp.cli.plan.memory import PlanMemory
 from lightning_pp.cli.plan.report import Plan, print_check, print_plan
 from lightning_pp.cli.plan.schedules import PlannedSchedule, Planner, ScheduleTable, smallest_need
@@ -24,6 +25,7 @@ from lightning_pp.cli.problems import UserError, full_errors_wanted, user_errors
 from lightning_pp.conf.targets import build, check_targets_of_run
 from lightning_pp.errors import BatchError, ConfigurationError, SplitError
 from lightning_pp.long_tasks import LongTask
+from lightning_pp.planning.hardware.devices import dtype_of_precision
 from lightning_pp.planning.model_cutter import ModelCutter
 from lightning_pp.schedule import available_schedules
 from lightning_pp.schedule.registry import is_schedule_file
@@ -66,28 +68,32 @@ def make_plan(config: DictConfig, console: Console | None = None) -> Plan | None
     Raises:
         UserError: Something asked for cannot be had.
     """
-    console = console or Console()
-    if not console.is_terminal:
-        console = Console(file=console.file, width=140)
-    request = _request(config)
-    with _told("building data and model") as tell:
+    console = wide(console)
+    request = request_of(config)
+    with told("building data and model") as tell:
         return _plan(request, console, tell)
 
 
+def wide(console: Console | None) -> Console:
+    """``console``, with a fixed width where it is no terminal."""
+    console = console or Console()
+    return console if console.is_terminal else Console(file=console.file, width=140)
+
+
 @contextmanager
-def _told(what: str) -> Iterator[Callable[[str], None]]:
+def told(what: str) -> Iterator[Callable[[str], None]]:
     """Within, tells on standard error what is being done: on a terminal in a line that changes, else if it is long.
 
     Gives what is to be told that something else is done now.
     """
-    told = Console(stderr=True)
-    if told.is_terminal:
-        with told.status(what) as status:
+    stderr = Console(stderr=True)
+    if stderr.is_terminal:
+        with stderr.status(what) as status:
             yield status.update
         return
 
     def print_line(line: str) -> None:
-        told.print(f"lightning-pp-plan: {line}", soft_wrap=True, highlight=False, markup=False)
+        stderr.print(f"lightning-pp-plan: {line}", soft_wrap=True, highlight=False, markup=False)
 
     with LongTask("planning", print_line) as task:
         task.update(what)
@@ -114,12 +120,25 @@ def _plan(request: Request, console: Console, tell: Callable[[str], None]) -> Pl
             request.strategy.sizes,
             look,
             device_type=device_type,
+            flops_per_byte=request.speed.flops_per_byte_of_cuts,
+            device=_device_here(config),
         )
 
 
-def _request(config: DictConfig) -> Request:
+def _device_here(config: DictConfig) -> torch.device:
+    """Where the step is recorded: on the CPU, unless units are measured on the GPU that they are to run on."""
+    if config.measure and config.trainer.accelerator != "cpu" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def request_of(config: DictConfig) -> Request:
     """Everything that can be wrong before a model is built, the cheapest first."""
     costs = config.costs if config.costs is not None else config.strategy.get("costs")
+    if config.measure and costs is not None:
+        raise UserError(f"measure=true and costs={costs}: give one of them, as each says what units take")
+    if not 0 <= config.measure_seconds < float("inf"):
+        raise UserError(f"measure_seconds={config.measure_seconds} must be a number of seconds, 0 or more")
     check_costs_file(costs)
     with user_errors():
         check_targets_of_run(config)
@@ -138,8 +157,9 @@ def _request(config: DictConfig) -> Request:
         peak_tflops=config.peak_tflops,
         device=config.device,
         efficiency=config.efficiency,
-        link_gb_per_s=config.link_gb_per_s,
-        dtype=_compute_dtype(config.trainer.precision),
+        links=find_links(config, num_devices, strategy.sizes.pipeline),
+        memory_gb_per_s=config.memory_gb_per_s,
+        dtype=dtype_of_precision(config.trainer.precision),
         accelerator=config.trainer.accelerator,
     )
     return Request(config, strategy, num_devices, about, speed, costs)
@@ -177,7 +197,8 @@ def _num_devices(config: DictConfig) -> tuple[int, str]:
 
 def _look(request: Request, cutter: ModelCutter, console: Console, tell: Callable[[str], None]) -> Plan | None:
     config, options = request.config, request.strategy.options
-    costs = Costs(request.speed, request.costs, options.cut)
+    times = cutter.measure_units(config.measure_seconds, tell) if config.measure and not config.check else None
+    costs = Costs(request.speed, request.costs, options.cut, times)
     limit_gib = config.device_memory_gib if config.device_memory_gib is not None else options.device_memory_gib
     limit = None if limit_gib is None else limit_gib * _GIB
     cut = cutter.split(cutter.placement())
@@ -272,12 +293,3 @@ def _with_costs(config: DictConfig, costs: str | None) -> DictConfig:
     config = config.copy()
     config.costs = costs
     return config
-
-
-def _compute_dtype(precision: Any) -> torch.dtype:
-    text = str(precision)
-    if text.startswith(("bf16", "bfloat16")):
-        return torch.bfloat16
-    if text.startswith(("16", "half")):
-        return torch.float16
-    return torch.float64 if text.startswith("64") else torch.float32

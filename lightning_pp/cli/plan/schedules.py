@@ -18,7 +18,7 @@ from lightning_pp.schedule import BubbleFraction, Placement, Schedule, StageCost
 # As the search for schedules: the shortest longest span among makespans within this of the shortest.
 _MAKESPAN_TOLERANCE = 0.005
 _GIB = float(1 << 30)
-_ORDER = (
+ORDER = (
     "gpipe",
     "1f1b",
     "interleaved_1f1b",
@@ -30,6 +30,7 @@ _ORDER = (
     "v_min",
     "dualpipe_v",
 )
+"""In which schedules are compared and told."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,7 @@ class Planner:
         """
         table = ScheduleTable()
         configured = self._cutter.options.schedule.source
-        known = sorted(available_schedules(), key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
+        known = sorted(available_schedules(), key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
         for name in dict.fromkeys([*(names or known), configured.name]):
             # without the exact solver, which takes long
             seconds = (
@@ -224,7 +225,7 @@ class Planner:
             for placement in sorted(placements, key=lambda one: (one.num_stages, one.kind == "V")):
                 number = placement.num_stages // self._num_ranks
                 try:
-                    table.usable.append(self._plan(source, placement))
+                    table.usable.append(self.plan(source, placement))
                 except (ConfigurationError, SplitError, ScheduleError) as error:
                     if name == configured.name and configured.stages_per_rank in (None, number):
                         raise
@@ -232,7 +233,12 @@ class Planner:
                     table.unusable.append(UnusableSchedule(name, number, reason.splitlines()[0]))
         return table
 
-    def _plan(self, source: ScheduleSource, placement: Placement) -> PlannedSchedule:
+    def plan(self, source: ScheduleSource, placement: Placement) -> PlannedSchedule:
+        """The schedule of ``source`` on ``placement``, and what it takes and holds.
+
+        Raises:
+            ConfigurationError, SplitError, ScheduleError: It cannot be had.
+        """
         cut = self.cut(source, placement)
         if not source.whole_batch_loss:
             return self._built(source, cut, self._memory)

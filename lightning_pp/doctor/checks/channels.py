@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Sequence
 from statistics import median
@@ -48,6 +49,8 @@ def look(rank: Rank) -> dict[str, Any]:
         "num_channels": len(channels),
         "opened_s": opened_s,
         "taken_bytes": taken,
+        "rank": rank.rank,
+        "host": platform.node(),
         "links": measured,
     }
 
@@ -68,7 +71,7 @@ def judge(values: Sequence[dict[str, Any]]) -> list[Finding]:
     range_text = f"{min(speeds):.1f}" + (f" to {max(speeds):.1f}" if len(speeds) > 1 else "")
     found = (
         f"{len(links)} pair{'s'[: len(links) != 1]} of ranks: {median(link['latency_us'] for link in links):.0f} µs, "
-        f"{range_text} GB/s; {num_channels} channels of a rank opened in {opened_s:.1f} s{memory}."
+        f"{range_text} GB/s{_by_hosts(values)}; {num_channels} channels of a rank opened in {opened_s:.1f} s{memory}."
     )
     findings = [Finding(Status.OK, found, details=list(values))]
     slow = [link for link in links if link["gb_per_s"] < _SLOW * median(speeds)]
@@ -80,6 +83,23 @@ def judge(values: Sequence[dict[str, Any]]) -> list[Finding]:
         advice = "Look at the name service of the hosts, and at NCCL_SOCKET_IFNAME and NCCL_DEBUG=INFO."
         findings.append(Finding(Status.WARNING, f"Opening channels took {opened_s:.0f} s.", advice))
     return findings
+
+
+def _by_hosts(values: Sequence[dict[str, Any]]) -> str:
+    """The medians of the pairs on one host and of the others, where there are both."""
+    hosts = {value["rank"]: value["host"] for value in values}
+    told = []
+    for where, is_one in (("on one host", True), ("between hosts", False)):
+        links = [
+            link
+            for value in values
+            for link in value["links"]
+            if (hosts[link["pair"][0]] == hosts[link["pair"][1]]) is is_one
+        ]
+        if links:
+            latency, speed = (median(link[key] for link in links) for key in ("latency_us", "gb_per_s"))
+            told.append(f"{latency:.0f} µs and {speed:.1f} GB/s {where}")
+    return f" ({', '.join(told)})" if len(told) == 2 else ""
 
 
 def _pairs(num_ranks: int) -> list[tuple[int, int]]:

@@ -9,6 +9,9 @@ from lightning_pp.errors import ConfigurationError
 from lightning_pp.schedule import StageCosts
 from lightning_pp.schedule.simulation.costs_file import GIB, read_costs_file
 
+ARE_ALONE = "are_alone"
+"""In ``measured_on`` of a file: the costs are of single units that ran alone, as :attr:`GivenCosts.are_alone`."""
+
 
 @dataclass(frozen=True)
 class GivenCosts:
@@ -20,6 +23,7 @@ class GivenCosts:
         origin: Where they come from, for messages.
         units: The units of each stage that they were measured on, where a file says it.
         ranks: The rank of each of these stages, likewise.
+        are_alone: Whether they are of single units that ran alone, which says nothing of messages.
     """
 
     stages: StageCosts
@@ -27,6 +31,7 @@ class GivenCosts:
     origin: str = "the given costs"
     units: list[list[str]] | None = None
     ranks: list[int] | None = None
+    are_alone: bool = False
 
     def check_num_stages(self, num_ranks: int, num_stages: int | None) -> None:
         """Raises :class:`ConfigurationError` unless they can be for a pipeline.
@@ -70,4 +75,5 @@ def given_costs(costs: StageCosts | str | PathLike[str] | None) -> GivenCosts | 
         f"the costs in {costs}",
         units if isinstance(units, list) and all(isinstance(names, list) for names in units) else None,
         ranks if isinstance(ranks, list) else None,
+        content.measured_on.get(ARE_ALONE) is True,
     )

@@ -42,32 +42,49 @@ class UnitCost:
         )
 
 
-def estimate_unit_costs(record: StepRecord, num_parameters: Mapping[str, int]) -> dict[str, UnitCost]:
-    """FLOPs of every unit that the step calls, in call order.
+def estimate_unit_costs(
+    record: StepRecord, num_parameters: Mapping[str, int], flops_per_byte: float = 0.0
+) -> dict[str, UnitCost]:
+    """FLOPs of every unit that the step calls, in call order; with what moving bytes costs, where that is known.
 
     An operation with a parameter (a linear, a convolution) costs as much in I and in W as in F; one between activations
     (attention) costs twice its F in I. What is checkpointed costs F once more in I. Code before a unit counts for it,
-    code after the last one for that.
+    code after the last one for that. Each operation takes at least the time in which its bytes are moved
+    (:meth:`OperationWork.times`).
 
     Args:
         record: A dry run of the step.
         num_parameters: Every unit's number of parameters, each of which costs :data:`FLOPS_PER_PARAMETER` in W.
+        flops_per_byte: FLOPs that the device does in the time in which its memory moves a byte; 0 where that is not
+            known, and then only FLOPs count.
     """
     flops = {unit: [0.0, 0.0, FLOPS_PER_PARAMETER * num_parameters[unit]] for unit in record.first_calls()}
 
-    def add(unit: str, part: UnitCall | Reads) -> None:
+    def add(unit: str, part: UnitCall | Reads) -> float:
+        forward, backward_input, backward_weight = _times(part, flops_per_byte)
         costs = flops[unit]
-        costs[0] += part.flops
-        costs[1] += 2 * part.flops - part.weight_flops
-        costs[2] += part.weight_flops
+        costs[0] += forward
+        costs[1] += backward_input
+        costs[2] += backward_weight
+        return forward
 
     for call in record.calls:
-        add(call.unit, call)
+        forward = add(call.unit, call)
         if call.unit in record.recomputed_units or call.region is not None:
-            flops[call.unit][1] += call.flops_run_again
+            flops[call.unit][1] += forward * (call.flops_run_again / call.flops if call.flops else 1.0)
         add(call.unit, call.reads)
     add(record.calls[-1].unit, record.tail)
     return {unit: UnitCost(*costs) for unit, costs in flops.items()}
+
+
+def _times(part: UnitCall | Reads, flops_per_byte: float) -> tuple[float, float, float]:
+    """F, I and W of some code, in FLOPs."""
+    times = [float(part.flops), 2.0 * part.flops - part.weight_flops, float(part.weight_flops)]
+    if flops_per_byte:
+        for work, number in part.work.items():
+            for place, (time, by_flops) in enumerate(zip(work.times(flops_per_byte), work.times(0.0), strict=True)):
+                times[place] += number * (time - by_flops)
+    return times[0], times[1], times[2]
 
 
 def weighted(costs: Mapping[str, UnitCost], weights: Mapping[str, float]) -> dict[str, UnitCost]:

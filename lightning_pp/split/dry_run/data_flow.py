@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -10,12 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import flop_registry
 
 from lightning_pp.split._torch_private import (
     TorchDispatchMode,
     arg_tree_leaves,
-    packet_of,
     schema_of,
     tree_leaves,
     tree_map,
@@ -26,6 +24,7 @@ from lightning_pp.split.dry_run.looks import content_of, seen_in, values_looked_
 from lightning_pp.split.dry_run.memory_watch import MemoryWatch
 from lightning_pp.split.fakes.fake_mode import FakeValueMode, NeedsDataError
 from lightning_pp.split.fakes.made_up_data import MadeUpData
+from lightning_pp.split.fakes.operation_work import work_of
 from lightning_pp.split.fakes.parameters import FakeParameters, is_fake
 from lightning_pp.split.record.source_lines import user_line
 from lightning_pp.split.record.sources import (
@@ -46,21 +45,6 @@ from lightning_pp.split.unit_calls.selective_policy import Policy, saves_output
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _REPEAT = torch.ops.aten.repeat.default
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
-
-
-def _grouped_product_flops(first: Tensor, second: Tensor, *_: Any, **__: Any) -> int:
-    """Of a product whose rows go to one of several matrices each, as in layers of experts."""
-    rows = first[0] if first.ndim > second.ndim else first  # a column goes to one matrix of the first
-    return 2 * rows.numel() * second.shape[-1]
-
-
-# what torch's registry leaves out: the CPU's attention, whose operands are those of the GPU's, and grouped products
-_MORE_FLOPS: dict[Any, Callable[..., int]] = {
-    torch.ops.aten._grouped_mm: _grouped_product_flops,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
-        torch.ops.aten._scaled_dot_product_flash_attention
-    ],
-}
 
 
 @dataclass
@@ -356,7 +340,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = self._run(func, args, kwargs, sources)
         if looks:
             self.seen.append(seen_in(result))
-        flops = self._count_flops(func, args, kwargs, result, inputs)
+        flops = self._count_work(func, args, kwargs, result, inputs)
         self.drawn_values.note(drawn, result)
         self._note_product(func, args, result)
         if func is _REPEAT:
@@ -438,16 +422,18 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             elif source.name not in self.own_parameters and source.name not in self.reads.parameters:
                 self.reads.parameters[source.name] = self._lines.get(source) or user_line()
 
-    def _count_flops(self, func: Any, args: Any, kwargs: Any, result: Any, inputs: Iterable[Tensor]) -> int:
-        formula = flop_registry.get(packet_of(func)) or _MORE_FLOPS.get(packet_of(func))
-        if formula is None:
+    def _count_work(self, func: Any, args: Any, kwargs: Any, result: Any, inputs: list[Tensor]) -> int:
+        """Counts an operation for the code that runs; its FLOPs."""
+        weight = next((tensor for tensor in inputs if self.watch.is_weight(tensor) is not None), None)
+        work = work_of(func, args, kwargs, result, inputs, weight)
+        if work is None:
             return 0
-        flops = int(formula(*args, **kwargs, out_val=result))
         part = self.reads if self.call is None else self.call
-        part.flops += flops
-        if any(self.watch.is_weight(tensor) is not None for tensor in inputs):
-            part.weight_flops += flops
-        return flops
+        part.work[work] += 1
+        part.flops += work.flops
+        if weight is not None:
+            part.weight_flops += work.flops
+        return work.flops
 
     def _note_product(self, func: Any, args: Any, result: Any) -> None:
         product = self.watch.product(func, args, result)

@@ -475,6 +475,7 @@ class DryRun:
         # the first is only to see whether numbers change with the signs of the data, which not all code accepts
         for data in (MadeUpData(1, signed=True), MadeUpData(1), MadeUpData(0)):
             call.flops = call.weight_flops = call.flops_saved_by_policy = call.flops_run_again = 0
+            call.work.clear()
             call.memory = HeldMemory()
             try:
                 with (

@@ -156,6 +156,28 @@ class FakeParameters:
             for parent, attribute, original in reversed(saved):
                 parameters_of(parent)[attribute] = original
 
+    @contextmanager
+    def replaced(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+        """Within :meth:`all_fake`, the parameters of some canonical names are others: ``parameters``."""
+        saved: list[tuple[nn.Module, str, nn.Parameter]] = []
+        others: dict[nn.Parameter, nn.Parameter] = {}
+        aliases: list[tuple[Any, Any, Any]] = []
+        try:
+            for name, canonical in self.canonical_names.items():
+                if canonical not in parameters:
+                    continue
+                parent, attribute = self._locate(name)
+                fake = parameters_of(parent)[attribute]
+                saved.append((parent, attribute, fake))
+                others[fake] = parameters_of(parent)[attribute] = parameters[canonical]
+            aliases = _replace_aliases(self.module, others)
+            yield
+        finally:
+            for container, key, held in aliases:
+                container[key] = held
+            for parent, attribute, fake in reversed(saved):
+                parameters_of(parent)[attribute] = fake
+
     def _computing_fake(self, canonical: str, like: nn.Parameter) -> nn.Parameter:
         if canonical not in self._computing_fakes:
             with self.mode:

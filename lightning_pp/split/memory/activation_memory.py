@@ -69,6 +69,31 @@ def _code_between_units(plan: StepPlan, stage: int) -> Iterator[HeldMemory]:
         yield plan.record.operations[number].memory
 
 
+def least_held(record: StepRecord) -> dict[str, int]:
+    """Bytes that each unit keeps of one microbatch from F to I, whichever units share its stage.
+
+    What several units keep counts for the first of them only, and what is received from another stage for none. So for
+    any units on a stage, the sum is no more than what :meth:`Activations.of` says.
+    """
+    held: dict[str, int] = {}
+    seen: set[int] = set()
+    regions: set[int] = set()
+    for call in record.calls:
+        saved = dict(call.reads.memory.saved)
+        if call.memory.saved and call.region is not None:
+            if call.region not in regions:
+                saved.update(call.given)
+            regions.add(call.region)
+        elif call.memory.saved and call.unit in record.recomputed_units:
+            saved.update(call.given)
+            saved.update(call.memory.saved_by_policy)
+        else:
+            saved.update(call.memory.saved)
+        held[call.unit] = held.get(call.unit, 0) + sum(size for memory, size in saved.items() if memory not in seen)
+        seen.update(saved)
+    return held
+
+
 def joined_bytes(record: StepRecord) -> int:
     """A microbatch's part of the values that the code after the last unit gets joined, and of their gradients."""
     return sum(record.spec(value).num_bytes * (1 + record.leaf(value).requires_grad) for value in record.tail.values)

@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_pp.split.data.tree import replace_leaves
 from lightning_pp.split.record.reduction import Reduction
 from lightning_pp.split.record.unknown_numbers import UnknownNumber
+from lightning_pp.split.record.work import OperationWork
 
 OF_OPERATION = -1
 """In the place of :attr:`Value.call`: the value is what an operation between units gave."""
@@ -217,6 +218,7 @@ class Reads:
             attribute, a hook or a list), with the line that uses it.
         flops: Floating point operations of the code since the call before.
         weight_flops: Those of them that have a parameter as an operand.
+        work: The operations on what depends on weights in that code, and how often each is there.
         memory: What that code keeps for its backward.
     """
 
@@ -226,6 +228,7 @@ class Reads:
     escapes: dict[int, str] = field(default_factory=dict)
     flops: int = 0
     weight_flops: int = 0
+    work: Counter[OperationWork] = field(default_factory=Counter)
     memory: HeldMemory = field(default_factory=HeldMemory)
 
 
@@ -244,6 +247,7 @@ class UnitCall:
         left: The tensors in that.
         flops: Floating point operations of its forward.
         weight_flops: Those of them that have a parameter as an operand.
+        work: Its operations on what depends on weights, and how often each is there.
         flops_saved_by_policy: Those of operations whose result a selective checkpoint policy saves.
         flops_run_again: The others, until autograd keeps something for the last time: what is checkpointed is run again
             up to there.
@@ -268,6 +272,7 @@ class UnitCall:
     left: list[OutputLeaf] = field(default_factory=list)
     flops: int = 0
     weight_flops: int = 0
+    work: Counter[OperationWork] = field(default_factory=Counter)
     flops_saved_by_policy: int = 0
     flops_run_again: int = 0
     memory: HeldMemory = field(default_factory=HeldMemory)

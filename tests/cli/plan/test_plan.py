@@ -187,13 +187,84 @@ def test_measured_stages_give_costs_to_schedules_with_more_stages(tmp_path: Path
 
 
 def test_flops_of_a_device_and_bytes_of_a_link_make_milliseconds() -> None:
-    plan, text = planned("peak_tflops=2", "efficiency=0.5", "link_gb_per_s=4", "schedules=[1f1b]", "show=1f1b")
+    options = ["peak_tflops=2", "efficiency=0.5", "link_gb_per_s=4", "node_link_latency_us=3"]
+    plan, text = planned(*options, "schedules=[1f1b]", "show=1f1b")
     assert plan.costs.unit == "ms" and "2 TFLOP/s (peak_tflops) x efficiency 0.5" in text.replace("\n", " ")
     cut = plan.shown.cut
     costs = cut.costs.per_stage(2)
     for stage in cut.summary.stages:
         assert costs.forward[stage.stage] == pytest.approx(1e3 * stage.flops / 1e12)
-    assert costs.p2p == pytest.approx([1e3 * cut.summary.crossings[0].forward_bytes / 4e9] * 2)
+    assert "transfers at 4 GB/s and 3 µs" in text.replace("\n", " ")
+    crossing = cut.summary.crossings[0]
+    assert costs.p2p == pytest.approx([0.003 + 1e3 * crossing.forward_bytes / 4e9, 0.0])
+    assert costs.p2p_back == pytest.approx([0.0, 0.003 + 1e3 * crossing.gradient_bytes / 4e9])
+
+
+def test_messages_between_nodes_take_the_time_of_their_link(tmp_path: Path) -> None:
+    """Four ranks on two nodes: the second edge goes from one to the other."""
+    only = ["trainer.devices=2", "trainer.num_nodes=2", "peak_tflops=2", "schedules=[1f1b]", "show=1f1b"]
+    options = ["link_gb_per_s=2", "link_latency_us=70", "node_link_gb_per_s=50", "node_link_latency_us=5"]
+    plan, text = planned(*only, *options)
+    assert "50 GB/s and 5 µs in a node of 2, 2 GB/s and 70 µs between nodes" in text.replace("\n", " ")
+    num_bytes = plan.shown.cut.summary.crossings[0].forward_bytes
+    inside, between = 0.005 + 1e3 * num_bytes / 50e9, 0.07 + 1e3 * num_bytes / 2e9
+    costs = plan.shown.cut.costs.per_stage(4)
+    assert costs.p2p == pytest.approx((inside, between, inside, 0.0))
+    assert costs.p2p_back == pytest.approx((0.0, inside, between, inside))
+    details = [
+        {"rank": 0, "host": "a", "links": [{"pair": [0, 1], "latency_us": 8.0, "gb_per_s": 40.0}]},
+        {"rank": 1, "host": "a", "links": [{"pair": [1, 2], "latency_us": 90.0, "gb_per_s": 1.0}]},
+        {"rank": 2, "host": "b", "links": []},
+    ]
+    doctor = tmp_path / "doctor.json"
+    doctor.write_text(json.dumps({"findings": [{"check": "channels", "details": details}]}))
+    measured = planned(*only, *options, f"links={doctor}")[0].shown.cut.costs.per_stage(4)
+    inside, between = 0.008 + 1e3 * num_bytes / 40e9, 0.09 + 1e3 * num_bytes / 1e9
+    assert measured.p2p == pytest.approx((inside, between, inside, 0.0))
+
+
+def test_bytes_of_memory_make_milliseconds_where_it_is_slow() -> None:
+    """So slow a memory that all time is its: a stage takes the bytes of its operations."""
+    only = ["peak_tflops=1000", "efficiency=1", "memory_gb_per_s=0.001", "schedules=[1f1b]", "show=1f1b"]
+    plan, text = planned(*only)
+    assert "FLOPs and bytes" in text.replace("\n", " ") and "memory at 0.001 GB/s" in text.replace("\n", " ")
+    cut = plan.shown.cut
+    costs = cut.costs.per_stage(2)
+    record, stages = cut.split.record, cut.split.partition.stage_of_unit
+    for stage in range(2):
+        parts = [part for call in record.calls if stages[call.unit] == stage for part in (call, call.reads)]
+        parts += [record.tail] if stage == 1 else []
+        moved = sum(number * work.num_bytes for part in parts for work, number in part.work.items())
+        assert costs.forward[stage] == pytest.approx(1e3 * moved / 1e6)
+
+
+def test_the_memory_of_a_named_device_is_known() -> None:
+    only = ["trainer.precision=bf16-true", "schedules=[1f1b]", "show=1f1b"]
+    text = planned("device=h100-sxm", *only)[1].replace("\n", " ")
+    assert "FLOPs and bytes: 989.4 TFLOP/s" in text and "memory at 2680 GB/s" in text
+    assert "times estimated from FLOPs: 2 TFLOP/s" in (text := planned("peak_tflops=2", *only)[1].replace("\n", " "))
+    assert "memory not known" in text
+
+
+def test_units_that_run_alone_give_the_times_of_a_plan(tmp_path: Path) -> None:
+    only = ["schedules=[1f1b,zb_v]", "show=1f1b"]
+    plan, text = planned("measure=true", "measure_seconds=0.5", f"out={tmp_path}", *only)
+    times = plan.costs.unit_times
+    assert times is not None and plan.costs.unit == "ms"
+    assert times.num_measured == 6, "two embeddings, the first block, five others, norm, head"
+    assert "measured: 6 distinct units of 10, each alone on cpu" in text.replace("\n", " ")
+    for planned_one in plan.table.usable:
+        cut = planned_one.cut
+        costs = cut.costs.per_stage(planned_one.schedule.placement.num_stages)
+        for stage in range(planned_one.schedule.placement.num_stages):
+            units = cut.split.partition.units_of_stage(stage)
+            assert costs.forward[stage] == pytest.approx(sum(times.costs[unit].forward for unit in units))
+        sent = max(crossing.forward_bytes for crossing in cut.summary.crossings)
+        assert max(costs.p2p) == pytest.approx(0.01 + 1e3 * sent / 25e9), "messages by the link"
+    again, said = planned(f"costs={tmp_path / 'costs.json'}", *only)
+    assert "measured on units alone" in said.replace("\n", " ")
+    assert again.shown.cut.split.partition.stage_of_unit == plan.shown.cut.split.partition.stage_of_unit
+    assert again.shown.step_time == pytest.approx(plan.shown.step_time)
 
 
 def test_memory_is_parameters_gradients_adam_and_what_microbatches_hold(whole_plan: tuple[Plan, str, Path]) -> None:
@@ -304,6 +375,12 @@ def test_the_strategys_own_limit_moves_cuts_as_in_training(pool: WorkerPool) -> 
         (["device=h1000"], "device=h1000 is not known: choose one of "),
         (["efficiency=1.5"], "efficiency=1.5 must be at most 1"),
         (["peak_tflops=0"], "peak_tflops=0"),
+        (["memory_gb_per_s=-1"], "memory_gb_per_s=-1"),
+        (["node_link_latency_us=-1"], "node_link_latency_us=-1.0 must be a number 0 or more"),
+        (["link_gb_per_s=0"], "link_gb_per_s=0.0 must be a number above 0"),
+        (["links=nowhere.json"], "links=nowhere.json has no latency and bandwidth between ranks (FileNotFoundError"),
+        (["measure=true", "costs=costs.json"], "measure=true and costs=costs.json: give one of them"),
+        (["measure=true", "measure_seconds=-1"], "measure_seconds=-1"),
         (["strategy=auto"], "no pipeline"),
         (["trainer.devices=3", "strategy.pipeline_parallel_size=2", "strategy.data_parallel_size=1"], "devices=2"),
         (["trainer.accelerator=gpu", "trainer.devices=auto"], "trainer.devices=NUMBER"),

@@ -14,7 +14,8 @@ from lightning_pp.schedule import StageCosts
 
 def planned(*overrides: str) -> tuple[Plan, str]:
     stream = io.StringIO()
-    sizes = ["recipe=llama", "trainer.devices=64", "strategy.pipeline_parallel_size=8", "device='h100 sxm'"]
+    # by FLOPs alone: how a head is cut, whatever the memory of a device moves
+    sizes = ["recipe=llama", "trainer.devices=64", "strategy.pipeline_parallel_size=8", "peak_tflops=989.4"]
     with initialize_config_module("lightning_pp.conf", version_base="1.3"):
         config = compose("plan", overrides=[*sizes, *overrides])
     plan = make_plan(config, Console(file=stream, width=200))

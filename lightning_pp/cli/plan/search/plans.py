@@ -1,0 +1,333 @@
+"""The search: bounds for all plans, a cut and a simulation for those that may be among the best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+from lightning_pp.cli.plan.collectives import Collectives
+from lightning_pp.cli.plan.costs import Costs, Speed
+from lightning_pp.cli.plan.memory import PlanMemory, RankBytes
+from lightning_pp.cli.plan.schedules import PlannedSchedule, Planner
+from lightning_pp.cli.plan.search.bounds import Blocks, Numbers, fixed_program, least_span, microbatches_held
+from lightning_pp.cli.plan.search.recordings import Recordings
+from lightning_pp.cli.plan.search.space import Layout, ShardingChoice, Space
+from lightning_pp.distributed.sizes import ParallelSizes
+from lightning_pp.errors import ConfigurationError, ScheduleError, SplitError
+from lightning_pp.planning.activation_checkpointing import policy_of
+from lightning_pp.planning.memory.model import MemoryModel
+from lightning_pp.planning.model_cutter import ModelCutter
+from lightning_pp.planning.pipeline_options import PipelineOptions
+from lightning_pp.planning.schedules.source import schedule_source
+from lightning_pp.planning.stage_model import RecordedModel
+from lightning_pp.schedule import Schedule
+from lightning_pp.split.data.microbatch import Microbatch, batch_size_of, split_batch
+from lightning_pp.strategy.plan_only import FirstStep
+
+NUM_BEST = 10
+_IMPOSSIBLE = (ConfigurationError, SplitError, ScheduleError)
+
+
+@dataclass(frozen=True)
+class FoundPlan:
+    """One plan, cut and simulated.
+
+    Attributes:
+        layout: Where the model is cut, and in which order it runs.
+        sharding: What data-parallel ranks share.
+        planned: The schedule on its cut; its memory is that of this plan.
+        time_in_a_row: Of a step in a row of steps with gathers and reductions, milliseconds.
+    """
+
+    layout: Layout
+    sharding: ShardingChoice
+    planned: PlannedSchedule
+    time_in_a_row: float
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """The shorter step comes first; among equals the one that holds less."""
+        return round(self.time_in_a_row, 9), self.planned.peak_bytes
+
+
+@dataclass
+class SearchResult:
+    """What came out.
+
+    Attributes:
+        best: The best plan of each of the best layouts, the shortest step first; at most :data:`NUM_BEST`.
+        num_plans: Plans there are.
+        num_cut: Those that were cut and simulated.
+        num_too_large: Those that do not fit the memory, by a cut or by a bound.
+        num_slower: Those that cannot be among the best, by a bound.
+        impossible: Those that cannot be had, with the reason.
+        least: Where none fits, the one whose fullest rank holds least.
+    """
+
+    best: list[FoundPlan] = field(default_factory=list)
+    num_plans: int = 0
+    num_cut: int = 0
+    num_too_large: int = 0
+    num_slower: int = 0
+    impossible: list[tuple[Layout, str]] = field(default_factory=list)
+    least: FoundPlan | None = None
+
+    def add(self, found: FoundPlan) -> None:
+        """Takes up a plan that fits."""
+        self.best = sorted([*self.best, found], key=lambda plan: plan.order)[:NUM_BEST]
+
+    def give_up(self, layout: Layout, number: int, error: Exception) -> None:
+        """Takes up so many plans of ``layout`` that cannot be had."""
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        self.impossible += [(layout, reason)] * number
+
+    @property
+    def longest(self) -> float:
+        """A plan with a longer step is not among the best."""
+        return self.best[-1].time_in_a_row if len(self.best) == NUM_BEST else float("inf")
+
+
+class PlanSearch:
+    """Finds the best plans of a space.
+
+    Args:
+        step: The first step of the training.
+        options: As configured, of which a plan changes what :class:`Layout` and :class:`ShardingChoice` have.
+        space: The plans.
+        speed: Of a device, for one replica.
+        limit_bytes: The most that a rank may hold; None for no limit.
+    """
+
+    def __init__(
+        self, step: FirstStep, options: PipelineOptions, space: Space, speed: Speed, limit_bytes: float | None
+    ) -> None:
+        self._step = step
+        self._options = options
+        self._space = space
+        self._speed = speed
+        self._limit = limit_bytes
+        self._batch_size = batch_size_of(step.batch) or 1
+        # one object for equal arguments
+        self._costs = cache(self._costs_of)
+        self._recordings = cache(self._recordings_of)
+        self._memory_model = cache(self._memory_model_of)
+        self._program = cache(fixed_program)
+        self._blocks: dict[int, Blocks] = {}
+        self._states: dict[tuple[int, ShardingChoice, int], Numbers] = {}
+
+    def run(self, tell: Callable[[str], None] = lambda text: None) -> SearchResult:
+        """Looks at all plans.
+
+        Args:
+            tell: Is told what is being done.
+
+        Raises:
+            ConfigurationError, SplitError: The step cannot be looked at.
+        """
+        result = SearchResult()
+        known: list[tuple[float, Layout]] = []
+        unfit: list[tuple[Layout, ShardingChoice]] = []
+        layouts = list(self._space.layouts())
+        for layout in layouts:
+            result.num_plans += len(self._space.sharding_of(layout))
+            try:
+                tell(f"recording the step on microbatches of {layout.microbatch_size} samples")
+                known.append((self._least_time(layout, None) * _bubble(layout), layout))
+            except _IMPOSSIBLE as error:
+                result.give_up(layout, len(self._space.sharding_of(layout)), error)
+        known.sort(key=lambda pair: pair[0])
+        for number, (_, layout) in enumerate(known):
+            tell(f"comparing plans: {number} of {len(known)} layouts, the best step {_best_text(result)}")
+            unfit += self._look_at(layout, result)
+        result.num_too_large = len(unfit)
+        if not result.best:
+            tell("looking for the plan that needs least memory")
+            result.least = self._least_of(unfit)
+        return result
+
+    # ---------------------------------------------------------------- one layout
+
+    def _look_at(self, layout: Layout, result: SearchResult) -> list[tuple[Layout, ShardingChoice]]:
+        """Cuts and simulates the plans of ``layout`` that may be among the best; those that do not fit."""
+        choices = self._space.sharding_of(layout)
+        program = self._fixed_program(layout)
+        if self._least_time(layout, program) > result.longest:
+            result.num_slower += len(choices)
+            return []
+        unfit, found = [], list[FoundPlan]()
+        for choice in choices:
+            if not self._may_fit(layout, choice, program):
+                unfit.append((layout, choice))
+                continue
+            try:
+                plan = self._planned(layout, choice, found[0].planned if found else None)
+            except _IMPOSSIBLE as error:
+                result.give_up(layout, 1, error)
+                continue
+            result.num_cut += 1
+            if plan.planned.fits:
+                found.append(plan)
+            else:
+                unfit.append((layout, choice))
+        if found:
+            result.add(min(found, key=lambda plan: plan.order))
+        return unfit
+
+    def _planned(self, layout: Layout, choice: ShardingChoice, like: PlannedSchedule | None) -> FoundPlan:
+        """One plan; ``like`` is its layout with another sharding."""
+        cutter = self._cutter(layout, choice)
+        model, sizes = self._memory_model(choice, layout.num_replicas), cutter.sizes
+        counts = PlanMemory(model)
+        source, costs = cutter.options.schedule.source, self._costs(layout.num_replicas)
+        links = costs.links
+        assert links is not None, "only milliseconds compare computation with communication"
+        if like is None or self._options.device_memory_gib is not None or source.is_searched:
+            planner = Planner(cutter, costs, counts, self._limit)
+            several = [planner.plan(source, placement) for placement in source.placements(layout.num_ranks)]
+            planned = min(several, key=lambda one: (not one.fits, one.time_in_a_row))
+        else:
+            memory = tuple(counts.ranks(like.cut.split, like.schedule))
+            planned = replace(like, memory=memory, fits=self._fits(memory))
+        time = planned.time_in_a_row
+        if layout.num_replicas > 1:
+            collectives = Collectives.of(planned.cut.split, model, sizes, links)
+            time = collectives.time_in_a_row(planned.schedule, planned.cut.costs)
+        return FoundPlan(layout, choice, planned, time)
+
+    def _fits(self, memory: Sequence[RankBytes]) -> bool:
+        return self._limit is None or max(rank.peak for rank in memory) <= self._limit
+
+    # ---------------------------------------------------------------- bounds
+
+    def _fixed_program(self, layout: Layout) -> Schedule | None:
+        if layout.stages_per_rank != 1 or self._options.schedule.whole_batch_loss:
+            return None
+        return self._program(layout.schedule, layout.num_ranks, layout.num_microbatches)
+
+    def _least_time(self, layout: Layout, program: Schedule | None) -> float:
+        """No plan of ``layout`` has a shorter step in a row."""
+        num_ranks, number = layout.num_ranks, layout.num_microbatches
+        return min(
+            least_span(blocks.work, blocks.longest_work(num_ranks), num_ranks, number, program)
+            for blocks in self._blocks_of(layout)
+        )
+
+    def _may_fit(self, layout: Layout, choice: ShardingChoice, program: Schedule | None) -> bool:
+        if self._limit is None:
+            return True
+        held = self._least_held(layout, program)
+        return any(
+            blocks.can_fit(self._state(blocks, choice, layout), held, self._limit) for blocks in self._blocks_of(layout)
+        )
+
+    def _least_held(self, layout: Layout, program: Schedule | None) -> list[int]:
+        """For each rank, microbatches that it holds of all its stages at one time."""
+        return [1] * layout.num_ranks if program is None else microbatches_held(program)
+
+    def _state(self, blocks: Blocks, choice: ShardingChoice, layout: Layout) -> Numbers:
+        key = id(blocks), choice, layout.num_replicas
+        if key not in self._states:
+            self._states[key] = blocks.state(self._memory_model(choice, layout.num_replicas))
+        return self._states[key]
+
+    def _blocks_of(self, layout: Layout) -> list[Blocks]:
+        """Of the recording, and of the one with its head whole, where that is another."""
+        recording, found = self._recording(layout), []
+        wishes = replace(self._options.cut, flops_per_byte=self._step.flops_per_byte)
+        for one in filter(None, (recording, recording.whole)):
+            if id(one) not in self._blocks:  # recordings are kept, so that their ids stay their own
+                self._blocks[id(one)] = Blocks.of(one, self._costs(1), wishes)
+            found.append(self._blocks[id(one)])
+        return found
+
+    def _least_of(self, unfit: Sequence[tuple[Layout, ShardingChoice]]) -> FoundPlan | None:
+        """The plan whose fullest rank holds least; plans whose bound is above that are not cut."""
+
+        def bound(pair: tuple[Layout, ShardingChoice]) -> float:
+            layout, choice = pair
+            held = self._least_held(layout, self._fixed_program(layout))
+            return min(
+                blocks.least_need(self._state(blocks, choice, layout), held) for blocks in self._blocks_of(layout)
+            )
+
+        least: FoundPlan | None = None
+        for need, (layout, choice) in sorted(((bound(pair), pair) for pair in unfit), key=lambda entry: entry[0]):
+            if least is not None and need >= least.planned.peak_bytes:
+                break
+            try:
+                plan = self._planned(layout, choice, None)
+            except _IMPOSSIBLE:
+                continue
+            if least is None or plan.planned.peak_bytes < least.planned.peak_bytes:
+                least = plan
+        return least
+
+    # ---------------------------------------------------------------- what plans are made of
+
+    def _cutter(self, layout: Layout, choice: ShardingChoice) -> ModelCutter:
+        microbatches = [self._microbatch(layout.microbatch_size)] * layout.num_microbatches
+        recordings = [(layout.num_stages, self._recording(layout))]
+        options = self.options_of(layout, choice)
+        sizes = ParallelSizes(layout.num_ranks, layout.num_replicas, choice.replicate_size)
+        return self._step.cutter(options, sizes, microbatches, recordings)
+
+    def options_of(self, layout: Layout, choice: ShardingChoice) -> PipelineOptions:
+        """What the strategy is told of a plan."""
+        options = self._options
+        source = schedule_source(
+            layout.schedule, layout.stages_per_rank_asked, whole_batch_loss=options.schedule.whole_batch_loss
+        )
+        return replace(
+            options,
+            schedule=replace(options.schedule, source=source),
+            batches=replace(options.batches, num_microbatches=layout.num_microbatches),
+            sharding=replace(options.sharding, mode=choice.mode, replicate_size=choice.replicate_size),
+            activation_checkpointing=layout.activation_checkpointing,
+        )
+
+    def _costs_of(self, num_replicas: int) -> Costs:
+        links = replace(self._speed.links, num_replicas=num_replicas)
+        return Costs(replace(self._speed, links=links), None, self._options.cut)
+
+    def _memory_model_of(self, choice: ShardingChoice, num_replicas: int) -> MemoryModel:
+        sharding = replace(self._options.sharding, mode=choice.mode, replicate_size=choice.replicate_size)
+        sizes = ParallelSizes(1, num_replicas, choice.replicate_size)
+        microbatch = self._microbatch(1)
+        return self._step.cutter(replace(self._options, sharding=sharding), sizes, [microbatch]).memory_model
+
+    def _recording(self, layout: Layout) -> RecordedModel:
+        has_policy = policy_of(layout.activation_checkpointing) is not None
+        recordings = self._recordings(layout.microbatch_size, has_policy)
+        return recordings.of(layout.num_stages, layout.activation_checkpointing)
+
+    def _recordings_of(self, num_samples: int, has_policy: bool) -> Recordings:
+        value = self._options.activation_checkpointing if has_policy else False
+        options = replace(self._options, activation_checkpointing=value)
+        return Recordings(self._step, options, self._microbatch(num_samples))
+
+    def _microbatch(self, num_samples: int) -> Microbatch:
+        """The first samples of the batch.
+
+        Raises:
+            ConfigurationError: The batch cannot be cut into microbatches of so many.
+        """
+        parts = split_batch(self._step.batch, max(1, self._batch_size // num_samples))
+        if parts[0].num_samples != num_samples:
+            raise ConfigurationError(
+                f"microbatches of {num_samples} samples cannot be looked at, since a batch as configured has "
+                f"{self._batch_size}"
+            )
+        return parts[0]
+
+
+def _bubble(layout: Layout) -> float:
+    """About how much longer a step is than its work; by this plans are looked at in a good order, and nothing else."""
+    num_ranks, number = layout.num_ranks, layout.num_microbatches
+    is_split = any(mark in layout.schedule for mark in ("zb", "v_", "dual"))
+    share = (3 if is_split else 1) * layout.stages_per_rank
+    return 1 + (num_ranks - 1) / (number * share)
+
+
+def _best_text(result: SearchResult) -> str:
+    return f"takes {result.best[0].time_in_a_row:.4g} ms" if result.best else "is not found yet"

@@ -1,0 +1,69 @@
+"""Dry runs that many plans have in common: one for each size of microbatches, as a rule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lightning_pp.distributed.sizes import ParallelSizes
+from lightning_pp.errors import ConfigurationError
+from lightning_pp.planning.activation_checkpointing import ActivationCheckpointing
+from lightning_pp.planning.pipeline_options import PipelineOptions
+from lightning_pp.planning.stage_model import RecordedModel, with_recomputation
+from lightning_pp.split.data.microbatch import Microbatch
+from lightning_pp.split.head.choice import head_to_split
+from lightning_pp.split.unit_calls.units import most_units
+from lightning_pp.strategy.plan_only import FirstStep
+
+
+class Recordings:
+    """The step on one microbatch as a dry run sees it, for any number of stages.
+
+    With more stages there may have to be more units, and a head may be cut; else the recording is the same.
+
+    Args:
+        step: The step.
+        options: As configured; what is run again in backward counts for nothing, or must have a policy.
+        microbatch: What the step is given.
+    """
+
+    def __init__(self, step: FirstStep, options: PipelineOptions, microbatch: Microbatch) -> None:
+        self._step = step
+        self._options = options
+        self._microbatch = microbatch
+        self._most_units = most_units(step.module, options.cut.units)
+        self._made: dict[tuple[int, int], RecordedModel] = {}
+        self._recomputing: dict[tuple[int, str], RecordedModel] = {}
+
+    def of(self, num_stages: int, activation_checkpointing: ActivationCheckpointing) -> RecordedModel:
+        """What training would record for so many stages.
+
+        Raises:
+            ConfigurationError: There are fewer units, or nothing that can be run again in backward.
+            SplitError: The step cannot be cut.
+        """
+        made = self._without_recomputation(num_stages) if num_stages <= self._most_units else None
+        number = self._most_units if made is None else len(made.record.first_calls())
+        if made is None or num_stages > number:
+            raise ConfigurationError(f"{num_stages} stages need as many units, and there are {number}")
+        if self._options.activation_checkpointing is not False:
+            return made
+        key = id(made), repr(activation_checkpointing)
+        if key not in self._recomputing:
+            self._recomputing[key] = with_recomputation(made, activation_checkpointing)
+        return self._recomputing[key]
+
+    def _without_recomputation(self, num_stages: int) -> RecordedModel:
+        whole = self._recorded((1, 0), 1)
+        if num_stages > len(whole.record.first_calls()):
+            return self._recorded((num_stages, 0), num_stages)
+        arguments = whole.units, whole.record, whole.num_parameters, self._options.split_head, num_stages
+        head = head_to_split(*arguments)
+        return whole if head is None else self._recorded((1, head[1]), num_stages)
+
+    def _recorded(self, key: tuple[int, int], num_stages: int) -> RecordedModel:
+        """The recording with the least stages that it serves, and with so many parts of its head."""
+        if key not in self._made:
+            options = replace(self._options, device_memory_gib=None)
+            cutter = self._step.cutter(options, ParallelSizes(1, 1), [self._microbatch])
+            self._made[key] = cutter.recording(num_stages)
+        return self._made[key]

@@ -1,0 +1,213 @@
+"""One search from a config: what there is to choose from, the search, and its report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+from lightning_pp.cli.before_launch import trainer_options
+from lightning_pp.cli.plan.costs import Costs
+from lightning_pp.cli.plan.run import Request, build_without_memory, request_of, told, wide
+from lightning_pp.cli.plan.schedules import ORDER
+from lightning_pp.cli.plan.search.plans import PlanSearch
+from lightning_pp.cli.plan.search.report import Search, nothing_fits, print_search
+from lightning_pp.cli.plan.search.space import MODEL_CHECKPOINTS, Space
+from lightning_pp.cli.problems import UserError, user_errors
+from lightning_pp.conf.targets import build
+from lightning_pp.distributed.sizes import ParallelSizes
+from lightning_pp.errors import ConfigurationError
+from lightning_pp.planning.activation_checkpointing import ActivationCheckpointing
+from lightning_pp.planning.pipeline_options import PipelineOptions
+from lightning_pp.schedule import available_schedules
+from lightning_pp.schedule.registry import is_schedule_file, schedule_family
+from lightning_pp.split.data.microbatch import batch_size_of
+from lightning_pp.strategy.plan_only import FirstStep, look_at_first_step
+
+_GIB = float(1 << 30)
+# what a search chooses is as if it were not configured
+_CHOSEN: dict[str, Any] = {
+    "pipeline_parallel_size": "auto",
+    "data_parallel_size": "auto",
+    "data_parallel_replicate_size": 1,
+    "num_microbatches": "auto",
+    "schedule": "1f1b",
+    "stages_per_rank": None,
+    "exact_search": False,
+    "search_seconds": None,
+}
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """The samples of a step.
+
+    Attributes:
+        key: Where the config has those of one replica's batch; None if nowhere.
+        num_replicas: Replicas as configured; None if that is not for so many devices.
+        asked: The samples of all replicas that are asked for; None: those as configured.
+    """
+
+    key: str | None
+    num_replicas: int | None
+    asked: int | None
+
+    def of_all_replicas(self, batch_size: int | None) -> int:
+        """Samples of a step, of which a replica's batch as configured has ``batch_size``.
+
+        Raises:
+            UserError: They are not known, or cannot be had.
+        """
+        if batch_size is None:
+            raise UserError("search=true divides a batch by its samples, and they cannot be counted in the first batch")
+        if self.asked is not None:
+            return self.asked
+        assert self.num_replicas is not None, "asked for before"
+        return batch_size * self.num_replicas
+
+
+def search_plans(config: DictConfig, console: Console | None = None) -> Search:
+    """Compares all plans for the devices of ``config``, and prints the best.
+
+    Raises:
+        UserError: Something asked for cannot be had, or no plan fits.
+    """
+    console = wide(console)
+    _check(config)
+    began = time.monotonic()
+    neutral = _neutral(config)
+    request = request_of(neutral)
+    if request.speed.flops_per_s is None:
+        raise UserError(
+            "search=true compares computation with communication, and needs to know how fast a device is: give "
+            "device=NAME or peak_tflops=NUMBER"
+        )
+    batch = _batch(config, request)
+    with told("building data and model") as tell:
+        search = _searched(config, request, batch, tell)
+    search.seconds = time.monotonic() - began
+    if not search.result.best:
+        raise nothing_fits(search)
+    print_search(console, search)
+    return search
+
+
+def _searched(config: DictConfig, request: Request, batch: _Batch, tell: Callable[[str], None]) -> Search:
+    data = build(request.config.data)
+    model = build_without_memory(lambda: build(request.config.model))
+    tell("recording the step by a dry run on the first batch")
+    options = request.strategy.options
+
+    def look(step: FirstStep) -> Search:
+        space = _space(config, request, batch, step)
+        limit_gib = config.device_memory_gib if config.device_memory_gib is not None else options.device_memory_gib
+        limit = None if limit_gib is None else limit_gib * _GIB
+        result = PlanSearch(step, options, space, request.speed, limit).run(tell)
+        about = Costs(request.speed, None, options.cut).about
+        return Search(config, batch.key, space, result, about, limit, type(step.module).__name__)
+
+    device_type = "cpu" if config.trainer.accelerator == "cpu" else "cuda"
+    with user_errors(FileNotFoundError):
+        return look_at_first_step(
+            trainer_options(config.trainer),
+            model,
+            data,
+            look,
+            device_type=device_type,
+            flops_per_byte=request.speed.flops_per_byte_of_cuts,
+        )
+
+
+def _check(config: DictConfig) -> None:
+    """Says what is of one plan, and so of no use to a search."""
+    given = {
+        "check": config.check,
+        "measure": config.measure,
+        "out": config.out is not None,
+        "show": config.show != "best",
+        "costs": config.costs is not None,
+        **{
+            f"strategy.{name}": config.strategy.get(name) is not None
+            for name in ("costs", "split_points", "rank_speeds", "split_batch")
+        },
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise UserError(
+                f"search=true compares plans of different sizes, and {name}= is for one of them: leave one of both out"
+            )
+    if config.samples_per_step is not None and config.samples_per_step < 1:
+        raise UserError(f"samples_per_step={config.samples_per_step} must be at least 1")
+    files = [name for name in config.schedules or [] if is_schedule_file(name)]
+    if files:
+        raise UserError(f"schedules has the file {files[0]}, which is for one size, and search=true compares many")
+
+
+def _neutral(config: DictConfig) -> DictConfig:
+    """``config`` without what the search chooses."""
+    neutral = config.copy()
+    for name, value in _CHOSEN.items():
+        if name in neutral.strategy:
+            neutral.strategy[name] = value
+    if OmegaConf.select(neutral, MODEL_CHECKPOINTS) is not None:
+        OmegaConf.update(neutral, MODEL_CHECKPOINTS, False)
+    return neutral
+
+
+def _batch(config: DictConfig, request: Request) -> _Batch:
+    has_key = OmegaConf.select(config, config.batch_size_key) is not None
+    key = config.batch_size_key if has_key else None
+    sizes = config.strategy
+    try:
+        replicas = ParallelSizes.resolve(
+            sizes.pipeline_parallel_size, sizes.data_parallel_size, request.num_devices
+        ).data_parallel
+    except ConfigurationError as error:
+        if config.samples_per_step is None or key is None:
+            raise UserError(
+                f"how many samples a step has is not known, for what is configured is not for {request.num_devices} "
+                f"devices: {error} Or say it: samples_per_step=NUMBER, those of all replicas"
+            ) from error
+        return _Batch(key, None, config.samples_per_step)
+    return _Batch(key, replicas, config.samples_per_step)
+
+
+def _space(config: DictConfig, request: Request, batch: _Batch, step: FirstStep) -> Space:
+    batch_size = batch_size_of(step.batch)
+    num_samples = batch.of_all_replicas(batch_size)
+    if batch.key is not None and OmegaConf.select(config, batch.key) != batch_size:
+        raise UserError(
+            f"{batch.key}={OmegaConf.select(config, batch.key)}, and the first batch has {batch_size} samples: say "
+            "which name in the configuration is that of a replica's batch, by batch_size_key=NAME (one that does not "
+            "exist keeps the number of replicas)"
+        )
+    if batch.key is None and num_samples != (batch_size or 0) * (batch.num_replicas or 0):
+        raise UserError(
+            f"samples_per_step={num_samples}, and {batch.num_replicas} replicas with batches of {batch_size} samples "
+            f"have another number; {config.batch_size_key} is not in the configuration, so that it cannot be changed"
+        )
+    names = config.schedules or [name for name in _known() if not schedule_family(name).is_search]
+    devices = request.num_devices
+    return Space(
+        devices,
+        request.speed.links.ranks_per_node or devices,
+        num_samples,
+        batch.num_replicas if batch.key is None else None,
+        list(dict.fromkeys(names)),
+        _values_of_checkpointing(request.strategy.options),
+        request.strategy.options.sharding,
+    )
+
+
+def _known() -> list[str]:
+    return sorted(available_schedules(), key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
+
+
+def _values_of_checkpointing(options: PipelineOptions) -> list[ActivationCheckpointing]:
+    """None, all repeated blocks, and what is configured."""
+    configured = options.activation_checkpointing
+    return [False, True, *([configured] if not isinstance(configured, bool) else [])]

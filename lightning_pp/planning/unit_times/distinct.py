@@ -1,0 +1,76 @@
+"""Which groups of units do the same work, so that one of them is measured for all."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from lightning_pp.planning.stage_model import RecordedModel
+from lightning_pp.split.cut.partition import inseparable_groups
+from lightning_pp.split.record.step_record import Reads, UnitCall
+
+
+@dataclass(frozen=True)
+class Group:
+    """Units that have to share a stage, often one.
+
+    Attributes:
+        units: Their names, in call order.
+        index: The place of the group in the order of the step.
+        is_last: Whether the end of the step follows.
+    """
+
+    units: tuple[str, ...]
+    index: int
+    is_last: bool
+
+
+def groups_alike(recording: RecordedModel) -> list[list[Group]]:
+    """The groups of units, those that do the same work together.
+
+    They do if their units are of the same classes, with parameters of the same shapes and dtypes, and if the dry run
+    saw the same operations on tensors of the same shapes and dtypes in them and in the code before them. What is no
+    operation on tensors (sleep, files) is not seen.
+    """
+    found = inseparable_groups(recording.record)
+    alike: dict[Hashable, list[Group]] = {}
+    for index, units in enumerate(found):
+        group = Group(tuple(units), index, index == len(found) - 1)
+        alike.setdefault(_work_of(recording, group), []).append(group)
+    return list(alike.values())
+
+
+def calls_of(recording: RecordedModel, units: Sequence[str]) -> list[UnitCall]:
+    """The calls of some units."""
+    return [call for call in recording.record.calls if call.unit in units]
+
+
+def _work_of(recording: RecordedModel, group: Group) -> Hashable:
+    record, fakes = recording.record, recording.fake_parameters
+    calls = tuple(_work_of_call(recording, call) for call in calls_of(recording, group.units))
+    parameters = tuple(
+        (tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
+        for unit in group.units
+        for _, parameter in recording.units[unit].named_parameters(remove_duplicate=False)
+    )
+    return calls, parameters, fakes.compute_dtype, _work_of_code(record.tail) if group.is_last else None
+
+
+def _work_of_call(recording: RecordedModel, call: UnitCall) -> Hashable:
+    outputs = tuple((leaf.spec, leaf.requires_grad) for leaf in call.leaves)
+    return (
+        type(recording.units[call.unit]),
+        frozenset(call.work.items()),
+        _work_of_code(call.reads),
+        call.shapes,
+        outputs,
+        len(call.reads.nearest),
+        len(call.left),
+        call.unit in recording.record.recomputed_units,
+        call.region is not None,
+        call.num_regions_inside,
+    )
+
+
+def _work_of_code(reads: Reads) -> Hashable:
+    return frozenset(reads.work.items())

@@ -1,0 +1,119 @@
+"""Times of all units of a model, each distinct one measured alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+
+from lightning_pp.planning.schedules.given_costs import GivenCosts
+from lightning_pp.planning.stage_model import RecordedModel
+from lightning_pp.planning.unit_times.alone import UnitsAlone
+from lightning_pp.planning.unit_times.distinct import Group, groups_alike
+from lightning_pp.schedule import StageCosts
+from lightning_pp.split.cut.unit_costs import UnitCost, estimate_unit_costs
+
+_MOST_RUNS = 9
+
+
+@dataclass
+class UnitTimes:
+    """Measures units, and keeps what it has measured.
+
+    Args:
+        step: Runs the user's step on the microbatch that was recorded.
+        device: Where units run.
+        most_seconds: How long it may take altogether; each distinct unit runs once in any case.
+        tell: Is told what is being measured.
+
+    Attributes:
+        costs: Milliseconds of F, I and W of each unit that was measured, or is like one that was.
+        num_measured: Distinct units, or groups of them that have to share a stage, that ran.
+        fewest_runs: The fewest times that one of them was measured.
+        seconds: How long it took.
+    """
+
+    step: Callable[[Any], Any]
+    device: torch.device
+    most_seconds: float
+    tell: Callable[[str], None] = lambda text: None
+    costs: dict[str, UnitCost] = field(default_factory=dict)
+    num_measured: int = 0
+    fewest_runs: int = _MOST_RUNS
+    seconds: float = 0.0
+
+    @property
+    def about(self) -> str:
+        """What was measured, for people."""
+        runs = f"at least {self.fewest_runs} run{'s' if self.fewest_runs > 1 else ''} each"
+        return (
+            f"{self.num_measured} distinct units of {len(self.costs)}, each alone on {self.device}, {runs}, in "
+            f"{self.seconds:.1f} s"
+        )
+
+    def of(self, recording: RecordedModel) -> GivenCosts:
+        """The costs of the units of ``recording``, and of the same model with its head whole, as if each were a stage.
+
+        Raises:
+            SplitError: As :meth:`~lightning_pp.runtime.stage.StageRunner.forward` says.
+        """
+        for one in (recording, recording.whole):
+            if one is not None:
+                self._measure(one)
+        return self.given()
+
+    def given(self) -> GivenCosts:
+        """All that was measured so far, as if each unit were a stage."""
+        costs = list(self.costs.values())
+        stages = StageCosts(
+            [cost.forward for cost in costs],
+            [cost.backward_input for cost in costs],
+            [cost.backward_weight for cost in costs],
+        )
+        return GivenCosts(
+            stages, origin="the times of units alone", units=[[unit] for unit in self.costs], are_alone=True
+        )
+
+    def _measure(self, recording: RecordedModel) -> None:
+        waiting = [alike for alike in groups_alike(recording) if alike[0].units[0] not in self.costs]
+        estimates = estimate_unit_costs(recording.record, recording.num_parameters)
+        for index, alike in enumerate(waiting):
+            left = max(self.most_seconds - self.seconds, 0.0)
+            # not the first, before which a step may do what it does once for all of them
+            group = alike[len(alike) // 2]
+            self.tell(f"measuring {group.units[0]}, {index + 1} of {len(waiting)} distinct units")
+            started = time.perf_counter()
+            cost = self._of_group(recording, group, left / (len(waiting) - index))
+            self.seconds += time.perf_counter() - started
+            self.num_measured += 1
+            for other in alike:
+                self.costs.update(_shared(cost, {unit: estimates[unit] for unit in other.units}))
+
+    def _of_group(self, recording: RecordedModel, group: Group, most_seconds: float) -> UnitCost:
+        """The medians of several runs, after one to warm up; that one alone where it takes all the time there is."""
+        alone = UnitsAlone(recording, group, self.step, self.device)
+        with alone.ready():
+            ends_at = time.perf_counter() + most_seconds
+            found = [alone.run()]
+            while len(found) <= _MOST_RUNS and time.perf_counter() < ends_at:
+                found.append(alone.run())
+        measured = found[1:] or found
+        self.fewest_runs = min(self.fewest_runs, len(measured))
+        return UnitCost(
+            median(cost.forward for cost in measured),
+            median(cost.backward_input for cost in measured),
+            median(cost.backward_weight for cost in measured),
+        )
+
+
+def _shared(cost: UnitCost, estimates: dict[str, UnitCost]) -> dict[str, UnitCost]:
+    """What units of a group cost that took ``cost`` together, by the shares that are estimated for them."""
+    if len(estimates) == 1:
+        return dict.fromkeys(estimates, cost)
+    whole = sum(estimate.total for estimate in estimates.values())
+    shares = {unit: estimate.total / whole if whole else 1 / len(estimates) for unit, estimate in estimates.items()}
+    return {unit: cost.scaled(share, share, share) for unit, share in shares.items()}

@@ -1,0 +1,30 @@
+"""How fast the device of this rank is, by what Lightning and torch know of it."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.throughput import get_available_flops
+
+from lightning_pp.planning.hardware.devices import bandwidth_of_gpu, dtype_of_precision, flops_per_byte
+
+
+def peak_flops_of(device: torch.device, dtype: torch.dtype) -> float | None:
+    """FLOP/s of a GPU of this machine at most, by Lightning's table; None where it has no number."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return get_available_flops(device, dtype)
+
+
+def flops_per_byte_of(device: torch.device, precision: Any) -> float:
+    """FLOPs that a device does in the time in which its memory moves a byte; 0 where that is not known.
+
+    Args:
+        device: Where this rank computes.
+        precision: ``trainer.precision``.
+    """
+    if device.type != "cuda":
+        return 0.0
+    return flops_per_byte(peak_flops_of(device, dtype_of_precision(precision)), bandwidth_of_gpu(device))
