@@ -16,7 +16,7 @@ RUN --mount=type=cache,target=/root/.cache/pip,sharing=locked \
     /src/docker/install.sh /opt/venv "${EXTRAS}" "${DEVICE}" dependencies
 
 # what changes often: the package, a megabyte
-COPY LICENSE README.md /src/
+COPY LICENSE README.md hatch_build.py /src/
 COPY conf /src/conf
 COPY recipes /src/recipes
 COPY lightning_pp /src/lightning_pp

@@ -61,7 +61,6 @@ MOST_EXTRA_BUBBLE = 0.01
 UPDATES: list[float] = []
 """When this rank has made its updates, by ``time.perf_counter``."""
 _NUM_WARM = 3
-_NUM_SIMULATED = 8
 _REPEATS_ALONE = 12
 
 
@@ -180,29 +179,10 @@ def run_fit(schedule: Schedule, mode: str, ms: float, num_steps: int) -> Row:
         mode=mode,
         ms=ms,
         in_step=1 - sleeps_ms / schedule.simulate(beginning.costs).makespan,
-        back_to_back=1 - sleeps_ms / period_back_to_back(schedule, beginning.costs),
+        back_to_back=1 - sleeps_ms / schedule.time_in_a_row(beginning.costs),
         bubble=1 - float(ranks[:, 0].mean()) / step_ms,
         step_ms=step_ms,
     )
-
-
-def period_back_to_back(schedule: Schedule, costs: StageCosts) -> float:
-    """The simulated time from a step to the next, milliseconds, where each rank begins the next when it is done."""
-    m = schedule.num_microbatches
-    programs = tuple(
-        tuple(
-            replace(action, microbatch=None if action.microbatch is None else action.microbatch + step * m)
-            for step in range(_NUM_SIMULATED)
-            for action in program
-        )
-        for program in schedule.programs
-    )
-    simulation = replace(schedule, programs=programs, num_microbatches=_NUM_SIMULATED * m).simulate(costs)
-    periods = []
-    for program, starts in zip(schedule.programs, simulation.start_ms, strict=True):
-        middle, last = (starts[step * len(program)] for step in (_NUM_SIMULATED // 2, _NUM_SIMULATED - 1))
-        periods.append((last - middle) / (_NUM_SIMULATED - 1 - _NUM_SIMULATED // 2))
-    return max(periods)
 
 
 def run_rank(rank: int, num_ranks: int, port: int, options: argparse.Namespace, path: str) -> None:

@@ -13,6 +13,7 @@ of the time of a step (wall), over many steps in a row, and of what the main thr
     python benchmarks/real.py                             # width 256, not compiled
     python benchmarks/real.py --dim 512 --compile both    # takes an hour
     python benchmarks/real.py --ways ours:zb_h1 torch:1f1b limit --compile yes
+    python benchmarks/real.py --turns 1 --keep real.json  # a turn at a time; the table is of all turns kept there
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -59,6 +61,8 @@ WAYS = [
     "lightning:ddp",
 ]
 COMPILE = {"dynamic": False}
+Turns = dict[str, list[tuple[float, float]]]
+"""For each ``width compiled way``, seconds of wall and CPU time of a step in each turn."""
 
 
 class Sequences(Dataset[dict[str, Tensor]]):
@@ -285,23 +289,33 @@ def main() -> None:
     parser.add_argument("--ways", nargs="*", default=WAYS, help=f"of {' '.join(WAYS)}")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20, help=f"steps that are measured, after {NUM_WARM}")
+    parser.add_argument("--keep", type=Path, metavar="PATH", help="add the turns to those in this JSON file")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.run:
         run_one(args)
         return
     settings = [(way, c) for c in (["no", "yes"] if args.compile == "both" else [args.compile]) for way in args.ways]
-    found: dict[tuple[str, str], list[tuple[float, float]]] = {setting: [] for setting in settings}
+    found: Turns = json.loads(args.keep.read_text()) if args.keep and args.keep.exists() else {}
     for _ in range(args.turns):
-        for setting in settings:
-            found[setting].append(turn(*setting, args))
-    print(f"| width {args.dim} | compiled | wall ms | CPU ms | wall over limit |")
-    print("|---|---|---|---|---|")
-    for (way, compiled), times in found.items():
-        wall, cpu = (statistics.median(column) * 1e3 for column in zip(*times, strict=True))
-        best = found.get(("limit", compiled))
-        ratio = f"{wall / 1e3 / statistics.median(time for time, _ in best):.3f}" if best else ""
-        print(f"| {way} | {compiled} | {wall:.1f} | {cpu:.1f} | {ratio} |", flush=True)
+        for way, compiled in settings:
+            found.setdefault(f"{args.dim} {compiled} {way}", []).append(turn(way, compiled, args))
+            if args.keep:
+                args.keep.write_text(json.dumps(found))
+    print_table(found)
+
+
+def print_table(found: Turns) -> None:
+    """A row for each way, of the medians of its turns."""
+    medians = {key: [statistics.median(column) for column in zip(*times, strict=True)] for key, times in found.items()}
+    print("| width | compiled | way | turns | wall ms | CPU ms | wall over limit | CPU over limit |")
+    print("|---|---|---|---|---|---|---|---|")
+    for key, times in medians.items():
+        dim, compiled, way = key.split()
+        best = medians.get(f"{dim} {compiled} limit")
+        ratios = [f"{time / least:.3f}" for time, least in zip(times, best, strict=True)] if best else ["", ""]
+        cells = (dim, compiled, way, str(len(found[key])), *(f"{1e3 * time:.1f}" for time in times), *ratios)
+        print(f"| {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

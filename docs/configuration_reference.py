@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
 from collections.abc import Iterator
@@ -15,9 +14,10 @@ from omegaconf import MISSING as REQUIRED
 from omegaconf import OmegaConf
 
 from lightning_pp.conf import schema
+from lightning_pp.conf.search_path import yaml_folders
 
 DOCUMENT = Path(__file__).parent / "configuration.md"
-CONF = Path(importlib.import_module("lightning_pp.conf").__file__ or "").parent
+CONF, _ = yaml_folders()
 GROUPS = ("trainer", "strategy", "schedule", "model", "optimizer", "data", "logger", "callbacks", "launcher")
 COMMANDS = {"lightning-pp": schema.CommandConf, "lightning-pp-plan": schema.PlanConf}
 HEAD = """# Configuration reference

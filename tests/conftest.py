@@ -45,6 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu(number=1): needs CUDA devices; skipped where there are fewer")
+    config.addinivalue_line("markers", "by_day(most): of a test's cases at most so many run by day, the others nightly")
     config.addinivalue_line("markers", "nightly: slow; deselected unless --nightly is given")
     config.addinivalue_line("markers", "browser: needs Chromium; deselected unless --browser is given")
 
@@ -55,11 +56,42 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         needed = 0 if marker is None else marker.args[0] if marker.args else 1
         if torch.cuda.device_count() < needed:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device{'s' if needed > 1 else ''}"))
+    _leave_to_the_night(items)
     for kind in ("nightly", "browser"):
         left_out = [] if config.getoption(f"--{kind}") else [item for item in items if item.get_closest_marker(kind)]
         if left_out:
             config.hook.pytest_deselected(items=left_out)
             items[:] = [item for item in items if item not in left_out]
+
+
+def _leave_to_the_night(items: list[pytest.Item]) -> None:
+    """Marks as nightly what ``by_day`` leaves out of the cases of a test."""
+    cases: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        is_sampled = item.get_closest_marker("by_day") and not item.get_closest_marker("nightly")
+        if isinstance(item, pytest.Function) and is_sampled:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for found in cases.values():
+        marker = found[0].get_closest_marker("by_day")
+        assert marker is not None
+        chosen = _covering(found, *marker.args)
+        for item in found:
+            if item not in chosen:
+                item.add_marker(pytest.mark.nightly)
+
+
+def _covering(cases: list[pytest.Function], most: int) -> list[pytest.Function]:
+    """At most so many of ``cases``: those with most values of their parameters; with one parameter, spread evenly."""
+    seen: set[tuple[str, int]] = set()
+    chosen: list[pytest.Function] = []
+    waiting = [cases[place * len(cases) // most] for place in range(min(most, len(cases)))]
+    waiting += [case for case in cases if case not in waiting]
+    while waiting and len(chosen) < most:
+        best = max(waiting, key=lambda case: len(case.callspec.indices.items() - seen))  # the first of those alike
+        waiting.remove(best)
+        chosen.append(best)
+        seen |= best.callspec.indices.items()
+    return chosen
 
 
 @pytest.fixture(scope="session")

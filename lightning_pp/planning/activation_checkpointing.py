@@ -71,7 +71,7 @@ def recomputation_of(
 def _matching(patterns: Sequence[str], units: Mapping[str, nn.Module]) -> set[str]:
     names: set[str] = set()
     for pattern in patterns:
-        matched = fnmatch.filter(units, pattern)
+        matched = [name for name in units if any(fnmatch.fnmatchcase(around, pattern) for around in _around(name))]
         if not matched:
             close = difflib.get_close_matches(pattern, units, n=5, cutoff=0.3) or list(units)[:5]
             raise ConfigurationError(
@@ -83,15 +83,22 @@ def _matching(patterns: Sequence[str], units: Mapping[str, nn.Module]) -> set[st
 
 
 def _repeated(module: nn.Module, units: Mapping[str, nn.Module]) -> set[str]:
-    """The units that are one of a list of blocks of one class."""
+    """The units that are one of a list of blocks of one class, or lie in one."""
     blocks = {child for parent in module.modules() if is_block_list(parent) for child in parent.children()}
-    names = {name for name, unit in units.items() if unit in blocks}
+    modules = dict(module.named_modules(remove_duplicate=False))
+    names = {name for name in units if any(modules[around] in blocks for around in _around(name))}
     if not names:
         raise ConfigurationError(
             f"activation_checkpointing is for repeated blocks, and none of the units of {type(module).__name__} "
             f"({', '.join(list(units)[:5])}) is one of a list. Name units: activation_checkpointing=['...']."
         )
     return names
+
+
+def _around(name: str) -> list[str]:
+    """``name``, and the modules that it lies in, from the inside out."""
+    parts = name.split(".")
+    return [".".join(parts[:number]) for number in range(len(parts), 0, -1)]
 
 
 def _is_list(value: Any) -> bool:

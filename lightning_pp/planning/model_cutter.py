@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,13 +14,15 @@ from lightning_pp.distributed.sizes import ParallelSizes
 from lightning_pp.planning.memory.limit import DeviceMemory
 from lightning_pp.planning.memory.model import MemoryModel
 from lightning_pp.planning.pipeline_options import PipelineOptions
+from lightning_pp.planning.refinement.choice import refine_cuts
 from lightning_pp.planning.schedules.source import ScheduleSource
 from lightning_pp.planning.stage_model import RecordedModel, SplitModel, assign_stages, record_model
-from lightning_pp.planning.tuning import LayoutRequest, choose_cuts_of, choose_layout_of
+from lightning_pp.planning.tuning import ChosenCuts, LayoutRequest, choose_cuts, choose_cuts_of, choose_layout_of
 from lightning_pp.planning.unit_times.measure import UnitTimes
 from lightning_pp.schedule import Placement
 from lightning_pp.split.data.microbatch import Microbatch, batch_size_of
 from lightning_pp.split.dry_run.run import DryRun
+from lightning_pp.split.head.choice import SplitHead
 from lightning_pp.split.memory.state_memory import StepDtypes
 
 _CPU = torch.device("cpu")
@@ -94,6 +96,7 @@ class ModelCutter:
         self._dtypes = dtypes or StepDtypes()
         self._device = device
         self._recordings = list(recordings)
+        self._refined: dict[tuple[int, frozenset[str], int], RecordedModel | None] = {}
         self._unit_times: UnitTimes | None = None
 
     def measure_units(self, most_seconds: float, tell: Callable[[str], None] = lambda text: None) -> UnitTimes:
@@ -121,6 +124,16 @@ class ModelCutter:
         """
         recording = self.recording(placement.num_stages)
         chosen = choose_cuts_of(recording, self._request(recording, source), placement)
+        finer = refine_cuts(
+            chosen.recording,
+            chosen.partition,
+            placement,
+            lambda recording: self._request(recording, source),
+            lambda names: self._with_refined(recording, placement.num_stages, names, chosen.recording.num_head_parts),
+        )
+        if finer is not chosen.recording:
+            cuts = choose_cuts(finer.record, finer.num_parameters, self._request(finer, source), placement)
+            chosen = ChosenCuts(finer, *cuts, chosen.about_head)
         split = assign_stages(chosen.recording, placement=placement, partition=chosen.partition)
         return Cut(split, chosen.costs is not None, chosen.about_head)
 
@@ -168,7 +181,28 @@ class ModelCutter:
             # units are refined until there are enough of them, so that what had enough for fewer stages is the same
             if made_for <= num_stages <= len(recording.record.first_calls()):
                 return recording
-        recording = record_model(
+        recording = self._record(num_stages)
+        self._recordings.append((num_stages, recording))
+        return recording
+
+    def _with_refined(
+        self, whole: RecordedModel, num_stages: int, names: Collection[str], num_head_parts: int
+    ) -> RecordedModel | None:
+        """The model with units refined and its head in so many parts; None if its step cannot be recorded so."""
+        for made_for, recording in self._recordings:
+            num_stages = made_for if recording is whole else num_stages
+        key = num_stages, frozenset(names), num_head_parts
+        if key not in self._refined:
+            try:
+                self._refined[key] = self._record(num_stages, names, num_head_parts or False)
+            except Exception:  # of the user's code, too, which is not run so then
+                self._refined[key] = None
+        return self._refined[key]
+
+    def _record(
+        self, num_stages: int, refined: Collection[str] = (), split_head: SplitHead | None = None
+    ) -> RecordedModel:
+        return record_model(
             self.module,
             device=self._device,
             step=self._step,
@@ -177,7 +211,6 @@ class ModelCutter:
             num_stages=num_stages,
             compute_dtype=self._dtypes.compute,
             activation_checkpointing=self.options.activation_checkpointing,
-            split_head=self.options.split_head,
+            split_head=self.options.split_head if split_head is None else split_head,
+            refined={*refined, *self.options.refined_units(self.module)},
         )
-        self._recordings.append((num_stages, recording))
-        return recording

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
+from torch import nn
+
 from lightning_pp.distributed.sizes import Auto, check_size
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.activation_checkpointing import ActivationCheckpointing, check_activation_checkpointing
@@ -15,6 +17,7 @@ from lightning_pp.planning.sharded_stages import ShardingSettings
 from lightning_pp.planning.tuning import LayoutRequest
 from lightning_pp.split.data.microbatch import SplitBatch
 from lightning_pp.split.head.choice import SplitHead
+from lightning_pp.split.unit_calls.units import units_that_hold
 
 OnNonFinite = Literal["error", "skip", "ignore"]
 UnequalData = Literal["error", "shortest"]
@@ -117,6 +120,17 @@ class PipelineOptions:
         return not asks_for_engine and any(
             placement.num_stages == 1 for placement in self.schedule.source.placements(1)
         )
+
+    def refined_units(self, module: nn.Module) -> set[str]:
+        """The units of ``module`` in which a cut is asked for, by ``split_points`` or by costs that were measured so.
+
+        None where the user says what units are.
+        """
+        if self.cut.units is not None:
+            return set()
+        costs = self.schedule.costs
+        measured = [name for names in (costs.units if costs is not None else None) or () for name in names]
+        return units_that_hold(module, [*(self.cut.split_points or ()), *measured])
 
     def layout_request(
         self, num_ranks: int, num_microbatches: int, device_type: str, flops_per_byte: float = 0.0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_pp.planning.stage_model import SplitModel
+from lightning_pp.planning.stage_model import Refinement, SplitModel
 from lightning_pp.split.cut.wide_cuts import WideCut, wide_cuts
 from lightning_pp.split.record.plan import Edge
 from lightning_pp.split.record.step_record import Reads, StepRecord, UnitCall, Value
@@ -107,6 +107,7 @@ class CutSummary:
         num_trainable: Those of them that require a gradient.
         num_called_units: Units that the step calls.
         wide: Cuts that send much more than one activation.
+        refinement: Which blocks are cut inside, and why; None for none.
     """
 
     stages: tuple[StageSummary, ...]
@@ -115,6 +116,7 @@ class CutSummary:
     num_trainable: int
     num_called_units: int
     wide: tuple[WideCut, ...] = ()
+    refinement: Refinement | None = None
 
     @property
     def sent_bytes(self) -> int:
@@ -133,6 +135,7 @@ def summarize_cut(split: SplitModel) -> CutSummary:
         sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         len(split.record.first_calls()),
         tuple(wide_cuts(plan)),
+        split.refinement,
     )
 
 

@@ -20,14 +20,37 @@ from lightning_pp.split.dry_run.weight_updates import Updates
 from lightning_pp.split.fakes.materialize import materialize_buffers
 from lightning_pp.split.fakes.parameters import FakeParameters
 from lightning_pp.split.head.choice import SplitHead, about_whole_head, head_to_split
-from lightning_pp.split.head.parts import with_parts
+from lightning_pp.split.head.parts import HeadPart, with_parts
 from lightning_pp.split.memory.state_memory import ParameterSize, parameter_sizes
 from lightning_pp.split.record.plan import StepPlan, build_plan, direct_parameters
 from lightning_pp.split.record.step_record import StepRecord
 from lightning_pp.split.record.unfinished import with_units_not_reached
-from lightning_pp.split.unit_calls.units import discover_units, is_block_list, refine_unit
+from lightning_pp.split.unit_calls.units import discover_units, is_block_list, refine_unit, with_refined
 
 _MOST_REFINEMENTS = 32
+
+
+@dataclass(frozen=True)
+class Refinement:
+    """Units in whose place their children are units, since cuts inside of them make a step shorter.
+
+    Attributes:
+        blocks: Their names.
+        before_ms: Estimated time of a step with cuts between whole blocks.
+        after_ms: And with these.
+    """
+
+    blocks: tuple[str, ...]
+    before_ms: float
+    after_ms: float
+
+    def __str__(self) -> str:
+        several = len(self.blocks) > 1
+        return (
+            f"Cuts fall inside of {f'{len(self.blocks)} blocks' if several else 'a block'} "
+            f"({', '.join(self.blocks)}): a step is estimated to take {self.after_ms:.4g} ms so, and "
+            f"{self.before_ms:.4g} ms with {'these blocks' if several else 'this block'} whole."
+        )
 
 
 @dataclass(frozen=True)
@@ -46,6 +69,7 @@ class SplitModel:
         num_parameters: Parameters in each unit.
         record: The dry run that the partition was made from.
         recomputation: Which units are run again in backward; None for none.
+        refinement: Which blocks are cut inside, and why; None for none.
     """
 
     module: nn.Module
@@ -59,6 +83,7 @@ class SplitModel:
     num_parameters: Mapping[str, int]
     record: StepRecord
     recomputation: Recomputation | None = None
+    refinement: Refinement | None = None
 
     def step_plan(self) -> StepPlan:
         """What every stage does with a microbatch like the one that was recorded."""
@@ -94,6 +119,7 @@ class RecordedModel:
         recomputation: Which units are run again in backward; None for none.
         whole: The same with its head in one piece, where it is cut here and may be left whole.
         about_head: Why its head is not cut, a sentence; empty where that was not to be.
+        refinement: Which blocks are to be cut inside, and why; None for none.
     """
 
     module: nn.Module
@@ -103,6 +129,16 @@ class RecordedModel:
     recomputation: Recomputation | None = None
     whole: RecordedModel | None = None
     about_head: str = ""
+    refinement: Refinement | None = None
+
+    @property
+    def num_head_parts(self) -> int:
+        """Parts that its head is cut into; 0 where it is whole."""
+        return sum(isinstance(unit, HeadPart) for unit in self.units.values())
+
+    def with_refinement(self, refinement: Refinement) -> RecordedModel:
+        """The same with the reason for its units."""
+        return replace(self, refinement=refinement)
 
     @property
     def num_parameters(self) -> dict[str, int]:
@@ -122,6 +158,7 @@ def record_model(
     activation_checkpointing: ActivationCheckpointing = False,
     may_fail: bool = False,
     split_head: SplitHead = False,
+    refined: Collection[str] = (),
 ) -> RecordedModel:
     """Finds the units of ``module``, at least ``num_stages`` of them if there are so many, and records ``step``.
 
@@ -139,6 +176,7 @@ def record_model(
         may_fail: Whether a step that raises an exception is recorded up to there, and its other units by their
             parameters; see :func:`~lightning_pp.split.record.unfinished.with_units_not_reached`.
         split_head: In how many parts to cut a last projection with a cross entropy after it.
+        refined: Names of units in whose place their children are units.
 
     Raises:
         ConfigurationError, SplitError: As :func:`~lightning_pp.planning.activation_checkpointing.recomputation_of` and
@@ -156,7 +194,8 @@ def record_model(
             return record
         return with_units_not_reached(record, _num_parameters(units), _outside_units(fake_parameters, units))
 
-    units, record = _recorded(module, discover_units(module, patterns), fake_parameters, recorded, patterns, num_stages)
+    units = with_refined(discover_units(module, patterns), refined)
+    units, record = _recorded(module, units, fake_parameters, recorded, patterns, num_stages)
     # nobody casts those used outside for their unit, and it runs with them as they are
     uncast = record.parameters_used_outside() | record.weights_of_float32_norms
     if compute_dtype is not None and uncast:
@@ -243,6 +282,7 @@ def assign_stages(
         recording.num_parameters,
         record,
         recording.recomputation,
+        recording.refinement,
     )
 
 
@@ -365,7 +405,7 @@ def _finer_units(
         children = refine_unit(name, unit)
         its_parameters = {fake_parameters.canonical_names[f"{name}.{key}"] for key, _ in unit.named_parameters()}
         if name not in called and children and its_parameters & used_directly:
-            return _replaced(units, name, children)
+            return with_refined(units, {name})
     if len(called) >= num_stages:
         return None
     in_block_lists = {child for parent in module.modules() if is_block_list(parent) for child in parent.children()}
@@ -377,17 +417,7 @@ def _finer_units(
     if not candidates:
         return None
     largest = max(candidates, key=lambda name: sum(p.numel() for p in units[name].parameters()))
-    return _replaced(units, largest, candidates[largest])
-
-
-def _replaced(units: Mapping[str, nn.Module], name: str, children: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    result: dict[str, nn.Module] = {}
-    for other, unit in units.items():
-        if other == name:
-            result.update({child: module for child, module in children.items() if module not in result.values()})
-        else:
-            result[other] = unit
-    return result
+    return with_refined(units, {largest})
 
 
 def _owners(

@@ -67,6 +67,7 @@ class LayoutRequest:
         cut: What the user says of the cuts.
         device_type: Of the device that computes, for estimates.
         memory: What a rank may hold altogether; None for no limit.
+        placement: Where the stages are, if that is decided.
     """
 
     options: ScheduleOptions
@@ -75,6 +76,7 @@ class LayoutRequest:
     cut: CutOptions
     device_type: str
     memory: DeviceMemory | None = None
+    placement: Placement | None = None
 
     @property
     def fewest_stages(self) -> int:
@@ -84,6 +86,8 @@ class LayoutRequest:
     @cached_property
     def placements(self) -> list[Placement]:
         """Where the stages may be; several where there is a choice."""
+        if self.placement is not None:
+            return [self.placement]
         return self.options.source.placements(self.num_ranks, self._known_stages_per_rank)
 
     @property
@@ -121,8 +125,9 @@ def choose_layout_of(recording: RecordedModel, request: LayoutRequest) -> Layout
         return split
     if _is_measured(whole, request) and not _is_measured(recording, request):
         return other
-    chosen = split if _step_ms(split) < _WORTH_A_SPLIT_HEAD * _step_ms(other) else other
-    return replace(chosen, about_head=_about_head(recording, chosen is split, _step_ms(split), _step_ms(other)))
+    times = _step_ms(split, request), _step_ms(other, request)
+    chosen = split if times[0] < _WORTH_A_SPLIT_HEAD * times[1] else other
+    return replace(chosen, about_head=_about_head(recording, chosen is split, *times))
 
 
 def _about_head(recording: RecordedModel, is_split: bool, split_time: float, whole_time: float) -> str:
@@ -187,7 +192,8 @@ def choose_cuts_of(recording: RecordedModel, request: LayoutRequest, placement: 
     speeds = request.cut.speeds_of_stages(placement)
 
     def step_time(partition: Partition) -> float:
-        return max(program.simulate(stage_costs(partition.unit_costs, partition.stage_of_unit, speeds)).span_ms)
+        costs = stage_costs(partition.unit_costs, partition.stage_of_unit, speeds)
+        return request.options.source.step_time(program, costs)
 
     if len(found) == 1:
         return found[0]
@@ -233,17 +239,22 @@ def choose_layout(record: StepRecord, num_parameters: Mapping[str, int], request
     best = found[0]
     for layout in found[1:]:
         worth = _WORTH_MORE_STAGES if layout.placement.num_stages > best.placement.num_stages else 1.0
-        if _step_ms(layout) < worth * _step_ms(best):
+        if _step_ms(layout, request) < worth * _step_ms(best, request):
             best = layout
     if not request.options.source.is_searched:
         return best
-    others = [Prediction.of(other.start.name, other.start, other.costs) for other in found if other is not best]
-    return replace(best, reason=_reason(best, found, failures), rejected=(*others, *rejected))
+    predictions = {
+        id(layout): Prediction.of(layout.start.name, layout.start, layout.costs, request.options.source)
+        for layout in found
+    }
+    others = [predictions[id(other)] for other in found if other is not best]
+    reason = _reason(predictions[id(best)], list(predictions.values()), failures)
+    return replace(best, reason=reason, rejected=(*others, *rejected))
 
 
-def _step_ms(layout: Layout) -> float:
+def _step_ms(layout: Layout, request: LayoutRequest) -> float:
     """The time of a step in a row of overlapping ones."""
-    return max(layout.start.simulate(layout.costs).span_ms)
+    return request.options.source.step_time(layout.start, layout.costs)
 
 
 def _layout(
@@ -343,12 +354,12 @@ def _shortened(units: Sequence[str]) -> str:
     return ", ".join(units) if len(units) <= 2 else f"{units[0]} to {units[-1]}"
 
 
-def _reason(best: Layout, found: Sequence[Layout], failures: Sequence[Exception]) -> str:
+def _reason(best: Prediction, found: Sequence[Prediction], failures: Sequence[Exception]) -> str:
     """What was compared."""
     lines = [
-        f"{'> ' if layout is best else '  '}{layout.placement.kind} ({layout.placement.num_stages} stages): "
-        f"{_step_ms(layout):.4g} ms a step, bubble {layout.start.simulate(layout.costs).bubble_fraction:.3f}"
-        for layout in found
+        f"{'> ' if one is best else '  '}{one.placement} ({one.num_stages} stages): "
+        f"{one.step_ms:.4g} ms a step, bubble {one.bubble_fraction:.3f}"
+        for one in found
     ]
     return "\n".join(lines + [f"  not possible: {error}" for error in failures])
 

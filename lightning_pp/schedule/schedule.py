@@ -11,7 +11,7 @@ from lightning_pp.schedule.program.notation import csv_text, read_csv
 from lightning_pp.schedule.program.program import Programs
 from lightning_pp.schedule.program.whole_batch import forwards_first, late_forward
 from lightning_pp.schedule.simulation.costs import UNIT_COSTS, StageCosts
-from lightning_pp.schedule.simulation.simulate import Simulation, simulate
+from lightning_pp.schedule.simulation.simulate import Simulation, simulate, time_in_a_row
 from lightning_pp.schedule.validation import check_program
 
 
@@ -63,6 +63,21 @@ class Schedule(Programs):
         """
         return simulate(self, costs or UNIT_COSTS)
 
+    def time_in_a_row(self, costs: StageCosts | None = None) -> float:
+        """Milliseconds from a step to the next, in a row of steps in which each rank begins the next when it is done.
+
+        Steps are like that with ``optimizer_sync="deferred"`` of the strategy, and where nothing is clipped by norm or
+        skipped. Without gathers and reductions it is at most the longest span of a step alone: begun so much later on
+        each rank, a step meets nothing of the one before.
+
+        Args:
+            costs: As in :meth:`simulate`.
+
+        Raises:
+            ScheduleError: As there.
+        """
+        return time_in_a_row(self, costs or UNIT_COSTS)
+
     def csv_text(self) -> str:
         """The programs in torch's CSV notation: a row a rank, a cell an action."""
         return csv_text(self.programs)
@@ -98,6 +113,7 @@ class Schedule(Programs):
         """
         table = read_csv(Path(path))
         table.check_sizes(num_ranks=num_ranks, num_stages=num_stages, num_microbatches=num_microbatches)
-        schedule = cls(name or str(path), table.placement, num_microbatches or table.num_microbatches, table.programs)
+        number = num_microbatches or table.num_microbatches
+        schedule = cls(name or str(path), table.placement, number, table.coded_programs(number))
         check_program(schedule, UNIT_COSTS, None, source=table)
         return schedule

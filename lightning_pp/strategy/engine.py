@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -28,6 +28,7 @@ from lightning_pp.long_tasks import LongTask
 from lightning_pp.planning.memory.limit import DeviceMemory
 from lightning_pp.planning.memory.model import MemoryModel
 from lightning_pp.planning.pipeline_options import PipelineOptions
+from lightning_pp.planning.refinement.choice import refine_cuts
 from lightning_pp.planning.schedules.predictions import Prediction
 from lightning_pp.planning.stage_model import RecordedModel, SplitModel, assign_stages, record_model
 from lightning_pp.planning.tuning import Layout, LayoutRequest, choose_layout_of, decided_by_one, recording_of
@@ -147,6 +148,7 @@ class PipelineEngine:
         self._compiled_backward: CompiledBackward | None = None
         self.deferred: DeferredUpdates | None = None
         self._device_memory: DeviceMemory | None = None
+        self._update_hooks: UpdateHooks
         self._connection = Connection(mesh, sizes, device, timeout)
         self._seed = 0
         self._num_batches_run = {True: 0, False: 0}  # training, evaluation
@@ -202,11 +204,12 @@ class PipelineEngine:
         with self._in_mode_of(step):
             record = partial(self._record, batch, microbatches, step, arguments, request.fewest_stages)
             recording = self._recorded_by_all(record, step, beforehand, all_or_none, is_everywhere)
-            request = replace(request, memory=self._device_memory)
-            layout = decided_by_one(
-                partial(_choose, recording, request),
-                decides=self.rank == 0 and self.groups.replica == 0,
-                broadcast=broadcast,
+            recording, layout = self._laid_out(
+                recording,
+                request,
+                record,
+                all_or_none,
+                partial(decided_by_one, decides=self.rank == 0 and self.groups.replica == 0, broadcast=broadcast),
             )
             self.split: SplitModel = assign_stages(
                 recording_of(layout.partition, recording),
@@ -260,6 +263,43 @@ class PipelineEngine:
             all_or_none(lambda: raise_own(failure))
         return recording
 
+    def _laid_out(
+        self,
+        recording: RecordedModel,
+        request: LayoutRequest,
+        record: Callable[..., RecordedModel],
+        all_or_none: Callable[[Callable[[], Any]], Any],
+        decided: Callable[[Callable[[], Any]], Any],
+    ) -> tuple[RecordedModel, Layout]:
+        """How the model is laid out, and the model with those blocks refined that a cut falls in."""
+
+        def request_of(recording: RecordedModel) -> LayoutRequest:
+            memory = self._device_memory
+            return replace(request, memory=None if memory is None else memory.of(recording))
+
+        def again(names: Collection[str]) -> RecordedModel | None:
+            try:
+                found: RecordedModel = all_or_none(partial(record, names, chosen.num_head_parts))
+            except Exception:  # of the user's code, too, which is not run so then; on every rank, if on one
+                return None
+            return found
+
+        layout: Layout = decided(partial(_choose, recording, request_of(recording)))
+        chosen = recording_of(layout.partition, recording)
+        hooks = self._update_hooks
+        finer = refine_cuts(chosen, layout.partition, layout.placement, request_of, again, decided)
+        if finer is chosen:
+            self._update_hooks = hooks
+            return recording, layout
+        self._device_memory = request_of(finer).memory
+        rank_zero_info(str(finer.refinement))
+        on_its_placement = replace(request_of(finer), placement=layout.placement)
+        finer_layout: Layout = decided(partial(_choose, finer, on_its_placement))
+        finer_layout = replace(
+            finer_layout, reason=layout.reason, rejected=layout.rejected, about_head=layout.about_head
+        )
+        return replace(finer, about_head=recording.about_head), finer_layout
+
     @contextmanager
     def _in_mode_of(self, step: str) -> Iterator[None]:
         """Within, all modules are in the mode that ``step`` runs in."""
@@ -273,10 +313,18 @@ class PipelineEngine:
                 child.training = mode
 
     def _record(
-        self, batch: Any, microbatches: Sequence[Microbatch], step: str, arguments: Sequence[Any], num_stages: int
+        self,
+        batch: Any,
+        microbatches: Sequence[Microbatch],
+        step: str,
+        arguments: Sequence[Any],
+        num_stages: int,
+        refined: Collection[str] = (),
+        num_head_parts: int | None = None,
     ) -> RecordedModel:
-        """A dry run of ``step`` on the first microbatch, with units for ``num_stages``."""
+        """A dry run of ``step`` on the first microbatch, with units for ``num_stages``; ``refined`` in parts."""
         trains = step == "training_step"
+        split_head = self._options.split_head if num_head_parts is None else num_head_parts or False
         recorded = self._recorded_step(step, microbatches[0], arguments, trains=trains)
         if self._options.schedule.whole_batch_loss and step != "predict_step":
             recorded = ending_with_batch(recorded)
@@ -291,7 +339,8 @@ class PipelineEngine:
                 compute_dtype=step_dtypes(self._precision).compute,
                 activation_checkpointing=self._options.activation_checkpointing,
                 may_fail=True,
-                split_head=self._options.split_head if trains else False,
+                split_head=split_head if trains else False,
+                refined={*refined, *self._options.refined_units(self.module)},
             )
         refuse_carried_state(self.module, step, recording.record, len(microbatches))
         self._update_hooks = UpdateHooks(self.module, recording.fake_parameters, batch)

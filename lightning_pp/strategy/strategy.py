@@ -141,10 +141,11 @@ class PipelineParallelStrategy(MeshStrategy):
             it is undone, made again, and the forwards since then are run again. Weights are the same, bit for bit.
             Meanwhile a rank holds copies of its parameters, gradients and optimizer state. For one replica, optimizers
             of ``torch.optim``, and schedules whose ranks end one after the other (``zb_h2``, ``zb_v``,
-            ``interleaved_zb``).
+            ``interleaved_zb``). ``auto`` then takes the shortest step in a row of steps.
         units: Names or shell patterns of modules that live whole on one stage; by default discovered.
         split_points: Names of the units that start stages 1, 2, ...; by default the cut with the shortest step, by
-            measured costs that are given, else by FLOPs and parameters.
+            measured costs that are given, else by FLOPs and parameters, inside of blocks where that is at least 2 %
+            shorter. A name may be that of a block's child: the block is cut there.
         unit_weights: Name or shell pattern of units to a factor for their cost in that balance.
         rank_speeds: For each rank of the pipeline how fast it is compared with the others, where devices differ.
         split_head: Whether a last ``nn.Linear`` whose logits go into one cross entropy is cut along its classes into
@@ -244,7 +245,14 @@ class PipelineParallelStrategy(MeshStrategy):
         )
         # whether sizes fit the number of devices is checked once that is known
         check_size("pipeline_parallel_size", pipeline_parallel_size)
-        source = schedule_source(schedule, stages_per_rank, whole_batch_loss, exact_search, search_seconds)
+        source = schedule_source(
+            schedule,
+            stages_per_rank,
+            whole_batch_loss,
+            exact_search,
+            search_seconds,
+            back_to_back=optimizer_sync == "deferred",
+        )
         source.check_sizes(pipeline_parallel_size)
         self.options = PipelineOptions(
             ScheduleOptions(source, memory_limit_gib, given_costs(costs), num_profiled_batches, save_costs),

@@ -78,6 +78,7 @@ def uninterrupted(folder: Path, max_epochs: int) -> dict[str, torch.Tensor]:
 EVERY_STEP = {"filename": "{step}", "every_n_train_steps": 1, "save_top_k": 2, "monitor": "step", "mode": "max"}
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("in_background", [False, True], ids=["waiting", "async"])
 @pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "single_file"])
 def test_two_ranks_train_and_resume(
@@ -104,6 +105,7 @@ def test_two_ranks_train_and_resume(
     assert not list(tmp_path.parent.glob("s3:*")) and not Path("s3:").exists()
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "single_file"])
 def test_other_layouts_resume(pool: WorkerPool, store: ObjectStore, tmp_path: Path, sharded: bool) -> None:
     """Two replicas, two stages and one device go on from what two stages saved."""
@@ -126,6 +128,7 @@ def test_other_layouts_resume(pool: WorkerPool, store: ObjectStore, tmp_path: Pa
         assert largest_difference(together([result["weights"] for result in results]), expected) < EXACT
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("in_background", [False, True], ids=["waiting", "async"])
 def test_a_failure_of_one_rank_is_told_on_all(pool: WorkerPool, store: ObjectStore, in_background: bool) -> None:
     """Rank 1 loses the store: the checkpoint that was to be replaced stays, and loads."""
@@ -177,6 +180,7 @@ def fit_where_nothing_is_removed(url: str, options: dict[str, Any], saved: dict[
         filesystem.rm, filesystem.rm_file = originals
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("in_background", [False, True], ids=["waiting", "async"])
 @pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "single_file"])
 def test_a_removal_that_fails_is_told_on_all(

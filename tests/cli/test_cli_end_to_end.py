@@ -88,6 +88,7 @@ def test_torchrun_gives_one_output_folder_and_one_report(own_text: Path, by_torc
     assert len(list(folder.glob("outputs/*/*"))) == 1
 
 
+@pytest.mark.nightly
 def test_multirun_under_torchrun_runs_every_job(own_text: Path) -> None:
     folder = own_text / "sweep"
     folder.mkdir()

@@ -15,6 +15,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
+BUILT_FROM = {"pyproject.toml", "hatch_build.py", "README.md", "LICENSE", "lightning_pp", "conf", "recipes"}
 
 
 def instructions(name: str) -> list[str]:
@@ -72,7 +73,9 @@ def test_compose_builds_both_images() -> None:
 
 def test_build_context_has_what_the_build_needs() -> None:
     allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
-    assert {"pyproject.toml", "README.md", "LICENSE", "constraints.txt", "lightning_pp", "conf", "recipes"} <= allowed
+    assert {"constraints.txt", *BUILT_FROM} <= allowed
+    copied = {name for line in instructions("COPY") for name in line.split()[:-1]}
+    assert copied >= BUILT_FROM
 
 
 def install(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
@@ -118,7 +121,7 @@ def test_what_is_installed_is_what_the_package_names() -> None:
         check=True,
     ).stdout.splitlines()
     extras = project["optional-dependencies"]
-    of_test = ("hf", "data", "peft", "lint", "tensorboard", "test")
+    of_test = ("hf", "data", "exact", "peft", "lint", "tensorboard", "test")
     named = {*project["dependencies"], *(each for extra in of_test for each in extras[extra])}
     assert set(printed) == {each for each in named if not each.startswith("lightning-pp[")}
     assert len(printed) == len(set(printed))
@@ -173,6 +176,7 @@ def test_hints_name_what_can_be_installed() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     known = {requirement for extra in extras.values() for requirement in extra}
     sources = [path.read_text() for path in sorted((ROOT / "lightning_pp").rglob("*.py"))]
-    sources += [path.read_text() for path in sorted((ROOT / "recipes").rglob("*.py"))]
-    hints = {hint for source in sources for hint in re.findall(r"pip install '([^']+)'", source)}
-    assert hints and hints <= known
+    sources += [path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
+    hints = {hint for source in sources for hint in re.findall(r"pip install (?:-c \S+ )?'([^']+)'", source)}
+    of_a_checkout = {f".[{extra}]" for extra in extras}
+    assert hints and hints <= known | of_a_checkout

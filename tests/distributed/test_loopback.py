@@ -15,6 +15,7 @@ LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 SCRIPT = Path(__file__).with_name("listening_script.py")
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="Linux tells there who listens")
 @pytest.mark.parametrize("launcher", [(), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")])
 def test_ranks_listen_on_the_loopback_interface(launcher: tuple[str, ...], tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from script_runs import losses, run_script, wait_until, when_batches_are_done
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("launcher", "ranks"), [("trainer", (0,)), ("trainer", (1,)), ("trainer", (0, 1)), ("torchrun", (0, 1))]
 )
@@ -25,6 +26,7 @@ def test_a_rank_that_leaves_by_exit_makes_the_job_fail(tmp_path: Path, launcher:
     assert max(len(losses(tmp_path, rank)) for rank in range(2)) <= 3
 
 
+@pytest.mark.nightly
 def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
     """Both come from the terminal, to all processes, while Lightning waits for a logger after the first."""
 

@@ -145,6 +145,7 @@ def check_launched(folder: Path, launcher: str, layout: str, fault: str, place: 
     assert re.search(by_us, printed) or re.search(by_torchrun, printed), printed
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("launcher", "layout", "fault", "place", "rank"),
     [("trainer", "2x1", "SIGSTOP", "forward", 1), ("torchrun", "2x2", "exception", "validation", 2)],

@@ -52,6 +52,7 @@ def check_ended(folder: Path, ended: Any, name: str, checkpoints: Path, num_batc
     return saved
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("launcher", "name", "ranks", "at", "accumulate"),
     [
@@ -87,6 +88,7 @@ def test_a_signal_in_a_step_saves_the_training_which_goes_on_as_one_device(
         assert found == pytest.approx([loss for _, loss in expected], rel=1e-5)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("launcher", ["trainer", "torchrun"])
 def test_a_signal_to_the_process_that_was_started_is_enough(tmp_path: Path, launcher: str) -> None:
     """As Kubernetes does it; without a ModelCheckpoint, in the background, written to the default folder."""
@@ -103,6 +105,7 @@ def test_a_signal_to_the_process_that_was_started_is_enough(tmp_path: Path, laun
     assert len(losses(tmp_path, 0)) < 3 * BATCHES_PER_EPOCH
 
 
+@pytest.mark.nightly
 def test_lightnings_requeueing_under_slurm_acts_between_two_batches(tmp_path: Path) -> None:
     """The checkpoint that Lightning looks for is there, the job is requeued once, and training goes on meanwhile."""
     command = tmp_path / "bin" / "scontrol"

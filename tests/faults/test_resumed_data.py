@@ -130,7 +130,7 @@ def undisturbed_and_resumed(folder: Path, kind: str, num_workers: int, steps: li
     ("kind", "num_workers"),
     [
         ("shuffled", 0),
-        ("shuffled", 2),
+        pytest.param("shuffled", 2, marks=pytest.mark.nightly),
         ("own generator", 0),
         ("distributed", 0),
         ("drawn with replacement", 0),

@@ -14,6 +14,7 @@ _benchmark = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "soak
 soak, soak_with = _benchmark["soak"], _benchmark["soak_with"]
 
 
+@pytest.mark.nightly
 def test_two_faults(tmp_path: Path) -> None:
     figures = soak(tmp_path, 60, 2, 10)
     assert figures["equal"] and figures["losses equal"] and figures["faults"] == 2, figures

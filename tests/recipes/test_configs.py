@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import io
 import math
@@ -24,10 +23,11 @@ from lightning_pp import PipelineParallelStrategy
 from lightning_pp.cli.plan.run import make_plan
 from lightning_pp.conf import Mode, build, schema
 from lightning_pp.conf.schema import PipelineStrategyConf, PlanConf, RunConf
+from lightning_pp.conf.search_path import yaml_folders
 from lightning_pp.recipes.token_files import TokenWriter
 
-CONF = Path(importlib.import_module("lightning_pp.conf").__file__ or "").parent
-RECIPES = Path(importlib.import_module("lightning_pp.recipes").__file__ or "").parent / "recipe"
+CONF, RECIPES = yaml_folders()
+RECIPES /= "recipe"
 RECIPE_NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 GROUP_OPTIONS = sorted(
     f"{path.parent.name}/{path.stem}" for path in CONF.glob("*/*.yaml") if path.parent.name != "hydra"

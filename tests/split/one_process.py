@@ -7,7 +7,7 @@ autograd on the whole model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -126,6 +126,7 @@ class OneProcessPipeline:
         batch: What the cut is made with.
         num_stages: Number of stages.
         units: Names or patterns of the units, or None to discover them.
+        refined: Units in whose place their children are units.
         split_points: Units that start a stage, or None to balance.
         splits_backward: Whether weight gradients are deferred.
         own_dry_runs: Whether every stage records the step by itself, with the parameters that it has left.
@@ -139,6 +140,7 @@ class OneProcessPipeline:
         num_stages: int,
         *,
         units: Sequence[str] | None = None,
+        refined: Collection[str] = (),
         split_points: Sequence[str] | None = None,
         splits_backward: bool = False,
         own_dry_runs: bool = False,
@@ -156,6 +158,7 @@ class OneProcessPipeline:
                 patterns=units,
                 num_stages=num_stages,
                 activation_checkpointing=activation_checkpointing,
+                refined=refined,
             ),
             placement=Placement.interleaved(num_stages),
             split_points=split_points,

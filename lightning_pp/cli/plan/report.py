@@ -149,6 +149,8 @@ def print_stages(console: Console, cutter: ModelCutter, summary: CutSummary, ver
     )
     for stage in summary.stages:
         console.print(stage_tree(stage, [c for c in summary.crossings if c.source == stage.stage]))
+    if summary.refinement is not None:
+        console.print(Text(str(summary.refinement)), soft_wrap=True)
     for cut in summary.wide:
         console.print(Text(f"wide: {cut}", "yellow"), soft_wrap=True)
     if summary.wide:

@@ -13,7 +13,7 @@ from lightning_pp.planning.model_cutter import ModelCutter
 from lightning_pp.planning.plan_summary import CutSummary, summarize_cut
 from lightning_pp.planning.schedules.source import ScheduleSource, Searched, schedule_source
 from lightning_pp.planning.stage_model import SplitModel
-from lightning_pp.schedule import Placement, Schedule, StageCosts, available_schedules
+from lightning_pp.schedule import BubbleFraction, Placement, Schedule, StageCosts, available_schedules
 
 # As the search for schedules: the shortest longest span among makespans within this of the shortest.
 _MAKESPAN_TOLERANCE = 0.005
@@ -59,8 +59,9 @@ class PlannedSchedule:
         schedule: Its programs.
         cut: The stages.
         step_time: Of a step alone, from the first start to the last end on any rank.
-        time_in_a_row: Of a step in a row of steps: the longest span of a rank.
-        bubble_fraction: ``1 - work / longest span``, the zero-bubble papers' definition.
+        time_in_a_row: Of a step in a row of steps: the longest span of a rank, or from one to the next if back to back
+            (``optimizer_sync="deferred"``).
+        bubble_fraction: ``1 - work / time_in_a_row``, the zero-bubble papers' definition.
         rank_bubbles: ``1 - work / span`` of each rank.
         peak_microbatches: The most that microbatches hold on each rank, in what one holds on all its stages after F.
         memory: What each rank holds.
@@ -137,13 +138,14 @@ class ScheduleTable:
     def best(self) -> PlannedSchedule | None:
         """The shortest in a row of steps, of those within the limit that are hardly longer than the shortest alone.
 
+        How long they are alone does not count if steps are back to back.
         Among equals the one that sends less, then the one named first.
         """
         fitting = [planned for planned in self.usable if planned.fits]
         if not fitting:
             return None
         longest = (1 + _MAKESPAN_TOLERANCE) * min(planned.step_time for planned in fitting)
-        short = [planned for planned in fitting if planned.step_time <= longest]
+        short = [planned for planned in fitting if planned.step_time <= longest or planned.source.back_to_back]
         return min(short, key=lambda planned: (round(planned.time_in_a_row, 9), planned.cut.summary.sent_bytes))
 
     def named(self, name: str, placement: Placement | None = None) -> PlannedSchedule | None:
@@ -211,7 +213,12 @@ class Planner:
             seconds = (
                 configured.search_seconds if isinstance(configured, Searched) and name == configured.name else None
             )
-            source = schedule_source(name, whole_batch_loss=configured.whole_batch_loss, search_seconds=seconds)
+            source = schedule_source(
+                name,
+                whole_batch_loss=configured.whole_batch_loss,
+                search_seconds=seconds,
+                back_to_back=configured.back_to_back,
+            )
             source = source.with_stages_per_rank(configured.stages_per_rank)
             placements = source.placements(self._num_ranks)
             tell(f"building and simulating {name}")
@@ -246,14 +253,15 @@ class Planner:
         limits = self._search_limits(source, cut, counts) if source.is_searched else None
         schedule = source.program(cut.split.placement, self._num_microbatches, cut.costs, limits)
         simulation = schedule.simulate(cut.costs)
+        time_in_a_row = source.step_time(schedule, cut.costs)
         memory = tuple(counts.ranks(cut.split, schedule))
         return PlannedSchedule(
             source,
             schedule,
             cut,
             simulation.makespan,
-            max(simulation.span_ms),
-            float(simulation.bubble_fraction),
+            time_in_a_row,
+            float(BubbleFraction(simulation.work_ms, [time_in_a_row] * len(simulation.work_ms))),
             simulation.bubble_fraction.per_rank,
             _in_microbatches(schedule, cut.costs, simulation.peak_memory),
             memory,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_pp.schedule import Placement, Schedule, StageCosts
+from lightning_pp.planning.schedules.source import ScheduleSource
+from lightning_pp.schedule import BubbleFraction, Placement, Schedule, StageCosts
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Prediction:
         num_stages: How many they are.
         is_chosen: Whether it is the one that is run.
         step_ms: The time of a step in a row of overlapping ones, milliseconds; None where it cannot be used.
-        bubble_fraction: ``1 - work / longest span``; None as well.
+        bubble_fraction: ``1 - work / step_ms``; None as well.
         held_gib: The most that a rank holds of microbatches, GiB; None as well.
         why_not: Why it cannot be used; empty where it can.
     """
@@ -32,16 +33,19 @@ class Prediction:
     why_not: str = ""
 
     @classmethod
-    def of(cls, name: str, schedule: Schedule, costs: StageCosts, *, is_chosen: bool = False) -> Prediction:
-        """What ``costs``, with ``held_*`` in GiB, say of ``schedule``."""
+    def of(
+        cls, name: str, schedule: Schedule, costs: StageCosts, source: ScheduleSource, *, is_chosen: bool = False
+    ) -> Prediction:
+        """What ``costs``, with ``held_*`` in GiB, say of ``schedule`` as steps of ``source`` follow each other."""
         simulation, placement = schedule.simulate(costs), schedule.placement
+        step_ms = source.step_time(schedule, costs)
         return cls(
             name,
             placement.kind,
             placement.num_stages,
             is_chosen,
-            float(max(simulation.span_ms)),
-            float(simulation.bubble_fraction),
+            step_ms,
+            float(BubbleFraction(simulation.work_ms, [step_ms] * placement.num_ranks)),
             float(max(simulation.peak_memory)),
         )
 

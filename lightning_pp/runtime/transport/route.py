@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_pp.schedule import Action, ActionKind, Schedule
@@ -102,28 +102,55 @@ def plan_route(
             (:func:`~lightning_pp.schedule.simulation.ahead.forwards_ahead`), with which the step may be begun anew;
             None: it never is.
     """
-    rank_of_stage = schedule.placement.rank_of_stage
-    numbers = [{edge: number for number, edge in enumerate(plan.edges)} for plan in plans]
-    most_edges = max(len(plan.edges) for plan in plans)
+    messages = _Messages(schedule, plans)
+    stops = tuple(
+        Stop(action, tuple(messages.of(action, sent=False)), tuple(messages.of(action, sent=True)))
+        for action in schedule.programs[rank]
+    )
+    incoming, receipts = _incoming(schedule, messages, rank, stops)
+    first_stops = _first_stops_to_post(schedule, messages, rank) if receives_occupy_device else {}
+    first_posts, stops = _with_posts(stops, incoming, first_stops)
+    route = Route(incoming, first_posts, stops, receipts)
+    if ahead is None:
+        return route
+    sent_ahead = {
+        message.tag
+        for program, number in zip(schedule.programs, ahead, strict=True)
+        for action in program[:number]
+        for message in messages.of(action, sent=True)
+    }
+    return _begun_anew(route, ahead[rank], sent_ahead)
 
-    def messages(action: Action, *, sent: bool) -> Iterator[Message]:
+
+class _Messages:
+    """The messages of each action of any rank."""
+
+    def __init__(self, schedule: Schedule, plans: Sequence[StepPlan]) -> None:
+        self._rank_of_stage = schedule.placement.rank_of_stage
+        self._plans = plans
+        self._numbers = [{edge: number for number, edge in enumerate(plan.edges)} for plan in plans]
+        self._most_edges = max(len(plan.edges) for plan in plans)
+
+    def of(self, action: Action, *, sent: bool) -> Iterator[Message]:
+        """What ``action`` sends, or waits for."""
         microbatch = action.microbatch
         if microbatch is None or action.kind is ActionKind.W:
             return
-        stage = plans[microbatch].stages[action.stage]
+        stage = self._plans[microbatch].stages[action.stage]
         is_gradient = action.kind is not ActionKind.F
         # a forward receives and then sends values; a backward receives gradients of what was sent, and so on
         for edge in stage.sends if sent is not is_gradient else stage.receives:
             if edge.has_gradient or not is_gradient:
-                tag = 2 * (microbatch * most_edges + numbers[microbatch][edge]) + is_gradient
-                source, target = rank_of_stage[edge.source], rank_of_stage[edge.target]
+                tag = 2 * (microbatch * self._most_edges + self._numbers[microbatch][edge]) + is_gradient
+                source, target = self._rank_of_stage[edge.source], self._rank_of_stage[edge.target]
                 sender, receiver = (target, source) if is_gradient else (source, target)
                 yield Message(tag, edge.value, edge.spec, sender, receiver, is_gradient)
 
-    stops = tuple(
-        Stop(action, tuple(messages(action, sent=False)), tuple(messages(action, sent=True)))
-        for action in schedule.programs[rank]
-    )
+
+def _incoming(
+    schedule: Schedule, messages: _Messages, rank: int, stops: Sequence[Stop]
+) -> tuple[dict[int, tuple[Message, ...]], dict[int, int]]:
+    """:attr:`Route.incoming` and :attr:`Route.receipts` of ``rank``."""
     incoming: dict[int, tuple[Message, ...]] = {}
     receipts: dict[int, int] = {}
     for other, program in enumerate(schedule.programs):
@@ -134,27 +161,16 @@ def plan_route(
         ordered: list[Message] = []
         num_known = 0
         for action in program:
-            arrived.update(message.tag for message in messages(action, sent=False) if message.sender == rank)
+            arrived.update(message.tag for message in messages.of(action, sent=False) if message.sender == rank)
             while num_known < len(to_other) and to_other[num_known] in arrived:
                 num_known += 1
-            for message in messages(action, sent=True):
+            for message in messages.of(action, sent=True):
                 if message.receiver == rank:
                     ordered.append(message)
                     receipts[message.tag] = num_known
         if ordered:
             incoming[other] = tuple(ordered)
-    first_stops = _first_stops_to_post(schedule, messages, rank) if receives_occupy_device else {}
-    first_posts, stops = _with_posts(stops, incoming, first_stops)
-    route = Route(incoming, first_posts, stops, receipts)
-    if ahead is None:
-        return route
-    sent_ahead = {
-        message.tag
-        for program, number in zip(schedule.programs, ahead, strict=True)
-        for action in program[:number]
-        for message in messages(action, sent=True)
-    }
-    return _begun_anew(route, ahead[rank], sent_ahead)
+    return incoming, receipts
 
 
 def _begun_anew(route: Route, num_ahead: int, sent_ahead: set[int]) -> Route:
@@ -185,7 +201,7 @@ def _begun_anew(route: Route, num_ahead: int, sent_ahead: set[int]) -> Route:
     )
 
 
-def _first_stops_to_post(schedule: Schedule, messages: Callable[..., Iterator[Message]], rank: int) -> dict[int, int]:
+def _first_stops_to_post(schedule: Schedule, messages: _Messages, rank: int) -> dict[int, int]:
     """For the tag of each message to ``rank`` the first of its actions that comes after the one that sends it.
 
     After: in the order in which actions begin where each takes one unit of time and messages take none, and those that
@@ -202,7 +218,7 @@ def _first_stops_to_post(schedule: Schedule, messages: Callable[..., Iterator[Me
     while any(waiting.values()):
         for other, program in waiting.items():
             while program:
-                arrivals = [message.tag for message in messages(program[0], sent=False)]
+                arrivals = [message.tag for message in messages.of(program[0], sent=False)]
                 if not all(tag in sent for tag in arrivals):
                     break
                 begin = max(ends[other], *(ends_of[tag] for tag in arrivals), 0)
@@ -210,7 +226,7 @@ def _first_stops_to_post(schedule: Schedule, messages: Callable[..., Iterator[Me
                 ends[other] = begin + (action.microbatch is not None)
                 if other == rank:
                     own.append((begin, rank))
-                for message in messages(action, sent=True):
+                for message in messages.of(action, sent=True):
                     sent[message.tag], ends_of[message.tag] = (begin, other), ends[other]
                     if message.receiver == rank != message.sender:
                         to_rank.append(message.tag)

@@ -72,15 +72,22 @@ class Action:
             ScheduleError: The text is no action, its kind is unknown, or its microbatch is missing.
         """
         match = _PATTERN.fullmatch(text.strip())
-        shown = repr(text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}...")
         if match is None:
-            raise ScheduleError(f"{shown} is not an action: write stage, kind, microbatch, as in '3F0' or '3UNSHARD'")
+            raise ScheduleError(
+                f"{_shown(text)} is not an action: write stage, kind, microbatch, as in '3F0' or '3UNSHARD'"
+            )
         stage, kind_text, microbatch = match.groups()
         kind = _KIND_OF_TEXT.get(kind_text)
         if kind is None:
-            raise ScheduleError(f"{shown} has the unknown kind {kind_text!r}: known are {', '.join(_KIND_OF_TEXT)}")
-        if kind.is_compute and not microbatch:
-            raise ScheduleError(f"{shown} lacks its microbatch: write {text.strip()}0 for the first one")
-        if max(len(stage), len(microbatch)) > _MOST_DIGITS:
-            raise ScheduleError(f"{shown} has a number of more than {_MOST_DIGITS} digits")
+            known = ", ".join(_KIND_OF_TEXT)
+            raise ScheduleError(f"{_shown(text)} has the unknown kind {kind_text!r}: known are {known}")
+        if not microbatch and kind.is_compute:
+            raise ScheduleError(f"{_shown(text)} lacks its microbatch: write {text.strip()}0 for the first one")
+        if len(stage) > _MOST_DIGITS or len(microbatch) > _MOST_DIGITS:
+            raise ScheduleError(f"{_shown(text)} has a number of more than {_MOST_DIGITS} digits")
         return cls(int(stage), kind, int(microbatch) if microbatch else None)
+
+
+def _shown(text: str) -> str:
+    """``text`` as an error has it."""
+    return repr(text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}...")

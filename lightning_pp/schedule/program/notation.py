@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lightning_pp.errors import ScheduleError
 from lightning_pp.schedule.program.action import Action
+from lightning_pp.schedule.program.coded import CodedProgram
 from lightning_pp.schedule.program.picture import picture
 from lightning_pp.schedule.program.placement import Placement
 
@@ -77,6 +78,17 @@ class CsvTable:
                 f"{picture(self.cells, empty, self.columns[empty][0])}"
             )
         return Placement(len(self.programs), tuple(rank_of_stage[stage] for stage in range(self.num_stages)))
+
+    def coded_programs(self, num_microbatches: int) -> tuple[Sequence[Action], ...]:
+        """The programs as codes, which are checked and run faster; as they are if some action has no code.
+
+        Args:
+            num_microbatches: Of the schedule, at least as many as the file names.
+        """
+        if any(action.microbatch is None or not action.kind.is_compute for row in self.programs for action in row):
+            return self.programs
+        num_stages = self.num_stages
+        return tuple(CodedProgram.of(program, num_stages, num_microbatches) for program in self.programs)
 
     def check_sizes(self, *, num_ranks: int | None, num_stages: int | None, num_microbatches: int | None) -> None:
         """Compare the sizes of the file with those of the run; None is not compared.
@@ -150,9 +162,10 @@ def read_csv(path: Path) -> CsvTable:
 
 def _parse_cell(path: Path, cells: Sequence[Sequence[str]], rank: int, column: int, cell: str) -> list[Action]:
     """The actions of one cell: none if it is empty or a transfer, two if it is an overlapped pair."""
-    if not cell.strip() or _TRANSFER.fullmatch(cell):
+    is_plain = "_" not in cell  # most are, and a file may have a million
+    if not cell.strip() or (not is_plain and _TRANSFER.fullmatch(cell)):
         return []
-    overlap = _OVERLAP.fullmatch(cell)
+    overlap = None if is_plain else _OVERLAP.fullmatch(cell)
     try:
         return [Action.parse(part) for part in (overlap.group(1).split(";") if overlap else [cell])]
     except ScheduleError as error:

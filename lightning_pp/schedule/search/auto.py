@@ -1,7 +1,8 @@
 """``auto``: the best schedule that can be found for given costs and a memory limit.
 
 Best is the shortest longest span, which is the time of a step in a row of overlapping ones, among schedules whose
-makespan is within half a percent of the shortest. Candidates are every hand-made schedule and what the greedy
+makespan is within half a percent of the shortest. Where steps are known to be back to back the makespan does not count,
+and best is the shortest time from a step to the next. Candidates are every hand-made schedule and what the greedy
 construction makes under many policies, on every placement that the number of stages allows. The best are shortened by
 justification and by annealing, in small problems on each placement. For a step whose loss needs the whole batch, F and
 backwards are chosen apart (:mod:`lightning_pp.schedule.search.phases`). All effort is counted in simulated actions, so
@@ -10,6 +11,7 @@ the same request gives the same schedule on every machine, unless it has a bound
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -30,7 +32,7 @@ from lightning_pp.schedule.search.problem import Orders, Problem
 from lightning_pp.schedule.search.timing import Length, Objective, earliest, length_of
 from lightning_pp.schedule.sharding import insert_sharding, with_last_split
 from lightning_pp.schedule.simulation.memory import exceeds, peaks_of
-from lightning_pp.schedule.simulation.simulate import step_length
+from lightning_pp.schedule.simulation.simulate import step_length, time_in_a_row
 
 _MAKESPAN_TOLERANCE = 0.005
 _SCREENING_ACTIONS = 500_000
@@ -99,14 +101,14 @@ def build_auto(request: ScheduleRequest) -> Schedule:
     if request.whole_batch_loss:
         candidates = [_in_two_phases(problem, candidates, deadline, quick=request.quick) for problem in problems]
     elif candidates and not request.quick and not deadline.has_passed():
-        candidates += _improved(candidates, problems, deadline)
+        candidates += _improved(candidates, problems, deadline, request)
     if request.exact and not deadline.has_passed():
         found_on = {candidate.problem.placement for candidate in candidates}
         candidates += [_solve(candidates, problem, deadline) for problem in problems if problem.placement in found_on]
     if (
         candidates and request.sharding is None
     ):  # else what is best depends on gathers, which only the full simulation knows
-        objective = _objective(candidate.length.makespan for candidate in candidates)
+        objective = _objective((candidate.length.makespan for candidate in candidates), request)
         candidates = sorted(candidates, key=lambda candidate: objective.of(candidate.length))[:_NUM_SIMULATED]
     found = [candidate.problem.schedule_of(candidate.orders, f"auto ({candidate.origin})") for candidate in candidates]
     return merge_where_nobody_waits(_best(found + _as_found(hand_made), request, deadline), request.costs)
@@ -158,14 +160,15 @@ def _best(schedules: list[Schedule], request: ScheduleRequest, deadline: Deadlin
         sharded = schedule
         if sharding is not None:
             sharded = insert_sharding(schedule, sharding).schedule if has_windows else with_last_split(schedule)
-        lengths.append(step_length(sharded, request.costs))
-    objective = _objective(makespan for makespan, _ in lengths)
+        makespan, span = step_length(sharded, request.costs)
+        lengths.append((makespan, time_in_a_row(sharded, request.costs) if request.back_to_back else span))
+    objective = _objective((makespan for makespan, _ in lengths), request)
     scores = [objective.score(makespan, span) for makespan, span in lengths]
     return schedules[scores.index(min(scores))]
 
 
-def _objective(makespans: Iterable[float]) -> Objective:
-    return Objective((1 + _MAKESPAN_TOLERANCE) * min(makespans))
+def _objective(makespans: Iterable[float], request: ScheduleRequest) -> Objective:
+    return Objective(math.inf if request.back_to_back else (1 + _MAKESPAN_TOLERANCE) * min(makespans))
 
 
 def _placements(request: ScheduleRequest) -> list[Placement]:
@@ -277,7 +280,7 @@ def _greedy_candidates(request: ScheduleRequest, problems: list[Problem], deadli
                 screened.append((_measured(few, orders, "").length, index, policy))
     if not screened:
         return
-    objective = _objective(length.makespan for length, _, _ in screened)
+    objective = _objective((length.makespan for length, _, _ in screened), request)
     screened.sort(key=lambda entry: objective.of(entry[0]))
     num_built = max(2, min(8, _BUILDING_ACTIONS // problems[0].num_actions))
     for _, index, policy in screened[:num_built]:
@@ -287,27 +290,29 @@ def _greedy_candidates(request: ScheduleRequest, problems: list[Problem], deadli
             yield _measured(problems[index], orders, "greedy")
 
 
-def _improved(candidates: list[_Candidate], problems: list[Problem], deadline: Deadline) -> list[_Candidate]:
+def _improved(
+    candidates: list[_Candidate], problems: list[Problem], deadline: Deadline, request: ScheduleRequest
+) -> list[_Candidate]:
     """The improvements of the best, on every placement where there is time for it."""
     if problems[0].num_actions > _SMALL:
-        return _improve(candidates, deadline)
+        return _improve(candidates, deadline, request)
     by_problem = [[candidate for candidate in candidates if candidate.problem is problem] for problem in problems]
     return [
         found
         for candidates_of_problem in by_problem
         if candidates_of_problem
-        for found in _improve(candidates_of_problem, deadline)
+        for found in _improve(candidates_of_problem, deadline, request)
     ]
 
 
-def _improve(candidates: list[_Candidate], deadline: Deadline) -> list[_Candidate]:
+def _improve(candidates: list[_Candidate], deadline: Deadline, request: ScheduleRequest) -> list[_Candidate]:
     """Justify the best few, and anneal or climb from the best of those: first for makespan, then for the span."""
     num_actions = candidates[0].problem.num_actions
     num_steps = min(_MAX_CLIMBING_STEPS, _CLIMBING_ACTIONS // num_actions, _CLIMBING_STEPS_PER_ACTION * num_actions)
     num_rounds = max(2, _JUSTIFYING_ACTIONS // num_actions)
     num_justified = max(1, min(4, num_rounds // 4))
     improved: list[_Candidate] = []
-    for objective in (Objective(), _objective(candidate.length.makespan for candidate in candidates)):
+    for objective in (Objective(), _objective((candidate.length.makespan for candidate in candidates), request)):
         best = sorted(candidates + improved, key=lambda candidate: objective.of(candidate.length))
         for candidate in best[:num_justified]:
             if not deadline.allows(PASSES_OF_A_ROUND * num_actions):
@@ -324,7 +329,7 @@ def _improve(candidates: list[_Candidate], deadline: Deadline) -> list[_Candidat
         if num_steps < _MIN_CLIMBING_STEPS or not deadline.allows(2 * num_actions):
             continue
         if objective.longest_makespan:
-            objective = _objective(candidate.length.makespan for candidate in candidates + improved)
+            objective = _objective((candidate.length.makespan for candidate in candidates + improved), request)
         is_first = not objective.longest_makespan
         if is_first and num_actions <= _SMALLEST:
             for temperature, num_starts in _ROUNDS_OF_SMALLEST:

@@ -75,11 +75,22 @@ class CostTables:
 
 @dataclass(frozen=True)
 class Run:
-    """Times of one execution; a rank that waits for ever has fewer of them than actions."""
+    """Times of one execution; a rank that waits for ever has fewer of them than actions.
+
+    Attributes:
+        start: For each rank and action, when it starts.
+        end: For each rank and action, when it ends.
+        ended: For each rank, when all has ended that it does, reductions included.
+    """
 
     start: list[list[float]]
     end: list[list[float]]
-    makespan: float
+    ended: list[float]
+
+    @property
+    def makespan(self) -> float:
+        """When everything has ended."""
+        return max(self.ended)
 
 
 def encode(schedule: Programs) -> list[list[int]]:
@@ -123,18 +134,18 @@ def execute(
 
     Each rank begins at its ``begin_ms``, at 0 by default.
 
-    A program without UNSHARD gathers each stage once, from the start of the step in the order of first use; a program
+    A program without UNSHARD gathers each stage once, from where its rank begins in the order of first use; a program
     without REDUCE reduces each stage once, after its last W or B.
     """
     num_ranks, num_stages = placement.num_ranks, placement.num_stages
     duration, needs, latency, publishes = tables.duration, tables.needs, tables.latency, tables.publishes
-    gathered = _implicit_gathers(codes, tables, num_stages, m)
+    clock = [0.0] * num_ranks if begin_ms is None else list(begin_ms)
+    gathered = _implicit_gathers(codes, tables, clock, m)
     last_forward = _last_forward(codes, placement, m) if WHOLE_BATCH in needs else -1
     start: list[list[float]] = [[] for _ in range(num_ranks)]
     end: list[list[float]] = [[] for _ in range(num_ranks)]
     done = [-1.0] * (3 * num_stages * m)
     waiting = [-1] * (2 * num_stages * m)
-    clock = [0.0] * num_ranks if begin_ms is None else list(begin_ms)
     side = [
         max((gathered[stage] for stage in placement.stages_of_rank(rank)), default=0.0) for rank in range(num_ranks)
     ]
@@ -173,8 +184,8 @@ def execute(
                 ready.append(waiting[published])
                 waiting[published] = -1
         clock[rank] = now
-    makespan = max(max(ends, default=0.0) for ends in end)
-    return Run(start, end, max(makespan, _implicit_reductions(codes, end, tables, num_stages, m)))
+    ended = [max(ends, default=begin) for ends, begin in zip(end, clock, strict=True)]
+    return Run(start, end, list(map(max, ended, _implicit_reductions(codes, end, tables, m))))
 
 
 def _shard(code: int, free: float, now: float, gathered: list[float], tables: CostTables) -> tuple[float, float]:
@@ -202,34 +213,39 @@ def _last_forward(codes: Sequence[Sequence[int]], placement: Placement, m: int) 
     return next(code for code in reversed(codes[placement.rank_of_stage[row]]) if code >= 0 and code // m == row)
 
 
-def _implicit_gathers(codes: Sequence[Sequence[int]], tables: CostTables, num_stages: int, m: int) -> list[float]:
+def _implicit_gathers(
+    codes: Sequence[Sequence[int]], tables: CostTables, begin_ms: Sequence[float], m: int
+) -> list[float]:
     """When each stage's parameters are there, for programs that do not say when to gather."""
+    num_stages = len(tables.gather)
     gathered = [0.0] * num_stages
     if not any(tables.gather):
         return gathered
-    for program in codes:
+    for program, begin in zip(codes, begin_ms, strict=True):
         if any(code < 0 and -1 - code < num_stages for code in program):
             continue
         stages = dict.fromkeys(code // m % num_stages for code in program if code >= 0)
-        for stage, at in gather_ends(stages, tables).items():
+        for stage, at in gather_ends(stages, tables, begin).items():
             gathered[stage] = at
     return gathered
 
 
-def gather_ends(stages: Iterable[int], tables: CostTables) -> dict[int, float]:
-    """When each of a rank's ``stages`` is there, gathered one after the other from the start of the step."""
+def gather_ends(stages: Iterable[int], tables: CostTables, begin: float = 0.0) -> dict[int, float]:
+    """When each of a rank's ``stages`` is there, gathered one after the other from ``begin``."""
     order = list(stages)
-    return dict(zip(order, accumulate(tables.gather[stage] for stage in order), strict=True))
+    ends = accumulate((tables.gather[stage] for stage in order), initial=begin)
+    return dict(zip(order, list(ends)[1:], strict=True))
 
 
 def _implicit_reductions(
-    codes: Sequence[Sequence[int]], end: list[list[float]], tables: CostTables, num_stages: int, m: int
-) -> float:
-    """When the last reduction ends, for programs that do not say when to reduce."""
-    makespan = 0.0
+    codes: Sequence[Sequence[int]], end: list[list[float]], tables: CostTables, m: int
+) -> list[float]:
+    """For each rank, when its last reduction ends, for programs that do not say when to reduce; 0 for none."""
+    num_stages = len(tables.reduce)
+    found = [0.0] * len(codes)
     if not any(tables.reduce):
-        return makespan
-    for program, ends in zip(codes, end, strict=True):
+        return found
+    for rank, (program, ends) in enumerate(zip(codes, end, strict=True)):
         if any(code < 0 and -1 - code >= 2 * num_stages for code in program):
             continue
         last = {
@@ -237,8 +253,8 @@ def _implicit_reductions(
             for code, time in zip(program, ends, strict=False)
             if code // m >= 2 * num_stages
         }
-        makespan = max(makespan, reduction_end(last, tables))
-    return makespan
+        found[rank] = reduction_end(last, tables)
+    return found
 
 
 def reduction_end(last: Mapping[int, float], tables: CostTables) -> float:

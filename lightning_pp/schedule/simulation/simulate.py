@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import sub
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,10 @@ from lightning_pp.schedule.simulation.costs import StageCosts
 from lightning_pp.schedule.simulation.engine import CostTables
 from lightning_pp.schedule.simulation.memory import peaks_of
 from lightning_pp.schedule.simulation.wide import Outcome, Times, run_programs
+
+_MOST_STEPS, _STEPS_AVERAGED = 8, 4
+"""Of a row of steps whose ranks do not all advance alike: how many are simulated, and of how many the mean is taken."""
+_ALIKE = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +131,28 @@ def simulate(schedule: Programs, costs: StageCosts) -> Simulation:
     )
 
 
-def _run(schedule: Programs, costs: StageCosts) -> Outcome:
-    """The times of one step that ends."""
+def time_in_a_row(schedule: Programs, costs: StageCosts) -> float:
+    """The time from a step to the next, each rank beginning the next when it is done; see ``Schedule.time_in_a_row``.
+
+    Ranks that wait in the first step wait less in the next ones, until all advance by the same time.
+    """
+    begin: tuple[float, ...] | None = None
+    periods = []
+    for _ in range(_MOST_STEPS):
+        ended = _run(schedule, costs, begin).ended
+        advance: list[float] = list(map(sub, ended, begin)) if begin is not None else []
+        if begin is not None:
+            periods.append(max(ended) - max(begin))
+        if advance and max(advance) - min(advance) <= _ALIKE * max(advance):
+            return max(advance)
+        begin = ended
+    return sum(periods[-_STEPS_AVERAGED:]) / _STEPS_AVERAGED
+
+
+def _run(schedule: Programs, costs: StageCosts, begin_ms: Sequence[float] | None = None) -> Outcome:
+    """The times of one step that ends; each rank begins at its ``begin_ms``, at 0 by default."""
     tables = CostTables.build(schedule.placement, costs, whole_batch_loss=schedule.whole_batch_loss)
-    run = run_programs(schedule, tables)
+    run = run_programs(schedule, tables, begin_ms)
     for rank, (starts, program) in enumerate(zip(run.start, schedule.programs, strict=True)):
         if len(starts) < len(program):
             raise ScheduleError(

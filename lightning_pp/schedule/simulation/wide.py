@@ -39,26 +39,36 @@ class Outcome:
     Attributes:
         start: For each rank, the start of each action that ran.
         end: For each rank, their ends.
-        makespan: When everything has ended, reductions included.
+        ended: For each rank, when all has ended that it does, reductions included.
     """
 
     start: tuple[Times, ...]
     end: tuple[Times, ...]
-    makespan: float
+    ended: tuple[float, ...]
+
+    @property
+    def makespan(self) -> float:
+        """When everything has ended."""
+        return max(self.ended)
 
 
-def run_programs(schedule: Programs, tables: CostTables) -> Outcome:
-    """Run all programs as far as they go, in the way that is fast for so many ranks."""
+def run_programs(schedule: Programs, tables: CostTables, begin_ms: Sequence[float] | None = None) -> Outcome:
+    """Run all programs as far as they go, in the way that is fast for so many ranks.
+
+    Each rank begins at its ``begin_ms``, at 0 by default.
+    """
     placement, m = schedule.placement, schedule.num_microbatches
     if placement.num_ranks >= _FEWEST_RANKS:
         codes = codes_of(schedule)
         if codes is not None:
-            return execute_wide(codes, tables, placement.rank_of_stage[-1], m)
-    run = execute(encode(schedule), tables, placement, m)
-    return Outcome(tuple(map(np.array, run.start)), tuple(map(np.array, run.end)), run.makespan)
+            return execute_wide(codes, tables, placement.rank_of_stage[-1], m, begin_ms)
+    run = execute(encode(schedule), tables, placement, m, begin_ms)
+    return Outcome(tuple(map(np.array, run.start)), tuple(map(np.array, run.end)), tuple(run.ended))
 
 
-def execute_wide(codes: Sequence[Codes], tables: CostTables, last_rank: int, m: int) -> Outcome:
+def execute_wide(
+    codes: Sequence[Codes], tables: CostTables, last_rank: int, m: int, begin_ms: Sequence[float] | None = None
+) -> Outcome:
     """Run ``codes``, which do not say when to gather and to reduce.
 
     Args:
@@ -66,14 +76,15 @@ def execute_wide(codes: Sequence[Codes], tables: CostTables, last_rank: int, m: 
         tables: Costs, by row.
         last_rank: The rank that holds the last stage.
         m: Number of microbatches of a step.
+        begin_ms: For each rank, when it begins; None: at 0.
     """
     actions = _Actions.build(codes, tables, last_rank, m)
     duration, latency = np.array(tables.duration), np.array(tables.latency)
     start, end = np.empty(len(actions.row)), np.empty(len(actions.row))
     done = np.full(actions.never + 1, -1.0)
     done[actions.always] = 0.0
-    clock, at = np.zeros(len(codes)), actions.first.copy()
-    gathered = np.tile(_gathered(codes, tables, m), 4) if any(tables.gather) else None
+    clock, at = np.array(begin_ms or [0.0] * len(codes)), actions.first.copy()
+    gathered = np.tile(_gathered(codes, tables, clock, m), 4) if any(tables.gather) else None
     while True:
         arrived = done[actions.needed[at]]
         ranks = np.flatnonzero(arrived >= 0.0)
@@ -91,25 +102,25 @@ def execute_wide(codes: Sequence[Codes], tables: CostTables, last_rank: int, m: 
         at[ranks] = here + 1
     ran = [slice(first, last) for first, last in zip(actions.first.tolist(), at.tolist(), strict=True)]
     ends = tuple(end[part] for part in ran)
-    makespan = max(float(clock.max()), _last_reduction(codes, ends, tables, m))
-    return Outcome(tuple(start[part] for part in ran), ends, makespan)
+    ended = tuple(map(max, clock.tolist(), _last_reductions(codes, ends, tables, m)))
+    return Outcome(tuple(start[part] for part in ran), ends, ended)
 
 
-def _gathered(codes: Sequence[Codes], tables: CostTables, m: int) -> Times:
+def _gathered(codes: Sequence[Codes], tables: CostTables, begin_ms: Times, m: int) -> Times:
     """For each stage, when its parameters are there."""
     gathered = np.zeros(len(tables.gather))
-    for program in codes:
+    for program, begin in zip(codes, begin_ms.tolist(), strict=True):
         stages, first = np.unique(program // m % len(tables.gather), return_index=True)
-        for stage, at in gather_ends(stages[np.argsort(first)].tolist(), tables).items():
+        for stage, at in gather_ends(stages[np.argsort(first)].tolist(), tables, begin).items():
             gathered[stage] = at
     return gathered
 
 
-def _last_reduction(codes: Sequence[Codes], ends: Sequence[Times], tables: CostTables, m: int) -> float:
-    """When the last reduction ends, 0 if there is none."""
+def _last_reductions(codes: Sequence[Codes], ends: Sequence[Times], tables: CostTables, m: int) -> list[float]:
+    """For each rank, when its last reduction ends, 0 if there is none."""
     if not any(tables.reduce):
-        return 0.0
-    makespan, num_stages = 0.0, len(tables.reduce)
+        return [0.0] * len(codes)
+    found_ends, num_stages = [], len(tables.reduce)
     for program, times in zip(codes, ends, strict=True):
         rows = program[: len(times)] // m
         backwards = np.flatnonzero(rows >= W * num_stages)
@@ -117,10 +128,9 @@ def _last_reduction(codes: Sequence[Codes], ends: Sequence[Times], tables: CostT
         found, first = np.unique(stages, return_index=True)
         last = backwards[len(stages) - 1 - np.unique(stages[::-1], return_index=True)[1]]
         order = np.argsort(first)
-        makespan = max(
-            makespan, reduction_end(dict(zip(found[order].tolist(), times[last[order]].tolist(), strict=True)), tables)
-        )
-    return makespan
+        ended = dict(zip(found[order].tolist(), times[last[order]].tolist(), strict=True))
+        found_ends.append(reduction_end(ended, tables))
+    return found_ends
 
 
 @dataclass(frozen=True)

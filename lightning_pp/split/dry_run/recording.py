@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from operator import is_not
 from typing import Any
 
 import torch
@@ -65,6 +66,32 @@ def _check_known(fake_parameters: FakeParameters) -> None:
         )
 
 
+def _check_may_be_called(unit: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises :class:`SplitError` where no stage could run the unit without the others."""
+    if not torch.is_grad_enabled() and running_autograd_function():
+        raise SplitError(
+            f"{user_line()} calls the unit {unit!r} in the forward of a torch.autograd.Function, whose backward "
+            "works on all that was called there, so no cut is possible within. Name the module that applies the "
+            "function with units=, so that it stays whole on one stage."
+        )
+    if any(map(is_functorch_wrapped, tensors_of((args, kwargs)))):
+        raise SplitError(
+            f"{user_line()} calls the unit {unit!r} within a transform of torch.func (vmap, grad, jvp, ...), which "
+            "no stage can do without the others. Name a module that applies the transform with units=, so that it "
+            "stays whole on one stage."
+        )
+
+
+def _sources_of_real_parameters(fake_parameters: FakeParameters) -> dict[int, frozenset[Source]]:
+    """For the storage of each parameter that has data what it stands for; several, where parameters share it."""
+    found: dict[int, frozenset[Source]] = {}
+    for name, parameter in fake_parameters.module.named_parameters():
+        storage = storage_of(parameter)
+        if storage is not None and has_data(parameter):
+            found[storage] = found.get(storage, NOTHING) | {Parameter(fake_parameters.canonical_names[name])}
+    return found
+
+
 class DryRun:
     """One recording in progress; :func:`lightning_pp.split.dry_run.run` is the entry point.
 
@@ -104,13 +131,8 @@ class DryRun:
         self._unknown: dict[int, tuple[Any, Any]] = {}
         self._draws_in_python: set[int] = set()
         # seen now, before fakes take their places
-        self._real_parameters: dict[int, frozenset[Source]] = {}
         _check_known(fake_parameters)
-        for name, parameter in fake_parameters.module.named_parameters():
-            storage = storage_of(parameter)
-            if storage is not None and has_data(parameter):
-                source = Parameter(fake_parameters.canonical_names[name])
-                self._real_parameters[storage] = self._real_parameters.get(storage, NOTHING) | {source}
+        self._real_parameters = _sources_of_real_parameters(fake_parameters)
         self._flow = DataFlow(fake_parameters.mode)
         self._graph = GraphReader()
         # the end of the step may fail on a part of the batch, since it runs on all of it; what it does there, if known
@@ -226,27 +248,34 @@ class DryRun:
 
     def on_call(self, unit: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one unit on fakes and records it; a head that is cut into parts gives logits that nobody computes."""
-        flow = self._flow
         if unit in self._heads:
-            found = (flow.sources_of(tensor) for tensor in tensors_of((args, kwargs)))
+            found = (self._flow.sources_of(tensor) for tensor in tensors_of((args, kwargs)))
             sources = frozenset(map(Parameter, self._own_parameters[unit])).union(*found)
             return self._heads.called(unit, args, kwargs, sources, in_region=self.running_region() is not None)
-        module = self._units[unit]
+        _check_may_be_called(unit, args, kwargs)
+        self._end_inter_unit()
+        call = self._begun_call(unit, args, kwargs)
+        given = args, kwargs
+        args, kwargs = cast_activations(call, args, kwargs, self.record.compute_dtype)
+        call.is_cast = any(map(is_not, leaves_of((args, kwargs)), leaves_of(given)))
+        self._note_given(call, args, kwargs)
+        call.region = self.running_region()
+        call.shapes = shapes_of(*given)
+        self._flow.call_looks = False
+        marked = self._run_and_mark(call, original, args, kwargs)
+        if self._flow.call_looks:
+            call.looks_at = fingerprint_of(*given)
+        if len(self.record.calls) == self._num_calls:
+            self._make_up_the_end()
+        self._start_inter_unit(call.index)
+        self.operations.note_call(call, marked)
+        return marked
+
+    def _begun_call(self, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnitCall:
+        """The next call of the record, with what the code since the last one has read."""
+        flow, module = self._flow, self._units[unit]
         if isinstance(module, HeadPart):
             self._heads.note_part(module)
-        if not torch.is_grad_enabled() and running_autograd_function():
-            raise SplitError(
-                f"{user_line()} calls the unit {unit!r} in the forward of a torch.autograd.Function, whose backward "
-                "works on all that was called there, so no cut is possible within. Name the module that applies the "
-                "function with units=, so that it stays whole on one stage."
-            )
-        if any(map(is_functorch_wrapped, tensors_of((args, kwargs)))):
-            raise SplitError(
-                f"{user_line()} calls the unit {unit!r} within a transform of torch.func (vmap, grad, jvp, ...), which "
-                "no stage can do without the others. Name a module that applies the transform with units=, so that it "
-                "stays whole on one stage."
-            )
-        self._end_inter_unit()
         call = UnitCall(index=len(self.record.calls), unit=unit, reads=flow.reads, line=user_line())
         if call.index == self._num_calls:
             self._refuse_reads(self.lines_of_value_reads(), unit)
@@ -258,20 +287,20 @@ class DryRun:
             if isinstance(leaf, Tensor) and leaf.is_floating_point() and flow.is_missing(leaf)
             if not isinstance(module, HeadPart)  # whose sums keep their precision
         )
-        given = args, kwargs
-        args, kwargs = cast_activations(call, args, kwargs, self.record.compute_dtype)
-        self._note_given(call, args, kwargs)
-        call.region = self.running_region()
-        call.shapes = shapes_of(*given)
-        flow.call, flow.own_parameters = call, self._own_parameters[unit]
-        flow.call_looks = False
+        return call
+
+    def _run_and_mark(
+        self, call: UnitCall, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Runs the unit of ``call``, again after each hook that turns out to be part of it, and marks its outputs."""
+        flow = self._flow
         passed_on = _Arguments(args, kwargs)
-        side_effects = SideEffectWatch(self._units[unit], args, kwargs)
-        is_marked, marked = False, None
-        while not is_marked:
+        side_effects = SideEffectWatch(self._units[call.unit], args, kwargs)
+        while True:
+            flow.call, flow.own_parameters = call, self._own_parameters[call.unit]
             try:
                 num_regions = self.num_regions()
-                with self._computing(unit):
+                with self._computing(call.unit):
                     result = self._run(call, lambda: original(*args, **kwargs), side_effects)
                 call.num_regions_inside = self.num_regions() - num_regions
                 flow.need(leaf for leaf in tensors_of(result) if passed_on.position_of(leaf) is None)
@@ -279,19 +308,10 @@ class DryRun:
                 flow.call, flow.own_parameters = None, frozenset()
             reads, flow.reads = flow.reads, Reads()
             try:
-                marked = self._marked(call, result, passed_on, side_effects)
-                is_marked = True
+                return self._marked(call, result, passed_on, side_effects)
             except ChangingHookError as error:
                 self._part_of_units.append(error.hook)
                 flow.reads = reads
-                flow.call, flow.own_parameters = call, self._own_parameters[unit]
-        if flow.call_looks:
-            call.looks_at = fingerprint_of(*given)
-        if len(self.record.calls) == self._num_calls:
-            self._make_up_the_end()
-        self._start_inter_unit(call.index)
-        self.operations.note_call(call, marked)
-        return marked
 
     def _computing(self, unit: str) -> AbstractContextManager[None]:
         """Within, the parameters of ``unit`` have the dtype of computation; a part of a head has none of its own."""

@@ -61,39 +61,14 @@ def rehearse(
         Whether the step called the units of ``record`` as it says, and what it raised, which may be due to made-up
         values.
     """
-    side_effects = FakeSideEffects(with_made_up=True)
-    num_calls = 0
-    went_elsewhere = False
+    stand_ins = _StandIns(record, units, seed_inter_unit, is_same_call, operations)
     failure: Exception | None = None
-
-    def fake(unit: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        nonlocal num_calls, went_elsewhere
-        if unit == record.split_head:
-            return deferred(parts_in(units)[unit], args, kwargs)
-        call = record.calls[num_calls] if num_calls < len(record.calls) else None
-        if call is None or call.unit != unit or not is_same_call(call, original, args, kwargs):
-            went_elsewhere = True
-            raise Rehearsed
-        num_calls += 1
-        left: dict[Value, Any] = {}
-
-        def fake_of(value: Value) -> Any:
-            return left.setdefault(value, call.leaf(value.leaf).for_one_step())
-
-        side_effects.leave(call, units[unit], args, kwargs, fake_of)
-        output = call.output_of(left, with_made_up=True)
-        if call.index in record.inter_unit_draws.after:
-            seed_inter_unit(call.index)
-        if operations is not None:
-            operations.note_call(call, output)
-        return output
-
     with ExitStack() as stack:
         stack.enter_context(generators_untouched(device))
         stack.enter_context(preserving or nullcontext())
-        stack.callback(side_effects.undo)
+        stack.callback(stand_ins.side_effects.undo)
         stack.enter_context(_values_made_up(record, on_look))
-        stack.enter_context((unit_calls or UnitCalls(units)).handled_by(fake))
+        stack.enter_context((unit_calls or UnitCalls(units)).handled_by(stand_ins.on_call))
         stack.enter_context(torch.no_grad())
         stack.enter_context(operations or nullcontext())
         if -1 in record.inter_unit_draws.after:
@@ -103,10 +78,54 @@ def rehearse(
         except Rehearsed:
             pass
         except WholeHeadError:
-            went_elsewhere = True
+            stand_ins.went_elsewhere = True
         except Exception as error:
             failure = error
-    return not went_elsewhere and num_calls == len(record.calls), failure
+    return not stand_ins.went_elsewhere and stand_ins.num_calls == len(record.calls), failure
+
+
+class _StandIns:
+    """Gives what ``record`` says that units return and leave behind; the arguments are those of :func:`rehearse`."""
+
+    def __init__(
+        self,
+        record: StepRecord,
+        units: Mapping[str, nn.Module],
+        seed_inter_unit: Callable[[int], None],
+        is_same_call: IsSameCall,
+        operations: OperationCalls | None,
+    ) -> None:
+        self._record = record
+        self._units = units
+        self._seed_inter_unit = seed_inter_unit
+        self._is_same_call = is_same_call
+        self._operations = operations
+        self.side_effects = FakeSideEffects(with_made_up=True)
+        self.num_calls = 0
+        self.went_elsewhere = False
+
+    def on_call(self, unit: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the next call of the record returns; raises :class:`Rehearsed` if this is another."""
+        record = self._record
+        if unit == record.split_head:
+            return deferred(parts_in(self._units)[unit], args, kwargs)
+        call = record.calls[self.num_calls] if self.num_calls < len(record.calls) else None
+        if call is None or call.unit != unit or not self._is_same_call(call, original, args, kwargs):
+            self.went_elsewhere = True
+            raise Rehearsed
+        self.num_calls += 1
+        left: dict[Value, Any] = {}
+
+        def fake_of(value: Value) -> Any:
+            return left.setdefault(value, call.leaf(value.leaf).for_one_step())
+
+        self.side_effects.leave(call, self._units[unit], args, kwargs, fake_of)
+        output = call.output_of(left, with_made_up=True)
+        if call.index in record.inter_unit_draws.after:
+            self._seed_inter_unit(call.index)
+        if self._operations is not None:
+            self._operations.note_call(call, output)
+        return output
 
 
 @contextmanager

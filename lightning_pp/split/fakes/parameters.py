@@ -168,6 +168,7 @@ class FakeParameters:
                     continue
                 parent, attribute = self._locate(name)
                 fake = parameters_of(parent)[attribute]
+                assert fake is not None, name
                 saved.append((parent, attribute, fake))
                 others[fake] = parameters_of(parent)[attribute] = parameters[canonical]
             aliases = _replace_aliases(self.module, others)

@@ -254,6 +254,7 @@ class UnitCall:
         memory: What is kept of it between forward and backward.
         given: Number to bytes of the memories of its arguments.
         activations: Places, among the leaves of its arguments, of floating-point tensors that depend on weights.
+        is_cast: Whether some of these have another dtype than the unit computes in.
         region: Number of the checkpointed region (of the user's) that it is called in; None outside of one.
         num_regions_inside: Checkpointed regions that it has inside.
         shapes: Of the leaves of its arguments; None for what is no tensor.
@@ -277,6 +278,7 @@ class UnitCall:
     memory: HeldMemory = field(default_factory=HeldMemory)
     given: dict[int, int] = field(default_factory=dict)
     activations: frozenset[int] = frozenset()
+    is_cast: bool = False
     region: int | None = None
     num_regions_inside: int = 0
     shapes: tuple[tuple[int, ...] | None, ...] = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torch import nn
 
@@ -42,9 +42,36 @@ def discover_units(module: nn.Module, patterns: Sequence[str] | None = None) -> 
 
 
 def refine_unit(name: str, unit: nn.Module) -> dict[str, nn.Module]:
-    """The units one level below ``unit``, for a unit whose children the user's step calls one by one."""
-    children = {f"{name}.{child_name}" if name else child_name: child for child_name, child in unit.named_children()}
-    return {child_name: child for child_name, child in children.items() if owns_parameters(child)}
+    """The units one level below ``unit``, for a unit whose children the user's step calls one by one.
+
+    Children without a forward of their own (lists of modules) give theirs in their place.
+    """
+    found: dict[str, nn.Module] = {}
+    for child_name, child in unit.named_children():
+        child_name = f"{name}.{child_name}" if name else child_name
+        if _is_callable_module(child):
+            found |= {child_name: child} if owns_parameters(child) else {}
+        else:
+            found |= refine_unit(child_name, child)
+    return found
+
+
+def with_refined(units: Mapping[str, nn.Module], names: Collection[str]) -> dict[str, nn.Module]:
+    """``units`` with :func:`refine_unit` of each of ``names`` in its place, no module twice."""
+    result: dict[str, nn.Module] = {}
+    for name, unit in units.items():
+        if name not in names:
+            result[name] = unit
+            continue
+        known = set(result.values())
+        result |= {child_name: child for child_name, child in refine_unit(name, unit).items() if child not in known}
+    return result
+
+
+def units_that_hold(module: nn.Module, names: Collection[str]) -> set[str]:
+    """The units of ``module`` that have one of the modules ``names`` inside."""
+    units = discover_units(module)
+    return {unit for unit in units for name in names if name.startswith(f"{unit}.")}
 
 
 def most_units(module: nn.Module, patterns: Sequence[str] | None = None) -> int:

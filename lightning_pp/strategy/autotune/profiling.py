@@ -116,15 +116,14 @@ class TunedPrograms:
 
     def predictions(self, num_microbatches: int) -> list[Prediction]:
         """The schedule that is run, and those in whose place it is, by the costs that it was chosen by."""
-        found = predicted_schedules(
-            self._cache.costs, self._cache.training(num_microbatches), memory_limit=self._options.memory_limit_gib
-        )
+        found = predicted_schedules(self._cache.costs, self._cache.training(num_microbatches), self._options)
         return [*found, *(self._rejected if self.costs_from != "measured" else ())]
 
     def prediction_of(self, schedule: Schedule) -> StepPrediction:
         """The time of a step in a row of overlapping ones, and what ranks hold, by the same costs."""
-        simulation = schedule.simulate(self._cache.costs)
-        return StepPrediction(float(max(simulation.span_ms)), tuple(map(float, simulation.peak_memory)))
+        costs = self._cache.costs
+        held = schedule.simulate(costs).peak_memory
+        return StepPrediction(self._options.source.step_time(schedule, costs), tuple(map(float, held)))
 
     @property
     def costs_from(self) -> str:
@@ -208,7 +207,7 @@ class TunedPrograms:
                 f"{self._asked}: {found.name} from now on, found in {seconds:.1f} s ({placement.kind}, "
                 f"{number} microbatches of {measured.num_samples} samples; only the order of work changes).",
                 costs_text(measured.costs),
-                *comparison(measured, found, before, self._options.memory_limit_gib),
+                *comparison(measured, found, before, self._options),
             ]
         )
 

@@ -10,6 +10,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_pp.errors import ScheduleError
+from lightning_pp.planning.schedules.options import ScheduleOptions
 from lightning_pp.planning.schedules.predictions import Prediction
 from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.schedule import Placement, Schedule, StageCosts, available_schedules, build_schedule
@@ -96,28 +97,33 @@ def costs_text(costs: StageCosts) -> str:
 def predicted_schedules(
     costs: StageCosts,
     chosen: Schedule,
+    options: ScheduleOptions,
     before: Schedule | None = None,
-    memory_limit: float | None = None,
 ) -> list[Prediction]:
     """What ``costs`` say of the schedule that is chosen, of the one before, and of those made by hand in its place."""
-    found = [Prediction.of(chosen.name, chosen, costs, is_chosen=True)]
+    source = options.source
+    found = [Prediction.of(chosen.name, chosen, costs, source, is_chosen=True)]
     if before is not None:
-        found.append(Prediction.of(f"{before.name}, until now", before, costs))
+        found.append(Prediction.of(f"{before.name}, until now", before, costs, source))
     by_hand = compared_schedules(
-        costs, chosen.placement, chosen.num_microbatches, memory_limit, whole_batch_loss=chosen.whole_batch_loss
+        costs,
+        chosen.placement,
+        chosen.num_microbatches,
+        options.memory_limit_gib,
+        whole_batch_loss=chosen.whole_batch_loss,
     )
     for name, schedule in by_hand:
         if isinstance(schedule, ScheduleError):
             found.append(Prediction.impossible(name, chosen.placement, schedule))
         elif name != chosen.name:
-            found.append(Prediction.of(name, schedule, costs))
+            found.append(Prediction.of(name, schedule, costs, source))
     return found
 
 
-def comparison(measured: Measured, found: Schedule, before: Schedule, limit: float | None) -> list[str]:
+def comparison(measured: Measured, found: Schedule, before: Schedule, options: ScheduleOptions) -> list[str]:
     """A line for each schedule: predicted step time and bubble."""
     lines = ["  predicted                       step, ms   bubble   most held, GiB"]
-    for row in predicted_schedules(measured.costs, found, before, limit):
+    for row in predicted_schedules(measured.costs, found, options, before):
         mark = ">" if row.is_chosen else " "
         if row.step_ms is None:
             lines.append(f"  {mark} {row.schedule:<28} {row.why_not}")

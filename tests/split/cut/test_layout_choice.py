@@ -138,6 +138,5 @@ def test_costs_of_other_cuts_are_told(recording: Any, tmp_path: Any, caplog: pyt
 
 
 def test_exact_search_of_a_large_pipeline_is_refused_before_training(recording: Any) -> None:
-    pytest.importorskip("ortools", reason="the exact solver is an extra")
     with pytest.raises(ScheduleError, match="exact search is for small pipelines: this one has 606 actions"):
         layout_of(recording, 2, 101, stages_per_rank=1, exact_search=True)

@@ -204,7 +204,6 @@ def test_one_rank(pool: WorkerPool, options: dict[str, Any]) -> None:
 
 
 def test_exact_search(pool: WorkerPool) -> None:
-    pytest.importorskip("ortools", reason="the exact solver is an extra")
     costs = StageCosts([5.0, 9.0], [8.0, 3.0], 4.0, p2p=2.0)
     options = {"schedule": "auto", "costs": costs, "exact_search": True, "num_microbatches": 3}
     first, _ = pool.run(run, {"pipeline_parallel_size": 2, **options}, timeout=120)

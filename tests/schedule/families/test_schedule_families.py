@@ -13,7 +13,7 @@ from schedule_strategies import milliseconds
 
 from lightning_pp.schedule import Placement, StageCosts, build_forward_only, build_schedule
 
-PROFILES: dict[str, Any] = json.loads((Path(__file__).parent / "published_profiles.json").read_text())
+PROFILES: dict[str, Any] = json.loads((Path(__file__).parents[1] / "published_profiles.json").read_text())
 # Layers of each model when padded so that every chunk of interleaved_1f1b has the same number, at least one.
 PADDED_LAYERS = {"1.5B": 24, "6.2B": 32, "14.6B": 48, "28.3B": 64}
 

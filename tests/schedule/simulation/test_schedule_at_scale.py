@@ -49,7 +49,11 @@ def test_all_ranks_at_a_time_take_the_times_of_one_action_at_a_time(
     plain = execute(encode(schedule), tables, schedule.placement, 13)
     assert [times.tolist() for times in wide.start] == plain.start
     assert [times.tolist() for times in wide.end] == plain.end
-    assert wide.makespan == plain.makespan
+    assert wide.makespan == plain.makespan and list(wide.ended) == plain.ended
+    later = execute_wide(codes, tables, schedule.placement.rank_of_stage[-1], 13, plain.ended)
+    assert [times.tolist() for times in later.end] == execute(
+        encode(schedule), tables, schedule.placement, 13, plain.ended
+    ).end
     held = [max(held_after_each(tuple(program), costs, costs.num_stages)) for program in schedule.programs]
     assert list(schedule.simulate(costs).peak_memory) == held
 

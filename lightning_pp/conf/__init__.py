@@ -1,4 +1,4 @@
-"""Hydra configuration: the typed schema and the config groups, each valid alone.
+"""Hydra configuration: the typed schema, where the config groups (``conf/``, each valid alone) are, and building.
 
 Importing this package puts the schema into Hydra's ConfigStore and the groups on Hydra's search path. A Hydra
 application of your own uses them after::

@@ -274,7 +274,6 @@ def test_what_holds_more_after_input_gradients_stays_within_the_limit() -> None:
 
 
 def test_the_exact_solver_keeps_the_constraint() -> None:
-    pytest.importorskip("ortools", reason="the exact solver is an extra")
     costs = StageCosts([5.0, 9.0], [8.0, 3.0], 4.0, p2p=2.0)
     sizes: dict[str, Any] = {"num_ranks": 2, "num_microbatches": 3, "costs": costs, "whole_batch_loss": True}
     exact = build_schedule("auto", exact=True, **sizes).validate()

@@ -28,7 +28,7 @@ from lightning_pp.schedule.search.problem import Problem
 from lightning_pp.schedule.search.timing import Objective, earliest, latest, length_of
 from lightning_pp.schedule.sharding import Sharding, ShardingMode
 
-PROFILES: dict[str, Any] = json.loads((Path(__file__).parent / "published_profiles.json").read_text())
+PROFILES: dict[str, Any] = json.loads((Path(__file__).parents[1] / "published_profiles.json").read_text())
 
 
 def random_request(draw: random.Random, *, most_microbatches: int = 8) -> dict[str, Any]:
@@ -81,7 +81,6 @@ def gaps_to_optimum(num_problems: int, *, most_microbatches: int, time_limit_s: 
 
 
 def test_auto_is_near_the_optimum_of_a_few_problems() -> None:
-    pytest.importorskip("ortools", reason="the exact solver is an extra")
     gaps = gaps_to_optimum(3, most_microbatches=4, time_limit_s=3)
     assert max(gaps) <= 0.02
     assert sum(gaps) / len(gaps) <= 0.005
@@ -90,14 +89,12 @@ def test_auto_is_near_the_optimum_of_a_few_problems() -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_auto_is_near_the_optimum_of_a_hundred_problems() -> None:
-    pytest.importorskip("ortools", reason="the exact solver is an extra")
     gaps = gaps_to_optimum(100, most_microbatches=8, time_limit_s=30)
     assert max(gaps) <= 0.02
     assert sum(gaps) / len(gaps) <= 0.005
 
 
 def test_exact_auto_proves_what_it_found() -> None:
-    pytest.importorskip("ortools", reason="the exact solver is an extra")
     request = random_request(random.Random(5), most_microbatches=4)
     searched, solved = build_schedule("auto", **request), build_schedule("auto", exact=True, **request)
     solved.validate(costs=request["costs"], memory_limit=request["memory_limit"])

@@ -1,0 +1,141 @@
+"""A pipeline whose cuts fall inside blocks gives the losses and weights of one device, under the same names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from parity_run import QUIET, Layout, Outcome, Settings, check_like_one_device, train
+from pool import WorkerPool
+from test_resume import ONE_DEVICE, assert_continues, joined, train_part, uninterrupted
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_pp import PipelineParallelStrategy
+
+# before the feed-forward part of one block, and before attention's of another
+GPT2 = ("model.transformer.h.0.mlp", "model.transformer.h.2.attn", "model.transformer.h.3.mlp")
+LLAMA = ("model.model.layers.0.mlp", "model.model.layers.1.post_attention_layernorm", "model.model.layers.3.self_attn")
+T5 = ("model.encoder.block.1.layer.1", "model.decoder.block.0.layer.1", "model.decoder.block.2.layer.2")
+VIT = ("encoder.layers.0.linear2", "encoder.layers.2.self_attn", "encoder.layers.3.norm2")
+SHARDED = {"sharding": "full_shard"}
+
+CASES: list[tuple[str, Layout, Sequence[str], dict[str, Any]]] = [
+    ("gpt2_float64_loss", Layout("zb_h1", 2, 1, 3), GPT2[1:2], {}),
+    ("gpt2_float64_loss", Layout("zb_v", 2, 1, 4), GPT2, {}),
+    ("llama_float64_loss", Layout("zb_h1", 3, 1, 4), LLAMA[:2], {"activation_checkpointing": True}),
+    ("llama_float64_loss", Layout("1f1b", 2, 2, 2), LLAMA[1:2], SHARDED),
+    ("t5", Layout("interleaved_zb", 2, 1, 4), T5, {}),
+    ("vit", Layout("zb_h2", 3, 1, 4), VIT[1:], {}),
+]
+_MORE: list[tuple[str, Layout, Sequence[str], dict[str, Any]]] = [
+    (model, Layout(schedule, ranks, 1, 4), points, {})
+    for model, points in (("gpt2_float64_loss", GPT2), ("llama_float64_loss", LLAMA), ("t5", T5), ("vit", VIT))
+    for schedule, ranks in (("zb_h1", 4), ("zb_h2", 4), ("zb_v", 2), ("v_half", 2), ("v_min", 2), ("dualpipe_v", 2))
+]
+
+
+def train_cut(settings: Settings, layout: Layout, split_points: Sequence[str], options: dict[str, Any]) -> Outcome:
+    """In a worker: trains with these cuts; the outcome has this rank's parameters only."""
+    return train(settings, layout.strategy(split_points=list(split_points), **options), layout.world_size)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "split_points", "options"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.nightly) for case in _MORE)],
+    ids=str,
+)
+def test_cuts_inside_blocks_train_as_one_device(
+    pool: WorkerPool, model: str, layout: Layout, split_points: Sequence[str], options: dict[str, Any]
+) -> None:
+    settings = Settings(model, accumulate=2, clip_val=0.05, clip_algorithm="norm")
+    size = layout.world_size
+    outcomes = pool.run(train_cut, settings, layout, split_points, options, world_size=size, timeout=120)
+    check_like_one_device(outcomes, settings, layout)
+
+
+def test_checkpoints_go_on_with_whole_blocks_and_on_one_device(pool: WorkerPool, tmp_path: Path) -> None:
+    settings = Settings("gpt2_float64_loss", optimizer="adamw", two_groups=True)
+    cut_inside = {"split_points": list(GPT2[:2])}
+    chain: list[tuple[Layout | None, dict[str, Any]]] = [
+        (Layout("zb_h1", 3, 1, 3), {"options": cut_inside}),
+        (Layout("1f1b", 2, 1, 3), {"single_file": True}),
+        (ONE_DEVICE, {}),
+    ]
+    parts, path = [], None
+    for (layout, how), stop_after in zip(chain, (2, 4, -1), strict=True):
+        target = tmp_path / f"{stop_after}.ckpt"
+        parts.append(train_part(pool, layout, settings, start_from=path, stop_after=stop_after, save_to=target, **how))
+        path = target
+    assert_continues(joined(*parts), uninterrupted(settings))
+
+
+class Block(nn.Module):
+    """Four layers of a residual."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.first, self.second, self.down = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, h: Tensor) -> Tensor:
+        h = h + self.first(self.up(h).tanh())
+        return h + self.down(self.second(h).tanh())
+
+
+class Three(L.LightningModule):
+    """Three blocks, which two ranks can only share out as two and one if they stay whole."""
+
+    def __init__(self, width: int = 192) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+        self.losses: list[float] = []
+        self.refined: tuple[str, ...] = ()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for block in self.blocks:
+            batch = block(batch)
+        return batch.square().mean()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+        if isinstance(self.trainer.strategy, PipelineParallelStrategy):
+            refinement = self.trainer.strategy.engine.split.refinement
+            self.refined = () if refinement is None else refinement.blocks
+
+    def train_dataloader(self) -> Any:
+        generator = torch.Generator().manual_seed(4)
+        return DataLoader(torch.randn(16, 160, 192, generator=generator), batch_size=8)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_three(strategy: PipelineParallelStrategy | None = None) -> tuple[list[float], tuple[str, ...], list[str]]:
+    """Losses, the blocks that are cut inside, and the names of this rank's parameters."""
+    trainer = L.Trainer(
+        **QUIET, precision="64-true", max_epochs=2, devices=2 if strategy else 1, strategy=strategy or "auto"
+    )
+    module = Three()
+    trainer.fit(module)
+    return module.losses, module.refined, [name for name, _ in module.named_parameters()]
+
+
+def fit_two_ranks() -> tuple[list[float], tuple[str, ...], list[str]]:
+    """In a worker."""
+    return fit_three(PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=4, schedule="zb_h1"))
+
+
+def test_training_cuts_inside_a_block_where_that_is_faster(pool: WorkerPool) -> None:
+    expected, _, names = fit_three()
+    found = pool.run(fit_two_ranks, world_size=2, timeout=120)
+    for losses, refined, _ in found:
+        assert refined == ("blocks.1",)
+        assert losses == pytest.approx(expected, rel=1e-9)
+    (_, _, first), (_, _, second) = found
+    assert sorted([*first, *second]) == sorted(names)
+    assert any(name.startswith("blocks.1.") for name in first) and any(name.startswith("blocks.1.") for name in second)
