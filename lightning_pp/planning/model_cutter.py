@@ -58,6 +58,7 @@ class ModelCutter:
         optimizer: The user's optimizer over the whole module; None where there is none.
         dtypes: Of computation and of gradients, where they are not the parameters'.
         device: Where the step is recorded, and the batch lies.
+        refines: Whether cuts may fall inside blocks, as in training.
         recordings: Recordings of the step that there are, each with the number of stages that its units were found
             for; others are made when they are needed.
 
@@ -81,6 +82,7 @@ class ModelCutter:
         optimizer: Optimizer | None = None,
         dtypes: StepDtypes | None = None,
         device: torch.device = _CPU,
+        refines: bool = True,
         recordings: Sequence[tuple[int, RecordedModel]] = (),
     ) -> None:
         self.module = module
@@ -95,6 +97,7 @@ class ModelCutter:
         self._optimizer = optimizer
         self._dtypes = dtypes or StepDtypes()
         self._device = device
+        self._refines = refines
         self._recordings = list(recordings)
         self._refined: dict[tuple[int, frozenset[str], int], RecordedModel | None] = {}
         self._unit_times: UnitTimes | None = None
@@ -124,12 +127,18 @@ class ModelCutter:
         """
         recording = self.recording(placement.num_stages)
         chosen = choose_cuts_of(recording, self._request(recording, source), placement)
-        finer = refine_cuts(
-            chosen.recording,
-            chosen.partition,
-            placement,
-            lambda recording: self._request(recording, source),
-            lambda names: self._with_refined(recording, placement.num_stages, names, chosen.recording.num_head_parts),
+        finer = (
+            chosen.recording
+            if not self._refines
+            else refine_cuts(
+                chosen.recording,
+                chosen.partition,
+                placement,
+                lambda recording: self._request(recording, source),
+                lambda names: self._with_refined(
+                    recording, placement.num_stages, names, chosen.recording.num_head_parts
+                ),
+            )
         )
         if finer is not chosen.recording:
             cuts = choose_cuts(finer.record, finer.num_parameters, self._request(finer, source), placement)

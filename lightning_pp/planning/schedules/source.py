@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from os import PathLike
 from typing import Any, NamedTuple
 
@@ -195,6 +196,10 @@ class Named(ScheduleSource):
         wanted = self.stages_per_rank or schedule_family(self.name).default_stages_per_rank
         return [build_schedule(self.name, num_ranks=num_ranks, num_microbatches=1, stages_per_rank=wanted).placement]
 
+    def program_to_cut_by(self, placement: Placement, num_microbatches: int) -> Schedule:
+        """The schedule whose step cuts are to make short; it is built once."""
+        return _built_once(self, placement, num_microbatches)
+
     def _program(self, request: _Request) -> Schedule:
         """Built by name."""
         return build_schedule(
@@ -338,7 +343,7 @@ class Searched(ScheduleSource):
     def program_to_cut_by(self, placement: Placement, num_microbatches: int) -> Schedule:
         """One that is made by hand on this placement."""
         usual = {"one chunk": "zb_h1", "V": "zb_v"}.get(placement.kind, "interleaved_zb")
-        return Named(usual, whole_batch_loss=self.whole_batch_loss).program(placement, num_microbatches)
+        return Named(usual, whole_batch_loss=self.whole_batch_loss).program_to_cut_by(placement, num_microbatches)
 
     def orders_to_hold_by(self, placement: Placement, num_microbatches: int) -> tuple[Schedule | None, ...]:
         """One made by hand, else what is searched for; with ``whole_batch_loss`` what holds least: whole backwards."""
@@ -406,6 +411,12 @@ def schedule_source(
     if search_seconds is not None:
         raise ConfigurationError(f"search_seconds={search_seconds!r} is for schedule='auto'; the schedule is {name!r}.")
     return source
+
+
+@lru_cache(maxsize=64)
+def _built_once(source: Named, placement: Placement, num_microbatches: int) -> Schedule:
+    """The program of ``source`` before costs are known."""
+    return source.program(placement, num_microbatches)
 
 
 def _check_family(source: ScheduleSource) -> None:

@@ -143,38 +143,37 @@ class _LooksAtCostsError(Exception):
     """The schedule depends on costs."""
 
 
-def fixed_program(name: str, num_ranks: int, num_microbatches: int) -> Schedule | None:
-    """A schedule with one stage on each rank that is the same for all costs; None if ``name`` has none such."""
+def fixed_program(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule | None:
+    """A schedule that is the same for all costs; None if ``name`` has none such."""
     family = schedule_family(name)
-    if not family.allows(1) or family.is_search:
+    if not family.allows(stages_per_rank) or family.is_search:
         return None
     costs: Any = _Untouched()
     try:
-        return family.build(ScheduleRequest(num_ranks, num_microbatches, 1, costs, None))
+        return family.build(ScheduleRequest(num_ranks, num_microbatches, stages_per_rank, costs, None))
     except _LooksAtCostsError:
         return None
 
 
 def microbatches_held(schedule: Schedule) -> list[int]:
-    """For each rank, the most microbatches that it holds between F and I or B, of a schedule with a stage a rank."""
-    return [max(0, int(np.cumsum(_steps(_kinds(program, schedule))).max())) for program in schedule.programs]
+    """For each rank, the most microbatches that it holds of all its stages at one time, between F and I or B."""
+    found = []
+    for rank, program in enumerate(schedule.programs):
+        kinds, stages, _ = _coded(program, schedule).parts()
+        steps = np.where(kinds == F, 1, np.where((kinds == I) | (kinds == B), -1, 0))
+        held = [np.cumsum(np.where(stages == own, steps, 0)) for own in schedule.placement.stages_of_rank(rank)]
+        found.append(int(np.min(held, axis=0).max()))
+    return found
 
 
-def _kinds(program: Any, schedule: Schedule) -> npt.NDArray[np.int64]:
-    coded = program
-    if not isinstance(program, CodedProgram):
-        coded = CodedProgram.of(list(program), schedule.placement.num_stages, schedule.num_microbatches)
-    kinds: npt.NDArray[np.int64] = coded.parts()[0]
-    return kinds
-
-
-def _steps(kinds: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    return np.where(kinds == F, 1, np.where((kinds == I) | (kinds == B), -1, 0))
+def _coded(program: Any, schedule: Schedule) -> CodedProgram:
+    return CodedProgram.of(program, schedule.placement.num_stages, schedule.num_microbatches)
 
 
 def has_whole_backwards(schedule: Schedule) -> bool:
     """Whether every backward is a B, which tells the stage before only when its weight gradient is done."""
-    return all(bool(np.isin(_kinds(program, schedule), (F, B)).all()) for program in schedule.programs)
+    kinds = [_coded(program, schedule).parts()[0] for program in schedule.programs]
+    return all(bool(np.isin(own, (F, B)).all()) for own in kinds)
 
 
 def least_span(
@@ -192,9 +191,10 @@ def least_span(
         longest_work: Of one microbatch on the rank that has most of it.
         num_ranks: Of the pipeline, p.
         num_microbatches: Of a step, m.
-        program: The schedule, if it is known to have one stage on each rank; else None.
+        program: The schedule, if it is known; else None.
     """
     least = num_microbatches * longest_work
-    if program is not None and has_whole_backwards(program):
+    is_chain = program is not None and program.placement.num_stages == num_ranks
+    if program is not None and is_chain and has_whole_backwards(program):
         least = max(least, work / (1 - (1 - 1 / num_microbatches) ** num_ranks) * (1 - _ROUNDING))
     return least

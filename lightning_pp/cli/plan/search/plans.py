@@ -89,7 +89,7 @@ class SearchResult:
 
 
 class PlanSearch:
-    """Finds the best plans of a space.
+    """Finds the best plans of a space, all with cuts between whole blocks.
 
     Args:
         step: The first step of the training.
@@ -201,9 +201,9 @@ class PlanSearch:
     # ---------------------------------------------------------------- bounds
 
     def _fixed_program(self, layout: Layout) -> Schedule | None:
-        if layout.stages_per_rank != 1 or self._options.schedule.whole_batch_loss:
+        if self._options.schedule.whole_batch_loss:
             return None
-        return self._program(layout.schedule, layout.num_ranks, layout.num_microbatches)
+        return self._program(layout.schedule, layout.num_ranks, layout.num_microbatches, layout.stages_per_rank)
 
     def _least_time(self, layout: Layout, program: Schedule | None) -> float:
         """No plan of ``layout`` has a shorter step in a row."""
@@ -270,7 +270,7 @@ class PlanSearch:
         recordings = [(layout.num_stages, self._recording(layout))]
         options = self.options_of(layout, choice)
         sizes = ParallelSizes(layout.num_ranks, layout.num_replicas, choice.replicate_size)
-        return self._step.cutter(options, sizes, microbatches, recordings)
+        return self._step.cutter(options, sizes, microbatches, refines=False, recordings=recordings)
 
     def options_of(self, layout: Layout, choice: ShardingChoice) -> PipelineOptions:
         """What the strategy is told of a plan."""

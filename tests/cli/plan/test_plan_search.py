@@ -22,6 +22,7 @@ from lightning_pp.cli.plan.search.run import search_plans
 from lightning_pp.cli.plan.search.space import Layout, ShardingChoice, words_of
 from lightning_pp.cli.problems import UserError
 from lightning_pp.errors import ConfigurationError, SplitError
+from lightning_pp.planning import model_cutter
 from lightning_pp.schedule import StageCosts, available_schedules, build_schedule
 
 SMALL = [
@@ -54,6 +55,12 @@ def alone(search: Search, words: list[str], *overrides: str) -> Plan:
     plan = make_plan(config, Console(file=io.StringIO()))
     assert plan is not None
     return plan
+
+
+@pytest.fixture(autouse=True)
+def whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans alone cut between whole blocks, as a search does."""
+    monkeypatch.setattr(model_cutter, "refine_cuts", lambda whole, *args: whole)
 
 
 @cache
@@ -115,7 +122,7 @@ def test_no_bound_is_above_what_a_plan_takes_and_holds() -> None:
         if isinstance(plan, str):
             continue
         num_ranks, number = layout.num_ranks, layout.num_microbatches
-        program = fixed_program(layout.schedule, num_ranks, number) if layout.stages_per_rank == 1 else None
+        program = fixed_program(layout.schedule, num_ranks, number, layout.stages_per_rank)
         held = [1] * num_ranks if program is None else microbatches_held(program)
         recording = plan.cutter.recording(layout.num_stages)
         blocks = Blocks.of(recording, plan.costs, plan.cutter.options.cut)
