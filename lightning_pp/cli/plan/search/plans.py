@@ -26,6 +26,8 @@ from lightning_pp.split.data.microbatch import Microbatch, batch_size_of, split_
 from lightning_pp.strategy.plan_only import FirstStep
 
 NUM_BEST = 10
+_WORTH_TELLING = 1.5
+"""Plans with a step that is longer than the best by more than half are none of the best, though there be few."""
 _IMPOSSIBLE = (ConfigurationError, SplitError, ScheduleError)
 
 
@@ -37,7 +39,7 @@ class FoundPlan:
         layout: Where the model is cut, and in which order it runs.
         sharding: What data-parallel ranks share.
         planned: The schedule on its cut; its memory is that of this plan.
-        time_in_a_row: Of a step in a row of steps with gathers and reductions, milliseconds.
+        time_in_a_row: Of a step in a row of steps, milliseconds; with gathers and reductions, if the plan fits.
     """
 
     layout: Layout
@@ -56,7 +58,8 @@ class SearchResult:
     """What came out.
 
     Attributes:
-        best: The best plan of each of the best layouts, the shortest step first; at most :data:`NUM_BEST`.
+        best: The best plan of each of the best layouts, the shortest step first: at most :data:`NUM_BEST`, and none that
+            takes half as long again as the first.
         num_plans: Plans there are.
         num_cut: Those that were cut and simulated.
         num_too_large: Those that do not fit the memory, by a cut or by a bound.
@@ -75,7 +78,8 @@ class SearchResult:
 
     def add(self, found: FoundPlan) -> None:
         """Takes up a plan that fits."""
-        self.best = sorted([*self.best, found], key=lambda plan: plan.order)[:NUM_BEST]
+        best = sorted([*self.best, found], key=lambda plan: plan.order)[:NUM_BEST]
+        self.best = [plan for plan in best if plan.time_in_a_row <= _WORTH_TELLING * best[0].time_in_a_row]
 
     def give_up(self, layout: Layout, number: int, error: Exception) -> None:
         """Takes up so many plans of ``layout`` that cannot be had."""
@@ -85,7 +89,10 @@ class SearchResult:
     @property
     def longest(self) -> float:
         """A plan with a longer step is not among the best."""
-        return self.best[-1].time_in_a_row if len(self.best) == NUM_BEST else float("inf")
+        if not self.best:
+            return float("inf")
+        longest = _WORTH_TELLING * self.best[0].time_in_a_row
+        return min(longest, self.best[-1].time_in_a_row) if len(self.best) == NUM_BEST else longest
 
 
 class PlanSearch:
@@ -190,7 +197,7 @@ class PlanSearch:
             memory = tuple(counts.ranks(like.cut.split, like.schedule))
             planned = replace(like, memory=memory, fits=self._fits(memory))
         time = planned.time_in_a_row
-        if layout.num_replicas > 1:
+        if layout.num_replicas > 1 and planned.fits:
             collectives = Collectives.of(planned.cut.split, model, sizes, links)
             time = collectives.time_in_a_row(planned.schedule, planned.cut.costs)
         return FoundPlan(layout, choice, planned, time)
