@@ -58,7 +58,7 @@ class SearchResult:
     """What came out.
 
     Attributes:
-        best: The best plan of each of the best layouts, the shortest step first: at most :data:`NUM_BEST`, and none that
+        best: The best plan of each of the best layouts, the shortest step first: at most :data:`NUM_BEST`, none of which
             takes half as long again as the first.
         num_plans: Plans there are.
         num_cut: Those that were cut and simulated.
