@@ -58,8 +58,8 @@ class SearchResult:
     """What came out.
 
     Attributes:
-        best: The best plan of each of the best layouts, the shortest step first: at most :data:`NUM_BEST`, none of which
-            takes half as long again as the first.
+        best: The best plan of each of the best layouts, the shortest step first: at most :data:`NUM_BEST`, and none
+            that takes half as long again as the first.
         num_plans: Plans there are.
         num_cut: Those that were cut and simulated.
         num_too_large: Those that do not fit the memory, by a cut or by a bound.
