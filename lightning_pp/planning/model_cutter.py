@@ -60,6 +60,7 @@ class ModelCutter:
         device: Where the step is recorded, and the batch lies.
         recordings: Recordings of the step that there are, each with the number of stages that its units were found
             for; others are made when they are needed.
+        refines: Whether cuts may fall inside of blocks, as in training; that takes more recordings for each placement.
 
     Attributes:
         batch_size: Samples in the batch; None if they cannot be counted.
@@ -82,6 +83,7 @@ class ModelCutter:
         dtypes: StepDtypes | None = None,
         device: torch.device = _CPU,
         recordings: Sequence[tuple[int, RecordedModel]] = (),
+        refines: bool = True,
     ) -> None:
         self.module = module
         self.options = options
@@ -96,6 +98,7 @@ class ModelCutter:
         self._dtypes = dtypes or StepDtypes()
         self._device = device
         self._recordings = list(recordings)
+        self._refines = refines
         self._refined: dict[tuple[int, frozenset[str], int], RecordedModel | None] = {}
         self._unit_times: UnitTimes | None = None
 
@@ -124,6 +127,15 @@ class ModelCutter:
         """
         recording = self.recording(placement.num_stages)
         chosen = choose_cuts_of(recording, self._request(recording, source), placement)
+        if self._refines:
+            chosen = self._refined_cut(recording, chosen, placement, source)
+        split = assign_stages(chosen.recording, placement=placement, partition=chosen.partition)
+        return Cut(split, chosen.costs is not None, chosen.about_head)
+
+    def _refined_cut(
+        self, recording: RecordedModel, chosen: ChosenCuts, placement: Placement, source: ScheduleSource | None
+    ) -> ChosenCuts:
+        """``chosen``, or what takes its place with cuts inside of blocks."""
         finer = refine_cuts(
             chosen.recording,
             chosen.partition,
@@ -131,11 +143,10 @@ class ModelCutter:
             lambda recording: self._request(recording, source),
             lambda names: self._with_refined(recording, placement.num_stages, names, chosen.recording.num_head_parts),
         )
-        if finer is not chosen.recording:
-            cuts = choose_cuts(finer.record, finer.num_parameters, self._request(finer, source), placement)
-            chosen = ChosenCuts(finer, *cuts, chosen.about_head)
-        split = assign_stages(chosen.recording, placement=placement, partition=chosen.partition)
-        return Cut(split, chosen.costs is not None, chosen.about_head)
+        if finer is chosen.recording:
+            return chosen
+        cuts = choose_cuts(finer.record, finer.num_parameters, self._request(finer, source), placement)
+        return ChosenCuts(finer, *cuts, chosen.about_head)
 
     def placement(self) -> Placement:
         """Where training would put the stages.

@@ -86,6 +86,8 @@ class FirstStep:
         sizes: ParallelSizes,
         microbatches: Sequence[Microbatch],
         recordings: Sequence[tuple[int, RecordedModel]] = (),
+        *,
+        refines: bool = True,
     ) -> ModelCutter:
         """Cuts the module for a step of ``microbatches``, the first of which is looked at.
 
@@ -94,6 +96,7 @@ class FirstStep:
             sizes: Of the pipeline.
             microbatches: Of a batch.
             recordings: As of :class:`ModelCutter`.
+            refines: As of :class:`ModelCutter`.
         """
         arguments = first_arguments(self.module, "training_step")
         first, precision = microbatches[0].data, self.precision
@@ -112,6 +115,7 @@ class FirstStep:
             dtypes=step_dtypes(precision),
             device=self.device,
             recordings=recordings,
+            refines=refines,
         )
 
 

@@ -110,7 +110,8 @@ def _table(search: Search) -> Table:
         title=f"The best plans; times {search.costs_about}",
         caption=(
             "in a row: a step in a row of steps, and with what data-parallel ranks gather and reduce; the fastest "
-            "sharding of each is shown. Bubble: without that."
+            "sharding of each is shown. Bubble: without that. Cuts are between whole blocks; a plan of its own may "
+            "find shorter steps with cuts inside."
         ),
         title_justify="left",
         caption_justify="left",
