@@ -58,9 +58,9 @@ class ModelCutter:
         optimizer: The user's optimizer over the whole module; None where there is none.
         dtypes: Of computation and of gradients, where they are not the parameters'.
         device: Where the step is recorded, and the batch lies.
-        refines: Whether cuts may fall inside blocks, as in training.
         recordings: Recordings of the step that there are, each with the number of stages that its units were found
             for; others are made when they are needed.
+        refines: Whether cuts may fall inside of blocks, as in training; that takes more recordings for each placement.
 
     Attributes:
         batch_size: Samples in the batch; None if they cannot be counted.
@@ -82,8 +82,8 @@ class ModelCutter:
         optimizer: Optimizer | None = None,
         dtypes: StepDtypes | None = None,
         device: torch.device = _CPU,
-        refines: bool = True,
         recordings: Sequence[tuple[int, RecordedModel]] = (),
+        refines: bool = True,
     ) -> None:
         self.module = module
         self.options = options
@@ -97,8 +97,8 @@ class ModelCutter:
         self._optimizer = optimizer
         self._dtypes = dtypes or StepDtypes()
         self._device = device
-        self._refines = refines
         self._recordings = list(recordings)
+        self._refines = refines
         self._refined: dict[tuple[int, frozenset[str], int], RecordedModel | None] = {}
         self._unit_times: UnitTimes | None = None
 
@@ -127,24 +127,26 @@ class ModelCutter:
         """
         recording = self.recording(placement.num_stages)
         chosen = choose_cuts_of(recording, self._request(recording, source), placement)
-        finer = (
-            chosen.recording
-            if not self._refines
-            else refine_cuts(
-                chosen.recording,
-                chosen.partition,
-                placement,
-                lambda recording: self._request(recording, source),
-                lambda names: self._with_refined(
-                    recording, placement.num_stages, names, chosen.recording.num_head_parts
-                ),
-            )
-        )
-        if finer is not chosen.recording:
-            cuts = choose_cuts(finer.record, finer.num_parameters, self._request(finer, source), placement)
-            chosen = ChosenCuts(finer, *cuts, chosen.about_head)
+        if self._refines:
+            chosen = self._refined_cut(recording, chosen, placement, source)
         split = assign_stages(chosen.recording, placement=placement, partition=chosen.partition)
         return Cut(split, chosen.costs is not None, chosen.about_head)
+
+    def _refined_cut(
+        self, recording: RecordedModel, chosen: ChosenCuts, placement: Placement, source: ScheduleSource | None
+    ) -> ChosenCuts:
+        """``chosen``, or what takes its place with cuts inside of blocks."""
+        finer = refine_cuts(
+            chosen.recording,
+            chosen.partition,
+            placement,
+            lambda recording: self._request(recording, source),
+            lambda names: self._with_refined(recording, placement.num_stages, names, chosen.recording.num_head_parts),
+        )
+        if finer is chosen.recording:
+            return chosen
+        cuts = choose_cuts(finer.record, finer.num_parameters, self._request(finer, source), placement)
+        return ChosenCuts(finer, *cuts, chosen.about_head)
 
     def placement(self) -> Placement:
         """Where training would put the stages.

@@ -85,9 +85,9 @@ class FirstStep:
         options: PipelineOptions,
         sizes: ParallelSizes,
         microbatches: Sequence[Microbatch],
+        recordings: Sequence[tuple[int, RecordedModel]] = (),
         *,
         refines: bool = True,
-        recordings: Sequence[tuple[int, RecordedModel]] = (),
     ) -> ModelCutter:
         """Cuts the module for a step of ``microbatches``, the first of which is looked at.
 
@@ -95,8 +95,8 @@ class FirstStep:
             options: What the user says of the pipeline.
             sizes: Of the pipeline.
             microbatches: Of a batch.
+            recordings: As of :class:`ModelCutter`.
             refines: As of :class:`ModelCutter`.
-            recordings: Likewise.
         """
         arguments = first_arguments(self.module, "training_step")
         first, precision = microbatches[0].data, self.precision
@@ -114,8 +114,8 @@ class FirstStep:
             optimizer=self.optimizer,
             dtypes=step_dtypes(precision),
             device=self.device,
-            refines=refines,
             recordings=recordings,
+            refines=refines,
         )
 
 

@@ -277,7 +277,7 @@ class PlanSearch:
         recordings = [(layout.num_stages, self._recording(layout))]
         options = self.options_of(layout, choice)
         sizes = ParallelSizes(layout.num_ranks, layout.num_replicas, choice.replicate_size)
-        return self._step.cutter(options, sizes, microbatches, refines=False, recordings=recordings)
+        return self._step.cutter(options, sizes, microbatches, recordings, refines=False)
 
     def options_of(self, layout: Layout, choice: ShardingChoice) -> PipelineOptions:
         """What the strategy is told of a plan."""
