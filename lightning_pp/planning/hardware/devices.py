@@ -54,9 +54,9 @@ def bandwidth_of_named(name: str) -> float | None:
 def bandwidth_of_gpu(device: torch.device) -> float | None:
     """Bytes per second of the memory of a GPU of this machine, by its clock and width; None if it does not say."""
     properties: Any = torch.cuda.get_device_properties(device)
-    clock_khz = getattr(properties, "memory_clock_rate", 0)
-    width_bits = getattr(properties, "memory_bus_width", 0)
-    return 2e3 * clock_khz * width_bits / 8 or None  # two transfers a cycle
+    clock_khz, width_bits = (getattr(properties, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))
+    found = 2e3 * float(clock_khz) * float(width_bits) / 8  # two transfers a cycle
+    return found or None
 
 
 def flops_per_byte(peak_flops_per_s: float | None, bandwidth: float | None) -> float:

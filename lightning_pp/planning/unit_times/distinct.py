@@ -25,8 +25,8 @@ class Group:
     is_last: bool
 
 
-def groups_alike(recording: RecordedModel) -> list[list[Group]]:
-    """The groups of units, those that do the same work together.
+def groups_alike(recording: RecordedModel) -> dict[Hashable, list[Group]]:
+    """The groups of units, those that do the same work together, by what tells them from others.
 
     They do if their units are of the same classes, with parameters of the same shapes and dtypes, and if the dry run
     saw the same operations on tensors of the same shapes and dtypes in them and in the code before them. What is no
@@ -37,7 +37,7 @@ def groups_alike(recording: RecordedModel) -> list[list[Group]]:
     for index, units in enumerate(found):
         group = Group(tuple(units), index, index == len(found) - 1)
         alike.setdefault(_work_of(recording, group), []).append(group)
-    return list(alike.values())
+    return alike
 
 
 def calls_of(recording: RecordedModel, units: Sequence[str]) -> list[UnitCall]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -32,7 +32,6 @@ class UnitTimes:
 
     Attributes:
         costs: Milliseconds of F, I and W of each unit that was measured, or is like one that was.
-        num_measured: Distinct units, or groups of them that have to share a stage, that ran.
         fewest_runs: The fewest times that one of them was measured.
         seconds: How long it took.
     """
@@ -42,9 +41,14 @@ class UnitTimes:
     most_seconds: float
     tell: Callable[[str], None] = lambda text: None
     costs: dict[str, UnitCost] = field(default_factory=dict)
-    num_measured: int = 0
     fewest_runs: int = _MOST_RUNS
     seconds: float = 0.0
+    _known: dict[Hashable, UnitCost] = field(default_factory=dict)
+
+    @property
+    def num_measured(self) -> int:
+        """Distinct units, or groups of them that have to share a stage, that ran."""
+        return len(self._known)
 
     @property
     def about(self) -> str:
@@ -79,19 +83,21 @@ class UnitTimes:
         )
 
     def _measure(self, recording: RecordedModel) -> None:
-        waiting = [alike for alike in groups_alike(recording) if alike[0].units[0] not in self.costs]
-        estimates = estimate_unit_costs(recording.record, recording.num_parameters)
-        for index, alike in enumerate(waiting):
+        alike = groups_alike(recording)
+        waiting = [work for work in alike if work not in self._known]
+        for index, work in enumerate(waiting):
             left = max(self.most_seconds - self.seconds, 0.0)
             # not the first, before which a step may do what it does once for all of them
-            group = alike[len(alike) // 2]
+            group = alike[work][len(alike[work]) // 2]
             self.tell(f"measuring {group.units[0]}, {index + 1} of {len(waiting)} distinct units")
             started = time.perf_counter()
-            cost = self._of_group(recording, group, left / (len(waiting) - index))
+            self._known[work] = self._of_group(recording, group, left / (len(waiting) - index))
             self.seconds += time.perf_counter() - started
-            self.num_measured += 1
-            for other in alike:
-                self.costs.update(_shared(cost, {unit: estimates[unit] for unit in other.units}))
+        estimates = estimate_unit_costs(recording.record, recording.num_parameters)
+        for work, groups in alike.items():
+            for group in groups:
+                shares = _shared(self._known[work], {unit: estimates[unit] for unit in group.units})
+                self.costs.update({unit: cost for unit, cost in shares.items() if unit not in self.costs})
 
     def _of_group(self, recording: RecordedModel, group: Group, most_seconds: float) -> UnitCost:
         """The medians of several runs, after one to warm up; that one alone where it takes all the time there is."""

@@ -79,11 +79,11 @@ def partition_units(
         num_parameters: Every unit's number of parameters; units that the step does not call are put on the stage of
             the unit named before them.
         split_points: Names of the units that start stages 1, 2, ...; overrides the balance.
-        costs: Cost of every called unit; by default an estimate (:func:`estimate_unit_costs`).
+        costs: Cost of every called unit; by default an estimate (:func:`estimate_unit_costs`) by ``flops_per_byte``.
         unit_weights: Name or shell pattern of units to a factor for their cost.
         rank_speeds: For each rank how fast it is, compared with the others; by default all alike.
         memory: What units hold and ranks may hold; None for no limit.
-        flops_per_byte: Of the device, for costs by default; see :func:`estimate_unit_costs`.
+        flops_per_byte: Of the device.
 
     Raises:
         ConfigurationError: There are fewer units than stages, nothing fits the memory limit, or ``split_points``,
@@ -97,8 +97,7 @@ def partition_units(
             f"The step calls no layer, so the model cannot be cut by it into {num_stages} stages. Run a fit first, or "
             "another step that calls the layers, with the same trainer; or run this step with a Trainer on one device."
         )
-    unit_costs = dict(costs) if costs is not None else estimate_unit_costs(record, num_parameters, flops_per_byte)
-    unit_costs = weighted(unit_costs, unit_weights or {})
+    unit_costs = weighted(costs or estimate_unit_costs(record, num_parameters, flops_per_byte), unit_weights or {})
     speeds = _checked_speeds(rank_speeds, placement.num_ranks)
     if num_stages > len(order):
         raise ConfigurationError(
