@@ -101,15 +101,15 @@ class ModelCutter:
         recording = self._recording(placement.num_stages)
         chosen = choose_cuts_of(recording, self._request(recording, source), placement)
         finer = refine_cuts(
-            chosen.recording,
+            recording,
             chosen.partition,
             placement,
             lambda recording: self._request(recording, source),
-            lambda names: self._with_refined(recording, placement.num_stages, names, chosen.recording.num_head_parts),
+            lambda names, num_head_parts: self._with_refined(recording, placement.num_stages, names, num_head_parts),
         )
-        if finer is not chosen.recording:
+        if finer is not None and finer.refinement is not None:
             cuts = choose_cuts(finer.record, finer.num_parameters, self._request(finer, source), placement)
-            chosen = ChosenCuts(finer, *cuts, chosen.about_head)
+            chosen = ChosenCuts(finer, *cuts, finer.refinement.about_head or chosen.about_head)
         split = assign_stages(chosen.recording, placement=placement, partition=chosen.partition)
         return Cut(split, chosen.costs is not None, chosen.about_head)
 

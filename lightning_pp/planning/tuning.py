@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 # More stages on a rank mean more messages and more actions than the estimate knows of.
 _WORTH_MORE_STAGES = 0.98
 # A head in parts has a whole copy of its weight, with its gradient, on each stage that has a part.
-_WORTH_A_SPLIT_HEAD = 0.97
+WORTH_A_SPLIT_HEAD = 0.97
 
 T = TypeVar("T")
 
@@ -54,6 +54,11 @@ class Layout:
     room_gib: tuple[float, ...] | None = None
     rejected: tuple[Prediction, ...] = ()
     about_head: str = ""
+
+    @property
+    def step_ms(self) -> float:
+        """The time of a step in a row of overlapping ones."""
+        return max(self.start.simulate(self.costs).span_ms)
 
 
 @dataclass(frozen=True)
@@ -125,11 +130,11 @@ def choose_layout_of(recording: RecordedModel, request: LayoutRequest) -> Layout
         return split
     if _is_measured(whole, request) and not _is_measured(recording, request):
         return other
-    chosen = split if _step_ms(split) < _WORTH_A_SPLIT_HEAD * _step_ms(other) else other
-    return replace(chosen, about_head=_about_head(recording, chosen is split, _step_ms(split), _step_ms(other)))
+    chosen = split if split.step_ms < WORTH_A_SPLIT_HEAD * other.step_ms else other
+    return replace(chosen, about_head=about_head(recording, chosen is split, split.step_ms, other.step_ms))
 
 
-def _about_head(recording: RecordedModel, is_split: bool, split_time: float, whole_time: float) -> str:
+def about_head(recording: RecordedModel, is_split: bool, split_time: float, whole_time: float) -> str:
     """What cutting a head comes to, in a sentence."""
     head = recording.record.split_head
     number = sum(call.unit.startswith(f"{head}[") for call in recording.record.calls)
@@ -199,8 +204,8 @@ def choose_cuts_of(recording: RecordedModel, request: LayoutRequest, placement: 
     if (split.costs is None) != (whole.costs is None):
         return split if split.costs is not None else whole
     times = step_time(split.partition), step_time(whole.partition)
-    is_split = times[0] < _WORTH_A_SPLIT_HEAD * times[1]
-    return (split if is_split else whole)._replace(about_head=_about_head(recording, is_split, *times))
+    is_split = times[0] < WORTH_A_SPLIT_HEAD * times[1]
+    return (split if is_split else whole)._replace(about_head=about_head(recording, is_split, *times))
 
 
 def choose_layout(record: StepRecord, num_parameters: Mapping[str, int], request: LayoutRequest) -> Layout:
@@ -237,17 +242,12 @@ def choose_layout(record: StepRecord, num_parameters: Mapping[str, int], request
     best = found[0]
     for layout in found[1:]:
         worth = _WORTH_MORE_STAGES if layout.placement.num_stages > best.placement.num_stages else 1.0
-        if _step_ms(layout) < worth * _step_ms(best):
+        if layout.step_ms < worth * best.step_ms:
             best = layout
     if not request.options.source.is_searched:
         return best
     others = [Prediction.of(other.start.name, other.start, other.costs) for other in found if other is not best]
     return replace(best, reason=_reason(best, found, failures), rejected=(*others, *rejected))
-
-
-def _step_ms(layout: Layout) -> float:
-    """The time of a step in a row of overlapping ones."""
-    return max(layout.start.simulate(layout.costs).span_ms)
 
 
 def _layout(
@@ -349,7 +349,7 @@ def _reason(best: Layout, found: Sequence[Layout], failures: Sequence[Exception]
     """What was compared."""
     lines = [
         f"{'> ' if layout is best else '  '}{layout.placement.kind} ({layout.placement.num_stages} stages): "
-        f"{_step_ms(layout):.4g} ms a step, bubble {layout.start.simulate(layout.costs).bubble_fraction:.3f}"
+        f"{layout.step_ms:.4g} ms a step, bubble {layout.start.simulate(layout.costs).bubble_fraction:.3f}"
         for layout in found
     ]
     return "\n".join(lines + [f"  not possible: {error}" for error in failures])

@@ -61,10 +61,16 @@ def estimate_unit_costs(record: StepRecord, num_parameters: Mapping[str, int]) -
         costs[1] += 2 * part.flops - part.weight_flops
         costs[2] += part.weight_flops
 
+    last_of_region = {call.region: call.index for call in record.calls}
     for call in record.calls:
         add(call.unit, call)
-        if call.unit in record.recomputed_units or call.region is not None:
+        if call.region is not None:
+            is_last = last_of_region[call.region] == call.index
+            flops[call.unit][1] += call.flops_run_again if is_last else call.flops
+        elif call.unit in record.recomputed_units:
             flops[call.unit][1] += call.flops_run_again
+        else:
+            flops[call.unit][1] += call.flops_run_again_inside
         add(call.unit, call.reads)
     add(record.calls[-1].unit, record.tail)
     return {unit: UnitCost(*costs) for unit, costs in flops.items()}
