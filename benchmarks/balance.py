@@ -1,21 +1,27 @@
-"""How even stages are with cuts between blocks, and with cuts inside of them: ``python benchmarks/balance.py``.
+"""How even stages are with heads and blocks whole, and with cuts inside of them: ``python benchmarks/balance.py``.
 
 For each model, without memory: the work of the slowest rank over that of the mean one (F, I and W by FLOPs), and a step
-in a row of steps by estimated costs, as ``lightning-pp-plan`` estimates them for a GPU. Nothing runs but dry runs.
+in a row of steps by estimated costs, as ``lightning-pp-plan`` estimates them for a GPU. With ``--equal`` the step that
+``lightning-pp-plan recipe=llama`` plans on eight ranks of H100, over that of eight equal stages with the same work, in
+each schedule. Nothing runs but dry runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers as hf
+from hydra import compose, initialize_config_module
+from rich.console import Console
 from torch import Tensor, nn
 
+from lightning_pp.cli.plan.run import make_plan
 from lightning_pp.distributed.sizes import ParallelSizes
 from lightning_pp.planning.cuts import CutOptions
 from lightning_pp.planning.model_cutter import ModelCutter
@@ -24,7 +30,7 @@ from lightning_pp.planning.schedules.options import ScheduleOptions
 from lightning_pp.planning.schedules.source import schedule_source
 from lightning_pp.planning.stage_costs import assumed_speed, estimated_costs
 from lightning_pp.planning.stage_model import SplitModel
-from lightning_pp.schedule import Placement, build_schedule
+from lightning_pp.schedule import Placement, StageCosts, build_schedule
 from lightning_pp.split import discover_units
 from lightning_pp.split.data.microbatch import split_batch
 from lightning_pp.split.dry_run.run import DryRun
@@ -100,10 +106,15 @@ MODELS: dict[str, Make] = {
 }
 
 
-def cut(module: nn.Module, batch: dict[str, Tensor], num_ranks: int, schedule: str, *, whole: bool) -> Cut:
-    """Cuts a model, with blocks whole or not."""
-    units = list(discover_units(module)) if whole else None
-    options = PipelineOptions(ScheduleOptions(schedule_source(schedule)), cut=CutOptions(units=units))
+SCHEDULES = ["1f1b", "zb_h1", "zb_h2", "interleaved_1f1b", "interleaved_zb", "zb_v", "v_half", "dualpipe_v", "auto"]
+
+
+def cut(module: nn.Module, batch: dict[str, Tensor], num_ranks: int, schedule: str, *, blocks: bool, head: bool) -> Cut:
+    """Cuts a model, inside of ``blocks`` and in its ``head`` or not."""
+    units = None if blocks else list(discover_units(module))
+    options = PipelineOptions(
+        ScheduleOptions(schedule_source(schedule)), cut=CutOptions(units=units, split_head="auto" if head else False)
+    )
 
     def step(_: DryRun) -> Any:
         return module(**batch).loss
@@ -122,8 +133,8 @@ def cut(module: nn.Module, batch: dict[str, Tensor], num_ranks: int, schedule: s
     begun = time.perf_counter()
     split = cutter.split(build_schedule(schedule, num_ranks=num_ranks, num_microbatches=1).placement).split
     seconds = time.perf_counter() - begun
-    blocks = 0 if split.refinement is None else len(split.refinement.blocks)
-    return Cut(unevenness(split), step_ms(split, schedule, number), blocks, seconds)
+    num_blocks = 0 if split.refinement is None else len(split.refinement.blocks)
+    return Cut(unevenness(split), step_ms(split, schedule, number), num_blocks, seconds)
 
 
 def unevenness(split: SplitModel) -> float:
@@ -142,25 +153,74 @@ def step_ms(split: SplitModel, schedule: str, num_microbatches: int) -> float:
     return max(program.simulate(costs).span_ms)
 
 
-def main() -> None:
+def against_equal(schedule: str, *, blocks: bool) -> tuple[float, float, int]:
+    """The planned step of the 1B Llama on eight ranks, that of equal stages in the same schedule, and blocks cut."""
+    layers = [f"model.model.layers.{number}" for number in range(16)]
+    units = ["model.model.embed_tokens", *layers, "model.model.norm", "model.lm_head"]
+    overrides = ["recipe=llama", "trainer.devices=64", "strategy.pipeline_parallel_size=8", "device='h100 sxm'"]
+    overrides += [f"strategy.schedule={schedule}", f"schedules=[{schedule}]"]
+    overrides += [] if blocks else [f"strategy.units=[{','.join(units)}]"]
+    with initialize_config_module("lightning_pp.conf", version_base="1.3"):
+        config = compose("plan", overrides=overrides)
+    plan = make_plan(config, Console(file=io.StringIO(), width=200))
+    assert plan is not None
+    program, source, found = plan.shown.schedule, plan.shown.source, plan.shown.cut
+    number = program.placement.num_stages
+    costs = found.costs.per_stage(number)
+    equal = StageCosts(
+        sum(costs.forward) / number,
+        sum(costs.backward_input) / number,
+        sum(costs.backward_weight) / number,
+        p2p=sum(costs.p2p) / number,
+    )
+    of_equal = source.program(program.placement, program.num_microbatches, equal, None).simulate(equal)
+    refinement = found.summary.refinement
+    return plan.shown.step_time, of_equal.makespan, 0 if refinement is None else len(refinement.blocks)
+
+
+def print_against_equal(schedules: Sequence[str]) -> None:
+    """Prints a row for each schedule."""
+    print("| schedule | step, ms | equal stages | ratio | with cuts inside | equal stages | ratio | blocks cut |")
+    print(f"|{'---|' * 8}")
+    for schedule in schedules:
+        cells = []
+        for blocks in (False, True):
+            step, equal, number = against_equal(schedule, blocks=blocks)
+            cells.append(f"{step:.1f} | {equal:.1f} | {step / equal:.3f}")
+        print(f"| `{schedule}` | {' | '.join(cells)} | {number} |", flush=True)
+
+
+def print_balance(models: Sequence[str], sizes: Sequence[int], schedule: str) -> None:
     """Prints a row for each model and number of ranks."""
+    print("| model | ranks | slowest / mean | head in parts | and cuts inside | blocks cut | step, ms | | | found in |")
+    print(f"|{'---|' * 10}")
+    for name in models:
+        with parameters_without_memory():
+            module, batch = MODELS[name]()
+        for ranks in sizes:
+            found = [
+                cut(module, batch, ranks, schedule, blocks=blocks, head=head)
+                for blocks, head in ((False, False), (False, True), (True, True))
+            ]
+            print(
+                f"| {name} | {ranks} | {' | '.join(f'{one.unevenness:.3f}' for one in found)} | {found[-1].blocks} "
+                f"| {' | '.join(f'{one.step_ms:.1f}' for one in found)} | {found[-1].seconds:.1f} s |",
+                flush=True,
+            )
+
+
+def main() -> None:
+    """Prints one table or the other."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--equal", nargs="*", metavar="SCHEDULE", help="compare with equal stages, in these schedules")
     arguments = parser.parse_args()
-    print("| model | ranks | slowest / mean | with cuts inside | blocks cut | step, ms | with cuts inside | found in |")
-    print("|---|---|---|---|---|---|---|---|")
-    for name in arguments.models:
-        with parameters_without_memory():
-            module, batch = MODELS[name]()
-        for ranks in arguments.ranks:
-            before, after = (cut(module, batch, ranks, arguments.schedule, whole=whole) for whole in (True, False))
-            print(
-                f"| {name} | {ranks} | {before.unevenness:.3f} | {after.unevenness:.3f} | {after.blocks} "
-                f"| {before.step_ms:.1f} | {after.step_ms:.1f} | {before.seconds:.1f} s, {after.seconds:.1f} s |",
-                flush=True,
-            )
+    if arguments.equal is None:
+        print_balance(arguments.models, arguments.ranks, arguments.schedule)
+    else:
+        print_against_equal(arguments.equal or SCHEDULES)
 
 
 if __name__ == "__main__":

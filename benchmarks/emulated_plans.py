@@ -1,10 +1,10 @@
 """Whether plans keep their word: step times of GPT-2-, Llama- and T5-shaped models, predicted and on emulated devices.
 
 Each model is cut into stages by the FLOPs of its units, as ``lightning-pp-plan`` and the strategy do, without its
-weights. The costs of the stages, scaled to a mean F of a given time, are what emulated devices (processes that sleep)
-take for F, I and W, and the program of the plan is run on them by the runtime, over real processes and gloo. The
-predicted step is the plan's, from the same costs with messages that take no time. A measured step is the time from one
-step to the next in a row of them, the longest of the ranks.
+weights, inside of blocks where that pays. The costs of the stages, scaled to a mean F of a given time, are what
+emulated devices (processes that sleep) take for F, I and W, and the program of the plan is run on them by the runtime,
+over real processes and gloo. The predicted step is the plan's, from the same costs with messages that take no time. A
+measured step is the time from one step to the next in a row of them, the longest of the ranks.
 
     python benchmarks/emulated_plans.py
 """
@@ -18,8 +18,8 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,10 @@ from emulated_runs import CPU, SLEEPS, Block, DelayedBlock, Ours, has_whole_back
 from torch import Tensor, nn
 
 from lightning_pp.planning.cuts import CutOptions
+from lightning_pp.planning.refinement.choice import refine_cuts
 from lightning_pp.planning.schedules.options import ScheduleOptions
 from lightning_pp.planning.schedules.source import schedule_source
-from lightning_pp.planning.stage_model import record_model
+from lightning_pp.planning.stage_model import RecordedModel, record_model
 from lightning_pp.planning.tuning import LayoutRequest, choose_layout
 from lightning_pp.runtime.transport.channels import Transport
 from lightning_pp.schedule import Schedule, StageCosts
@@ -55,11 +56,26 @@ class Language(nn.Module):
         return self.model(input_ids=batch, labels=batch).loss  # type: ignore[no-any-return]
 
 
+def gpt2(num_layers: int, words: int) -> nn.Module:
+    """GPT-2 with so many layers and words."""
+    config = hf.GPT2Config(n_layer=num_layers, vocab_size=words, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+    return hf.GPT2LMHeadModel(config)
+
+
+def llama(num_layers: int) -> nn.Module:
+    """A Llama of width 2048 with so many layers."""
+    config = hf.LlamaConfig(
+        hidden_size=2048, intermediate_size=5632, num_hidden_layers=num_layers, num_attention_heads=16
+    )
+    return hf.LlamaForCausalLM(config)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "GPT-2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)),
-    "Llama": lambda: hf.LlamaForCausalLM(
-        hf.LlamaConfig(hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=16)
-    ),
+    "GPT-2": lambda: gpt2(12, 50_257),
+    "Llama": lambda: llama(22),
+    # which four ranks cannot share out evenly by whole blocks
+    "GPT-2, 15 layers, 16,384 words": lambda: gpt2(15, 16_384),
+    "Llama, 20 layers": lambda: llama(20),
     "T5": lambda: hf.T5ForConditionalGeneration(
         hf.T5Config(d_model=768, d_ff=3072, num_layers=12, num_heads=12, dropout_rate=0.0, decoder_start_token_id=0)
     ),
@@ -76,6 +92,7 @@ class Plan:
         name: Of the schedule.
         costs: F, I and W of each stage, milliseconds.
         predicted_ms: One step.
+        num_blocks: Blocks that a cut falls in.
     """
 
     model: str
@@ -83,6 +100,7 @@ class Plan:
     name: str
     costs: list[tuple[float, float, float]]
     predicted_ms: float
+    num_blocks: int
 
     @property
     def schedule(self) -> Schedule:
@@ -101,15 +119,25 @@ def make_plan(model: str, schedule: str, ms: float) -> Plan:
     request = LayoutRequest(
         ScheduleOptions(schedule_source(schedule)), NUM_RANKS, NUM_MICROBATCHES, CutOptions(), "cuda"
     )
-    recording = record_model(
-        module,
-        device=CPU,
-        step=lambda _: module.training_step(batch),
-        with_gradients=True,
-        patterns=None,
-        num_stages=request.fewest_stages,
-    )
-    layout = choose_layout(recording.record, recording.num_parameters, request)
+
+    def record(refined: Collection[str] = (), num_head_parts: int = 0) -> RecordedModel:
+        return record_model(
+            module,
+            device=CPU,
+            step=lambda _: module.training_step(batch),
+            with_gradients=True,
+            patterns=None,
+            num_stages=request.fewest_stages,
+            refined=refined,
+            split_head=num_head_parts or False,
+        )
+
+    whole = record()
+    layout = choose_layout(whole.record, whole.num_parameters, request)
+    finer = refine_cuts(whole, layout.partition, layout.placement, lambda _: request, record)
+    if finer is not None:
+        on_its_placement = replace(request, placement=layout.placement)
+        layout = choose_layout(finer.record, finer.num_parameters, on_its_placement)
     stages = layout.costs.per_stage(layout.placement.num_stages)
     factor = ms / statistics.mean(stages.forward)
     costs = [
@@ -119,10 +147,11 @@ def make_plan(model: str, schedule: str, ms: float) -> Plan:
         )
     ]
     step = layout.start.simulate(StageCosts(*map(list, zip(*costs, strict=True))))
+    num_blocks = 0 if finer is None or finer.refinement is None else len(finer.refinement.blocks)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "program.csv"
         layout.start.to_csv(path)
-        return Plan(model, path.read_text(), layout.start.name, costs, max(step.span_ms))
+        return Plan(model, path.read_text(), layout.start.name, costs, max(step.span_ms), num_blocks)
 
 
 def run_rank(rank: int, port: int, plans: Sequence[Plan], num_steps: int, num_turns: int, path: str) -> None:
@@ -178,15 +207,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = (port, plans, options.steps, options.turns, str(path))
         torch.multiprocessing.spawn(run_rank, given, nprocs=NUM_RANKS)  # type: ignore[no-untyped-call]
         measured = json.loads(path.read_text())
-    print("| model | schedule | F of the stages, ms | step predicted, ms | measured | by predicted |")
-    print(f"|{'---|' * 6}")
+    print("| model | schedule | F of the stages, ms | blocks cut | step predicted, ms | measured | by predicted |")
+    print(f"|{'---|' * 7}")
     rows: list[dict[str, Any]] = []
     for plan, times in zip(plans, measured, strict=True):
         step_ms = statistics.median(times)
         error = step_ms / plan.predicted_ms - 1
         rows.append({**asdict(plan), "measured_ms": times, "error": error})
         stages = ", ".join(f"{forward:.0f}" for forward, _, _ in plan.costs)
-        print(f"| {plan.model} | {plan.name} | {stages} | {plan.predicted_ms:.0f} | {step_ms:.0f} | {1 + error:.3f} |")
+        predicted = f"{plan.num_blocks} | {plan.predicted_ms:.0f}"
+        print(f"| {plan.model} | {plan.name} | {stages} | {predicted} | {step_ms:.0f} | {1 + error:.3f} |")
     if options.json:
         options.json.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=2) + "\n")
     return int(options.check and any(abs(row["error"]) > MOST_ERROR for row in rows))

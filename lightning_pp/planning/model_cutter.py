@@ -137,16 +137,16 @@ class ModelCutter:
     ) -> ChosenCuts:
         """``chosen``, or what takes its place with cuts inside of blocks."""
         finer = refine_cuts(
-            chosen.recording,
+            recording,
             chosen.partition,
             placement,
             lambda recording: self._request(recording, source),
-            lambda names: self._with_refined(recording, placement.num_stages, names, chosen.recording.num_head_parts),
+            lambda names, num_head_parts: self._with_refined(recording, placement.num_stages, names, num_head_parts),
         )
-        if finer is chosen.recording:
+        if finer is None or finer.refinement is None:
             return chosen
         cuts = choose_cuts(finer.record, finer.num_parameters, self._request(finer, source), placement)
-        return ChosenCuts(finer, *cuts, chosen.about_head)
+        return ChosenCuts(finer, *cuts, finer.refinement.about_head or chosen.about_head)
 
     def placement(self) -> Placement:
         """Where training would put the stages.

@@ -38,11 +38,13 @@ class Refinement:
         blocks: Their names.
         before_ms: Estimated time of a step with cuts between whole blocks.
         after_ms: And with these.
+        about_head: What cutting the head comes to with these, a sentence; empty where that was no question.
     """
 
     blocks: tuple[str, ...]
     before_ms: float
     after_ms: float
+    about_head: str = ""
 
     def __str__(self) -> str:
         several = len(self.blocks) > 1

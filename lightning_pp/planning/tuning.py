@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 # More stages on a rank mean more messages and more actions than the estimate knows of.
 _WORTH_MORE_STAGES = 0.98
 # A head in parts has a whole copy of its weight, with its gradient, on each stage that has a part.
-_WORTH_A_SPLIT_HEAD = 0.97
+WORTH_A_SPLIT_HEAD = 0.97
 
 T = TypeVar("T")
 
@@ -125,12 +125,12 @@ def choose_layout_of(recording: RecordedModel, request: LayoutRequest) -> Layout
         return split
     if _is_measured(whole, request) and not _is_measured(recording, request):
         return other
-    times = _step_ms(split, request), _step_ms(other, request)
-    chosen = split if times[0] < _WORTH_A_SPLIT_HEAD * times[1] else other
-    return replace(chosen, about_head=_about_head(recording, chosen is split, *times))
+    times = step_ms(split, request), step_ms(other, request)
+    chosen = split if times[0] < WORTH_A_SPLIT_HEAD * times[1] else other
+    return replace(chosen, about_head=about_head(recording, chosen is split, *times))
 
 
-def _about_head(recording: RecordedModel, is_split: bool, split_time: float, whole_time: float) -> str:
+def about_head(recording: RecordedModel, is_split: bool, split_time: float, whole_time: float) -> str:
     """What cutting a head comes to, in a sentence."""
     head = recording.record.split_head
     number = sum(call.unit.startswith(f"{head}[") for call in recording.record.calls)
@@ -201,8 +201,8 @@ def choose_cuts_of(recording: RecordedModel, request: LayoutRequest, placement: 
     if (split.costs is None) != (whole.costs is None):
         return split if split.costs is not None else whole
     times = step_time(split.partition), step_time(whole.partition)
-    is_split = times[0] < _WORTH_A_SPLIT_HEAD * times[1]
-    return (split if is_split else whole)._replace(about_head=_about_head(recording, is_split, *times))
+    is_split = times[0] < WORTH_A_SPLIT_HEAD * times[1]
+    return (split if is_split else whole)._replace(about_head=about_head(recording, is_split, *times))
 
 
 def choose_layout(record: StepRecord, num_parameters: Mapping[str, int], request: LayoutRequest) -> Layout:
@@ -239,7 +239,7 @@ def choose_layout(record: StepRecord, num_parameters: Mapping[str, int], request
     best = found[0]
     for layout in found[1:]:
         worth = _WORTH_MORE_STAGES if layout.placement.num_stages > best.placement.num_stages else 1.0
-        if _step_ms(layout, request) < worth * _step_ms(best, request):
+        if step_ms(layout, request) < worth * step_ms(best, request):
             best = layout
     if not request.options.source.is_searched:
         return best
@@ -252,7 +252,7 @@ def choose_layout(record: StepRecord, num_parameters: Mapping[str, int], request
     return replace(best, reason=reason, rejected=(*others, *rejected))
 
 
-def _step_ms(layout: Layout, request: LayoutRequest) -> float:
+def step_ms(layout: Layout, request: LayoutRequest) -> float:
     """The time of a step in a row of overlapping ones."""
     return request.options.source.step_time(layout.start, layout.costs)
 

@@ -23,7 +23,7 @@ from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.distributed.fingerprints import Fingerprint, check_same_batch, check_same_given, fingerprint
 from lightning_pp.distributed.sizes import ParallelSizes
 from lightning_pp.distributed.watch.failures import RankStoppedError
-from lightning_pp.errors import ConfigurationError
+from lightning_pp.errors import ConfigurationError, ScheduleError, SplitError
 from lightning_pp.long_tasks import LongTask
 from lightning_pp.planning.memory.limit import DeviceMemory
 from lightning_pp.planning.memory.model import MemoryModel
@@ -31,7 +31,7 @@ from lightning_pp.planning.pipeline_options import PipelineOptions
 from lightning_pp.planning.refinement.choice import refine_cuts
 from lightning_pp.planning.schedules.predictions import Prediction
 from lightning_pp.planning.stage_model import RecordedModel, SplitModel, assign_stages, record_model
-from lightning_pp.planning.tuning import Layout, LayoutRequest, choose_layout_of, decided_by_one, recording_of
+from lightning_pp.planning.tuning import Layout, LayoutRequest, choose_layout_of, decided_by_one, recording_of, step_ms
 from lightning_pp.runtime.compilation import CompiledUnits
 from lightning_pp.runtime.executor import PipelineExecutor, StepInputs
 from lightning_pp.runtime.timing import StepTimer
@@ -277,26 +277,38 @@ class PipelineEngine:
             memory = self._device_memory
             return replace(request, memory=None if memory is None else memory.of(recording))
 
-        def again(names: Collection[str]) -> RecordedModel | None:
+        def again(names: Collection[str], num_head_parts: int) -> RecordedModel | None:
             try:
-                found: RecordedModel = all_or_none(partial(record, names, chosen.num_head_parts))
+                found: RecordedModel = all_or_none(partial(record, names, num_head_parts))
             except Exception:  # of the user's code, too, which is not run so then; on every rank, if on one
                 return None
+            hooks[id(found.fake_parameters)] = self._update_hooks
             return found
 
         layout: Layout = decided(partial(_choose, recording, request_of(recording)))
-        chosen = recording_of(layout.partition, recording)
-        hooks = self._update_hooks
-        finer = refine_cuts(chosen, layout.partition, layout.placement, request_of, again, decided)
-        if finer is chosen:
-            self._update_hooks = hooks
+        hooks = {id(recording.fake_parameters): self._update_hooks}
+        finer = refine_cuts(recording, layout.partition, layout.placement, request_of, again, decided)
+        finer_layout = None
+        if finer is not None:
+            on_its_placement = replace(request_of(finer), placement=layout.placement)
+            with suppress(ConfigurationError, SplitError, ScheduleError):
+                finer_layout = decided(partial(_choose, finer, on_its_placement))
+        if (
+            finer is None
+            or finer.refinement is None
+            or finer_layout is None
+            or step_ms(finer_layout, request) >= step_ms(layout, request)
+        ):
+            self._update_hooks = hooks[id(recording.fake_parameters)]
             return recording, layout
+        self._update_hooks = hooks[id(finer.fake_parameters)]
         self._device_memory = request_of(finer).memory
         rank_zero_info(str(finer.refinement))
-        on_its_placement = replace(request_of(finer), placement=layout.placement)
-        finer_layout: Layout = decided(partial(_choose, finer, on_its_placement))
         finer_layout = replace(
-            finer_layout, reason=layout.reason, rejected=layout.rejected, about_head=layout.about_head
+            finer_layout,
+            reason=layout.reason,
+            rejected=layout.rejected,
+            about_head=finer.refinement.about_head or layout.about_head,
         )
         return replace(finer, about_head=recording.about_head), finer_layout
 

@@ -75,6 +75,11 @@ class Checkpointed(Block):
         return h + self.mlp(self.other_norm(h))
 
 
+class CheckpointedWhole(Block):
+    def forward(self, h: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(super().forward, h, use_reentrant=False)  # type: ignore[no-any-return]
+
+
 class InAnotherDtype(Block):
     def forward(self, h: Tensor) -> Tensor:
         h = h + self.attention(self.norm(h))
@@ -181,7 +186,21 @@ def compiled(model: Blocks) -> None:
         block.compile(backend="eager")
 
 
-@pytest.mark.parametrize("make", [WithScale, WithBuffer, Remembering, Looking, Checkpointed])
+@pytest.mark.parametrize("make", [Checkpointed, CheckpointedWhole])
+def test_blocks_that_checkpoint_themselves_are_cut_as_well(make: Callable[[], nn.Module]) -> None:
+    assert refined(cut(make)) == ("blocks.2",)
+
+
+def test_what_a_block_checkpoints_itself_costs_what_the_strategys_checkpointing_does() -> None:
+    by_model = cut(CheckpointedWhole, number=4).partition.unit_costs
+    by_strategy = cut(number=4, options={"activation_checkpointing": True}).partition.unit_costs
+    without = cut(number=4).partition.unit_costs
+    assert by_model == by_strategy
+    product = 2 * ROWS * WIDTH * WIDTH  # that of attention; the last one is not needed again
+    assert {by_model[unit].backward_input - without[unit].backward_input for unit in without} == {product}
+
+
+@pytest.mark.parametrize("make", [WithScale, WithBuffer, Remembering, Looking])
 def test_blocks_that_are_more_than_their_children_stay_whole(make: Callable[[], nn.Module]) -> None:
     assert not refined(cut(make))
 

@@ -25,8 +25,8 @@ _LEAST_CHILDREN = 2
 def refinable(recording: RecordedModel) -> list[str]:
     """The units that may be refined, in the order of their calls.
 
-    Each is called once, as it was written: not compiled, not checkpointed by the model, with the ``forward`` of its
-    class, without hooks, and with all of its parameters and buffers in children.
+    Each is called once, as it was written: not compiled, with the ``forward`` of its class, without hooks, and with all
+    of its parameters and buffers in children.
     """
     calls: dict[str, list[UnitCall]] = {}
     for call in recording.record.calls:
@@ -39,8 +39,6 @@ def refinable(recording: RecordedModel) -> list[str]:
         if not others
         and _runs_as_written(recording.units[name])
         and _is_sum_of_children(name, recording.units[name])
-        and first.region is None
-        and first.num_regions_inside == 0
         and first.looks_at is None
         and not first.is_cast
         and not any(names_of[f"{name}.{key}"] in updated for key, _ in recording.units[name].named_parameters())
@@ -84,7 +82,7 @@ def what_differs(whole: RecordedModel, finer: RecordedModel, names: Collection[s
             return what
     for call in finer.record.calls:
         of_refined = any(call.unit.startswith(f"{name}.") for name in names)
-        if of_refined and (call.is_cast or call.region is not None):
+        if of_refined and call.is_cast:
             return f"{call.unit} gets other arguments than in one piece"
     return None
 

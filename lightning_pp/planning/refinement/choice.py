@@ -2,92 +2,137 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_pp.errors import ConfigurationError, ScheduleError, SplitError
 from lightning_pp.planning.refinement.blocks import refinable, what_differs
 from lightning_pp.planning.stage_model import RecordedModel, Refinement
-from lightning_pp.planning.tuning import LayoutRequest, choose_cuts, costs_of
+from lightning_pp.planning.tuning import (
+    WORTH_A_SPLIT_HEAD,
+    LayoutRequest,
+    about_head,
+    choose_cuts,
+    costs_of,
+    recording_of,
+)
 from lightning_pp.schedule import Placement
 from lightning_pp.split.cut.partition import Partition
+from lightning_pp.split.cut.unit_costs import estimate_unit_costs, weighted
 
 # A step has to get shorter by this much: the code of a block that is cut runs on every stage, on fakes.
 _WORTH_A_REFINEMENT = 0.98
 
-Record = Callable[[Collection[str]], RecordedModel | None]
-"""Records the step with the named units refined; None where that cannot be done."""
+Record = Callable[[Collection[str], int], RecordedModel | None]
+"""Records the step with the named units refined and so many parts of a head; None where that cannot be done."""
+Decided = Callable[[Callable[[], Any]], Any]
+Request = Callable[[RecordedModel], LayoutRequest]
+
+
+class _Finer(NamedTuple):
+    """A model with units refined, their names, and the time of a step in milliseconds."""
+
+    recording: RecordedModel
+    names: tuple[str, ...]
+    step_ms: float
 
 
 def refine_cuts(
-    whole: RecordedModel,
+    recording: RecordedModel,
     partition: Partition,
     placement: Placement,
-    request: Callable[[RecordedModel], LayoutRequest],
+    request: Request,
     record: Record,
-    decided: Callable[[Callable[[], Any]], Any] = lambda compute: compute(),
-) -> RecordedModel:
-    """The model with those units refined that a cut is to fall in, or as it is.
+    decided: Decided = lambda compute: compute(),
+) -> RecordedModel | None:
+    """The model with those units refined that a cut is to fall in; None where it is best as it is.
 
     First all units that may be are refined, and the model is cut. Then those that a cut has come to fall in are,
     and no others; that is taken if the schedule that cuts are made by takes 2 % less for a step, by the estimated costs
-    of its stages. Where the user names units or cuts, or gives costs, nothing is refined.
+    of its stages. A head that may be in parts or whole is tried both ways. Where the user names units or cuts, or gives
+    costs, nothing is refined.
 
     Args:
-        whole: The model, with the units that it was found to have.
-        partition: Its cuts.
+        recording: The model, with the units that it was found to have.
+        partition: Its cuts, or those of it with its head whole.
         placement: Which rank holds which stages.
         request: What cuts are chosen from, for a recording.
         record: Records the step again. Called on every rank, if ``decided`` is.
         decided: Gives what its argument returns on the rank that decides, on every rank.
     """
-    names = decided(lambda: _worth_trying(whole, partition, placement, request(whole)))
+    chosen = recording_of(partition, recording)
+    slowest = decided(lambda: _slowest(partition, placement, request(chosen)))
+    heads = [one for one in (recording, recording.whole) if one is not None]
+    finer = [_refined(one, slowest, placement, request, record, decided) for one in heads]
+    if not any(finer):
+        return None
+    before = decided(lambda: [_best_step_ms(one, placement, request(one)) for one in heads])
+    times = [time if one is None else min(time, one.step_ms) for time, one in zip(before, finer, strict=True)]
+    is_split = len(heads) == 2 and times[0] < WORTH_A_SPLIT_HEAD * times[1]
+    best = finer[0 if is_split else -1]
+    before_ms = next(time for one, time in zip(heads, before, strict=True) if one is chosen)
+    if best is None or best.step_ms > _WORTH_A_REFINEMENT * before_ms:
+        return None
+    text = about_head(recording, is_split, *times) if len(heads) == 2 and max(times) < math.inf else ""
+    return best.recording.with_refinement(Refinement(best.names, before_ms, best.step_ms, text))
+
+
+def _refined(
+    whole: RecordedModel, slowest: float, placement: Placement, request: Request, record: Record, decided: Decided
+) -> _Finer | None:
+    """``whole`` with those units refined that a cut is to fall in, if a step could be shorter than with ``slowest``."""
+    names = decided(lambda: _worth_trying(whole, slowest, placement, request(whole)))
     if not names:
-        return whole
+        return None
     finest = _recorded_alike(whole, names, record, decided)
     if finest is None:
-        return whole
+        return None
     names = decided(lambda: _cut_in(finest, names, placement, request(finest)))
     if not names:
-        return whole
+        return None
     finer = _recorded_alike(whole, names, record, decided)
     if finer is None:
-        return whole
-    before = decided(lambda: _step_ms(whole, partition, placement, request(whole)))
-    after = decided(lambda: _best_step_ms(finer, placement, request(finer)))
-    if after > before * _WORTH_A_REFINEMENT:
-        return whole
-    return finer.with_refinement(Refinement(tuple(names), before, after))
+        return None
+    return _Finer(finer, tuple(names), decided(lambda: _best_step_ms(finer, placement, request(finer))))
 
 
 def _recorded_alike(
-    whole: RecordedModel, names: Collection[str], record: Record, decided: Callable[[Callable[[], Any]], Any]
+    whole: RecordedModel, names: Collection[str], record: Record, decided: Decided
 ) -> RecordedModel | None:
     """The refined model, if its step does nothing otherwise on the rank that decides, and can be had on every rank."""
-    finer = record(names)
+    finer = record(names, whole.num_head_parts)
     if finer is None:
         return None
     return finer if decided(lambda: what_differs(whole, finer, names)) is None else None
 
 
-def _worth_trying(
-    recording: RecordedModel, partition: Partition, placement: Placement, request: LayoutRequest
-) -> list[str]:
+def _slowest(partition: Partition, placement: Placement, request: LayoutRequest) -> float:
+    """The time of the slowest rank: FLOPs on a rank of speed 1."""
+    speeds = request.cut.rank_speeds or [1.0] * placement.num_ranks
+    times = [0.0] * placement.num_ranks
+    for unit, cost in partition.unit_costs.items():
+        rank = placement.rank_of_stage[partition.stage_of_unit[unit]]
+        times[rank] += cost.total / speeds[rank]
+    return max(times)
+
+
+def _worth_trying(recording: RecordedModel, slowest: float, placement: Placement, request: LayoutRequest) -> list[str]:
     """All units that may be refined; none where no cut inside of them could make a step 2 % shorter."""
     cut = request.cut
     is_given = cut.units is not None or cut.split_points is not None or request.options.costs is not None
     if is_given or placement.num_ranks == 1 or recording.record.failure is not None:
         return []
+    try:
+        costs = estimate_unit_costs(recording.record, recording.num_parameters, cut.flops_per_byte)
+        units = weighted(costs, cut.unit_weights or {})
+    except ConfigurationError:  # a weight for a head that is in parts here, or whole
+        return []
     names = refinable(recording)
     speeds = cut.rank_speeds or [1.0] * placement.num_ranks
-    costs = {unit: cost.total for unit, cost in partition.unit_costs.items()}
-    times = [0.0] * placement.num_ranks
-    for unit, cost in costs.items():
-        rank = placement.rank_of_stage[partition.stage_of_unit[unit]]
-        times[rank] += cost / speeds[rank]
-    largest = max((cost for unit, cost in costs.items() if unit not in names), default=0.0)
-    at_least = max(sum(costs.values()) / sum(speeds), largest / max(speeds))
-    return names if at_least < _WORTH_A_REFINEMENT * max(times) else []
+    largest = max((cost.total for unit, cost in units.items() if unit not in names), default=0.0)
+    at_least = max(sum(cost.total for cost in units.values()) / sum(speeds), largest / max(speeds))
+    return names if at_least < _WORTH_A_REFINEMENT * slowest else []
 
 
 def _cut_in(
@@ -112,7 +157,7 @@ def _best_step_ms(recording: RecordedModel, placement: Placement, request: Layou
         partition, _ = choose_cuts(recording.record, recording.num_parameters, request, placement)
         return _step_ms(recording, partition, placement, request)
     except (ConfigurationError, SplitError, ScheduleError):
-        return float("inf")
+        return math.inf
 
 
 def _step_ms(recording: RecordedModel, partition: Partition, placement: Placement, request: LayoutRequest) -> float:

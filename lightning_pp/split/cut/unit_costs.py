@@ -68,13 +68,25 @@ def estimate_unit_costs(
         costs[2] += backward_weight
         return forward
 
+    last_of_region = {call.region: call.index for call in record.calls}
     for call in record.calls:
         forward = add(call.unit, call)
-        if call.unit in record.recomputed_units or call.region is not None:
-            flops[call.unit][1] += forward * (call.flops_run_again / call.flops if call.flops else 1.0)
+        flops[call.unit][1] += forward * _share_run_again(call, record, last_of_region)
         add(call.unit, call.reads)
     add(record.calls[-1].unit, record.tail)
     return {unit: UnitCost(*costs) for unit, costs in flops.items()}
+
+
+def _share_run_again(call: UnitCall, record: StepRecord, last_of_region: Mapping[int | None, int]) -> float:
+    """How much of the forward of ``call`` backward runs once more; more than 1 for what is checkpointed twice."""
+    is_last = last_of_region[call.region] == call.index
+    if call.region is None and call.unit not in record.recomputed_units:
+        again = call.flops_run_again_inside
+    elif not call.flops or (call.region is not None and not is_last):
+        return 1.0  # a region runs up to its last operation whose result is kept
+    else:
+        again = call.flops_run_again
+    return again / call.flops if call.flops else 0.0
 
 
 def _times(part: UnitCall | Reads, flops_per_byte: float) -> tuple[float, float, float]:

@@ -476,6 +476,7 @@ class DryRun:
         for data in (MadeUpData(1, signed=True), MadeUpData(1), MadeUpData(0)):
             call.flops = call.weight_flops = call.flops_saved_by_policy = call.flops_run_again = 0
             call.work.clear()
+            call.flops_run_again_inside = 0
             call.memory = HeldMemory()
             try:
                 with (
@@ -613,6 +614,22 @@ class DryRun:
         def pack(tensor: Tensor) -> Tensor:
             flow.keep([tensor], call.memory.saved)
             call.flops_run_again = call.flops - call.flops_saved_by_policy
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+
+    @contextmanager
+    def region_noted(self) -> Iterator[None]:
+        """Notes what runs again of a region that a unit checkpoints: all until autograd would keep something last."""
+        call = self._flow.call
+        if call is None or not torch.is_grad_enabled():
+            yield
+            return
+        before = call.flops_run_again_inside - call.flops
+
+        def pack(tensor: Tensor) -> Tensor:
+            call.flops_run_again_inside = before + call.flops
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

@@ -251,6 +251,7 @@ class UnitCall:
         flops_saved_by_policy: Those of operations whose result a selective checkpoint policy saves.
         flops_run_again: The others, until autograd keeps something for the last time: what is checkpointed is run again
             up to there.
+        flops_run_again_inside: As that, of what it checkpoints itself.
         memory: What is kept of it between forward and backward.
         given: Number to bytes of the memories of its arguments.
         activations: Places, among the leaves of its arguments, of floating-point tensors that depend on weights.
@@ -275,6 +276,7 @@ class UnitCall:
     work: Counter[OperationWork] = field(default_factory=Counter)
     flops_saved_by_policy: int = 0
     flops_run_again: int = 0
+    flops_run_again_inside: int = 0
     memory: HeldMemory = field(default_factory=HeldMemory)
     given: dict[int, int] = field(default_factory=dict)
     activations: frozenset[int] = frozenset()

@@ -7,8 +7,8 @@ way that hides what depends on what, runs as the other kind meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ class CheckpointedRegions:
     Attributes:
         open: The calls of each region that runs now.
         num_regions: Regions that were opened so far.
+        watching: Makes a context around the code of a region in its first run.
     """
 
     def __init__(self, replaying: Callable[[Calls], AbstractContextManager[None]]) -> None:
@@ -56,6 +57,7 @@ class CheckpointedRegions:
         self.open: list[Calls] = []
         self._num_opened = 0
         self.num_regions = 0
+        self.watching: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @property
     def running(self) -> int | None:
@@ -90,7 +92,7 @@ class CheckpointedRegions:
             if own_apply is not None:
                 function_class.apply = own_apply  # type: ignore[method-assign]
 
-    def _wrapped(self, generator: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrapped(self, generator: Callable[..., Generator[None]]) -> Callable[..., Any]:
         def wrapped(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
             calls: Calls = []
 
@@ -105,9 +107,14 @@ class CheckpointedRegions:
             self._num_opened += not self.open
             self.num_regions += 1
             self.open.append(calls)
+            region = generator(run_again, *args, **kwargs)
             try:
-                yield from generator(run_again, *args, **kwargs)
+                next(region)
+                with self.watching():
+                    yield
+                yield from region
             finally:
+                region.close()
                 self.open = [others for others in self.open if others is not calls]
 
         return wrapped

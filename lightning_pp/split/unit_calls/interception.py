@@ -116,6 +116,10 @@ class UnitCalls:
         """How many checkpointed regions were opened so far."""
         return self._regions.num_regions
 
+    def watch_regions(self, watching: Callable[[], AbstractContextManager[None]]) -> None:
+        """Has the code of each checkpointed region run in a context of its own, the first time."""
+        self._regions.watching = watching
+
     def handled_by(self, handler: CallHandler) -> AbstractContextManager[None]:
         """Routes unit calls through ``handler`` within the context."""
         return _InCharge(self, handler) if self._is_installed else self._installed_for(handler)

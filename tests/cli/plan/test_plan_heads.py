@@ -24,7 +24,7 @@ def planned(*overrides: str) -> tuple[Plan, str]:
 
 
 def test_llama_with_128_thousand_words_on_8_ranks_is_as_quick_as_equal_stages() -> None:
-    """Within a tenth; with its head whole it takes half as long again."""
+    """Within a tenth; with its head whole it takes a third as long again."""
     plan, text = planned("strategy.schedule=zb_v", "schedules=[zb_v]")
     found = plan.shown
     placement, costs = found.schedule.placement, found.cut.costs.per_stage(found.schedule.placement.num_stages)
@@ -47,5 +47,5 @@ def test_llama_with_128_thousand_words_on_8_ranks_is_as_quick_as_equal_stages() 
     assert all(rank.peak > weight for rank in found.memory)
 
     whole, text = planned("strategy.schedule=zb_v", "schedules=[zb_v]", "strategy.split_head=false")
-    assert whole.shown.step_time > 1.4 * found.step_time
+    assert whole.shown.step_time > 1.3 * found.step_time
     assert "The head" not in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as L
@@ -67,7 +68,9 @@ class Layers(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def bytes_sent(outside: bool, num_microbatches: int) -> tuple[int, int]:
+def bytes_sent(
+    outside: bool, num_microbatches: int, split_points: Sequence[str] | None = None, schedule: str = "zb_h1"
+) -> tuple[int, int]:
     """In a worker: bytes that this rank's transport sends in one batch, and bytes that its plan says, of all ranks."""
     sent = 0
     add = Sends.add
@@ -81,7 +84,11 @@ def bytes_sent(outside: bool, num_microbatches: int) -> tuple[int, int]:
     Sends.add = counting  # type: ignore[method-assign]
     try:
         strategy = PipelineParallelStrategy(
-            4, num_microbatches=num_microbatches, schedule="zb_h1", check_first_batches=False
+            4,
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            split_points=split_points,
+            check_first_batches=False,
         )
         trainer = L.Trainer(**QUIET, devices=4, strategy=strategy, max_epochs=1)
         trainer.fit(Layers(outside), DataLoader(TensorDataset(torch.zeros(4, LENGTH, dtype=torch.long)), batch_size=4))

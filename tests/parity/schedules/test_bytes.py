@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from bytes_run import LENGTH, WIDTH, bytes_sent
 from pool import WorkerPool
 
 NUM_MICROBATCHES, NUM_ROWS = 2, 4
+INSIDE = ("layers.3.mlp", "layers.8", "layers.11.mlp")
 
 
 def test_residuals_outside_of_units_send_what_those_inside_send(pool: WorkerPool) -> None:
@@ -15,3 +17,12 @@ def test_residuals_outside_of_units_send_what_those_inside_send(pool: WorkerPool
         ranks = pool.run(bytes_sent, outside, NUM_MICROBATCHES, world_size=4, timeout=120)
         assert sum(sent for sent, _ in ranks) == expected
         assert {planned * NUM_MICROBATCHES for _, planned in ranks} == {expected}
+
+
+@pytest.mark.parametrize("schedule", ["zb_h1", "zb_h2", "1f1b"])
+def test_a_cut_inside_a_block_sends_what_one_between_blocks_sends(pool: WorkerPool, schedule: str) -> None:
+    """Behind attention's residual: one activation, and its gradient, over each edge."""
+    expected = 3 * 2 * NUM_ROWS * LENGTH * WIDTH * 4
+    ranks = pool.run(bytes_sent, False, NUM_MICROBATCHES, INSIDE, schedule, world_size=4, timeout=120)
+    assert sum(sent for sent, _ in ranks) == expected
+    assert {planned * NUM_MICROBATCHES for _, planned in ranks} == {expected}

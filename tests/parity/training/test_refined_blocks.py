@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
+from parity_models import DATASETS, MODELS, LlamaFloat64Loss
 from parity_run import QUIET, Layout, Outcome, Settings, check_like_one_device, train
 from pool import WorkerPool
 from test_resume import ONE_DEVICE, assert_continues, joined, train_part, uninterrupted
@@ -24,11 +25,24 @@ T5 = ("model.encoder.block.1.layer.1", "model.decoder.block.0.layer.1", "model.d
 VIT = ("encoder.layers.0.linear2", "encoder.layers.2.self_attn", "encoder.layers.3.norm2")
 SHARDED = {"sharding": "full_shard"}
 
+
+class SelfCheckpointed(LlamaFloat64Loss):
+    """Llama whose blocks checkpoint themselves."""
+
+    def build(self) -> None:
+        super().build()
+        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+MODELS["self_checkpointed"] = SelfCheckpointed
+DATASETS["self_checkpointed"] = DATASETS["llama_float64_loss"]
+
 CASES: list[tuple[str, Layout, Sequence[str], dict[str, Any]]] = [
     ("gpt2_float64_loss", Layout("zb_h1", 2, 1, 3), GPT2[1:2], {}),
     ("gpt2_float64_loss", Layout("zb_v", 2, 1, 4), GPT2, {}),
     ("llama_float64_loss", Layout("zb_h1", 3, 1, 4), LLAMA[:2], {"activation_checkpointing": True}),
     ("llama_float64_loss", Layout("1f1b", 2, 2, 2), LLAMA[1:2], SHARDED),
+    ("self_checkpointed", Layout("zb_h2", 3, 1, 4), LLAMA[:2], {}),
     ("t5", Layout("interleaved_zb", 2, 1, 4), T5, {}),
     ("vit", Layout("zb_h2", 3, 1, 4), VIT[1:], {}),
 ]
