@@ -1,7 +1,7 @@
 """What the metadata of a distribution says of the repository: its addresses, and the links of README.
 
-The address is that of the build: ``REPOSITORY_URL``, or what GitHub Actions sets. Relative links of README lead there.
-Without an address they are their text, so that an index shows no dead link.
+The address is that of the build: ``REPOSITORY_URL``, or what GitHub Actions sets where it has checked this tree out.
+Relative links of README lead there. Without an address they are their text, so that an index shows no dead link.
 """
 
 from __future__ import annotations
@@ -24,18 +24,23 @@ class CustomMetadataHook(MetadataHookInterface):
 
     def update(self, metadata: dict[str, Any]) -> None:
         """Called by hatchling with the ``project`` table of pyproject.toml."""
-        address, revision = repository(os.environ)
+        address, revision = repository(os.environ, Path(self.root))
         readme = (Path(self.root) / "README.md").read_text(encoding="utf-8")
         metadata["readme"] = {"content-type": "text/markdown", "text": for_an_index(readme, address, revision)}
         metadata["urls"] = urls(address, revision)
 
 
-def repository(environment: Mapping[str, str]) -> tuple[str | None, str]:
-    """The address of the repository, None where nothing tells it, and the revision that links lead to."""
-    address = environment.get("REPOSITORY_URL")
-    if not address and environment.get("GITHUB_REPOSITORY"):
-        address = f"{environment.get('GITHUB_SERVER_URL') or 'https://github.com'}/{environment['GITHUB_REPOSITORY']}"
-    return address.rstrip("/") if address else None, environment.get("GITHUB_SHA") or "HEAD"
+def repository(environment: Mapping[str, str], root: Path) -> tuple[str | None, str]:
+    """The address of the repository, None where nothing tells it, and the revision that links lead to.
+
+    GitHub's variables are of the repository whose workflow runs. That may be another one, which only installs this.
+    """
+    address, revision = environment.get("REPOSITORY_URL"), "HEAD"
+    workspace = environment.get("GITHUB_WORKSPACE")
+    if workspace and Path(workspace).resolve() == root.resolve():
+        address = address or f"{environment['GITHUB_SERVER_URL']}/{environment['GITHUB_REPOSITORY']}"
+        revision = environment["GITHUB_SHA"]
+    return address.rstrip("/") if address else None, revision
 
 
 def urls(address: str | None, revision: str) -> dict[str, str]:

@@ -22,7 +22,7 @@ GROUPS = ("trainer", "strategy", "schedule", "model", "optimizer", "data", "logg
 COMMANDS = {"lightning-pp": schema.CommandConf, "lightning-pp-plan": schema.PlanConf}
 HEAD = """# Configuration reference
 
-<!-- made by python docs/configuration_reference.py from conf/: change it there -->
+<!-- made by python docs/configuration_reference.py from conf/ and lightning_pp/conf/schema.py: change it there -->
 
 Every value of a run, by config group. `lightning-pp GROUP=OPTION` chooses an option, `lightning-pp GROUP.FIELD=VALUE`
 changes a value, and `lightning-pp --cfg job` prints what comes out. [Recipes and configuration](recipes.md) tells how

@@ -24,7 +24,12 @@ ROOT = Path(__file__).parents[2]
 NOT_SOURCES = shutil.ignore_patterns(
     ".git", "__pycache__", "*.egg-info", "PKG-INFO", "build", "dist", "outputs", "multirun", ".venv", "venv", ".*_cache"
 )
-NO_ADDRESS = {"REPOSITORY_URL": "", "GITHUB_SERVER_URL": "", "GITHUB_REPOSITORY": "", "GITHUB_SHA": ""}
+NO_ADDRESS = {"REPOSITORY_URL": "", "GITHUB_WORKSPACE": ""}
+OF_GITHUB = {
+    "GITHUB_SERVER_URL": "https://code.example",
+    "GITHUB_REPOSITORY": "group/project",
+    "GITHUB_SHA": "0f1e2d",
+}
 
 
 def built(kind: str, sources: Path, folder: Path, **variables: str) -> Path:
@@ -132,8 +137,8 @@ def test_links_of_the_readme_lead_to_the_repository_of_the_build(tree: Path, tmp
     readme = (tree / "README.md").read_text()
     relative = [target for target in links(readme) if "://" not in target]
     assert len(relative) > 20
-    told = {"GITHUB_SERVER_URL": "https://code.example", "GITHUB_REPOSITORY": "group/project", "GITHUB_SHA": "0f1e2d"}
-    for variables, revision in ((told, "0f1e2d"), ({"REPOSITORY_URL": f"{address}/"}, "HEAD")):
+    checked_out = {**OF_GITHUB, "GITHUB_WORKSPACE": str(tree)}
+    for variables, revision in ((checked_out, "0f1e2d"), ({"REPOSITORY_URL": f"{address}/"}, "HEAD")):
         metadata = metadata_of(built("wheel", tree, tmp_path / revision, **variables))
         expected = [f"{address}/blob/{revision}/{target}" for target in relative]
         assert [target for target in links(str(metadata.get_payload())) if target.startswith(address)] == expected
@@ -153,6 +158,11 @@ def test_without_an_address_an_index_shows_no_dead_link(tree: Path, distribution
     assert not [target for target in links(text) if "://" not in target]
     relative = r"\[([^\]]*)\]\((?:[^)\s]+\.md[^)\s]*|LICENSE)\)"
     assert text.strip() == re.sub(relative, r"\1", (tree / "README.md").read_text()).strip()
+
+
+def test_the_repository_of_a_workflow_that_only_installs_is_not_named(tree: Path, tmp_path: Path) -> None:
+    wheel = built("wheel", tree, tmp_path / "wheel", GITHUB_WORKSPACE=str(tmp_path), **OF_GITHUB)
+    assert metadata_of(wheel).get_all("Project-URL") is None
 
 
 def test_a_wheel_of_a_source_distribution_keeps_its_address(tree: Path, tmp_path: Path) -> None:
