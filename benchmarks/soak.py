@@ -69,39 +69,21 @@ def plan_faults(num_steps: int, num_faults: int, seed: int, num_ranks: int) -> l
 
 
 def train(
-    folder: Path, name: str, num_steps: int, save_every: int, planned: list[Any], num_nodes: int = 1
+    folder: Path,
+    name: str,
+    num_steps: int,
+    save_every: int,
+    planned: list[Any],
+    num_nodes: int = 1,
+    backend: str = "c10d",
 ) -> tuple[str, float]:
     """Runs the command under torchrun, once for each node; returns what they printed, and their seconds.
 
     Raises:
         RuntimeError: One of them failed.
     """
-    command = ["-m", "lightning_pp", f"hydra.run.dir={name}", "logger=csv"]
-    command += [f"trainer.max_steps={num_steps}", f"callbacks.checkpoint.every_n_train_steps={save_every}"]
-    command += ["trainer.limit_val_batches=0", "trainer.enable_progress_bar=false", "trainer.log_every_n_steps=1"]
-    command += ["strategy.schedule=1f1b", f"trainer.num_nodes={num_nodes}", f"trainer.devices={PROCESSES_PER_NODE}"]
-    command += [f"strategy.num_microbatches={PROCESSES_PER_NODE * num_nodes}", "data.batch_size=4", "model.dim=16"]
-    command += [f"model.num_layers={PROCESSES_PER_NODE * num_nodes}", "model.num_heads=2", "model.max_seq_len=32"]
-    command += ["model.dropout=0.1", "data.seq_len=32", "data.num_train_crops=260", "data.num_val_crops=4"]
-    command += ["+callbacks.faults._target_=soak.Faults", f"+callbacks.faults.folder='{folder}'"]
-    command += [f"+callbacks.faults.planned='{json.dumps(planned)}'"]
-    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    environment["LIGHTNING_PP_ALLOWED_PACKAGES"] = "soak"  # this file
     started = time.monotonic()
-    agents = []
-    for number, torchrun in enumerate(torchruns(num_nodes, len(planned) + 3)):
-        with (folder / f"{name}-{number}.log").open("w") as log:
-            agents.append(
-                subprocess.Popen(
-                    [*torchrun, *command],
-                    cwd=folder,
-                    env=environment,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            )
+    agents = start(folder, name, num_steps, save_every, planned, num_nodes, backend)
     try:
         codes = [agent.wait(max(1.0, started + TIMEOUT_S - time.monotonic())) for agent in agents]
     finally:
@@ -114,8 +96,41 @@ def train(
     return printed, time.monotonic() - started
 
 
-def torchruns(num_nodes: int, max_restarts: int) -> list[list[str]]:
-    """The command of each node's torchrun, without what it runs."""
+def start(
+    folder: Path, name: str, num_steps: int, save_every: int, planned: list[Any], num_nodes: int, backend: str
+) -> list[subprocess.Popen[bytes]]:
+    """Starts a torchrun for each node, in a session of its own; each writes ``NAME-NODE.log`` in ``folder``."""
+    command = ["-m", "lightning_pp", f"hydra.run.dir={name}", "logger=csv"]
+    command += [f"trainer.max_steps={num_steps}", f"callbacks.checkpoint.every_n_train_steps={save_every}"]
+    command += ["trainer.limit_val_batches=0", "trainer.enable_progress_bar=false", "trainer.log_every_n_steps=1"]
+    command += ["strategy.schedule=1f1b", f"trainer.num_nodes={num_nodes}", f"trainer.devices={PROCESSES_PER_NODE}"]
+    command += [f"strategy.num_microbatches={PROCESSES_PER_NODE * num_nodes}", "data.batch_size=4", "model.dim=16"]
+    command += [f"model.num_layers={PROCESSES_PER_NODE * num_nodes}", "model.num_heads=2", "model.max_seq_len=32"]
+    command += ["model.dropout=0.1", "data.seq_len=32", "data.num_train_crops=260", "data.num_val_crops=4"]
+    command += ["+callbacks.faults._target_=soak.Faults", f"+callbacks.faults.folder='{folder}'"]
+    command += [f"+callbacks.faults.planned='{json.dumps(planned)}'"]
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    environment["LIGHTNING_PP_ALLOWED_PACKAGES"] = "soak"  # this file
+    environment["LOGLEVEL"] = "INFO"  # of torchrun, which then tells of its restarts
+    agents = []
+    for number, torchrun in enumerate(torchruns(num_nodes, len(planned) + 3, backend)):
+        with (folder / f"{name}-{number}.log").open("w") as log:
+            agents.append(
+                subprocess.Popen(
+                    [*torchrun, *command],
+                    cwd=folder,
+                    env=environment,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            )
+    return agents
+
+
+def torchruns(num_nodes: int, max_restarts: int, backend: str = "c10d") -> list[list[str]]:
+    """The command of each node's torchrun, without what it runs; the first node has the store."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(PROCESSES_PER_NODE)]
     command += ["--max-restarts", str(max_restarts)]
     if num_nodes == 1:
@@ -123,8 +138,13 @@ def torchruns(num_nodes: int, max_restarts: int) -> list[list[str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command += ["--nnodes", str(num_nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
-    return [[*command, "--rdzv-id", f"soak-{port}", "--local-addr", "127.0.0.1"]] * num_nodes
+    command += ["--nnodes", str(num_nodes)]
+    if backend == "static":
+        command += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+        return [[*command, "--node-rank", str(number)] for number in range(num_nodes)]
+    command += ["--rdzv-backend", backend, "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", f"soak-{port}"]
+    command += ["--local-addr", "127.0.0.1"]
+    return [[*command, "--rdzv-conf", f"is_host={int(number == 0)}"] for number in range(num_nodes)]
 
 
 def losses(run: Path) -> dict[int, float]:
@@ -154,13 +174,18 @@ def soak(
 
 
 def soak_with(
-    folder: Path, num_steps: int, planned: list[tuple[int, str, int]], save_every: int, num_nodes: int = 1
+    folder: Path,
+    num_steps: int,
+    planned: list[tuple[int, str, int]],
+    save_every: int,
+    num_nodes: int = 1,
+    backend: str = "c10d",
 ) -> dict[str, Any]:
     """As :func:`soak`, with these faults: optimizer steps, kinds and ranks."""
     from lightning_pp.checkpoint import read_alone
 
-    printed, seconds = train(folder, "faulty", num_steps, save_every, planned, num_nodes)
-    _, undisturbed = train(folder, "undisturbed", num_steps, save_every, [], num_nodes)
+    printed, seconds = train(folder, "faulty", num_steps, save_every, planned, num_nodes, backend)
+    _, undisturbed = train(folder, "undisturbed", num_steps, save_every, [], num_nodes, backend)
     last = f"checkpoints/step{num_steps}.ckpt"
     faulty, whole = (read_alone(folder / name / last) for name in ("faulty", "undisturbed"))
     from_steps = [int(step) for step in re.findall(r"lightning-pp: attempt .* \(step (\d+)\)", printed)]

@@ -1,10 +1,11 @@
-"""What is wrong with a run that can be known before processes and loggers start."""
+"""What can be known of a run before processes and loggers start: what is wrong, and what would never be saved."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import lightning.pytorch as L
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_pp.split.unit_calls.units import most_units, owns_parameters
@@ -39,6 +40,31 @@ def can_be_cut(trainer: L.Trainer, model: L.LightningModule, data: Any, config: 
         trainer_options(config), model, data, options, strategy.sizes, lambda cutter: cutter.split(cutter.placement())
     )
     return False
+
+
+def callbacks_that_save(
+    callbacks: DictConfig, model: L.LightningModule, data: L.LightningDataModule | None, trainer: DictConfig
+) -> dict[str, Any]:
+    """The callbacks of a fit; without validations those that save after them save after each training epoch instead.
+
+    Lightning does so itself only where ``check_val_every_n_epoch`` is 1. Recipes count validations in steps, for which
+    it has to be null, and a model without a validation would leave no checkpoint.
+
+    Args:
+        callbacks: Configs by name.
+        model: Of the run.
+        data: Of the run; None where the model has its loaders.
+        trainer: Config of the trainer.
+    """
+    owners = [owner for owner in (model, data) if owner is not None]
+    validates = is_overridden("validation_step", model) and any(is_overridden("val_dataloader", o) for o in owners)
+    given = {str(name): callbacks[name] for name in callbacks if callbacks[name] is not None}
+    if validates and trainer.get("limit_val_batches") != 0:
+        return given
+    for name, one in given.items():
+        if "save_on_train_epoch_end" in one and one.save_on_train_epoch_end is None and not one.every_n_train_steps:
+            given[name] = OmegaConf.merge(one, {"save_on_train_epoch_end": True})
+    return given
 
 
 def trainer_options(config: DictConfig) -> dict[str, Any]:

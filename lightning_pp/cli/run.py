@@ -24,7 +24,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from omegaconf import DictConfig
 
 from lightning_pp.callbacks import PredictionWriter
-from lightning_pp.cli.before_launch import can_be_cut
+from lightning_pp.cli.before_launch import callbacks_that_save, can_be_cut
 from lightning_pp.cli.earlier_run import Position, position_of, why_finished
 from lightning_pp.cli.launch import is_rank_zero, share_cores
 from lightning_pp.cli.past_runs.run_file import write_run_file
@@ -65,11 +65,11 @@ class Run:
         L.seed_everything(config.seed, workers=True, verbose=False)
         check_targets_of_run(config)
         data = build(config.data)
-        callbacks = [build(c) for c in config.callbacks.values() if c is not None]
-        if config.mode is Mode.predict and not any(isinstance(c, BasePredictionWriter) for c in callbacks):
-            callbacks.append(PredictionWriter(_predictions_folder()))
         strategy = build(config.strategy)
         model = build(config.model)
+        callbacks = [build(c) for c in callbacks_that_save(config.callbacks, model, data, config.trainer).values()]
+        if config.mode is Mode.predict and not any(isinstance(c, BasePredictionWriter) for c in callbacks):
+            callbacks.append(PredictionWriter(_predictions_folder()))
         if config.get("resume") is not None and config.logger is not None:
             go_on_with_logs(config.logger)
         if HydraConfig.initialized():

@@ -90,7 +90,9 @@ class TransformersModule(L.LightningModule):
         else:
             self.model = kind.from_pretrained(self.directory, config=self.config, dtype=dtype)
         if self.activation_checkpointing:
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            name = "activation_checkpointing_enable"  # the former name is deprecated
+            enable = getattr(self.model, name if hasattr(self.model, name) else "gradient_checkpointing_enable")
+            enable({"use_reentrant": False})
         if self.lora is not None:
             from peft import get_peft_model
 

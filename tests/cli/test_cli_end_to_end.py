@@ -16,6 +16,8 @@ def reported_path(finished: Finished, name: str) -> Path:
     return Path(match.group(1))
 
 
+#: Starts a command twice, as ``srun`` starts two tasks.
+TWO_TASKS = Path(__file__).parents[1] / "faults" / "two_tasks.py"
 OWN_MODEL = """
 import lightning as L
 import torch
@@ -88,15 +90,15 @@ def test_torchrun_gives_one_output_folder_and_one_report(own_text: Path, by_torc
     assert len(list(folder.glob("outputs/*/*"))) == 1
 
 
-@pytest.mark.nightly
-def test_multirun_under_torchrun_runs_every_job(own_text: Path) -> None:
-    folder = own_text / "sweep"
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("srun", marks=pytest.mark.nightly)])
+def test_multirun_under_another_launcher_runs_every_job(own_text: Path, launcher: str) -> None:
+    folder = own_text / f"sweep_{launcher}"
     folder.mkdir()
-    finished = run_forked(
-        [*TINY_RUN, "--multirun", "data.files=[../my.txt]", "data.seed=1,2", "trainer.max_steps=2"],
-        folder,
-        num_processes=2,
-    )
+    arguments = [*TINY_RUN, "--multirun", "data.files=[../my.txt]", "data.seed=1,2", "trainer.max_steps=2"]
+    if launcher == "srun":
+        finished = run_command(arguments, folder, launcher=(str(TWO_TASKS),))
+    else:
+        finished = run_forked(arguments, folder, num_processes=2)
     assert finished.code == 0, finished.output
     assert finished.output.count("Pipeline stages") == 2
     assert [path.name for path in folder.iterdir()] == ["multirun"]
@@ -161,3 +163,26 @@ def test_model_in_the_users_folder_is_found_with_its_own_config(tmp_path: Path) 
     finished = run_forked([*arguments, *one_process], tmp_path)
     assert finished.code == 0, finished.output
     assert "width 24" in finished.output
+
+
+@pytest.mark.parametrize(
+    ("more", "saved"),
+    [
+        ([], ["step4.ckpt"]),
+        (["callbacks.checkpoint.every_n_train_steps=3"], ["step3.ckpt"]),
+        (["callbacks.checkpoint.save_on_train_epoch_end=false"], []),
+    ],
+)
+def test_a_model_without_a_validation_is_saved(tmp_path: Path, more: list[str], saved: list[str]) -> None:
+    (tmp_path / "my_package.py").write_text(OWN_MODEL)
+    own = [
+        "recipe=own",
+        "model._target_=my_package.MyModule",
+        "+model.width=16",
+        "data.batch_size=4",
+        "data.seq_len=32",
+    ]
+    one_process = ["trainer.devices=1", "strategy=auto", "trainer.max_steps=4", "logger=none"]
+    finished = run_forked([*own, *one_process, *more], tmp_path)
+    assert finished.code == 0, finished.output
+    assert [path.name for path in tmp_path.glob("outputs/*/*/checkpoints/*")] == saved

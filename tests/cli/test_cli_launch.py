@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 import os
+import signal
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from command import TINY_RUN, run_command, run_forked
+from command import TINY_RUN, run_command, run_forked, start_command
 from omegaconf import OmegaConf
 
 from lightning_pp.cli import launch
@@ -120,6 +123,40 @@ def test_the_command_turns_into_torchrun_which_starts_it_again(tmp_path: Path) -
     assert ended.output.count("attempt 2 goes on in") == 1 and "(step 2)" in ended.output, ended.output
     (run,) = tmp_path.glob("outputs/*/*")  # made by rank 0 of the first attempt alone
     assert (run / "checkpoints" / "step4.ckpt").exists() and f"goes on in {run}" in ended.output, ended.output
+
+
+def test_two_nodes_train_what_one_does(tmp_path: Path) -> None:
+    """The command on each of two nodes, two processes each, against four processes of one node."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    arguments = [*TINY_RUN, "data.files=[../my.txt]", "logger=csv", "schedule=1f1b", "model.num_layers=4"]
+    meeting = ["launcher=torchrun", "trainer.num_nodes=2", f"launcher.rdzv_endpoint='{address}'"]
+    (tmp_path / "my.txt").write_text("It is a truth universally acknowledged. " * 400)
+    folders = [tmp_path / name for name in ("one", "node0", "node1")]
+    for folder in folders:
+        folder.mkdir()
+    nodes = [start_command([*arguments, *meeting], folder) for folder in folders[1:]]
+    try:
+        outputs = [node.communicate(timeout=240)[0] for node in nodes]
+    finally:
+        for node in nodes:
+            if node.poll() is None:
+                os.killpg(node.pid, signal.SIGKILL)
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    alone = run_forked([*arguments, "trainer.devices=4"], folders[0], num_processes=4)
+    assert alone.code == 0, alone.output
+    assert sum(output.count("Pipeline stages") for output in outputs) == 1, outputs
+    (of_one,), of_two = folders[0].glob("outputs/**/metrics.csv"), list(tmp_path.glob("node*/outputs/**/metrics.csv"))
+    assert len(of_two) == 1  # of the node that has rank 0
+    assert _losses(of_two[0]) == _losses(of_one)
+
+
+def _losses(metrics: Path) -> list[tuple[str, str, str]]:
+    with metrics.open() as file:
+        losses = [(row["step"], row["train_loss"], row["val_loss"]) for row in csv.DictReader(file)]
+    assert sum(bool(train) for _, train, _ in losses) == 4 and any(val for *_, val in losses)
+    return losses
 
 
 def test_a_launcher_that_cannot_start_is_told_in_a_sentence(tmp_path: Path) -> None:

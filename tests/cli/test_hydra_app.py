@@ -62,11 +62,19 @@ def test_an_application_uses_the_groups_and_leaves_one_folder(application: Path)
     assert files == {"train.py", "mine.yaml", "train.log", "config.yaml", "hydra.yaml", "overrides.yaml"}
 
 
-def test_an_application_refuses_in_a_sentence(application: Path) -> None:
-    finished = run_command(["strategy.schedul=1f1b"], application, module="train")
-    assert finished.code == 1
-    said = "train.py: strategy.schedul=1f1b: strategy has no schedul. Closest names: strategy.schedule"
-    assert finished.output.strip() == said
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("strategy.schedul=1f1b", "strategy has no schedul. Closest names: strategy.schedule"),
+        (
+            "schedule=v_half",
+            "the defaults of the config choose no schedule that could be replaced. Add one by +schedule=v_half",
+        ),
+    ],
+)
+def test_an_application_refuses_in_a_sentence(application: Path, override: str, said: str) -> None:
+    finished = run_command([override], application, module="train")
+    assert (finished.code, finished.output.strip()) == (1, f"train.py: {override}: {said}")
     assert not (application / "outputs").exists()
 
 

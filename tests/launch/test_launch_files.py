@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from hydra import compose, initialize_config_module
-from kubeflow_trainer_api.models import JobsetV1alpha2JobSet, TrainerV1alpha1TrainJob
+from kubeflow_trainer_api.models import IoK8sApiCoreV1PodSpec, JobsetV1alpha2JobSet, TrainerV1alpha1TrainJob
 
 import lightning_pp.conf  # noqa: F401  (importing it registers the schema)
 from lightning_pp.conf.targets import build
@@ -89,6 +89,16 @@ def test_the_trainjob_starts_one_torchrun_on_each_node() -> None:
     check_run(trainer["args"], trainer["numNodes"], trainer["numProcPerNode"])
     assert trainer["command"] == ["/usr/bin/tini", "--", "/usr/local/bin/entrypoint"]
     assert "docker/entrypoint.sh /usr/local/bin/entrypoint" in (ROOT / "Dockerfile").read_text()
+
+
+def test_kubernetes_knows_every_field_of_the_documentation() -> None:
+    page = (ROOT / "docs" / "reliability.md").read_text()
+    (block,) = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    pod = yaml.safe_load(block)["spec"]
+    read = IoK8sApiCoreV1PodSpec.from_dict(pod)
+    assert read is not None and read.to_dict() == pod
+    (container,) = pod["containers"]
+    assert "command" not in container and composed(container["args"]).resume == "auto"
 
 
 def test_skypilot_starts_one_torchrun_on_each_node(tmp_path: Path) -> None:

@@ -45,6 +45,9 @@ def sentence_for(error: BaseException | None, arguments: Sequence[str]) -> str |
     chosen_twice = re.match(r"Multiple values for (?P<group>[\w/@.]+)\.", text)
     if chosen_twice is not None:
         return _chosen_already(chosen_twice["group"], arguments)
+    not_chosen = re.match(r"Could not override '(?P<group>[\w/@.]+)'\.\s+No match in the defaults list", text)
+    if not_chosen is not None:
+        return _not_chosen(not_chosen["group"], arguments)
     return None
 
 
@@ -104,6 +107,13 @@ def _chosen_already(group: str, arguments: Sequence[str]) -> str | None:
     if given is None:
         return None
     return f"{given}: {group} is chosen already. Choose another by {given.lstrip('+')}"
+
+
+def _not_chosen(group: str, arguments: Sequence[str]) -> str | None:
+    given = _override_of(group, arguments)
+    if given is None or given.startswith("~"):
+        return None
+    return f"{given}: the defaults of the config choose no {group} that could be replaced. Add one by +{given}"
 
 
 def _closest(name: str, names: Sequence[str]) -> str:

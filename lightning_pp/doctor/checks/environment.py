@@ -30,7 +30,7 @@ _PREFIXES = (
 )
 _FEWEST = {"torch": (2, 11), "lightning": (2, 6, 4)}
 _LEAST_SHM_BYTES = 1 << 30
-_BASE = "lightning_pp is tested with the versions of constraints.txt: pip install -c constraints.txt lightning-pp"
+_BASE = "lightning_pp is tested with the versions of its constraints.txt: pip install -c constraints.txt . there."
 
 # Variables that are known to matter: name, the value that does, how bad it is, what it does, what to do.
 _MATTERS = (
@@ -92,7 +92,7 @@ def _of_versions(values: Sequence[dict[str, Any]]) -> list[Finding]:
             found = value["versions"].get(name)
             if found is None or _numbers(found) < fewest:
                 least = ".".join(map(str, fewest))
-                problems.append(Finding(Status.FAILURE, f"Rank {number} has {name} {found}, not {least}.", f"{_BASE}."))
+                problems.append(Finding(Status.FAILURE, f"Rank {number} has {name} {found}, not {least}.", _BASE))
                 break
     for what in ("versions", "python"):
         different = [number for number, value in enumerate(values) if value[what] != values[0][what]]
@@ -196,6 +196,6 @@ CHECKS = [
         judge,
         fewest_ranks=1,
         limit_s=60.0,
-        advice=_BASE + ".",
+        advice=_BASE,
     )
 ]
