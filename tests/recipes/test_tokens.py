@@ -233,6 +233,7 @@ def fit(folder: str, documents: str, steps: int, save: str | None, resume: str |
     return seen
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("documents", ["masked", "separate"])
 def test_a_pipeline_resumes_with_the_next_rows(pool: WorkerPool, tmp_path: Path, documents: str) -> None:
     lengths = np.random.default_rng(0).integers(4, 24, 30).tolist()

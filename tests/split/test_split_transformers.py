@@ -14,6 +14,7 @@ CASES: list[Any] = [(name, 3) for name in transformers_by_hand.ARCHITECTURES] + 
 CASES += [pytest.param(*case, marks=pytest.mark.nightly) for case in (("gpt2", 4), ("llama", 2), ("t5", 2), ("t5", 4))]
 
 
+@pytest.mark.by_day(8)
 @pytest.mark.parametrize(("name", "num_stages"), CASES)
 def test_training_equals_the_whole_model(name: str, num_stages: int) -> None:
     compare(

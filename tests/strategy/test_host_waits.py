@@ -93,6 +93,7 @@ def waits_within_programs(
     return found, number
 
 
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize("sharding", ["replicate", "shard_grad_op", "full_shard"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_v"])
 def test_no_program_waits_for_the_device(pool: WorkerPool, schedule: str, sharding: str) -> None:
@@ -143,6 +144,7 @@ def waits_of_batches(
     return callback.found[2:]
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize(
     ("mode", "clip", "has_unused", "most"),
     [

@@ -55,6 +55,7 @@ RUNS: list[Any] = [
 ]
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     ("model", "layout", "options"), RUNS, ids=lambda value: value if isinstance(value, str) else None
 )

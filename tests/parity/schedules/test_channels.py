@@ -173,6 +173,7 @@ LAYOUTS += [
 ]
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize(("model", "layout"), LAYOUTS, ids=str)
 def test_training_is_that_of_one_device(pool: WorkerPool, model: str, layout: Layout) -> None:
     settings = Settings(model, accumulate=2, clip_val=0.05, clip_algorithm="norm")

@@ -110,6 +110,7 @@ def test_gradients_of_schedules(pool: WorkerPool, tmp_path: Path, case: tuple[in
     check(pool, tmp_path, *case)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", SUMS, ids=_id)
 def test_gradients_where_sums_between_units_cross(

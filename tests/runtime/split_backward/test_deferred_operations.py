@@ -179,6 +179,7 @@ def test_gradients_are_those_of_plain_autograd(case: Case) -> None:
     assert_parity(Holder(case), inputs, case.run, case.num_queued)
 
 
+@pytest.mark.by_day(25)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_merged_and_split_microbatches_mix(case: Case) -> None:
     torch.manual_seed(1)
@@ -204,6 +205,7 @@ def test_frozen_parameters_get_no_gradient(case: Case, frozen: str) -> None:
     assert getattr(module, frozen).grad is None
 
 
+@pytest.mark.by_day(25)
 @pytest.mark.parametrize("case", [c for c in CASES if c.num_queued], ids=lambda case: case.name)
 def test_outputs_may_be_edited_in_place(case: Case) -> None:
     torch.manual_seed(4)

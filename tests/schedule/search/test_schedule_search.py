@@ -181,6 +181,7 @@ def test_a_search_without_time_compares_what_is_made_by_hand() -> None:
     assert found.name == f"auto ({best})"
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("whole_batch_loss", [False, True])
 @pytest.mark.parametrize("sharding", [None, "shard_grad_op", "full_shard"])
 def test_a_bound_holds_where_one_look_at_every_action_would_take_longer(

@@ -34,6 +34,7 @@ def record_of(module: nn.Module, batch: Any, *, units: Any = None, with_gradient
     )
 
 
+@pytest.mark.by_day(15)
 @pytest.mark.parametrize("name", [name for name in architectures.ARCHITECTURES if name not in HANDS_ON])
 def test_needs_and_gradient_flow_are_those_found_by_trying(name: str) -> None:
     module, batch = build(architectures.ARCHITECTURES[name][0]), architectures.batches_of(name)[0]

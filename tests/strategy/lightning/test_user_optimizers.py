@@ -62,6 +62,7 @@ def trained_twice(layout: Layout | None, kind: type[Classifier], as_file: bool, 
     return went_on, learning_rates, whole_weights(trainer, module)
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("as_file", [False, True], ids=["folder", "file"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_made_in_init(pool: WorkerPool, layout: Layout, as_file: bool, tmp_path: Any) -> None:
