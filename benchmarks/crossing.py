@@ -1,15 +1,14 @@
 """What crosses between stages, in the models of the tests: ``python benchmarks/crossing.py [--stages 4]``.
 
 Bytes of one microbatch, forward and back, where outputs of units cross alone, and where results of the code between
-units cross in their place if that is less; the same cuts for both. Then those of the cuts that training on a GPU makes
-with 1F1B, which may fall inside of blocks, and how many blocks. Nothing runs but dry runs.
+units cross in their place if that is less; the same cuts for both. Nothing runs but dry runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,15 +23,9 @@ import architectures  # noqa: E402
 import transformers_by_hand  # noqa: E402
 from one_process import CPU, build, recorded  # noqa: E402
 
-from lightning_pp.distributed.sizes import ParallelSizes  # noqa: E402
 from lightning_pp.errors import ConfigurationError, SplitError  # noqa: E402
-from lightning_pp.planning.model_cutter import ModelCutter  # noqa: E402
-from lightning_pp.planning.pipeline_options import PipelineOptions  # noqa: E402
-from lightning_pp.planning.schedules.options import ScheduleOptions  # noqa: E402
-from lightning_pp.planning.schedules.source import schedule_source  # noqa: E402
 from lightning_pp.planning.stage_model import assign_stages, record_model  # noqa: E402
 from lightning_pp.schedule import Placement  # noqa: E402
-from lightning_pp.split.data.microbatch import split_batch  # noqa: E402
 from lightning_pp.split.record.plan import StepPlan, build_plan  # noqa: E402
 
 WIDTH, LENGTH, WORDS, NUM_LAYERS = 256, 128, 512, 16
@@ -93,22 +86,6 @@ def before_and_after(make: Callable[[], nn.Module], batch: Any, num_stages: int)
     return num_bytes(before), num_bytes(split.step_plan())
 
 
-def as_planned(make: Callable[[], nn.Module], batch: Any, num_stages: int) -> tuple[int, int]:
-    """Bytes with the cuts that training makes, and the blocks that they fall in."""
-    module = build(make)
-    cutter = ModelCutter(
-        module,
-        PipelineOptions(ScheduleOptions(schedule_source("1f1b"))),
-        ParallelSizes(num_stages, 1),
-        batch=batch,
-        microbatches=split_batch(batch, 1) * (4 * num_stages),
-        step=recorded(module, batch),
-        device_type="cuda",
-    )
-    split = cutter.split(Placement.interleaved(num_stages)).split
-    return num_bytes(split.step_plan()), 0 if split.refinement is None else len(split.refinement.blocks)
-
-
 def main() -> None:
     """Prints a line for each model and number of stages, and the sum."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -120,22 +97,18 @@ def main() -> None:
     tokens = torch.zeros(1, LENGTH, dtype=torch.long)
     models["residuals inside units"] = partial(Layers, False), tokens
     models["residuals outside units"] = partial(Layers, True), tokens
-    sums = [0, 0, 0, 0]
+    sums = [0, 0]
     for name, (make, batch) in models.items():
         for num_stages in numbers:
             try:
-                found = *before_and_after(make, batch, num_stages), *as_planned(make, batch, num_stages)
+                found = before_and_after(make, batch, num_stages)
             except (ConfigurationError, SplitError) as error:
                 print(f"{name:24} {num_stages} stages: {str(error).partition('.')[0]}")
                 continue
             if "residuals" not in name:
                 sums = [total + number for total, number in zip(sums, found, strict=True)]
-            print(f"{name:24} {num_stages} stages: {_line(found)}", flush=True)
-    print(f"{'all but the last two':24}           {_line(sums)}")
-
-
-def _line(found: Sequence[int]) -> str:
-    return f"{found[0]:12,} {found[1]:12,} bytes; as planned {found[2]:12,}, {found[3]} blocks cut"
+            print(f"{name:24} {num_stages} stages: {found[0]:12,} {found[1]:12,} bytes")
+    print(f"{'all but the last two':24}           {sums[0]:12,} {sums[1]:12,} bytes")
 
 
 if __name__ == "__main__":
