@@ -25,7 +25,7 @@ from lightning_pp.split.memory.state_memory import ParameterSize
 Numbers = npt.NDArray[np.float64]
 
 # for sums of many numbers, so that rounding leaves out nothing
-_ROUNDING = 1e-6
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
