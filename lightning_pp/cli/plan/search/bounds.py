@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_pp.cli.plan.costs import Costs
+from lightning_pp.errors import ScheduleError
 from lightning_pp.planning.cuts import CutOptions
 from lightning_pp.planning.memory.model import MemoryModel
 from lightning_pp.planning.model_cutter import Cut
@@ -144,14 +145,14 @@ class _LooksAtCostsError(Exception):
 
 
 def fixed_program(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule | None:
-    """A schedule that is the same for all costs; None if ``name`` has none such."""
+    """A schedule that is the same for all costs; None if ``name`` has none such for these sizes."""
     family = schedule_family(name)
     if not family.allows(stages_per_rank) or family.is_search:
         return None
     costs: Any = _Untouched()
     try:
         return family.build(ScheduleRequest(num_ranks, num_microbatches, stages_per_rank, costs, None))
-    except _LooksAtCostsError:
+    except (_LooksAtCostsError, ScheduleError):
         return None
 
 

@@ -32,6 +32,7 @@ class Recordings:
         self._microbatch = microbatch
         self._most_units = most_units(step.module, options.cut.units)
         self._made: dict[tuple[int, int], RecordedModel] = {}
+        self._for_stages: dict[int, RecordedModel] = {}
         self._recomputing: dict[tuple[int, str], RecordedModel] = {}
 
     def of(self, num_stages: int, activation_checkpointing: ActivationCheckpointing) -> RecordedModel:
@@ -41,7 +42,9 @@ class Recordings:
             ConfigurationError: There are fewer units, or nothing that can be run again in backward.
             SplitError: The step cannot be cut.
         """
-        made = self._without_recomputation(num_stages) if num_stages <= self._most_units else None
+        if num_stages <= self._most_units and num_stages not in self._for_stages:
+            self._for_stages[num_stages] = self._without_recomputation(num_stages)
+        made = self._for_stages.get(num_stages)
         number = self._most_units if made is None else len(made.record.first_calls())
         if made is None or num_stages > number:
             raise ConfigurationError(f"{num_stages} stages need as many units, and there are {number}")
