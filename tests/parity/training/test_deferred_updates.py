@@ -141,9 +141,10 @@ def test_clipped_at_some_steps_and_not_at_others(pool: WorkerPool, optimizer: st
     assert 0 < redone.pop() < NUM_BATCHES - 2  # some updates were undone, and others were not
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_v", "interleaved_zb"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_v", "interleaved_zb", "auto"])
 def test_schedules(pool: WorkerPool, schedule: str) -> None:
-    ranks = pool.run(both, "adam", {"schedule": schedule}, world_size=2)
+    settings = {"num_profiled_batches": 1000}  # what `auto` begins with stays, so that both run the same
+    ranks = pool.run(both, "adam", {"schedule": schedule, "settings": settings}, world_size=2)
     check_equal(ranks)
     assert all(deferred["redone"] > 0 for _, deferred in ranks)
 
