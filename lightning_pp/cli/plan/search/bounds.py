@@ -85,7 +85,7 @@ class Blocks:
         falling = np.sort(self.milliseconds)[::-1]
         total = np.concatenate(([0.0], np.cumsum(falling)))
         least = total[-1] / num_ranks
-        for k in range(1, (len(falling) - 1) // num_ranks + 1):
+        for k in range((len(falling) - 1) // num_ranks + 1):
             last = k * num_ranks + 1
             least = max(least, total[last] - total[last - k - 1])
         return float(least) * (1 - _ROUNDING)
