@@ -48,10 +48,10 @@ def refine_cuts(
 ) -> RecordedModel | None:
     """The model with those units refined that a cut is to fall in; None where it is best as it is.
 
-    First all units that may be are refined, and the model is cut. If the schedule that cuts are made by takes 2 % less
-    for a step then, by the estimated costs of its stages, those units that a cut has come to fall in are refined, and
-    no others; that is taken if it still takes 2 % less. A head that may be in parts or whole is tried both ways. Where
-    the user names units or cuts, or gives costs, nothing is refined.
+    First all units that may be are refined, and the model is cut. Then those that a cut has come to fall in are,
+    and no others; that is taken if the schedule that cuts are made by takes 2 % less for a step, by the estimated costs
+    of its stages. A head that may be in parts or whole is tried both ways. Where the user names units or cuts, or gives
+    costs, nothing is refined.
 
     Args:
         recording: The model, with the units that it was found to have.
@@ -64,42 +64,32 @@ def refine_cuts(
     chosen = recording_of(partition, recording)
     slowest = decided(lambda: _slowest(partition, placement, request(chosen)))
     heads = [one for one in (recording, recording.whole) if one is not None]
-    names = decided(lambda: [_worth_trying(one, slowest, placement, request(one)) for one in heads])
-    if not any(names):
-        return None
-    before = decided(lambda: [_best_step_ms(one, placement, request(one)) for one in heads])
-    before_ms = next(time for one, time in zip(heads, before, strict=True) if one is chosen)
-    at_most_ms = _WORTH_A_REFINEMENT * before_ms
-    finer = [
-        _refined(one, tried, at_most_ms, placement, request, record, decided)
-        for one, tried in zip(heads, names, strict=True)
-    ]
+    finer = [_refined(one, slowest, placement, request, record, decided) for one in heads]
     if not any(finer):
         return None
+    before = decided(lambda: [_best_step_ms(one, placement, request(one)) for one in heads])
     times = [time if one is None else min(time, one.step_ms) for time, one in zip(before, finer, strict=True)]
     is_split = len(heads) == 2 and times[0] < WORTH_A_SPLIT_HEAD * times[1]
     best = finer[0 if is_split else -1]
-    if best is None or best.step_ms > at_most_ms:
+    before_ms = next(time for one, time in zip(heads, before, strict=True) if one is chosen)
+    if best is None or best.step_ms > _WORTH_A_REFINEMENT * before_ms:
         return None
     text = about_head(recording, is_split, *times) if len(heads) == 2 and max(times) < math.inf else ""
     return best.recording.with_refinement(Refinement(best.names, before_ms, best.step_ms, text))
 
 
 def _refined(
-    whole: RecordedModel,
-    names: Collection[str],
-    at_most_ms: float,
-    placement: Placement,
-    request: Request,
-    record: Record,
-    decided: Decided,
+    whole: RecordedModel, slowest: float, placement: Placement, request: Request, record: Record, decided: Decided
 ) -> _Finer | None:
-    """``whole`` with those of ``names`` refined that cuts fall in, if these are to make a step of ``at_most_ms``."""
-    finest = _recorded_alike(whole, names, record, decided) if names else None
+    """``whole`` with those units refined that a cut is to fall in, if a step could be shorter than with ``slowest``."""
+    names = decided(lambda: _worth_trying(whole, slowest, placement, request(whole)))
+    if not names:
+        return None
+    finest = _recorded_alike(whole, names, record, decided)
     if finest is None:
         return None
-    names, step_ms = decided(lambda: _cut_in(finest, names, placement, request(finest)))
-    if not names or step_ms > at_most_ms:
+    names = decided(lambda: _cut_in(finest, names, placement, request(finest)))
+    if not names:
         return None
     finer = _recorded_alike(whole, names, record, decided)
     if finer is None:
@@ -147,20 +137,19 @@ def _worth_trying(recording: RecordedModel, slowest: float, placement: Placement
 
 def _cut_in(
     recording: RecordedModel, names: Collection[str], placement: Placement, request: LayoutRequest
-) -> tuple[list[str], float]:
-    """Those of the refined units that a cut falls in, and the time of a step by these cuts."""
+) -> list[str]:
+    """Those of the refined units that a cut falls in."""
     try:
         partition, _ = choose_cuts(recording.record, recording.num_parameters, request, placement)
-        time = _step_ms(recording, partition, placement, request)
-    except (ConfigurationError, SplitError, ScheduleError):
-        return [], math.inf
+    except (ConfigurationError, SplitError):
+        return []
     called = recording.record.first_calls()
     found = []
     for name in names:
         stages = {partition.stage_of_unit[unit] for unit in called if unit.startswith(f"{name}.")}
         if len(stages) > 1:
             found.append(name)
-    return found, time
+    return found
 
 
 def _best_step_ms(recording: RecordedModel, placement: Placement, request: LayoutRequest) -> float:
