@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from lightning_pp.planning.unit_times.measure import UnitTimes
 from lightning_pp.schedule import Placement
 from lightning_pp.split.data.microbatch import Microbatch, batch_size_of
 from lightning_pp.split.dry_run.run import DryRun
-from lightning_pp.split.head.choice import SplitHead
+from lightning_pp.split.head.choice import SplitHead, head_to_split
 from lightning_pp.split.memory.state_memory import StepDtypes
 
 _CPU = torch.device("cpu")
@@ -125,7 +126,8 @@ class ModelCutter:
         Raises:
             ConfigurationError, SplitError: As :func:`lightning_pp.split.partition_units` says.
         """
-        recording = self.recording(placement.num_stages)
+        asked = self._request(source=source)
+        recording = self.recording(asked.fewest_stages if placement in asked.placements else placement.num_stages)
         chosen = choose_cuts_of(recording, self._request(recording, source), placement)
         if self._refines:
             chosen = self._refined_cut(recording, chosen, placement, source)
@@ -136,12 +138,13 @@ class ModelCutter:
         self, recording: RecordedModel, chosen: ChosenCuts, placement: Placement, source: ScheduleSource | None
     ) -> ChosenCuts:
         """``chosen``, or what takes its place with cuts inside of blocks."""
+        num_stages = next(made_for for made_for, one in self._recordings if one is recording)
         finer = refine_cuts(
             recording,
             chosen.partition,
             placement,
             lambda recording: self._request(recording, source),
-            lambda names, num_head_parts: self._with_refined(recording, placement.num_stages, names, num_head_parts),
+            partial(self._with_refined, num_stages),
         )
         if finer is None or finer.refinement is None:
             return chosen
@@ -190,18 +193,24 @@ class ModelCutter:
         """A recording of the step with the units that training would find for so many stages."""
         for made_for, recording in self._recordings:
             # units are refined until there are enough of them, so that what had enough for fewer stages is the same
-            if made_for <= num_stages <= len(recording.record.first_calls()):
+            if made_for <= num_stages <= len(recording.record.first_calls()) and (
+                self._head_of(recording, made_for) == self._head_of(recording, num_stages)
+            ):
                 return recording
         recording = self._record(num_stages)
         self._recordings.append((num_stages, recording))
         return recording
 
-    def _with_refined(
-        self, whole: RecordedModel, num_stages: int, names: Collection[str], num_head_parts: int
-    ) -> RecordedModel | None:
+    def _head_of(self, recording: RecordedModel, num_stages: int) -> tuple[str, int] | None:
+        """The head that is cut along its classes for so many stages, and into how many parts."""
+        whole = recording.whole or recording
+        return head_to_split(whole.units, whole.record, whole.num_parameters, self.options.split_head, num_stages)
+
+    def _with_refined(self, num_stages: int, names: Collection[str], num_head_parts: int) -> RecordedModel | None:
         """The model with units refined and its head in so many parts; None if its step cannot be recorded so."""
-        for made_for, recording in self._recordings:
-            num_stages = made_for if recording is whole else num_stages
+        for made_for, recording in self._recordings:  # other parts of a head make no other recording of this
+            if made_for <= num_stages <= len((recording.whole or recording).record.first_calls()):
+                num_stages = made_for
         key = num_stages, frozenset(names), num_head_parts
         if key not in self._refined:
             try:

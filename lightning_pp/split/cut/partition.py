@@ -7,6 +7,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from lightning_pp.errors import ConfigurationError, SplitError
 from lightning_pp.schedule import Placement
@@ -138,18 +139,24 @@ def _balanced_starts(
     firsts = [order.index(group[0]) for group in groups]
     problem = CutProblem(
         placement,
-        [sum(unit_costs[unit].total for unit in group) for group in groups],
-        speeds,
-        [sum(memory.fixed_bytes[unit] for unit in group) if memory else 0.0 for group in groups],
-        [sum(memory.held_bytes[unit] for unit in group) if memory else 0.0 for group in groups],
-        memory.num_held if memory else [0.0] * num_stages,
-        memory.limit_bytes if memory else None,
-        _bytes_crossing(record, order, firsts),
+        tuple(sum(unit_costs[unit].total for unit in group) for group in groups),
+        tuple(speeds),
+        tuple(sum(memory.fixed_bytes[unit] for unit in group) if memory else 0.0 for group in groups),
+        tuple(sum(memory.held_bytes[unit] for unit in group) if memory else 0.0 for group in groups),
+        tuple(memory.num_held) if memory else (0.0,) * num_stages,
+        tuple(memory.limit_bytes) if memory else None,
+        tuple(_bytes_crossing(record, order, firsts)),
     )
-    found = balanced_starts(problem)
+    found = _starts_of(problem)
     if found is None:
         raise _does_not_fit(problem, groups)
     return [firsts[index] for index in found]
+
+
+@lru_cache(maxsize=16)
+def _starts_of(problem: CutProblem) -> list[int] | None:
+    """As :func:`balanced_starts`; schedules of one placement ask for the same, which takes a second for 130 units."""
+    return balanced_starts(problem)
 
 
 def moved_cuts(record: StepRecord, partition: Partition) -> Iterator[Partition]:

@@ -46,6 +46,12 @@ def test_llama_with_128_thousand_words_on_8_ranks_is_as_quick_as_equal_stages() 
     assert all(stage.parameter_bytes >= weight for stage in found.cut.summary.stages[9:])
     assert all(rank.peak > weight for rank in found.memory)
 
+    # the same beside a schedule of fewer stages, for which the head would be in fewer parts
+    beside, _ = planned("schedules=[zb_v]")
+    other = beside.table.named("zb_v")
+    assert other is not None
+    assert other.step_time == found.step_time
+
     whole, text = planned("strategy.schedule=zb_v", "schedules=[zb_v]", "strategy.split_head=false")
     assert whole.shown.step_time > 1.3 * found.step_time
     assert "The head" not in text
