@@ -193,18 +193,21 @@ class ModelCutter:
         """A recording of the step with the units that training would find for so many stages."""
         for made_for, recording in self._recordings:
             # units are refined until there are enough of them, so that what had enough for fewer stages is the same
-            if made_for <= num_stages <= len(recording.record.first_calls()) and (
-                self._head_of(recording, made_for) == self._head_of(recording, num_stages)
+            if made_for <= num_stages <= len(recording.record.first_calls()) and self._is_head_for(
+                recording, made_for, num_stages
             ):
                 return recording
         recording = self._record(num_stages)
         self._recordings.append((num_stages, recording))
         return recording
 
-    def _head_of(self, recording: RecordedModel, num_stages: int) -> tuple[str, int] | None:
-        """The head that is cut along its classes for so many stages, and into how many parts."""
+    def _is_head_for(self, recording: RecordedModel, made_for: int, num_stages: int) -> bool:
+        """Whether the head that was cut for ``made_for`` stages is cut into as many parts for ``num_stages``."""
+        if made_for == num_stages:
+            return True
         whole = recording.whole or recording
-        return head_to_split(whole.units, whole.record, whole.num_parameters, self.options.split_head, num_stages)
+        step = whole.units, whole.record, whole.num_parameters, self.options.split_head
+        return head_to_split(*step, made_for) == head_to_split(*step, num_stages)
 
     def _with_refined(self, num_stages: int, names: Collection[str], num_head_parts: int) -> RecordedModel | None:
         """The model with units refined and its head in so many parts; None if its step cannot be recorded so."""
