@@ -469,6 +469,45 @@ class TokensConf:
 
 
 @dataclass
+class StreamConf:
+    """``lightning_pp.recipes.streams.StreamDataModule``.
+
+    Attributes:
+        path: What ``datasets.load_dataset`` reads: ``json``, ``parquet`` or ``text`` with ``data_files``, a folder, or
+            a dataset of a hub.
+        name: Of a dataset that has several configurations.
+        data_files: A path or pattern, a list of them, or ``{train: ..., validation: ...}`` with those of each split.
+        split: To train on.
+        val_split: To validate, test and predict on; null for no validation.
+        text_field: What holds the text of a document.
+        tokenizer: ``byte``, a ``tokenizer.json``, or a directory with a tokenizer.
+        end: Token that ends each document; null for the tokenizer's own, empty for none.
+        batch_size: Rows in a batch of a data-parallel rank.
+        seq_len: Tokens of a row.
+        shuffle_buffer: Documents from which the next one is drawn, anew in each epoch; 0 for the order of the files.
+        seed: Of these draws.
+        num_val_batches: Most batches of a validation.
+        num_workers: Processes that load for training; each reads files of its own.
+    """
+
+    _target_: str = "lightning_pp.recipes.streams.StreamDataModule"
+    path: str = MISSING
+    name: str | None = None
+    data_files: Any = None
+    split: str = "train"
+    val_split: str | None = None
+    text_field: str = "text"
+    tokenizer: str = "byte"
+    end: str | None = None
+    batch_size: int = 16
+    seq_len: int = 1024
+    shuffle_buffer: int = 0
+    seed: int = 0
+    num_val_batches: int = 16
+    num_workers: int = 0
+
+
+@dataclass
 class ImagesConf:
     """``lightning_pp.recipes.images.ImageDataModule``.
 
@@ -787,6 +826,7 @@ def register() -> None:
     store.store(group="data", name="byte_text_schema", node=ByteTextConf)
     store.store(group="data", name="span_corruption_schema", node=SpanCorruptionConf)
     store.store(group="data", name="tokens_schema", node=TokensConf)
+    store.store(group="data", name="stream_schema", node=StreamConf)
     store.store(group="data", name="images_schema", node=ImagesConf)
     store.store(group="logger", name="wandb_schema", node=WandbConf)
     store.store(group="logger", name="csv_schema", node=CSVLoggerConf)

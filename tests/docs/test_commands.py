@@ -194,7 +194,7 @@ def is_answered(arguments: list[str]) -> bool:
 def shrinking(arguments: list[str], command: str) -> list[str]:
     recipe = next((each.removeprefix("recipe=") for each in arguments if each.startswith("recipe=")), "byte_gpt")
     of_model = [] if "model=mine" in arguments else TINY[recipe]
-    text = ["data.seq_len=16"] if "data=tokens" in arguments else TINY_TEXT
+    text = ["data.seq_len=16"] if {"data=tokens", "data=stream"} & set(arguments) else TINY_TEXT
     added = [*SMALL, *text, *of_model]
     if "strategy=auto" in arguments:
         added = [each for each in added if not each.startswith(("strategy.", "trainer.devices"))]

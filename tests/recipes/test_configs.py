@@ -162,6 +162,9 @@ def test_option_is_valid_alone(option: str, tmp_path: Path) -> None:
     needed = NEEDED.get(option, [])
     if option == "data/tokens":
         needed = [f"data.directory={written_tokens(tmp_path)}", "data.seq_len=16"]
+    if option == "data/stream":
+        (tmp_path / "lines.txt").write_text("one\n")
+        needed = ["data.path=text", f"data.data_files={tmp_path / 'lines.txt'}"]
     config = composed(*needed, name=option)
     OmegaConf.clear_resolver("hydra")  # in an application Hydra gives the output folder
     OmegaConf.register_new_resolver("hydra", lambda key: str(tmp_path), replace=True)
