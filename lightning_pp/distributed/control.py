@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from lightning_pp.errors import ConfigurationError
 
 T = TypeVar("T")
 
@@ -99,16 +101,30 @@ class ControlGroups:
         _broadcast(payload, self.pipeline, self.last_stage_rank)
         return produced
 
-    def gather(self, item: T) -> list[T]:
-        """The ``item`` of every replica, in the order of the replicas; every rank of the group has to call this."""
-        return self.start_gather(item)()
+    def gather(self, item: T, what: str) -> list[T]:
+        """The ``item`` of every replica, in the order of the replicas; every rank of the group has to call this.
 
-    def start_gather(self, item: T) -> Callable[[], list[T]]:
+        Args:
+            item: Can be pickled.
+            what: Names it. Replicas that have come to different places tell each other different things.
+
+        Raises:
+            ConfigurationError: Another replica gathers something else; on every rank of the group.
+        """
+        return self.start_gather(item, what)()
+
+    def start_gather(self, item: T, what: str) -> Callable[[], list[T]]:
         """:meth:`gather`, waited for when the returned function is called; nothing is gathered here before that."""
         if self.data_parallel is None or self.num_replicas == 1:
             return lambda: [item]
-        finish = _start_all_gather(pickle.dumps(item), self.data_parallel)
-        return lambda: [pickle.loads(payload) for payload in finish()]
+        finish = _start_all_gather(pickle.dumps((what, item)), self.data_parallel)
+
+        def finished() -> list[T]:
+            told = [pickle.loads(payload) for payload in finish()]
+            _check_same_place([place for place, _ in told])
+            return [found for _, found in told]
+
+        return finished
 
     def gather_in_pipeline(self, item: T) -> list[T]:
         """Returns the ``item`` of every rank of the pipeline, in order; every one of them has to call it."""
@@ -159,6 +175,18 @@ def hang_up(group: dist.ProcessGroup | None) -> None:
                 work = dist.irecv(nothing, group=group, group_src=peer, tag=_TAG_OF_NOTHING)
                 assert work is not None
                 work.wait(timedelta(milliseconds=1))
+
+
+def _check_same_place(told: Sequence[str]) -> None:
+    """Raises :class:`ConfigurationError` if replicas, in order, have told each other different things."""
+    other = next((replica for replica, what in enumerate(told) if what != told[0]), None)
+    if other is not None:
+        raise ConfigurationError(
+            f"Replicas are at different places: replica 0 tells {told[0]}, and replica {other} tells {told[other]}. "
+            "Their data have different numbers of batches, or the code of the user goes different ways on them. With "
+            'data of unequal length, unequal_data="shortest" of the strategy ends all replicas where the first runs '
+            "out of data."
+        )
 
 
 def pickled(outcome: tuple[bool, Any], what: str) -> bytes:

@@ -814,7 +814,7 @@ class PipelineEngine:
             check_same_given([given, *(each for _, each, _ in told if each.rank != mine.rank)], call.batch_idx)
             self._frozen.take_up(frozen for *_, frozen in told)
             if call.training and call.batch_idx == 0 and self.sizes.data_parallel > 1 and reads_streams(self._trainer):
-                warn_of_equal_streams(self.groups.gather(mine.numbers))
+                warn_of_equal_streams(self.groups.gather(mine.numbers, "the first batch of an epoch"))
         elif call.training and self.sizes.pipeline > 1:
             self._frozen.check(call.batch_idx)
 

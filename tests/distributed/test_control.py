@@ -21,7 +21,9 @@ class StubbornError(Exception):
 def exchange_lengths(lengths: list[int]) -> tuple[list[bytes], list[list[bytes]]]:
     groups = grid(2, 1)
     shared = [groups.share(lambda length=length: bytes([groups.replica]) * length, "bytes") for length in lengths]
-    gathered = [groups.gather(bytes([groups.replica]) * (length + 5000 * groups.replica)) for length in lengths]
+    gathered = [
+        groups.gather(bytes([groups.replica]) * (length + 5000 * groups.replica), "bytes") for length in lengths
+    ]
     return shared, gathered
 
 
@@ -53,12 +55,26 @@ def test_a_failure_of_the_last_stage_is_everybodys(pool: WorkerPool, kind: str, 
     assert report.seconds < 30
 
 
+def gather_at_two_places() -> Any:
+    groups = grid(2, 1)
+    return groups.gather((1, 2, 3)[: 2 + groups.replica], ("an epoch", "a batch")[groups.replica])
+
+
+def test_replicas_at_different_places_are_told_where_they_are(pool: WorkerPool) -> None:
+    report = pool.run(gather_at_two_places, world_size=4, process_group=True, expect_failure=True)
+    assert [failure and failure.type for failure in report.failures] == ["ConfigurationError"] * 4
+    for failure in report.failures:
+        assert failure is not None
+        assert "replica 0 tells an epoch, and replica 1 tells a batch" in failure.message
+    assert report.seconds < 30
+
+
 def test_a_pipeline_of_one_needs_no_process_group() -> None:
     groups = ControlGroups()
     assert groups.is_last_stage
     assert (groups.pipeline_size, groups.num_replicas, groups.replica) == (1, 1, 0)
     assert groups.share(lambda: 3, "three") == 3
-    assert groups.gather(4) == [4]
+    assert groups.gather(4, "four") == [4]
 
 
 def test_the_last_stage_is_a_rank_of_the_pipeline() -> None:

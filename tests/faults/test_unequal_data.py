@@ -94,6 +94,20 @@ def test_data_without_a_length(pool: WorkerPool, what: str, numbers: list[int]) 
     check(pool, rf"This rank ended because (it|rank {shorter}) {told}", PIPELINE, what, Stream, numbers)
 
 
+def run_two_epochs(numbers: list[int]) -> None:
+    trainer = make_trainer(REPLICAS, max_epochs=2)
+    trainer.fit(Blocks(), DataLoader(Stream(4 * numbers[trainer.global_rank % 2]), batch_size=4))
+
+
+def test_replicas_whose_streams_end_apart(pool: WorkerPool) -> None:
+    """One begins an epoch where the other is within one, and what they tell each other there can meet."""
+    report = pool.run(run_two_epochs, [2, 4], world_size=4, timeout=150.0, expect_failure=True)
+    for rank, failure in enumerate(report.failures):
+        told = r"Replicas are at different places: replica 0 tells the first batch of an epoch, and replica 1 tells"
+        assert failure is not None and re.search(told, failure.message), f"rank {rank} says {failure}"
+    assert any('unequal_data="shortest"' in failure.message for failure in report.failures if failure is not None)
+
+
 class Slow(Evaluated):
     """Takes longer to move a batch than the ranks take to look after each other, some times over."""
 

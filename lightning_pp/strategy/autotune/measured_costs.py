@@ -142,7 +142,7 @@ class CostExchange:
         for part in self._groups.gather_in_pipeline(own):
             for text, medians in part.items():
                 in_pipeline.setdefault(text, {}).update(medians)
-        everywhere = self._groups.gather((in_pipeline, profile.numbers, profile.num_samples))
+        everywhere = self._groups.gather((in_pipeline, profile.numbers, profile.num_samples), "measured times")
         counts: Counter[str] = Counter()
         numbers: Counter[int] = Counter()
         num_samples: dict[str, int] = {}
@@ -174,7 +174,7 @@ class CostExchange:
         by_dry_run = held_gib(
             plan.record, self._split.partition, self._split.placement, whole_batch_loss=self._whole_batch_loss
         )[0]
-        held = self._groups.gather(by_dry_run if text == signature else None)
+        held = self._groups.gather(by_dry_run if text == signature else None, "what it holds")
         after_forward = next(found for found in held if found is not None)
         return Measured(
             with_held(costs, after_forward, after_input, whole_batch_loss=self._whole_batch_loss),
@@ -204,7 +204,7 @@ class CostExchange:
         for links_of, collectives_of in self._groups.gather_in_pipeline(own):
             after |= links_of
             collectives |= collectives_of
-        replicas = self._groups.gather((after, collectives))
+        replicas = self._groups.gather((after, collectives), "measured links")
 
         def mean(values: Sequence[float]) -> float:
             return sum(values) / len(values)

@@ -102,7 +102,7 @@ class PartCheck:
         if any(differ for differ, _ in told):
             tell_unchecked(self._step)
             differences = []
-        of_replicas = self._groups.gather(differences)
+        of_replicas = self._groups.gather(differences, "the check of a first batch")
         if not any(of_replicas):
             return
         culprit = self._culprit(observe)

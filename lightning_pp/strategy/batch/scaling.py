@@ -355,7 +355,7 @@ class _Replicas:
         self._factor = factor
         named = self._facts.named(batch.totals)
         self._gather: Callable[[], list[Any]] | None = groups.start_gather(
-            (sum(self._num_samples), hangs_together, on_host(named))
+            (sum(self._num_samples), hangs_together, on_host(named)), "the samples of a batch"
         )
 
     def wait(self) -> None:
@@ -374,7 +374,7 @@ class _Replicas:
         batch.drop_facts_without_use()
 
     def _exchanged(self, counts: Sequence[Counts]) -> list[Mapping[Any, Count]]:
-        return self._groups.gather(on_host(self._facts.named(total_of(counts, self._facts))))
+        return self._groups.gather(on_host(self._facts.named(total_of(counts, self._facts))), "the counts of a batch")
 
     def _joined(self, of_replicas: Sequence[Mapping[Any, Count]]) -> dict[Place, Count]:
         return total_of([self._facts.placed(counts) for counts in of_replicas], self._facts)

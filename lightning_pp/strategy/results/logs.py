@@ -214,7 +214,7 @@ class StepLogs:
             mine = error
         replicas: list[Sequence[LogCall]] = []
         total, first = 0, None
-        for calls, samples, found in groups.gather((mine, num_samples, finding)):
+        for calls, samples, found in groups.gather((mine, num_samples, finding), "what a batch has logged"):
             if isinstance(calls, Exception):
                 raise calls
             replicas.append(calls)

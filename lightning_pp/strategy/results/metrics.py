@@ -167,7 +167,8 @@ class PipelineMetrics:
 
     def _gather_state(self, state: Tensor, group: Any = None) -> list[Tensor]:
         """Every replica's ``state``; shapes and dtypes may differ, as with a replica that saw no data."""
-        return [replica.to(state.device) for replica in self._groups.gather(state.detach().cpu().clone())]
+        gathered = self._groups.gather(state.detach().cpu().clone(), "the state of a metric")
+        return [replica.to(state.device) for replica in gathered]
 
 
 @contextmanager
