@@ -90,7 +90,8 @@ def test_torchrun_gives_one_output_folder_and_one_report(own_text: Path, by_torc
     assert len(list(folder.glob("outputs/*/*"))) == 1
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("srun", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
 def test_multirun_under_another_launcher_runs_every_job(own_text: Path, launcher: str) -> None:
     folder = own_text / f"sweep_{launcher}"
     folder.mkdir()

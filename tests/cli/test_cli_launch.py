@@ -125,6 +125,7 @@ def test_the_command_turns_into_torchrun_which_starts_it_again(tmp_path: Path) -
     assert (run / "checkpoints" / "step4.ckpt").exists() and f"goes on in {run}" in ended.output, ended.output
 
 
+@pytest.mark.nightly
 def test_two_nodes_train_what_one_does(tmp_path: Path) -> None:
     """The command on each of two nodes, two processes each, against four processes of one node."""
     with socket.socket() as free:

@@ -60,6 +60,7 @@ def test_a_run_goes_on_as_one_that_was_not_interrupted(folder: Path) -> None:
     assert len(list(folder.glob("run/checkpoints/*"))) == 2
 
 
+@pytest.mark.nightly
 def test_a_damaged_checkpoint_is_passed_over(folder: Path) -> None:
     first = run_forked(
         [
@@ -84,6 +85,7 @@ def test_a_damaged_checkpoint_is_passed_over(folder: Path) -> None:
     assert "/run/checkpoints/step2.ckpt (step 2)" in resumed.output and "checksum" in resumed.output, resumed.output
 
 
+@pytest.mark.nightly
 def test_the_configuration_is_that_of_the_run_where_files_have_changed(folder: Path) -> None:
     recipe = folder / "conf" / "recipe" / "mine.yaml"
     recipe.parent.mkdir(parents=True)

@@ -28,6 +28,7 @@ def checkpoint_of(output: str) -> str:
     return match.group(1)
 
 
+@pytest.mark.nightly
 def test_a_finished_run_goes_on_with_more_steps_as_documented(folder: Path) -> None:
     run = [*TINY_RUN, *TEXT]
     finished = run_forked(run, folder, num_processes=2)

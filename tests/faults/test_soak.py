@@ -33,6 +33,7 @@ def check_two_nodes(folder: Path, planned: list[tuple[int, str, int]]) -> None:
     assert figures["faults"] == figures["attempts that went on"] == len(planned), figures
 
 
+@pytest.mark.nightly
 def test_a_worker_of_either_node_is_killed(tmp_path: Path) -> None:
     """Each torchrun counts the failures of its own processes, so that they never agree on which attempt it is."""
     check_two_nodes(tmp_path, [(7, "SIGKILL", 3), (13, "SIGKILL", 0)])
@@ -48,6 +49,7 @@ def test_a_static_rendezvous_uses_up_a_restart_of_each_node(tmp_path: Path) -> N
         assert log.count("Worker group FAILED. 4/4 attempts left") == 1 and "3/4 attempts left" not in log, log
 
 
+@pytest.mark.nightly
 def test_the_torchrun_with_the_store_is_lost(tmp_path: Path) -> None:
     """All processes of both nodes end, and say why; torchrun of the other node ends with its own error."""
     first, second = start(tmp_path, "lost", 100_000, 5, [], 2, "c10d")

@@ -42,6 +42,7 @@ def test_copies_of_a_trainer_train_before_and_after_a_fit(copied: Any) -> None:
     assert all(torch.equal(again[name], value) for name, value in expected_again.items())
 
 
+@pytest.mark.nightly
 def test_a_compiled_module_trains_with_one_stage() -> None:
     found = []
     for strategy in ("auto", PipelineParallelStrategy(pipeline_parallel_size=1)):
