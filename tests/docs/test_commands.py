@@ -145,6 +145,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train("own", folder, "own", "model._target_=my_package.LitLlama", "~model.num_layers", "~model.dim")
     train("llama", folder, "llama_run", "strategy.save_costs=costs.json", "strategy.schedule=zb_v", steps=12)
     run(["lightning-pp-data", "corpus/a.txt", "--lines", "--output", "tokens"], folder)
+    run(["lightning-pp-doctor", "--only", "channels", "--json", "links.json"], folder)
     return folder
 
 
