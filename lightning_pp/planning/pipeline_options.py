@@ -124,7 +124,7 @@ class PipelineOptions:
     def refined_units(self, module: nn.Module) -> set[str]:
         """The units of ``module`` in which a cut is asked for, by ``split_points`` or by costs that were measured so.
 
-        None where the user says what units are.
+        It is empty where the user says what units are.
         """
         if self.cut.units is not None:
             return set()
