@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, StackDataset
 from lightning_pp import PipelineParallelStrategy
 from lightning_pp.recipes.causal_lm import CausalLM
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "large_models.py"
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "memory" / "large_models.py"
 CONFIG = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 64, "n_positions": 16}
 
 

@@ -15,7 +15,7 @@ import pytest
 import lightning_pp.checkpoint  # noqa: F401  (for the same reason)
 
 # here, since importing Lightning sets environment variables, which no test may
-_benchmark = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "soak.py"))
+_benchmark = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "reliability" / "soak.py"))
 soak, soak_with, start = _benchmark["soak"], _benchmark["soak_with"], _benchmark["start"]
 
 

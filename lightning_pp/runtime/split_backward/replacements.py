@@ -3,7 +3,7 @@
 Why the functions themselves, and no ``TorchFunctionMode``: a mode is off for the whole of ``backward``, so the blocks
 that activation checkpointing re-runs there would not meet it, and torch stops with a CheckpointError. It is off as
 well in ``F.multi_head_attention_forward``, so a third of the weights of ``nn.TransformerEncoderLayer`` would get their
-gradients in I. ``benchmarks/split_backward.py`` shows both.
+gradients in I. ``benchmarks/costs/split_backward.py`` shows both.
 
 A name that somebody else has already replaced is left alone, and names bound earlier (``from torch.nn.functional import
 linear``) still mean torch's function; what goes past the table gets its whole gradient in I.

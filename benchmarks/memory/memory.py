@@ -1,6 +1,6 @@
 """Memory of a training step: measured, estimated from the dry run, and measured under torch.distributed.pipelining.
 
-    python benchmarks/memory.py --check
+    python benchmarks/memory/memory.py --check
 
 A GPT is trained in several processes over gloo, by every schedule in turn: ours by the strategy; and by the class of
 torch.distributed.pipelining where it has one, over the same blocks cut at the same places. Parameters, gradients and
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 import lightning.pytorch as L
 import torch

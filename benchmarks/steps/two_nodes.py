@@ -1,6 +1,6 @@
 """A pipeline across two emulated nodes: the step that measured costs predict, beside the step that is measured.
 
-    python benchmarks/two_nodes.py
+    python benchmarks/steps/two_nodes.py
 
 Two network namespaces stand for nodes, each with a ``torchrun`` of its own and two processes; between them is a link
 with a latency and a bandwidth (``emulated_link.py``; needs root). A LightningModule of eight blocks that sleep a given

@@ -6,7 +6,7 @@ emulated devices (processes that sleep) take for F, I and W, and the program of 
 over real processes and gloo. The predicted step is the plan's, from the same costs with messages that take no time. A
 measured step is the time from one step to the next in a row of them, the longest of the ranks.
 
-    python benchmarks/emulated_plans.py
+    python benchmarks/steps/emulated_plans.py
 """
 
 from __future__ import annotations

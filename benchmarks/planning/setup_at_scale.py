@@ -1,4 +1,4 @@
-"""What making the groups of a job costs: ``python benchmarks/setup_at_scale.py [--pipeline 16] [--replicas 4]``.
+"""What the groups of a job cost: ``python benchmarks/planning/setup_at_scale.py [--pipeline 16] [--replicas 4]``.
 
 As many processes as the job has ranks make the groups of this package over gloo on this host: the mesh, the groups for
 small messages, and the channels of a schedule, which over NCCL carry the tensors. Printed are, for a rank, the calls of

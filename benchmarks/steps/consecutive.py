@@ -4,8 +4,8 @@ Every rank is a process, the transport is gloo, and each stage is one block that
 W, so that a machine with few cores emulates many devices. What is timed is a fit as a user runs it: Lightning's loop, a
 loader, a logged loss, SGD, and a look at every gradient (``on_nonfinite="error"``).
 
-    python benchmarks/consecutive.py                                     # four ranks, 10 ms, about three minutes
-    python benchmarks/consecutive.py --schedules zb_h2 --check
+    python benchmarks/steps/consecutive.py                                     # four ranks, 10 ms, about three minutes
+    python benchmarks/steps/consecutive.py --schedules zb_h2 --check
 
 The bubble over many steps is ``1 - work / period``: work is what a rank sleeps in a step, by the mean sleep that blocks
 have measured, period the time from one update to the next, of the slowest rank.

@@ -1,10 +1,10 @@
 """Split backward, ours beside torch's, in one run: time of I and W, bytes held between them, and checkpointed re-runs.
 
-Run it with ``python benchmarks/split_backward.py`` (``--help`` for the rest) on an idle machine. For transformer blocks
-that are all overhead (tiny) and all arithmetic (compute-bound), each repeat runs a full backward by plain autograd, a
-split one by :mod:`lightning_pp.runtime.split_backward.deferral`, and one by ``torch.distributed.pipelining``, each
-after a forward of its own. Gradients exist already, as from the second microbatch on. Reported are medians over the
-repeats, and medians of the ratios within each.
+Run it with ``python benchmarks/costs/split_backward.py`` (``--help`` for the rest) on an idle machine. For transformer
+blocks that are all overhead (tiny) and all arithmetic (compute-bound), each repeat runs a full backward by plain
+autograd, a split one by :mod:`lightning_pp.runtime.split_backward.deferral`, and one by
+``torch.distributed.pipelining``, each after a forward of its own. Gradients exist already, as from the second
+microbatch on. Reported are medians over the repeats, and medians of the ratios within each.
 
 Held are the storages that operations of F and I made and that live after I, without gradients of parameters, the
 stage's output, and its input's gradient, which a pipeline holds or sends either way.

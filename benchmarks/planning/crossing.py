@@ -1,4 +1,4 @@
-"""What crosses between stages, in the models of the tests: ``python benchmarks/crossing.py [--stages 4]``.
+"""What crosses between stages, in the models of the tests: ``python benchmarks/planning/crossing.py [--stages 4]``.
 
 Bytes of one microbatch, forward and back, where outputs of units cross alone, and where results of the code between
 units cross in their place if that is less; the same cuts for both. Nothing runs but dry runs.
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-sys.path[:0] = [str(Path(__file__).parent.parent / "tests" / folder) for folder in ("", "models", "split")]
+sys.path[:0] = [str(Path(__file__).parents[2] / "tests" / folder) for folder in ("", "models", "split")]
 
 import architectures  # noqa: E402
 import transformers_by_hand  # noqa: E402

@@ -2,7 +2,7 @@
 
 ::
 
-    python benchmarks/large_models.py [plan] [meta] [load]
+    python benchmarks/memory/large_models.py [plan] [meta] [load]
 
 ``plan``: a Llama with 32 layers of width 4096 is made on the meta device and cut by the strategy in each of 4
 processes: the bytes that each rank would hold, and the memory that the process took to find out.

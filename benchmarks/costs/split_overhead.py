@@ -5,7 +5,7 @@ stages, and the forward action of every stage is timed beside plain calls of its
 difference is the Python of fakes and bookkeeping. Times are CPU times of this process, medians of many runs, so
 that other work on the machine counts little.
 
-    python benchmarks/split_overhead.py
+    python benchmarks/costs/split_overhead.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the threads that watch other ranks cost a rank: ``python benchmarks/watchdog.py [--ranks 8]``.
+"""What the threads that watch other ranks cost a rank: ``python benchmarks/reliability/watchdog.py [--ranks 8]``.
 
 Processes on this host join a store and watch each other while their main threads sleep. Printed is the processor time
 that a second of watching takes, the median over the ranks, beside the same processes without watching.

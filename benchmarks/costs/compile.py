@@ -4,8 +4,8 @@ Compiled units keep their weight gradients for W as uncompiled ones do. One stag
 forward (F), the backward to its inputs (I) and its queue of weight gradients (W), or the whole backward (B) of units
 compiled by ``torch.compile`` alone. CPU times of this process, medians of many runs; the ways take turns.
 
-    python benchmarks/compile.py --dim 256
-    python benchmarks/compile.py --dim 512
+    python benchmarks/costs/compile.py --dim 256
+    python benchmarks/costs/compile.py --dim 512
 """
 
 from __future__ import annotations

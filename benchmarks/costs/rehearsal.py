@@ -3,7 +3,7 @@
 A step that may go by more than shapes is rehearsed before it runs. Times are CPU times of this process, medians of many
 runs. The real step is forward and backward of one microbatch on one device, of the same model.
 
-    python benchmarks/rehearsal.py
+    python benchmarks/costs/rehearsal.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A training that fails again and again, restarted by torchrun, against one that never does: the same weights?
 
-    python benchmarks/soak.py --steps 3000 --faults 30
+    python benchmarks/reliability/soak.py --steps 3000 --faults 30
 
 trains a small GPT as a pipeline of two processes, under ``torchrun --max-restarts``. At random steps a random rank
 raises an exception, is killed, or calls ``exit(0)``. Checkpoints are written every 50 steps. Then the same is trained

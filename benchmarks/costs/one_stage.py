@@ -1,7 +1,7 @@
 """A trivial fit with one stage on one device beside a plain Trainer's, and the time of imports.
 
 Run:
-    python benchmarks/one_stage.py [--check]
+    python benchmarks/costs/one_stage.py [--check]
 """
 
 from __future__ import annotations

@@ -10,10 +10,10 @@ Each turn is a fresh pair of processes with one thread each; the ways take turns
 of the time of a step (wall), over many steps in a row, and of what the main thread of the busier rank computed in it
 (CPU).
 
-    python benchmarks/real.py                             # width 256, not compiled
-    python benchmarks/real.py --dim 512 --compile both    # takes an hour
-    python benchmarks/real.py --ways ours:zb_h1 torch:1f1b limit --compile yes
-    python benchmarks/real.py --turns 1 --keep real.json  # a turn at a time; the table is of all turns kept there
+    python benchmarks/steps/real.py                             # width 256, not compiled
+    python benchmarks/steps/real.py --dim 512 --compile both    # takes an hour
+    python benchmarks/steps/real.py --ways ours:zb_h1 torch:1f1b limit --compile yes
+    python benchmarks/steps/real.py --turns 1 --keep real.json  # a turn at a time; the table is of all turns kept there
 """
 
 from __future__ import annotations

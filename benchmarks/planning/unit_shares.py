@@ -1,9 +1,9 @@
 """How near estimates of units' costs are to what units take: by FLOPs alone, and by FLOPs or bytes, the longer of both.
 
-``python benchmarks/unit_shares.py``, alone on the machine. Each distinct unit of some models runs alone on the CPU with
-one thread, as ``lightning-pp-plan --measure`` runs it. What a matrix product and a copy reach here is measured first. A
-row tells which part of the work an estimate has on the wrong units: half of the sum over units of the difference
-between their share of the estimate and their share of the measured time, 0 for none, 100 % for all.
+``python benchmarks/planning/unit_shares.py``, alone on the machine. Each distinct unit of some models runs alone on the
+CPU with one thread, as ``lightning-pp-plan --measure`` runs it. What a matrix product and a copy reach here is measured
+first. A row tells which part of the work an estimate has on the wrong units: half of the sum over units of the
+difference between their share of the estimate and their share of the measured time, 0 for none, 100 % for all.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a fault on one of two ranks comes to, in a pipeline and under Lightning's DDP: ``python benchmarks/faults.py``.
+"""What a fault on one of two ranks comes to, in a pipeline and under DDP: ``benchmarks/reliability/faults.py``.
 
 Each job is two processes on this host that train the same small module; rank 1 (rank 0 for ``exit(0)``) meets the fault
 after three batches. Printed are the exit codes, the seconds from the fault to the end of the last process, and how many
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-JOBS = Path(__file__).parent.parent / "tests" / "faults" / "faulty_job.py"
+JOBS = Path(__file__).parents[2] / "tests" / "faults" / "faulty_job.py"
 LAYOUTS = {"lightning_pp": ("1f1b", 2, 1), "DDP": ("none", 1, 2)}
 FAULTS = {
     "an exception in the forward": ("exception", "forward", 1),

@@ -1,4 +1,4 @@
-"""How even stages are with cuts between blocks, and with cuts inside of them: ``python benchmarks/balance.py``.
+"""How even stages are with cuts between blocks, and inside of them: ``python benchmarks/planning/balance.py``.
 
 For each model, without memory: the work of the slowest rank over that of the mean one (F, I and W by FLOPs), and a step
 in a row of steps by estimated costs, as ``lightning-pp-plan`` estimates them for a GPU. With ``--equal`` the step that

@@ -5,8 +5,8 @@ machine with few cores emulates many devices: ranks that are slow sleep longer, 
 looked at before a given time after it was sent, and a loader sleeps for every batch. Steps follow each other without a
 barrier. Times are those of the runtime's own timers, gathered as in a training.
 
-    python benchmarks/diagnosis.py            # all cases, about two minutes on an idle machine
-    python benchmarks/diagnosis.py --cases "slow link" "slow data"
+    python benchmarks/steps/diagnosis.py            # all cases, about two minutes on an idle machine
+    python benchmarks/steps/diagnosis.py --cases "slow link" "slow data"
 
 Each row is a pipeline: the finding of the expected cause, what it promises, and what came of a run with its override.
 """

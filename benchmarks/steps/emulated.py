@@ -1,10 +1,10 @@
 """Steps of emulated pipelines, ours beside torch's, in one run: bubbles, step times, and what Python costs per action.
 
-Run it with ``python benchmarks/emulated.py`` (``--help`` for the rest) on an idle machine. Every rank is a process, the
-transport is gloo, and each stage is one block that sleeps a given time in each of F, I and W, so that a machine with
-few cores emulates many devices. ``lightning_pp`` runs through its executor with a plan from a real dry run, torch
-through the class that ``torch.distributed.pipelining`` has for the schedule. Where it has none, and with ``--runtime``
-everywhere, its ``_PipelineScheduleRuntime`` reads our program. For each schedule the two take turns.
+Run it with ``python benchmarks/steps/emulated.py`` (``--help`` for the rest) on an idle machine. Every rank is a
+process, the transport is gloo, and each stage is one block that sleeps a given time in each of F, I and W, so that a
+machine with few cores emulates many devices. ``lightning_pp`` runs through its executor with a plan from a real dry
+run, torch through the class that ``torch.distributed.pipelining`` has for the schedule. Where it has none, and with
+``--runtime`` everywhere, its ``_PipelineScheduleRuntime`` reads our program. For each schedule the two take turns.
 
 The blocks of ``lightning_pp`` keep back their weight gradients (``backward_dw``), as some libraries' modules do; where
 backwards are whole, gradients of inputs leave before these are computed. With ``--plain`` blocks there do not.

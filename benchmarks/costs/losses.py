@@ -5,7 +5,7 @@ of torch, with a masked mean by hand, and with a mean of a loop over samples. Ea
 check, without the check, and without both (corrections taken out for this benchmark: the loss is then not that of one
 device). Times are CPU times of the main thread; runs take turns, medians of all steps after the first four.
 
-    OMP_NUM_THREADS=1 python benchmarks/losses.py
+    OMP_NUM_THREADS=1 python benchmarks/costs/losses.py
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What the monitor costs with all but profiles: a training in which blocks of steps with and without it take turns.
 
-    OMP_NUM_THREADS=1 python benchmarks/monitoring.py [--check]
-    OMP_NUM_THREADS=1 python benchmarks/monitoring.py --blocks 12 --steps 100 --every 50 --check    # at most 5 minutes
-    OMP_NUM_THREADS=1 python benchmarks/monitoring.py --sleep-ms 1.2 --dim 16 --steps 100 --every 50 --check
+    OMP_NUM_THREADS=1 python benchmarks/costs/monitoring.py [--check]
+    OMP_NUM_THREADS=1 python benchmarks/costs/monitoring.py --blocks 12 --steps 100 --every 50 --check  # 5 minutes
+    OMP_NUM_THREADS=1 python benchmarks/costs/monitoring.py --sleep-ms 1.2 --dim 16 --steps 100 --every 50 --check
 
 With --sleep-ms each block of the model sleeps that long in its forward and twice that in its backward, as a host that
 waits for its device. Such a step takes nearly the same time always, where one that computes on shared cores does not:

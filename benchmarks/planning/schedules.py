@@ -2,11 +2,11 @@
 
 Usage, from the root of the repository:
 
-    python benchmarks/schedules.py published       # hand-made and searched schedules beside the papers' figures
-    python benchmarks/schedules.py optimality 100  # auto against CP-SAT on random small problems (needs ortools)
-    python benchmarks/schedules.py time            # CPU seconds of the search on one core
-    python benchmarks/schedules.py scale           # every family at 1,024 ranks and 4,096 microbatches
-    python benchmarks/schedules.py whole_batch     # what whole_batch_loss costs every schedule
+    python benchmarks/planning/schedules.py published       # hand-made and searched schedules beside the papers'
+    python benchmarks/planning/schedules.py optimality 100  # auto against CP-SAT on random small problems (ortools)
+    python benchmarks/planning/schedules.py time            # CPU seconds of the search on one core
+    python benchmarks/planning/schedules.py scale           # every family at 1,024 ranks and 4,096 microbatches
+    python benchmarks/planning/schedules.py whole_batch     # what whole_batch_loss costs every schedule
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_pp.schedule.registry import schedule_family
 from lightning_pp.schedule.search.exact import solve_exactly
 from lightning_pp.schedule.search.problem import Problem
 
-PROFILES = Path(__file__).parent.parent / "tests" / "schedule" / "published_profiles.json"
+PROFILES = Path(__file__).parents[2] / "tests" / "schedule" / "published_profiles.json"
 SEQUENCE_LENGTH = 1024
 
 
