@@ -1,5 +1,5 @@
 # syntax=docker/dockerfile:1
-# GPU by default; `docker build --build-arg DEVICE=cpu .` for machines without. See docs/container.md.
+# GPU by default; `docker build --build-arg DEVICE=cpu .` for machines without. See docs/running/container.md.
 ARG PYTHON_IMAGE=python:3.11.14-slim-bookworm@sha256:65a93d69fa75478d554f4ad27c85c1e69fa184956261b4301ebaf6dbb0a3543d
 FROM ${PYTHON_IMAGE} AS build
 

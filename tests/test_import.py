@@ -37,7 +37,7 @@ print(type(strategy).__name__, type(trainer.strategy).__name__)"""
 
 
 def test_the_documented_alias_makes_pytorch_lightning_the_same_package() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "lightning.md").read_text()
+    page = (Path(__file__).parents[1] / "docs" / "start" / "lightning.md").read_text()
     snippet = page.partition("```python\n")[2].partition("```")[0]
     code = f"""{snippet}
 import pytorch_lightning as pl

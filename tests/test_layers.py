@@ -71,11 +71,11 @@ def test_conf_and_recipes_are_part_of_the_package() -> None:
 
 
 def test_the_picture_and_the_table_of_rooms_are_those_of_today() -> None:
-    spec = importlib.util.spec_from_file_location("draw_rooms", ROOT / "docs" / "draw_rooms.py")
+    spec = importlib.util.spec_from_file_location("draw_rooms", ROOT / "docs" / "tools" / "draw_rooms.py")
     assert spec is not None and spec.loader is not None
     draw_rooms = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(draw_rooms)
-    remedy = "run python docs/draw_rooms.py"
+    remedy = "run python docs/tools/draw_rooms.py"
     assert draw_rooms.PICTURE.read_text() == draw_rooms.picture(), remedy
     assert draw_rooms.DOCUMENT.read_text() == draw_rooms.document(), remedy
 

@@ -176,7 +176,7 @@ def test_hints_name_what_can_be_installed() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     known = {requirement for extra in extras.values() for requirement in extra}
     sources = [path.read_text() for path in sorted((ROOT / "lightning_pp").rglob("*.py"))]
-    sources += [path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
+    sources += [path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))]
     hints = {hint for source in sources for hint in re.findall(r"pip install (?:-c \S+ )?'([^']+)'", source)}
     of_a_checkout = {f".[{extra}]" for extra in extras}
     assert hints and hints <= known | of_a_checkout

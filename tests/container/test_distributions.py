@@ -171,7 +171,7 @@ def test_a_wheel_of_a_source_distribution_keeps_its_address(tree: Path, tmp_path
         archive.extractall(tmp_path, filter="data")
     metadata = metadata_of(built("wheel", tmp_path / source.name.removesuffix(".tar.gz"), tmp_path / "wheel"))
     assert "Repository, https://code.example/project" in (metadata.get_all("Project-URL") or [])
-    assert "(https://code.example/project/blob/HEAD/docs/plan.md)" in str(metadata.get_payload())
+    assert "(https://code.example/project/blob/HEAD/docs/running/plan.md)" in str(metadata.get_payload())
 
 
 @pytest.mark.nightly

@@ -23,7 +23,7 @@ import lightning_pp.conf  # noqa: F401  registers the schema
 from lightning_pp import PipelineParallelStrategy
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))]
 CONFIGS = {"lightning-pp": "config", "lightning-pp-plan": "plan"}
 
 
@@ -42,7 +42,7 @@ def scripts(page: Path) -> dict[str, str]:
 
 
 def write_scripts(guide: str, folder: Path) -> dict[str, str]:
-    files = scripts(DOCS / f"{guide}.md")
+    files = scripts(DOCS / "start" / f"{guide}.md")
     for name, text in files.items():
         (folder / name).write_text(text)
     return files
@@ -86,7 +86,7 @@ def test_the_tutorial_gives_the_same_numbers_on_one_device_and_as_a_pipeline(poo
 
 def test_the_commands_of_the_tutorial_run(tmp_path: Path) -> None:
     write_scripts("tutorial", tmp_path)
-    text = "".join(blocks(DOCS / "tutorial.md", "bash")).replace("\\\n", " ")
+    text = "".join(blocks(DOCS / "start" / "tutorial.md", "bash")).replace("\\\n", " ")
     check, train = (shlex.split(line) for line in text.splitlines())
     assert (check[0], train[0]) == ("lightning-pp-plan", "lightning-pp")
     checked = run_forked(check[1:], tmp_path, module="lightning_pp.cli.plan.command")

@@ -131,7 +131,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).write_text(OWN_MODULE)
     (folder / "arguments.yaml").write_text("width: 8\n")
     (folder / "my_conf" / "model").mkdir(parents=True)
-    (blocked,) = [block for block in blocks(DOCS / "recipes.md", "yaml") if "_target_" in block]
+    (blocked,) = [block for block in blocks(DOCS / "training" / "recipes.md", "yaml") if "_target_" in block]
     (folder / "my_conf" / "model" / "mine.yaml").write_text(blocked)
     train("byte_gpt", folder, RUN, steps=100)
     for name in REPORTED:

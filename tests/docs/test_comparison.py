@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-PAGE = (Path(__file__).parents[2] / "docs" / "comparison.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "start" / "comparison.md").read_text()
 READ = set(re.findall(r"^\| ([A-Z]\d*) \| .*\| [\w.]+ \|$", PAGE, re.MULTILINE))
 ROWS = re.findall(r"^\| (\d+)\. (.*) \|$", PAGE, re.MULTILINE)
 

@@ -19,7 +19,9 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 @pytest.fixture(scope="module")
 def reference() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("configuration_reference", DOCS / "configuration_reference.py")
+    spec = importlib.util.spec_from_file_location(
+        "configuration_reference", DOCS / "tools" / "configuration_reference.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -27,7 +29,7 @@ def reference() -> ModuleType:
 
 
 def test_the_page_is_that_of_today(reference: ModuleType) -> None:
-    remedy = "run python docs/configuration_reference.py"
+    remedy = "run python docs/tools/configuration_reference.py"
     assert reference.DOCUMENT.read_text() == reference.document(), remedy
 
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("template/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("template/*.md")])
 
 
 def prose(page: Path) -> str:
@@ -40,4 +40,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_the_menu_has_every_page() -> None:
     menu = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
-    assert sorted(file for entry in menu for file in entry.values()) == sorted(p.name for p in ROOT.glob("docs/*.md"))
+    entries = [
+        page for entry in menu for room in entry.values() for page in (room if isinstance(room, list) else [entry])
+    ]
+    pages = [file for entry in entries for file in entry.values()]
+    assert sorted(pages) == sorted(str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md"))

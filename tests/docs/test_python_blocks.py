@@ -139,7 +139,7 @@ def test_the_readme_trains(pool: WorkerPool, tmp_path: Path) -> None:
 
 
 def test_metrics_and_timelines(pool: WorkerPool, tmp_path: Path) -> None:
-    first, last = pool.run(run_page, DOCS / "metrics.md", tmp_path, "metrics", world_size=2, timeout=120)
+    first, last = pool.run(run_page, DOCS / "training" / "metrics.md", tmp_path, "metrics", world_size=2, timeout=120)
     assert first["steps"] == last["steps"] == 16 and (first["report"], last["report"]) == (True, False)
     assert first["norm"] == last["norm"] > 0
     assert "<html" in (tmp_path / "step.html").read_text() and "traceEvents" in (tmp_path / "step.json").read_text()
@@ -147,21 +147,21 @@ def test_metrics_and_timelines(pool: WorkerPool, tmp_path: Path) -> None:
 
 
 def test_the_other_lightning_package(pool: WorkerPool, tmp_path: Path) -> None:
-    assert pool.run(run_page, DOCS / "lightning.md", tmp_path, "lightning", world_size=1) == [True]
+    assert pool.run(run_page, DOCS / "start" / "lightning.md", tmp_path, "lightning", world_size=1) == [True]
 
 
 def test_strategies_that_are_shown_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run_blocks(DOCS / "precision_and_memory.md", tmp_path)
+    run_blocks(DOCS / "training" / "precision_and_memory.md", tmp_path)
 
 
 def test_schedules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     build_schedule("1f1b", num_ranks=2, num_microbatches=4).to_csv("mine.csv")
-    names = run_blocks(DOCS / "schedules.md", tmp_path)
+    names = run_blocks(DOCS / "inside" / "schedules.md", tmp_path)
     written = Schedule.from_csv(tmp_path / "zb_v.csv")
     assert written.simulate(names["costs"]).makespan == pytest.approx(names["simulation"].makespan)
-    program = run_blocks(DOCS / "sharding.md", tmp_path)["program"]
+    program = run_blocks(DOCS / "training" / "sharding.md", tmp_path)["program"]
     assert program.num_gathers(0) > 0 and "0UNSHARD" in program.schedule.csv_text()
 
 
@@ -180,18 +180,18 @@ def test_predictions_are_read(
     )
     trainer.predict(Module(), Data(), return_predictions=False)
     capsys.readouterr()
-    exec(blocks(DOCS / "data.md", "python")[1], {})
+    exec(blocks(DOCS / "training" / "data.md", "python")[1], {})
     printed = capsys.readouterr().out
     assert printed.count("tensor(") == 2 and str(list(range(ROWS))) in printed, printed
 
 
 def test_the_application_of_the_recipes_page(tmp_path: Path) -> None:
-    (application,) = blocks(DOCS / "recipes.md", "python")
+    (application,) = blocks(DOCS / "training" / "recipes.md", "python")
     (tmp_path / "train.py").write_text(
         application.replace("...", "print(config.strategy.schedule, list(config.callbacks))")
     )
     (tmp_path / "conf").mkdir()
-    (config,) = [block for block in blocks(DOCS / "recipes.md", "yaml") if "defaults" in block]
+    (config,) = [block for block in blocks(DOCS / "training" / "recipes.md", "yaml") if "defaults" in block]
     (tmp_path / "conf" / "config.yaml").write_text(config)
     finished = run_command(["+schedule=v_half"], tmp_path, module="train")
     assert (finished.code, finished.output) == (0, "v_half ['pipeline_monitor']\n")

@@ -92,7 +92,7 @@ def test_the_trainjob_starts_one_torchrun_on_each_node() -> None:
 
 
 def test_kubernetes_knows_every_field_of_the_documentation() -> None:
-    page = (ROOT / "docs" / "reliability.md").read_text()
+    page = (ROOT / "docs" / "running" / "reliability.md").read_text()
     (block,) = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     pod = yaml.safe_load(block)["spec"]
     read = IoK8sApiCoreV1PodSpec.from_dict(pod)

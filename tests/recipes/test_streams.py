@@ -1,4 +1,4 @@
-"""The stream of docs/data.md: replicas have samples of their own, ranks of one the same; a resumed training goes on."""
+"""The stream of the page on data: replicas have samples of their own, ranks of one the same; a resume goes on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_pp import PipelineParallelStrategy
 
-PAGE = Path(__file__).parents[2] / "docs" / "data.md"
+PAGE = Path(__file__).parents[2] / "docs" / "training" / "data.md"
 NUM_SAMPLES, BATCH_SIZE, EPOCHS, REPLICAS = 48, 4, 2, 2
 BATCHES_PER_EPOCH = NUM_SAMPLES // BATCH_SIZE // REPLICAS
 

@@ -76,7 +76,7 @@ def test_gathers_start_as_early_as_there_is_room() -> None:
 
 @pytest.mark.parametrize(("budget", "gathers"), [(1, 49), (2, 34), (3, 19), (4, 4)])
 def test_forward_and_backward_over_four_units(budget: int, gathers: int) -> None:
-    """The table in docs/sharding.md: eight times F and B over four equal units."""
+    """The table in docs/training/sharding.md: eight times F and B over four equal units."""
     plan = plan_gathers("abcddcba" * 8, dict.fromkeys("abcd", 1), budget)
     assert plan.num_gathers == gathers
     if budget < 3:  # one unit at a time, or two: the closed form of turning round at each end

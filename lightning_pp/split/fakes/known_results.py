@@ -2,8 +2,8 @@
 
 Torch has a cache of the kind, which knows more (symbolic shapes, tracing). It takes three times as long, and is not
 asked at all where a tensor with data is among the arguments. Without what is here a forward on one stage of GPT-2 or
-Llama takes 0.4 to 0.6 ms longer: more than 1 % of a step of 0.4 s with 8 microbatches (docs/benchmarks.md). Whatever is
-unusual is left to torch.
+Llama takes 0.4 to 0.6 ms longer: more than 1 % of a step of 0.4 s with 8 microbatches (docs/inside/benchmarks.md).
+Whatever is unusual is left to torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writes the tables of metrics in ``docs/metrics.md`` from the code: ``python docs/metric_table.py``."""
+"""Writes the tables of metrics in ``docs/training/metrics.md`` from the code: ``python docs/tools/metric_table.py``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from lightning_pp.telemetry import PIPELINE_METRICS, STAGE_METRICS
 from lightning_pp.telemetry.metric_table import Metric
 
-DOCUMENT = Path(__file__).parent / "metrics.md"
+DOCUMENT = Path(__file__).parents[1] / "training" / "metrics.md"
 TABLES = re.compile(r"(?<=<!-- metrics -->\n).*?(?=<!-- end of metrics -->)", re.DOTALL)
 
 

@@ -1,4 +1,4 @@
-"""Writes ``docs/configuration.md`` from the schema and the groups: ``python docs/configuration_reference.py``."""
+"""Writes the page on configuration from the schema and the groups: ``python docs/tools/configuration_reference.py``."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from omegaconf import OmegaConf
 from lightning_pp.conf import schema
 from lightning_pp.conf.search_path import yaml_folders
 
-DOCUMENT = Path(__file__).parent / "configuration.md"
+DOCUMENT = Path(__file__).parents[1] / "training" / "configuration.md"
 CONF, _ = yaml_folders()
 GROUPS = ("trainer", "strategy", "schedule", "model", "optimizer", "data", "logger", "callbacks", "launcher")
 COMMANDS = {"lightning-pp": schema.CommandConf, "lightning-pp-plan": schema.PlanConf}
 HEAD = """# Configuration reference
 
-<!-- made by python docs/configuration_reference.py from conf/ and lightning_pp/conf/schema.py: change it there -->
+<!-- made by python docs/tools/configuration_reference.py from conf/ and its schema: change it there -->
 
 Every value of a run, by config group. `lightning-pp GROUP=OPTION` chooses an option, `lightning-pp GROUP.FIELD=VALUE`
 changes a value, and `lightning-pp --cfg job` prints what comes out. [Recipes and configuration](recipes.md) tells how

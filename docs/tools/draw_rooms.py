@@ -1,7 +1,8 @@
-"""Draws the rooms of the package from its folders and its import contracts: ``python docs/draw_rooms.py``.
+"""Draws the rooms of the package from its folders and its import contracts: ``python docs/tools/draw_rooms.py``.
 
-Writes ``docs/rooms.svg`` and the table of rooms in ``docs/architecture.md``. A row is a layer, from the top down; a box
-is a room with its number of files. A room's sentence in the table is the first line of its ``__init__.py``.
+Writes ``docs/inside/rooms.svg`` and the table of rooms in ``docs/inside/architecture.md``. A row is a layer, from
+the top down; a box is a room with its number of files. A room's sentence in the table is the first line of its
+``__init__.py``.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "lightning_pp"
-PICTURE = ROOT / "docs" / "rooms.svg"
-DOCUMENT = ROOT / "docs" / "architecture.md"
+PICTURE = ROOT / "docs" / "inside" / "rooms.svg"
+DOCUMENT = ROOT / "docs" / "inside" / "architecture.md"
 TABLE = re.compile(r"(?<=<!-- rooms -->\n).*?(?=<!-- end of rooms -->)", re.DOTALL)
 WIDTH, MARGIN, LABEL = 1120, 12, 150
 BOX_HEIGHT, GAP = 40, 8
@@ -78,7 +79,7 @@ def table() -> str:
 
 
 def document() -> str:
-    """``docs/architecture.md`` with the table of today."""
+    """``docs/inside/architecture.md`` with the table of today."""
     return TABLE.sub(lambda _: table(), DOCUMENT.read_text())
 
 
