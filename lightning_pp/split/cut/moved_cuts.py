@@ -89,7 +89,7 @@ class StageTimes:
     def of(self, places: Places) -> Times:
         """F, I and W of each stage: cuts of shape (several, S - 1) to times of shape (3, several, S)."""
         bounds = self._row.bounds(places)
-        return self._sums[:, bounds[:, :-1], bounds[:, 1:]] / self._speeds
+        return np.asarray(self._sums[:, bounds[:, :-1], bounds[:, 1:]] / self._speeds)
 
 
 def in_batches(arrays: Iterable[Places], size: int) -> Iterator[Places]:
