@@ -12,6 +12,7 @@ from torch import nn
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning._torch_private import OPERATION_TYPES
 from lightning_pp.runtime.recomputation import Recomputation
+from lightning_pp.split.head.parts import HeadPart
 from lightning_pp.split.record.step_record import StepRecord
 from lightning_pp.split.unit_calls.selective_policy import Policy
 from lightning_pp.split.unit_calls.units import is_block_list
@@ -71,7 +72,11 @@ def recomputation_of(
 def _matching(patterns: Sequence[str], units: Mapping[str, nn.Module]) -> set[str]:
     names: set[str] = set()
     for pattern in patterns:
-        matched = [name for name in units if any(fnmatch.fnmatchcase(around, pattern) for around in _around(name))]
+        matched = [
+            name
+            for name, unit in units.items()
+            if any(fnmatch.fnmatchcase(around, pattern) for around in _around(name, unit))
+        ]
         if not matched:
             close = difflib.get_close_matches(pattern, units, n=5, cutoff=0.3) or list(units)[:5]
             raise ConfigurationError(
@@ -86,7 +91,7 @@ def _repeated(module: nn.Module, units: Mapping[str, nn.Module]) -> set[str]:
     """The units that are one of a list of blocks of one class, or lie in one."""
     blocks = {child for parent in module.modules() if is_block_list(parent) for child in parent.children()}
     modules = dict(module.named_modules(remove_duplicate=False))
-    names = {name for name in units if any(modules[around] in blocks for around in _around(name))}
+    names = {name for name, unit in units.items() if any(modules.get(one) in blocks for one in _around(name, unit))}
     if not names:
         raise ConfigurationError(
             f"activation_checkpointing is for repeated blocks, and none of the units of {type(module).__name__} "
@@ -95,10 +100,10 @@ def _repeated(module: nn.Module, units: Mapping[str, nn.Module]) -> set[str]:
     return names
 
 
-def _around(name: str) -> list[str]:
-    """``name``, and the modules that it lies in, from the inside out."""
-    parts = name.split(".")
-    return [".".join(parts[:number]) for number in range(len(parts), 0, -1)]
+def _around(name: str, unit: nn.Module) -> list[str]:
+    """``name``, and the modules that the unit lies in, from the inside out; a part of a head lies in the head."""
+    parts = (unit.head_name if isinstance(unit, HeadPart) else name).split(".")
+    return [name, *(".".join(parts[:number]) for number in range(len(parts), 0, -1))]
 
 
 def _is_list(value: Any) -> bool:

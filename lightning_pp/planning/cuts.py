@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.memory.limit import Cut, DeviceMemory
 from lightning_pp.planning.schedules.given_costs import GivenCosts
 from lightning_pp.schedule import Placement, Schedule, StageCosts
-from lightning_pp.schedule.simulation.simulate import step_length
-from lightning_pp.split.cut.partition import Partition, UnitMemory, moved_cuts, partition_units
+from lightning_pp.schedule.simulation.many import LongestSpans
+from lightning_pp.split.cut.moved_cuts import Places, RowOfUnits, StageTimes, Times, in_batches
+from lightning_pp.split.cut.partition import Partition, UnitMemory, partition_units
 from lightning_pp.split.cut.unit_costs import UnitCost, calibrated, estimate_unit_costs, stage_costs
 from lightning_pp.split.head.choice import SplitHead, check_split_head
 from lightning_pp.split.record.step_record import StepRecord
 
 _MOST_MOVES_TRIED = 400
+_MOVES_AT_ONCE = 128
 # a shorter step by less than this is within what costs are known to
 _WORTH_A_MOVE = 0.999
 
@@ -157,31 +161,59 @@ def _with_moved_cuts(
     record: StepRecord, partition: Partition, program: Schedule, cut: CutOptions, fits: Callable[[Partition], bool]
 ) -> Partition:
     """Moves cuts by one unit at a time as long as that makes the step of ``program`` shorter."""
-    speeds = cut.speeds_of_stages(program.placement)
-
-    def step_time(candidate: Partition) -> float:
-        return step_length(program, stage_costs(candidate.unit_costs, candidate.stage_of_unit, speeds))[1]
-
-    def work(candidate: Partition) -> float:
-        """Of the rank that has most of it, without waiting; no step is shorter."""
-        times = [0.0] * program.placement.num_ranks
-        for unit, cost in candidate.unit_costs.items():
-            stage = candidate.stage_of_unit[unit]
-            times[program.placement.rank_of_stage[stage]] += cost.total / speeds[stage]
-        return program.num_microbatches * max(times)
-
-    best, tried, improved = step_time(partition), 0, True
-    while improved and tried < _MOST_MOVES_TRIED:
-        improved = False
-        for candidate in moved_cuts(record, partition):
-            tried += 1
-            if work(candidate) >= best:  # spares the simulation
-                continue
-            time = step_time(candidate)
-            if time < best * _WORTH_A_MOVE and fits(candidate):
-                partition, best, improved = candidate, time, True
+    row = RowOfUnits.of(record)
+    steps = _Steps(program, StageTimes(row, partition.unit_costs, cut.speeds_of_stages(program.placement)))
+    places = row.places(partition)
+    best, tried = steps.time(places), 0
+    while tried < _MOST_MOVES_TRIED:
+        for number, candidate, time in steps.shorter(row.moved(places), best):
+            moved = row.partition(candidate, partition)
+            if fits(moved):
+                partition, places, best, tried = moved, candidate, time, tried + number
                 break
+        else:
+            break
     return partition
+
+
+class _Steps:
+    """The time of a step for any cuts, by many of them at once.
+
+    Args:
+        program: The schedule of the step.
+        stages: What its stages take.
+    """
+
+    def __init__(self, program: Schedule, stages: StageTimes) -> None:
+        self._spans, self._stages = LongestSpans(program), stages
+        self._num_microbatches, placement = program.num_microbatches, program.placement
+        self._stages_of_ranks = [list(placement.stages_of_rank(rank)) for rank in range(placement.num_ranks)]
+
+    def time(self, places: Places) -> float:
+        """Of one cut."""
+        return float(self._spans.of(self._stages.of(places[None]))[0])
+
+    def shorter(self, candidates: Iterable[Places], best: float) -> Iterator[tuple[int, Places, float]]:
+        """Those by which the step gets shorter than ``best`` by what is worth a move, in their order.
+
+        Yields:
+            How many were looked at up to this one, its places, and the time of its step.
+        """
+        number = 0
+        for batch in in_batches(candidates, min(_MOVES_AT_ONCE, self._spans.most_at_once)):
+            times = self._stages.of(batch)
+            simulated = np.flatnonzero(self._least(times) < best)  # spares the simulation of the others
+            spans = self._spans.of(times[:, simulated])
+            for index, time in zip(simulated.tolist(), spans.tolist(), strict=True):
+                if time < best * _WORTH_A_MOVE:
+                    yield number + index + 1, batch[index], time
+            number += len(batch)
+
+    def _least(self, times: Times) -> Times:
+        """The work of the rank that has most of it, without waiting; no step is shorter."""
+        work = times.sum(axis=0)
+        of_ranks = [work[:, stages].sum(axis=1) for stages in self._stages_of_ranks]
+        return np.asarray(self._num_microbatches * np.max(of_ranks, axis=0))
 
 
 def costs_of_other_cuts(measured: StageCosts, partition: Partition, speeds: Sequence[float]) -> StageCosts:

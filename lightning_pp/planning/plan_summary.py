@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from torch import nn
@@ -128,8 +128,13 @@ def summarize_cut(split: SplitModel) -> CutSummary:
     """Describes how a model was cut."""
     num_stages, plan = split.placement.num_stages, split.step_plan()
     parameters = [split.fake_parameters.names[name] for name in split.owners]
+    in_units = {
+        split.fake_parameters.canonical_names[f"{name}.{key}"]
+        for name, unit in split.units.items()
+        for key, _ in unit.named_parameters(remove_duplicate=False)
+    }
     return CutSummary(
-        tuple(_summarize_stage(split, stage) for stage in range(num_stages)),
+        tuple(_summarize_stage(split, stage, in_units) for stage in range(num_stages)),
         tuple(_summarize_edge(split, edge) for edge in plan.edges),
         sum(parameter.numel() for parameter in parameters),
         sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
@@ -139,18 +144,14 @@ def summarize_cut(split: SplitModel) -> CutSummary:
     )
 
 
-def _summarize_stage(split: SplitModel, stage: int) -> StageSummary:
+def _summarize_stage(split: SplitModel, stage: int, in_units: Collection[str]) -> StageSummary:
+    """One stage; ``in_units`` are the canonical names of all parameters that a unit has."""
     order = {name: place for place, name in enumerate(split.record.first_calls())}
     names = sorted(split.partition.units_of_stage(stage), key=lambda name: order.get(name, len(order)))
     units = tuple(_summarize_unit(split, name) for name in names)
     held = [name for name, stages in split.owners.items() if stage in stages]
     tail = split.record.tail.flops if stage == split.placement.num_stages - 1 else 0
     num_parameters, num_bytes = _size(split.fake_parameters.names[name] for name in held)
-    in_units = {
-        split.fake_parameters.canonical_names[f"{name}.{key}"]
-        for name, unit in split.units.items()
-        for key, _ in unit.named_parameters(remove_duplicate=False)
-    }
     return StageSummary(
         stage,
         split.placement.rank_of_stage[stage],

@@ -97,9 +97,6 @@ class StepPlanCache:
         units: Its units.
         fake_parameters: Makes the fakes for dry runs.
         recomputation: Which units are run again in backward, and what they save even so.
-
-    Attributes:
-        outside: What the step's functions reach besides the module, as it was found before the last dry run.
     """
 
     def __init__(
@@ -120,7 +117,14 @@ class StepPlanCache:
         self._owners: Mapping[str, Collection[int]] = {}
         self._failure: Failure | None = None
         self._paths = PathComparison(module, units, fake_parameters)
-        self.outside = OutsideState(module)
+        self._outside: OutsideState | None = None
+
+    @property
+    def outside(self) -> OutsideState:
+        """What the step's functions reach besides the module, as it was found before the last dry run."""
+        if self._outside is None:
+            self._outside = OutsideState(self._module)
+        return self._outside
 
     def set_partition(
         self,
@@ -147,7 +151,7 @@ class StepPlanCache:
         may_fail: bool = False,
     ) -> StepRecord:
         """A dry run of ``step``; see :func:`lightning_pp.split.dry_run.run`."""
-        self.outside = OutsideState(self._module)
+        self._outside = OutsideState(self._module)
         record = dry_run(
             step,
             module=self._module,

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from collections.abc import Iterator, Sequence
+from itertools import combinations, pairwise
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_pp.planning.cuts import CutOptions, best_partition, measured_unit_costs
+from lightning_pp.planning.cuts import CutOptions, _with_moved_cuts, best_partition, measured_unit_costs
 from lightning_pp.planning.schedules.given_costs import GivenCosts
 from lightning_pp.planning.schedules.options import ScheduleOptions
 from lightning_pp.planning.schedules.source import schedule_source
 from lightning_pp.planning.tuning import LayoutRequest, choose_layout
 from lightning_pp.schedule import Placement, Schedule, StageCosts, build_schedule
 from lightning_pp.split import StepRecord, discover_units, dry_run
+from lightning_pp.split.cut.moved_cuts import moved_partitions
 from lightning_pp.split.cut.partition import Partition
 from lightning_pp.split.cut.unit_costs import UnitCost, stage_costs
 from lightning_pp.split.fakes.parameters import FakeParameters
@@ -75,6 +77,63 @@ def test_the_step_is_as_short_as_that_of_the_best_of_all_cuts(
         for cuts in combinations(range(1, len(order)), placement.num_stages - 1)
     )
     assert found <= best * 1.05
+
+
+def neighbours(order: Sequence[str], cuts: Sequence[int]) -> Iterator[list[int]]:
+    """Cuts with some in a row one further up or down, written out one by one."""
+    for length in range(1, len(cuts) + 1):
+        for first in range(len(cuts) - length + 1):
+            for step in (-1, 1):
+                moved = [cut + step * (first <= number < first + length) for number, cut in enumerate(cuts)]
+                if all(start < stop for start, stop in pairwise([0, *moved, len(order)])):
+                    yield moved
+
+
+def stages_of(order: Sequence[str], cuts: Sequence[int]) -> dict[str, int]:
+    return {unit: sum(index >= cut for cut in cuts) for index, unit in enumerate(order)}
+
+
+def test_moved_cuts_are_all_runs_of_cuts_up_and_down(recorded: tuple[StepRecord, dict[str, int]]) -> None:
+    record, _ = recorded
+    order = list(record.first_calls())
+    for cuts in ([3, 6, 9], [1, 2, 10], [5]):
+        partition = Partition(len(cuts) + 1, {**stages_of(order, cuts), "not called": 1}, {})
+        found = [dict(moved.stage_of_unit) for moved in moved_partitions(record, partition)]
+        assert found == [{**stages_of(order, moved), "not called": 1} for moved in neighbours(order, cuts)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("speeds", [None, [1.0, 0.6, 1.3]])
+@pytest.mark.parametrize("fewest", [1, 2])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h2", "zb_v", "v_min", "interleaved_zb"])
+def test_cuts_are_moved_as_by_one_simulation_after_the_other(
+    recorded: tuple[StepRecord, dict[str, int]], name: str, fewest: int, speeds: list[float] | None, seed: int
+) -> None:
+    record, _ = recorded
+    order, cut, costs = list(record.first_calls()), CutOptions(rank_speeds=speeds), costs_of(record, seed)
+    program = build_schedule(name, num_ranks=3, num_microbatches=5)
+    num_stages, of_stages = program.placement.num_stages, cut.speeds_of_stages(program.placement)
+
+    def of(cuts: list[int]) -> Partition:
+        return Partition(num_stages, stages_of(order, cuts), costs)
+
+    def fits(partition: Partition) -> bool:
+        return len(partition.units_of_stage(1)) >= fewest
+
+    def time_of(cuts: list[int]) -> float:
+        return max(program.simulate(stage_costs(costs, stages_of(order, cuts), of_stages)).span_ms)
+
+    cuts = [*range(1, num_stages - 1), num_stages]
+    found = _with_moved_cuts(record, of(cuts), program, cut, fits)
+    best, improved, num_moved = time_of(cuts), True, 0
+    while improved:
+        improved = False
+        for moved in neighbours(order, cuts):
+            if time_of(moved) < 0.999 * best and fits(of(moved)):
+                cuts, best, improved, num_moved = moved, time_of(moved), True, num_moved + 1
+                break
+    assert found == of(cuts)
+    assert num_moved or fewest > 1
 
 
 def test_given_costs_of_other_stages_are_shared_out_among_the_units(

@@ -13,7 +13,8 @@ from lightning_pp.planning.stage_costs import BYTES_PER_GIB
 from lightning_pp.planning.stage_model import RecordedModel, SplitModel, parameter_sizes_of, places_of
 from lightning_pp.schedule import Placement, Schedule, StageCosts
 from lightning_pp.schedule.simulation.memory import peak_memory
-from lightning_pp.split.cut.partition import Partition, UnitMemory, inseparable_groups, moved_cuts
+from lightning_pp.split.cut.moved_cuts import moved_partitions
+from lightning_pp.split.cut.partition import Partition, UnitMemory, inseparable_groups
 from lightning_pp.split.dry_run.weight_updates import Updates
 from lightning_pp.split.memory.estimate import MemoryEstimate, RankMemory
 
@@ -233,7 +234,7 @@ class DeviceMemory:
         best, tried, improved = max(self.excess(partition, placement, held_by)), 0, True
         while best > 0 and improved and tried < _MOST_MOVES_TRIED:
             improved = False
-            for candidate in moved_cuts(self._recording.record, partition):
+            for candidate in moved_partitions(self._recording.record, partition):
                 tried += 1
                 excess = max(self.excess(candidate, placement, held_by))
                 if excess < best:

@@ -65,92 +65,85 @@ def justify(
 
 def _fill_forward(problem: Problem, orders: Orders, starts: Times) -> Orders:
     """Move actions into the gaps before them, the nearest that fits first."""
-    m, duration, publishes = problem.num_microbatches, problem.duration, problem.publishes
-    needs, latency, needs_own = problem.needs, problem.needs_latency, problem.needs_own
-    held_change = problem.held_change
+    m, tables, needs_own = problem.num_microbatches, problem.by_code, problem.needs_own
+    duration, held_change, publishes = tables.duration, tables.held_change, tables.publishes
+    needs, latency = tables.needs, tables.needs_latency
     end = [0.0] * (3 * problem.num_stages * m)
     for order, times in zip(orders, starts, strict=True):
         for code, time in zip(order, times, strict=True):
-            row = code // m
-            end[publishes[row] * m + code - row * m] = time + duration[row]
+            end[publishes[code]] = time + duration[code]
     filled = []
     for order, old_times, limit in zip(orders, starts, problem.limits, strict=True):
         codes, times = list(order), list(old_times)
         limit += _EPSILON
-        free, held = times[0], 0.0
+        free, held, shortest = times[0], 0.0, min(map(duration.__getitem__, codes))
         for index in range(len(codes)):
-            if times[index] - free > _EPSILON:
-                gap_end = times[index] + _EPSILON
-                inside = highest = held + held_change[codes[index] // m]
+            gap_end = times[index] + _EPSILON
+            if times[index] - free > _EPSILON and free + shortest <= gap_end:
+                inside = held + held_change[codes[index]]
+                highest = max(held, inside)
                 for other in range(index + 1, min(len(codes), index + WINDOW)):
                     code = codes[other]
-                    row = code // m
-                    change = held_change[row]
-                    if free + duration[row] <= gap_end and (change <= 0 or max(held, highest) + change <= limit):
-                        microbatch = code - row * m
-                        begin = free
-                        if needs[row] >= 0:
-                            begin = max(begin, end[needs[row] * m + microbatch] + latency[row])
+                    change = held_change[code]
+                    if free + duration[code] <= gap_end and (change <= 0 or highest + change <= limit):
+                        row, begin = code // m, free
+                        if needs[code] >= 0:
+                            begin = max(begin, end[needs[code]] + latency[code])
                         if needs_own[row] >= 0:
-                            begin = max(begin, end[needs_own[row] * m + microbatch])
-                        if begin + duration[row] <= gap_end:
+                            begin = max(begin, end[code + (needs_own[row] - row) * m])
+                        if begin + duration[code] <= gap_end:
                             del codes[other], times[other]
                             codes.insert(index, code)
                             times.insert(index, begin)
-                            end[publishes[row] * m + microbatch] = begin + duration[row]
+                            end[publishes[code]] = begin + duration[code]
                             break
                     inside += change
                     if inside > highest:
                         highest = inside
-            row = codes[index] // m
-            held += held_change[row]
-            free = times[index] + duration[row]
+            held += held_change[codes[index]]
+            free = times[index] + duration[codes[index]]
         filled.append(codes)
     return filled
 
 
 def _fill_backward(problem: Problem, orders: Orders, starts: Times) -> Orders:
     """Move actions into the gaps after them, the nearest that fits first; ``starts`` are the latest ones."""
-    m, duration, publishes = problem.num_microbatches, problem.duration, problem.publishes
-    feeds, latency, feeds_own = problem.feeds, problem.feeds_latency, problem.feeds_own
-    held_change = problem.held_change
+    m, tables, feeds_own = problem.num_microbatches, problem.by_code, problem.feeds_own
+    duration, held_change, publishes = tables.duration, tables.held_change, tables.publishes
+    feeds, latency = tables.feeds, tables.feeds_latency
     begin = [0.0] * (3 * problem.num_stages * m)
     for order, times in zip(orders, starts, strict=True):
         for code, time in zip(order, times, strict=True):
-            row = code // m
-            begin[publishes[row] * m + code - row * m] = time
+            begin[publishes[code]] = time
     filled = []
     for order, old_times, limit in zip(orders, starts, problem.limits, strict=True):
         codes, times = list(order), list(old_times)
         limit += _EPSILON
-        busy = times[-1] + duration[codes[-1] // m]
-        held = 0.0
+        busy, held, shortest = times[-1] + duration[codes[-1]], 0.0, min(map(duration.__getitem__, codes))
         for index in range(len(codes) - 1, -1, -1):
-            row = codes[index] // m
-            if busy - times[index] - duration[row] > _EPSILON:
-                gap_start = times[index] + duration[row] - _EPSILON
-                highest, inside = held, held - held_change[row]
+            own = duration[codes[index]]
+            gap_start = times[index] + own - _EPSILON
+            if busy - times[index] - own > _EPSILON and busy - shortest >= gap_start:
+                highest, inside = held, held - held_change[codes[index]]
                 for other in range(index - 1, max(-1, index - WINDOW), -1):
                     code = codes[other]
-                    row = code // m
-                    change = held_change[row]
-                    highest = max(highest, inside)
-                    if busy - duration[row] >= gap_start and (change >= 0 or highest - change <= limit):
-                        microbatch = code - row * m
-                        finish = busy
-                        if feeds[row] >= 0:
-                            finish = min(finish, begin[feeds[row] * m + microbatch] - latency[row])
+                    change = held_change[code]
+                    if inside > highest:
+                        highest = inside
+                    if busy - duration[code] >= gap_start and (change >= 0 or highest - change <= limit):
+                        row, finish = code // m, busy
+                        if feeds[code] >= 0:
+                            finish = min(finish, begin[feeds[code]] - latency[code])
                         if feeds_own[row] >= 0:
-                            finish = min(finish, begin[feeds_own[row] * m + microbatch])
-                        if finish - duration[row] >= gap_start:
+                            finish = min(finish, begin[code + (feeds_own[row] - row) * m])
+                        if finish - duration[code] >= gap_start:
                             del codes[other], times[other]
                             codes.insert(index, code)
-                            times.insert(index, finish - duration[row])
-                            begin[publishes[row] * m + microbatch] = finish - duration[row]
+                            times.insert(index, finish - duration[code])
+                            begin[publishes[code]] = finish - duration[code]
                             break
                     inside -= change
-            row = codes[index] // m
-            held -= held_change[row]
+            held -= held_change[codes[index]]
             busy = times[index]
         filled.append(codes)
     return filled

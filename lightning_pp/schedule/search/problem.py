@@ -36,6 +36,7 @@ class CodeTables:
     feeds: list[int]
     feeds_latency: list[float]
     publishes: list[int]
+    held_change: list[float]
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ class Problem:
             feeds=codes(self.feeds),
             feeds_latency=spread(self.feeds_latency),
             publishes=codes(self.publishes),
+            held_change=spread(self.held_change),
         )
 
     @classmethod

@@ -78,7 +78,7 @@ def execute_wide(
         m: Number of microbatches of a step.
         begin_ms: For each rank, when it begins; None: at 0.
     """
-    actions = _Actions.build(codes, tables, last_rank, m)
+    actions = Actions.build(codes, tables, last_rank, m)
     duration, latency = np.array(tables.duration), np.array(tables.latency)
     start, end = np.empty(len(actions.row)), np.empty(len(actions.row))
     done = np.full(actions.never + 1, -1.0)
@@ -134,7 +134,7 @@ def _last_reductions(codes: Sequence[Codes], ends: Sequence[Times], tables: Cost
 
 
 @dataclass(frozen=True)
-class _Actions:
+class Actions:
     """The actions of all ranks, one rank after the other, each with an action at its end that never runs.
 
     Attributes:
@@ -154,7 +154,7 @@ class _Actions:
     never: int
 
     @classmethod
-    def build(cls, codes: Sequence[Codes], tables: CostTables, last_rank: int, m: int) -> _Actions:
+    def build(cls, codes: Sequence[Codes], tables: CostTables, last_rank: int, m: int) -> Actions:
         """Look up every action in ``tables``."""
         num_stages = len(tables.gather)
         always = 3 * num_stages * m

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import itertools
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -157,24 +156,6 @@ def _balanced_starts(
 def _starts_of(problem: CutProblem) -> list[int] | None:
     """As :func:`balanced_starts`; schedules of one placement ask for the same, which takes a second for 130 units."""
     return balanced_starts(problem)
-
-
-def moved_cuts(record: StepRecord, partition: Partition) -> Iterator[Partition]:
-    """The partitions in which some cuts in a row, often one, are all one place further up, or all further down."""
-    groups = inseparable_groups(record)
-    stages = [partition.stage_of_unit[group[0]] for group in groups]
-    cuts = [index for index in range(1, len(groups)) if stages[index] != stages[index - 1]]
-    for length in range(1, len(cuts) + 1):
-        for first in range(len(cuts) - length + 1):
-            for step in (-1, 1):
-                moved = [cut + step * (first <= number < first + length) for number, cut in enumerate(cuts)]
-                bounds = [0, *moved, len(groups)]
-                if any(start >= stop for start, stop in itertools.pairwise(bounds)):
-                    continue  # a stage has to keep a unit
-                stage_of_unit = dict(partition.stage_of_unit)
-                for index, group in enumerate(groups):
-                    stage_of_unit.update(dict.fromkeys(group, sum(index >= cut for cut in moved)))
-                yield Partition(partition.num_stages, stage_of_unit, partition.unit_costs)
 
 
 def _checked_speeds(speeds: Sequence[float] | None, num_ranks: int) -> list[float]:

@@ -177,6 +177,30 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Microbatch]:
     return microbatches
 
 
+def first_samples(batch: Any, number: int) -> Microbatch:
+    """The first samples of ``batch``, a slice of it as :func:`split_batch` makes them.
+
+    Args:
+        batch: The batch.
+        number: How many of its samples, at least 1.
+
+    Raises:
+        BatchError: As :func:`split_batch` says.
+        ConfigurationError: The batch has fewer, or its samples cannot be counted.
+    """
+    num_samples = batch_size_of(batch)
+    if num_samples is None or number > num_samples:
+        has = "samples that cannot be counted" if num_samples is None else f"{num_samples} samples"
+        raise ConfigurationError(f"microbatches of {number} samples cannot be looked at: the first batch has {has}")
+    if number == num_samples:
+        return Microbatch(batch, number, 1.0)
+    num_slices = -(-num_samples // number)
+    _refuse_uncuttable(batch, num_slices)
+    _refuse_objects_with_samples(batch, num_samples, num_slices)
+    data = _slice(batch, num_samples, 0, number, num_listed_samples(batch) is not None)
+    return Microbatch(data, number, number / num_samples)
+
+
 def _slice(tree: Any, num_samples: int, start: int, stop: int, has_sample_list: bool) -> Any:
     if isinstance(tree, Tensor):
         return tree[start:stop] if tree.dim() > 0 and tree.shape[0] == num_samples else tree

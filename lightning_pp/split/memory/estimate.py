@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning_pp.schedule import Placement, Schedule, StageCosts
+from lightning_pp.schedule.simulation.memory import peaks_of
 from lightning_pp.split.cut.partition import Partition
 from lightning_pp.split.memory.activation_memory import Activations, edge_buffers, joined_bytes
 from lightning_pp.split.memory.state_memory import ParameterSize, StateMemory, StateSizes
@@ -150,7 +151,8 @@ def estimate_memory(
     ranks = []
     for rank in range(placement.num_ranks):
         own = placement.stages_of_rank(rank)
-        here = [parameter for parameter in parameters if not set(own).isdisjoint(parameter.stages)]
+        any_of_them = set(own)
+        here = [parameter for parameter in parameters if not any_of_them.isdisjoint(parameter.stages)]
         ranks.append(
             RankMemory(
                 rank,
@@ -193,4 +195,4 @@ def _activations(stages: Sequence[StageMemory], schedule: Schedule) -> list[int]
         held_after_forward=[stage.held_after_forward_bytes for stage in stages],
         held_after_input=[stage.held_after_input_bytes for stage in stages],
     )
-    return list(map(round, schedule.simulate(held).peak_memory))
+    return list(map(round, peaks_of(schedule, held)))

@@ -7,6 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class ParameterSize:
     unit: str | None
     stages: tuple[int, ...]
 
-    @property
+    @cached_property
     def num_elements(self) -> int:
         """Number of elements of the whole parameter."""
         return math.prod(self.shape)
@@ -222,11 +223,7 @@ def parameter_sizes(
         owners: Canonical parameter name to the stages that hold it.
         direct: Canonical names of parameters that are used outside their unit.
     """
-    unit_of: dict[str, str] = {}
-    for unit in units:
-        for name, canonical in fake_parameters.canonical_names.items():
-            if name.startswith(f"{unit}.") or not unit:
-                unit_of.setdefault(canonical, unit)
+    unit_of = _unit_of(fake_parameters.canonical_names, list(units))
     sizes = []
     for name, stages in owners.items():
         parameter = fake_parameters.names[name]
@@ -237,6 +234,19 @@ def parameter_sizes(
             )
         )
     return tuple(sizes)
+
+
+def _unit_of(canonical_names: Mapping[str, str], units: Sequence[str]) -> dict[str, str]:
+    """For each canonical name, the first of ``units`` that has the parameter by any of its names."""
+    place_of_unit = {unit: place for place, unit in enumerate(units)}
+    found: dict[str, int] = {}
+    for name, canonical in canonical_names.items():
+        parts = name.split(".")
+        prefixes = (".".join(parts[:length]) for length in range(len(parts)))
+        places = [place_of_unit[prefix] for prefix in prefixes if prefix in place_of_unit]
+        if places:
+            found[canonical] = min(*places, found.get(canonical, len(units)))
+    return {canonical: units[place] for canonical, place in found.items()}
 
 
 def optimizer_bytes_per_parameter(

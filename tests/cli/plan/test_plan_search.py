@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
-from planned import plan_config
+from planned import TINY, plan_config
 from rich.console import Console
 
 from lightning_pp.cli.plan.command import run_plan
@@ -205,13 +206,19 @@ def test_replicas_stay_as_many_where_the_samples_of_a_batch_cannot_be_changed() 
 
 
 def test_every_plan_has_the_samples_of_the_configured_step() -> None:
-    search, text = searched(*FOUR, "strategy.pipeline_parallel_size=2", "strategy.data_parallel_size=2")
+    sizes = ["strategy.pipeline_parallel_size=2", "strategy.data_parallel_size=2"]
+    search, text = searched(*FOUR, *sizes)
     for layout in search.space.layouts():
         assert layout.num_replicas * layout.num_microbatches * layout.microbatch_size == 16
         assert layout.num_ranks * layout.num_replicas == 4
     assert f"{search.result.num_plans} plans of 16 samples a step" in text
     best = search.result.best[0]
     assert f"1: {' '.join(search.words(best))}" in text
+    with initialize_config_module("lightning_pp.conf", version_base="1.3"):
+        trained = compose("config", overrides=[*TINY, "trainer.devices=4", *sizes, *search.words(best)])
+    assert trained.strategy.schedule == best.layout.schedule
+    assert trained.strategy.num_microbatches == best.layout.num_microbatches
+    assert trained.data.batch_size == best.layout.batch_size
 
 
 @pytest.mark.parametrize(
@@ -233,4 +240,25 @@ def test_what_cannot_be_searched_is_one_sentence(overrides: list[str], message: 
 def test_samples_of_a_step_can_be_said_for_other_devices_than_configured(capsys: pytest.CaptureFixture[str]) -> None:
     config = plan_config(*FOUR, "search=true", "strategy.pipeline_parallel_size=8", "samples_per_step=8")
     assert run_plan(config) == 0
-    assert "plans of 8 samples a step" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "plans of 8 samples a step" in printed
+    assert "…" not in printed  # nothing is cut off
+
+
+def test_samples_of_a_step_need_not_divide_the_batch() -> None:
+    """Microbatches of three of eight samples take what they take in a batch of six."""
+    search, _ = searched(*SMALL, "data.batch_size=8", "samples_per_step=6")
+    assert not search.result.impossible
+    assert {layout.microbatch_size for layout in search.space.layouts()} >= {1, 3}
+    for found in search.result.best:
+        plan = alone(search, search.words(found), *SMALL, "data.batch_size=8")
+        assert plan.cutter.batch_size == found.layout.batch_size
+        assert found.time_in_a_row == plan.time_with_collectives
+        assert found.planned.memory == plan.shown.memory
+
+
+def test_a_head_in_parts_goes_with_blocks_that_run_again() -> None:
+    search, _ = searched(*SMALL, "strategy.split_head=2", "schedules=[1f1b]")
+    assert not search.result.impossible
+    cuts = [found.planned.cut.split for found in search.result.best if found.layout.num_ranks == 2]
+    assert cuts and all(sum("[" in unit for unit in cut.partition.unit_costs) == 2 for cut in cuts)

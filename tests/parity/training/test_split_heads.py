@@ -77,6 +77,16 @@ CASES: dict[str, tuple[Settings, Layout, dict[str, Any]]] = {
         Layout("1f1b", 2, 2, 3),
         {"split_head": 8, "sharding": "full_shard"},
     ),
+    "blocks run again": (
+        Settings("llama_float64_loss"),
+        Layout("1f1b", 3, 1, 4),
+        {"split_head": 4, "activation_checkpointing": True},
+    ),
+    "the head runs again": (
+        Settings("llama_float64_loss"),
+        Layout("zb_h1", 3, 1, 4),
+        {"split_head": 4, "activation_checkpointing": ["model.lm_head"]},
+    ),
     "t5": (Settings("t5"), Layout("1f1b", 3, 1, 4), {"split_head": 4}),
     "now and then": (Settings("looks_at_logits"), Layout("1f1b", 2, 1, 4), {"split_head": 4}),
     "vit": (Settings("vit"), Layout("1f1b", 2, 1, 4), {"split_head": 3}),

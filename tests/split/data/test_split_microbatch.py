@@ -15,6 +15,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from lightning_pp.errors import BatchError, ConfigurationError
 from lightning_pp.split import batch_size_of, split_batch
+from lightning_pp.split.data.microbatch import first_samples
 from lightning_pp.split.data.tree import leaves_of, own_copy, tensors_of
 
 Pair = namedtuple("Pair", ["x", "y"])
@@ -76,6 +77,28 @@ def test_slices_are_the_batch(name: str, num_microbatches: int) -> None:
         texts = [leaf for leaf in leaves_of(microbatch.data) if isinstance(leaf, str)]
         if "a" in leaves_of(batch):
             assert len(texts) == microbatch.num_samples
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("number", [1, 2, 4, 5, 6])
+def test_first_samples_are_those_of_single_slices(name: str, number: int) -> None:
+    batch = BATCHES[name]
+    first = first_samples(batch, number)
+    assert first.num_samples == number and type(first.data) is type(batch)
+    singles = [tensors_of(microbatch.data) for microbatch in split_batch(batch, 6)[:number]]
+    for found, *slices in zip(tensors_of(first.data), *singles, strict=True):
+        assert torch.equal(torch.cat(slices), found)
+    if 6 % number == 0:
+        assert repr(first.data) == repr(split_batch(batch, 6 // number)[0].data)
+
+
+def test_there_are_no_more_first_samples_than_samples() -> None:
+    with pytest.raises(ConfigurationError, match="microbatches of 7 samples .* the first batch has 6 samples"):
+        first_samples(x(), 7)
+    with pytest.raises(ConfigurationError, match="the first batch has samples that cannot be counted"):
+        first_samples(3.0, 1)
+    with pytest.raises(BatchError, match="cannot be cut into 4 microbatches"):
+        first_samples(nn.utils.rnn.pack_sequence([x(4), x(3)]), 2)
 
 
 def test_strings_go_with_their_samples() -> None:

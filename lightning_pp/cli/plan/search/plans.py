@@ -22,7 +22,7 @@ from lightning_pp.planning.pipeline_options import PipelineOptions
 from lightning_pp.planning.schedules.source import schedule_source
 from lightning_pp.planning.stage_model import RecordedModel
 from lightning_pp.schedule import Schedule
-from lightning_pp.split.data.microbatch import Microbatch, batch_size_of, split_batch
+from lightning_pp.split.data.microbatch import first_samples
 from lightning_pp.strategy.plan_only import FirstStep
 
 NUM_BEST = 10
@@ -114,7 +114,6 @@ class PlanSearch:
         self._space = space
         self._speed = speed
         self._limit = limit_bytes
-        self._batch_size = batch_size_of(step.batch) or 1
         # one object for equal arguments
         self._costs = cache(self._costs_of)
         self._recordings = cache(self._recordings_of)
@@ -139,7 +138,7 @@ class PlanSearch:
         for layout in layouts:
             result.num_plans += len(self._space.sharding_of(layout))
             try:
-                tell(f"recording the step on microbatches of {layout.microbatch_size} samples")
+                tell(f"recording the step on microbatches of size {layout.microbatch_size}")
                 known.append((self._least_time(layout, None) * _bubble(layout), layout))
             except _IMPOSSIBLE as error:
                 result.give_up(layout, len(self._space.sharding_of(layout)), error)
@@ -163,16 +162,18 @@ class PlanSearch:
             result.num_slower += len(choices)
             return []
         unfit, found = [], list[FoundPlan]()
+        like: PlannedSchedule | None = None
         for choice in choices:
             if not self._may_fit(layout, choice, program):
                 unfit.append((layout, choice))
                 continue
             try:
-                plan = self._planned(layout, choice, found[0].planned if found else None)
+                plan = self._planned(layout, choice, like)
             except _IMPOSSIBLE as error:
                 result.give_up(layout, 1, error)
                 continue
             result.num_cut += 1
+            like = plan.planned
             if plan.planned.fits:
                 found.append(plan)
             else:
@@ -273,7 +274,7 @@ class PlanSearch:
     # ---------------------------------------------------------------- what plans are made of
 
     def _cutter(self, layout: Layout, choice: ShardingChoice) -> ModelCutter:
-        microbatches = [self._microbatch(layout.microbatch_size)] * layout.num_microbatches
+        microbatches = [first_samples(self._step.batch, layout.microbatch_size)] * layout.num_microbatches
         recordings = [(layout.num_stages, self._recording(layout))]
         options = self.options_of(layout, choice)
         sizes = ParallelSizes(layout.num_ranks, layout.num_replicas, choice.replicate_size)
@@ -300,7 +301,7 @@ class PlanSearch:
     def _memory_model_of(self, choice: ShardingChoice, num_replicas: int) -> MemoryModel:
         sharding = replace(self._options.sharding, mode=choice.mode, replicate_size=choice.replicate_size)
         sizes = ParallelSizes(1, num_replicas, choice.replicate_size)
-        microbatch = self._microbatch(1)
+        microbatch = first_samples(self._step.batch, 1)
         return self._step.cutter(replace(self._options, sharding=sharding), sizes, [microbatch]).memory_model
 
     def _recording(self, layout: Layout) -> RecordedModel:
@@ -311,21 +312,7 @@ class PlanSearch:
     def _recordings_of(self, num_samples: int, has_policy: bool) -> Recordings:
         value = self._options.activation_checkpointing if has_policy else False
         options = replace(self._options, activation_checkpointing=value)
-        return Recordings(self._step, options, self._microbatch(num_samples))
-
-    def _microbatch(self, num_samples: int) -> Microbatch:
-        """The first samples of the batch.
-
-        Raises:
-            ConfigurationError: The batch cannot be cut into microbatches of so many.
-        """
-        parts = split_batch(self._step.batch, max(1, self._batch_size // num_samples))
-        if parts[0].num_samples != num_samples:
-            raise ConfigurationError(
-                f"microbatches of {num_samples} samples cannot be looked at, since a batch as configured has "
-                f"{self._batch_size}"
-            )
-        return parts[0]
+        return Recordings(self._step, options, first_samples(self._step.batch, num_samples))
 
 
 def _bubble(layout: Layout) -> float:

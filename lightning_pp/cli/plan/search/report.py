@@ -65,6 +65,9 @@ def print_search(console: Console, search: Search) -> None:
     console.print()
     console.print(_table(search))
     console.print()
+    console.print(
+        "To take a plan, write its words after the command, lightning-pp or lightning-pp-plan without --search:"
+    )
     for place, plan in enumerate(result.best, 1):
         console.print(Text(f"{place}: {' '.join(search.words(plan))}"), soft_wrap=True)
 
@@ -111,16 +114,16 @@ def _table(search: Search) -> Table:
         caption=(
             "in a row: a step in a row of steps, and with what data-parallel ranks gather and reduce; the fastest "
             "sharding of each is shown. Bubble: without that. Cuts are between whole blocks: training cuts inside of "
-            "blocks where a step gets 2 % shorter, and lightning-pp-plan with the words below tells what that gains."
+            "blocks where a step gets 2 % shorter, and lightning-pp-plan with a plan's words tells what that gains."
         ),
         title_justify="left",
         caption_justify="left",
     )
-    for heading in ("", "in a row ms", "with gathers ms", "samples/s", "GiB", "bubble", "ranks x replicas"):
-        table.add_column(heading, justify="right")
-    table.add_column("schedule", no_wrap=True)
-    for heading in ("microbatches", "checkpointing", "sharding"):
-        table.add_column(heading)
+    for heading in ("", "in a row\nms", "with\ngathers ms", "samples/s", "GiB", "bubble", "ranks x\nreplicas"):
+        table.add_column(heading, justify="right", overflow="fold")
+    table.add_column("schedule,\nstages a rank", no_wrap=True, overflow="fold")
+    for heading in ("microbatches\nx samples", "run again", "sharding,\ncopies"):
+        table.add_column(heading, overflow="fold")
     for place, plan in enumerate(search.result.best, 1):
         layout, planned = plan.layout, plan.planned
         table.add_row(
@@ -132,7 +135,7 @@ def _table(search: Search) -> Table:
             f"{planned.bubble_fraction:.1%}",
             f"{layout.num_ranks} x {layout.num_replicas}",
             _schedule(layout),
-            f"{layout.num_microbatches} of {layout.microbatch_size}",
+            f"{layout.num_microbatches} x {layout.microbatch_size}",
             _checkpointing(layout),
             _sharding(plan),
             style="bold" if place == 1 else "",
@@ -141,17 +144,16 @@ def _table(search: Search) -> Table:
 
 
 def _schedule(layout: Layout) -> str:
-    several = "" if layout.stages_per_rank == 1 else f", {layout.stages_per_rank} stages a rank"
-    return f"{layout.schedule}{several}"
+    return layout.schedule + (f", {layout.stages_per_rank}" if layout.stages_per_rank > 1 else "")
 
 
 def _checkpointing(layout: Layout) -> str:
     value = layout.activation_checkpointing
-    return "none" if value is False else "blocks" if value is True else "as configured"
+    return "nothing" if value is False else "blocks" if value is True else "as configured"
 
 
 def _sharding(plan: FoundPlan) -> str:
     if plan.layout.num_replicas == 1:
         return "-"
     copies = plan.sharding.replicate_size
-    return plan.sharding.mode + (f", {copies} copies" if copies > 1 else "")
+    return plan.sharding.mode + (f", {copies}" if copies > 1 else "")
