@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -62,6 +63,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if left_out:
             config.hook.pytest_deselected(items=left_out)
             items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # all tests and what they have imported stay; collections need not look through them
 
 
 def _leave_to_the_night(items: list[pytest.Item]) -> None:

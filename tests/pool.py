@@ -29,10 +29,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, Literal, overload
 
-from pool_worker import HEAVY_MODULES, Failure, Task, pack, unpack, worker_main
+from pool_worker import PRELOADED, Failure, Task, pack, unpack, worker_main
 from torch.distributed import TCPStore
 
 START_TIMEOUT_S = 180.0
@@ -52,14 +53,19 @@ class WorkerError(RuntimeError):
     """A rank of a pool run raised, died or hung; the message has every rank's traceback."""
 
 
+def fork_context() -> ForkServerContext:
+    """Starts processes from one that has imported what takes long, so that starting one takes little."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["pool_worker", *PRELOADED])
+    return context
+
+
 class _Worker:
     def __init__(self) -> None:
         descriptor, name = tempfile.mkstemp(prefix="pool_stack_")
         os.close(descriptor)
         self.stack_file = Path(name)
-        # all workers come from one process that has imported what takes long, so that starting one takes little
-        context = get_context("forkserver")
-        context.set_forkserver_preload(["pool_worker", *HEAVY_MODULES])
+        context = fork_context()
         self.connection, child = context.Pipe()
         # Not a daemon: daemonic processes may not have children, and a test may use DataLoader workers.
         self.process = context.Process(target=worker_main, args=(child, name))

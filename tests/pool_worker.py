@@ -27,6 +27,17 @@ HEAVY_MODULES = (
     "functorch.compile",
     "lightning_pp.strategy.strategy",
 )
+#: What the process imports besides from which all others are forked: for commands, and models of several test files.
+PRELOADED = (
+    *HEAVY_MODULES,
+    "lightning_pp.cli.app",
+    "lightning_pp.recipes.byte_gpt",
+    "lightning_pp.recipes.byte_text",
+    "wandb",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.t5.modeling_t5",
+)
 THREADS_END_WITHIN_S = 0.5
 
 
@@ -213,3 +224,4 @@ def _reset(environ: dict[str, str], folder: str) -> None:
     # The cache holds device meshes, equal to later ones in layout, whose process groups are gone.
     importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
     gc.collect()
+    gc.freeze()  # what the run has imported stays as well

@@ -8,7 +8,6 @@ import signal
 import time
 from datetime import timedelta
 from itertools import pairwise
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from pool import HEAVY_MODULES
+from pool import fork_context
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -32,8 +31,7 @@ SAVES_TO_MEASURE = 3
 FOLLOWS_WITHIN_S = 60.0
 """For ranks whose peer was killed; they see the closed connection, and the rest is a loaded machine."""
 
-context = get_context("forkserver")
-context.set_forkserver_preload(["pool_worker", *HEAVY_MODULES])
+context = fork_context()
 
 
 def path_of(folder: Path, version: int, mode: str) -> Path:

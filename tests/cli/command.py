@@ -10,11 +10,10 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
-from multiprocessing import get_context
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from pool import HEAVY_MODULES, torchrun_environ
+from pool import fork_context, torchrun_environ
 from torch.distributed import TCPStore
 
 import lightning_pp
@@ -36,6 +35,7 @@ TINY_RUN = [
     "data.batch_size=4",
     "data.num_val_crops=4",
     "strategy.num_microbatches=2",
+    "strategy.check_first_batches=false",
 ]
 
 
@@ -97,8 +97,7 @@ def run_forked(
         timeout_s: For all of them.
         module: What runs.
     """
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["pool_worker", *HEAVY_MODULES])
+    context = fork_context()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     told = [
         torchrun_environ(rank, num_processes, store.port) if num_processes > 1 else {} for rank in range(num_processes)
@@ -131,6 +130,7 @@ def _run_module(module: str, arguments: list[str], folder: Path, environment: di
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
+    sys.path.insert(0, os.getcwd())  # as `python -m` does
     sys.argv[1:] = arguments
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

@@ -113,7 +113,7 @@ def test_logger_that_cannot_be_used_is_told_in_a_sentence(tmp_path: Path) -> Non
     assert "Traceback" not in finished.output
 
 
-@pytest.mark.parametrize("flag", ["-m", "--multirun"])
+@pytest.mark.parametrize("flag", ["-m", pytest.param("--multirun", marks=pytest.mark.nightly)])
 def test_self_launched_multirun_is_refused_with_the_torchrun_command(flag: str, tmp_path: Path) -> None:
     finished = run_forked([flag, "data.seed=1,2", "strategy.schedule=1f1b"], tmp_path)
     assert finished.code == 1

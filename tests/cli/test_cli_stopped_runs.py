@@ -44,8 +44,40 @@ def test_a_finished_run_goes_on_with_more_steps_as_documented(folder: Path) -> N
     assert re.search(r"step 4 of\s+max_steps=4. All steps are done: set max_steps above 4", finished.output)
 
 
+def check_saved_and_resumed(folder: Path, output: str, rank: int) -> None:
+    match = re.search(rf"SIGTERM on rank {rank}: training has ended after (\d+) batches", output)
+    (saved,) = folder.glob("outputs/*/*/checkpoints/preempted-*.ckpt")
+    assert match and str(saved) in output.replace("\n", ""), output
+    steps = int(match.group(1)) + 2
+    resumed = run_forked([*TINY_RUN, *TEXT, f"trainer.max_steps={steps}", f"ckpt_path='{saved}'"], folder, 2)
+    assert resumed.code == 0 and checkpoint_of(resumed.output).endswith(f"step{steps}.ckpt"), resumed.output
+
+
+SIGNALLED = """
+import os
+import signal
+
+from lightning.pytorch import Callback
+
+class Once(Callback):
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == 2 and trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def test_a_signal_to_a_rank_saves_and_ends_with_143(folder: Path) -> None:
+    """The checkpoint's name is one for Hydra."""
+    (folder / "signalled.py").write_text(SIGNALLED)
+    endless = ["trainer.max_steps=100000", "+callbacks.once._target_=signalled.Once"]
+    ended = run_forked([*TINY_RUN, *TEXT, *endless], folder, 2)
+    assert ended.code == 143, ended.output
+    check_saved_and_resumed(folder, ended.output, 1)
+
+
+@pytest.mark.nightly
 def test_a_signal_to_the_command_saves_and_ends_with_143(folder: Path) -> None:
-    """The processes that the command has started end with it, and the checkpoint's name is one for Hydra."""
+    """The processes that the command has started end with it."""
     endless = ["trainer.max_steps=100000", "trainer.val_check_interval=3"]
     process = start_command([*TINY_RUN, *TEXT, *endless], folder)
     try:
@@ -59,9 +91,4 @@ def test_a_signal_to_the_command_saves_and_ends_with_143(folder: Path) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 143, output
-    match = re.search(r"SIGTERM on rank 0: training has ended after (\d+) batches", output)
-    (saved,) = folder.glob("outputs/*/*/checkpoints/preempted-*.ckpt")
-    assert match and str(saved) in output.replace("\n", ""), output
-    steps = int(match.group(1)) + 2
-    resumed = run_forked([*TINY_RUN, *TEXT, f"trainer.max_steps={steps}", f"ckpt_path='{saved}'"], folder, 2)
-    assert resumed.code == 0 and checkpoint_of(resumed.output).endswith(f"step{steps}.ckpt"), resumed.output
+    check_saved_and_resumed(folder, output, 0)

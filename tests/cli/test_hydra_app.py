@@ -53,9 +53,13 @@ def application(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_an_application_uses_the_groups_and_leaves_one_folder(application: Path) -> None:
-    overrides = [each for each in TINY_RUN if not each.startswith("trainer.")]
-    finished = run_command([*overrides, "strategy.schedule=1f1b"], application, module="train")
+@pytest.mark.parametrize("launches_itself", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_an_application_uses_the_groups_and_leaves_one_folder(application: Path, launches_itself: bool) -> None:
+    overrides = [*(each for each in TINY_RUN if not each.startswith("trainer.")), "strategy.schedule=1f1b"]
+    if launches_itself:
+        finished = run_command(overrides, application, module="train")
+    else:
+        finished = run_forked(overrides, application, num_processes=2, module="train")
     assert finished.code == 0, finished.output
     assert {f"rank {rank} of mine has trained 2 steps" for rank in (0, 1)} <= set(finished.output.splitlines())
     files = {path.name for path in application.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
@@ -73,7 +77,7 @@ def test_an_application_uses_the_groups_and_leaves_one_folder(application: Path)
     ],
 )
 def test_an_application_refuses_in_a_sentence(application: Path, override: str, said: str) -> None:
-    finished = run_command([override], application, module="train")
+    finished = run_forked([override], application, module="train")
     assert (finished.code, finished.output.strip()) == (1, f"train.py: {override}: {said}")
     assert not (application / "outputs").exists()
 

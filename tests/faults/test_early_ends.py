@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning_utilities.core import rank_zero
+from parity_run import QUIET
+from pool import WorkerPool
 from script_runs import losses, run_script, wait_until, when_batches_are_done
+from training_script import Regression, loader
+
+from lightning_pp import PipelineParallelStrategy
 
 
 @pytest.mark.by_day(1)
@@ -41,8 +50,31 @@ def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
     assert ended.seconds < 40 and "Interrupted again: ended at once." in ended.output
 
 
+@pytest.mark.nightly
 def test_a_signal_ends_an_evaluation_on_all_ranks(tmp_path: Path) -> None:
     ended = run_script("trainer", tmp_path, method="test", event="SIGTERM", ranks=(1,), at=2)
     assert ended.code == 143, ended.output
     assert "SIGTERM on rank 1: test has ended before its last batch." in ended.output
     assert not list(tmp_path.rglob("*.ckpt"))
+
+
+def evaluated_until_a_signal() -> tuple[str, list[str]]:
+    """In a worker: the code with which an evaluation ends, and what is said of it."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    rank_zero.log.addHandler(handler)
+    trainer = pl.Trainer(**QUIET, devices=2, strategy=PipelineParallelStrategy(num_microbatches=2))
+    try:
+        trainer.test(Regression("SIGTERM", (1,), 2), loader(), verbose=False)
+    except SIGTERMException as end:
+        return str(end.code), [line for line in lines if "SIGTERM on rank" in line]
+    finally:
+        rank_zero.log.removeHandler(handler)
+    raise AssertionError("the signal has not ended the evaluation")
+
+
+def test_an_evaluation_ends_with_the_code_of_the_signal(pool: WorkerPool) -> None:
+    first, second = pool.run(evaluated_until_a_signal, world_size=2)
+    assert first == ("143", ["SIGTERM on rank 1: test has ended before its last batch."])
+    assert second == ("143", [])

@@ -6,9 +6,8 @@ group that never ends.
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
+import os
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +23,7 @@ from small_models import Blocks
 
 from lightning_pp import PipelineParallelStrategy
 from lightning_pp.distributed.groups import default_timeout
+from lightning_pp.strategy.faults import failed_device
 
 
 class Failing(Blocks):
@@ -59,36 +59,32 @@ def test_groups_end_with_the_run_and_no_other_run_follows(pool: WorkerPool) -> N
         assert "ckpt_path=" in said
 
 
-SCRIPT = """
-import sys, threading
-from unittest.mock import PropertyMock, patch
-import lightning.pytorch as pl
-from lightning_pp import PipelineParallelStrategy
-from pipelined_fit import loader
-from test_failed_device import Failing
-
 class NeverEnds:
-    def abort(self):
+    def abort(self) -> None:
         threading.Event().wait()
 
-if __name__ == "__main__":
+
+def fit_on_a_device_that_does_not_let_go(folder: Path) -> None:
+    """In a worker, whose errors go to a file: a step fails, and the device never lets go."""
+    output = os.open(folder / f"{os.environ['RANK']}.txt", os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 2)
     with (
         patch.object(PipelineParallelStrategy, "_has_device", PropertyMock(return_value=True)),
         patch.object(PipelineParallelStrategy, "_channels", lambda self: [NeverEnds()]),
+        patch.object(failed_device, "_ABORT_S", 3.0),
     ):
-        trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=PipelineParallelStrategy(2, num_microbatches=2),
-                             max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
-        trainer.fit(Failing(), loader(16))
-"""
+        strategy = PipelineParallelStrategy(2, num_microbatches=2)
+        pl.Trainer(devices=2, strategy=strategy, max_epochs=1, **QUIET).fit(Failing(), loader(16))
 
 
-def test_a_device_that_does_not_let_go(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(f"import sys; sys.path[:0] = {sys.path}\n{textwrap.dedent(SCRIPT)}")
-    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode in (1, -9)  # Lightning kills the rank that is left when another has ended
-    assert "ValueError: bad value" in done.stderr and "in training_step" in done.stderr
-    assert "the device did not let go of this process 10 s after the exception" in done.stderr
+def test_a_device_that_does_not_let_go(pool: WorkerPool, tmp_path: Path) -> None:
+    run = fit_on_a_device_that_does_not_let_go
+    report = pool.run(run, tmp_path, world_size=2, timeout=120, grace=1, expect_failure=True)
+    ended = report.failures[1]
+    assert ended is not None and (ended.type, ended.message) == ("WorkerDied", "exit code 1")
+    told = (tmp_path / "1.txt").read_text()
+    assert "ValueError: bad value" in told and "in training_step" in told
+    assert "the device did not let go of this process 3 s after the exception" in told
 
 
 def test_without_a_timeout_a_backend_has_its_own() -> None:

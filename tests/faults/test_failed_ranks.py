@@ -78,19 +78,16 @@ def check(jobs: Jobs, folder: Path, layout: str, fault: str, place: str, rank: i
             assert re.search(rf"rank {rank} \(on .*\) failed\.", text) and "faulty_job.py" in text, printed
 
 
-# every fault, place, layout and end of the pipeline at least once
+# every fault, layout and end of the pipeline at least once, and most places
 USUAL = [
     ("2x1", "exception", "dry run", 1),
     ("2x1", "SIGKILL", "forward", 0),
     ("2x1", "SIGSTOP", "loading", 1),
     ("2x1", "loop", "callback", 0),
     ("2x1", "exit(0)", "optimizer", 0),
-    ("4x1", "SIGKILL", "backward", 2),
-    ("4x1", "exception", "forward", 3),
     ("2x2", "exception", "saving", 3),
     ("2x2", "memory", "configure_optimizers", 2),
     ("2x2", "SIGKILL", "validation", 1),
-    ("2x1", "SIGKILL", "weight gradient", 1),
     ("4x1", "exception", "send", 1),
     ("2x2", "exception", "reduce", 1),
 ]
@@ -117,7 +114,7 @@ def test_no_rank_trains_on_what_is_not_a_number(jobs: Jobs, tmp_path: Path, layo
 
 
 def test_a_short_timeout_does_not_bound_the_start(jobs: Jobs, tmp_path: Path) -> None:
-    job = {"layout": LAYOUTS["2x1"], "fault": "none", "place": "none", "rank": -1, "timeout": 6, "late": 9.0}
+    job = {"layout": LAYOUTS["2x1"], "fault": "none", "place": "none", "rank": -1, "timeout": 5, "late": 7.0}
     assert jobs(job, tmp_path)["codes"] == [0, 0]
 
 

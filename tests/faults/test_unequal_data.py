@@ -74,7 +74,7 @@ def check(pool: WorkerPool, pattern: str, layout: Layout, *args: Any) -> None:
         assert failure is not None and re.search(pattern, failure.message), f"rank {rank} says {failure}"
 
 
-@pytest.mark.parametrize("what", ["fit", "validation in a fit", "validate"])
+@pytest.mark.parametrize("what", ["fit", "validation in a fit", pytest.param("validate", marks=pytest.mark.nightly)])
 def test_ranks_of_a_pipeline(pool: WorkerPool, what: str) -> None:
     data = "training" if what == "fit" else "validation"
     check(pool, rf"Rank 0 has 3 batches of {data} data, and rank 1 has 2", PIPELINE, what, Rows, [3, 2])
@@ -85,6 +85,7 @@ def test_replicas(pool: WorkerPool) -> None:
     check(pool, pattern, REPLICAS, "fit", Rows, [3, 2, 3, 2])
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("numbers", [[4, 2], [2, 4]])
 @pytest.mark.parametrize("what", ["fit", "validation in a fit", "validate"])
 def test_data_without_a_length(pool: WorkerPool, what: str, numbers: list[int]) -> None:
@@ -177,7 +178,7 @@ def run_alone(number: int) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 
-@pytest.mark.parametrize("kind", [Rows, Stream])
+@pytest.mark.parametrize("kind", [pytest.param(Rows, marks=pytest.mark.nightly), Stream])
 def test_all_end_where_the_shortest_ends(pool: WorkerPool, kind: Any) -> None:
     expected = run_alone(2)
     # ranks 0 and 2 are the stages of one replica

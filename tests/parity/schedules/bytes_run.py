@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_pp import PipelineParallelStrategy
 from lightning_pp.runtime.transport.sends import Send, Sends
 
-WIDTH, LENGTH, WORDS, NUM_LAYERS = 256, 8, 16, 16
+WIDTH, LENGTH, WORDS, NUM_LAYERS = 256, 8, 16, 8
 
 
 class Half(nn.Module):
@@ -41,7 +41,7 @@ class Layer(nn.Module):
 
 
 class Layers(L.LightningModule):
-    """Sixteen layers; ``outside``: their halves are units, added up by the step."""
+    """Eight layers; ``outside``: their halves are units, added up by the step."""
 
     def __init__(self, outside: bool) -> None:
         super().__init__()

@@ -80,6 +80,7 @@ class Case:
             data_parallel_replicate_size=self.replicate,
             cpu_offload=self.offload,
             activation_checkpointing=["blocks.*"] if self.checkpointing == "units" else False,
+            check_first_batches=False,  # which takes as long as the batch
         )
 
     def __str__(self) -> str:

@@ -37,7 +37,7 @@ def on_its_own_thread(function: Callable[..., None]) -> Callable[..., None]:
 def train_with_threads(settings: Settings, layout: Layout, options: dict[str, Any]) -> Outcome:
     """In a worker: trains as a pipeline, every backward on a thread of its own."""
     with patch.object(torch.autograd, "backward", on_its_own_thread(torch.autograd.backward)):
-        return train(settings, layout.strategy(**options), layout.world_size)
+        return train(settings, layout.strategy(check_first_batches=False, **options), layout.world_size)
 
 
 RUNS: list[Any] = [
@@ -55,7 +55,7 @@ RUNS: list[Any] = [
 ]
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("model", "layout", "options"), RUNS, ids=lambda value: value if isinstance(value, str) else None
 )

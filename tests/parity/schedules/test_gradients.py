@@ -25,18 +25,19 @@ BY_HAND = tuple(name for name in ALL if name != "auto")
 # pipeline ranks, replicas, microbatches; schedules
 COVERING = [
     (2, 1, 3, BY_HAND),
-    (2, 2, 3, ("1f1b", "interleaved_zb", "zb_h1", "zb_v")),
-    (3, 1, 4, ("zb_h2", "interleaved_1f1b", "v_half")),
-    (4, 1, 6, ("zb_h1", "zb_v")),
+    (2, 2, 3, ("interleaved_zb", "zb_h1")),
+    (3, 1, 4, ("zb_h2", "interleaved_1f1b")),
+    (4, 1, 6, ("zb_v",)),
 ]
-# every schedule that splits the backward, and one that does not
+# each placement with schedules that split the backward, and a schedule that does not; by day the first
 SUMS: list[Any] = [
-    (2, 1, 3, ("zb_h1", "zb_v", "v_half", "interleaved_zb", "1f1b")),
+    (2, 1, 3, ("zb_h1", "zb_v", "1f1b")),
+    pytest.param((2, 1, 5, ("v_half", "interleaved_zb")), marks=pytest.mark.nightly),
     (2, 2, 3, ("zb_v",)),
     (4, 1, 6, ("zb_h2",)),
     *(pytest.param((ranks, 1, 6, BY_HAND), marks=pytest.mark.nightly) for ranks in (3, 4)),
 ]
-MORE = [(2, 1, 3), (3, 1, 4)]
+MORE = [(2, 2, 3), (3, 1, 4)]
 EVERYWHERE = [
     (pipeline, replicas, m, (*ALL, "csv"))
     for pipeline, replicas, numbers in ((2, 1, (1, 5)), (2, 2, (3, 5)), (3, 1, (2, 4, 7)), (4, 1, (3, 6, 7)))
@@ -121,7 +122,7 @@ def test_gradients_where_sums_between_units_cross(
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("pipeline", "replicas", "m"), [(2, 2, 3), *(pytest.param(*case, marks=pytest.mark.nightly) for case in MORE)]
+    ("pipeline", "replicas", "m"), [(2, 1, 3), *(pytest.param(*case, marks=pytest.mark.nightly) for case in MORE)]
 )
 def test_gradients_over_a_change_of_schedule(
     pool: WorkerPool, tmp_path: Path, pipeline: int, replicas: int, m: int

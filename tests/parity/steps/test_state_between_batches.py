@@ -187,6 +187,7 @@ def train(kind: type[Stateful], layout: Layout | None = None) -> tuple[list[floa
     return [*losses, float(trainer.callback_metrics["val_loss"])], whole_weights(module), sums
 
 
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize("kind", CARRIED, ids=lambda kind: kind.__name__)
 def test_one_microbatch_carries_state_as_one_device_does(pool: WorkerPool, kind: type[Stateful]) -> None:
     losses, expected, state = train(kind)
@@ -198,6 +199,7 @@ def test_one_microbatch_carries_state_as_one_device_does(pool: WorkerPool, kind:
     assert_equal_trees(weights, expected)
 
 
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize("kind", CARRIED, ids=lambda kind: kind.__name__)
 def test_several_microbatches_are_refused_with_name_and_line(pool: WorkerPool, kind: type[Stateful]) -> None:
     report = pool.run(train, kind, FOUR, world_size=2, timeout=60, expect_failure=True)

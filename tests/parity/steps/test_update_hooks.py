@@ -190,7 +190,7 @@ def watch_norms(layout: Layout | None, sharding: Any = "replicate") -> Any:
     return watches.logged
 
 
-@pytest.mark.parametrize("sharding", ["replicate", "full_shard"])
+@pytest.mark.parametrize("sharding", [pytest.param("replicate", marks=pytest.mark.nightly), "full_shard"])
 def test_grad_norm_is_that_of_one_device_on_every_rank(pool: WorkerPool, sharding: str) -> None:
     expected = watch_norms(None)
     assert {"grad_2.0_norm_total", "grad_2.0_norm/layers.6.bias", "part", "block"} <= expected[0].keys()
@@ -262,6 +262,7 @@ CASES = [
 ]
 
 
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize(("hooks", "sharding"), CASES)
 def test_weights_are_those_of_one_device(pool: WorkerPool, hooks: str, sharding: str) -> None:
     expected = train(HOOKS[hooks])

@@ -64,6 +64,7 @@ def check(
     assert found_weights == expected["weights"].keys()
 
 
+@pytest.mark.by_day(6)
 @pytest.mark.parametrize(("loss", "layout"), COVERING, ids=str)
 def test_like_one_device(pool: WorkerPool, loss: str, layout: Layout) -> None:
     check(pool, loss, layout)
@@ -166,6 +167,7 @@ class MetricAndOutputs(WholeBatchModel):
 WAYS = [MetricAndOutputs, FrozenStart, HardestSamples, DrawsNoise, EditsItsBatch, Buckets, RowsOfOneSampleTogether]
 
 
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize("model", WAYS)
 def test_ways_of_a_step(pool: WorkerPool, model: Any) -> None:
     check(pool, "contrastive", Layout("zb_v", 2, 1, 4), model)
@@ -208,10 +210,10 @@ def train_by_ddp(loss: str) -> dict[str, Any]:
     ("loss", "sharding"),
     [
         ("contrastive", "replicate"),
-        ("loss_module", "full_shard"),
-        ("tied", "replicate"),
         ("tied", "full_shard"),
+        pytest.param("tied", "replicate", marks=pytest.mark.nightly),
         pytest.param("contrastive", "full_shard", marks=pytest.mark.nightly),
+        pytest.param("loss_module", "full_shard", marks=pytest.mark.nightly),
         pytest.param("loss_module", "replicate", marks=pytest.mark.nightly),
     ],
 )

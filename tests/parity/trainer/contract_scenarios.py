@@ -29,6 +29,8 @@ from torch import Tensor
 
 Scenario = Callable[[Layout | None, Path], Any]
 SCENARIOS: dict[str, Scenario] = {}
+#: For scenarios of several trainings: the check takes as long as a short training.
+UNCHECKED = {"check_first_batches": False}
 
 
 def scenario(function: Scenario) -> Scenario:
@@ -84,7 +86,9 @@ def in_trainings(root: Path) -> list[dict[str, ModelCheckpoint]]:
 def checkpoints_with_every_option(layout: Layout | None, folder: Path) -> Any:
     root, found = folder_of(layout, folder), {}
     for callbacks in in_trainings(root):
-        trainer = make_trainer(layout, max_epochs=2, enable_checkpointing=True, callbacks=list(callbacks.values()))
+        trainer = make_trainer(
+            layout, max_epochs=2, enable_checkpointing=True, callbacks=list(callbacks.values()), **UNCHECKED
+        )
         trainer.fit(make(Logs), Data())
         for name, callback in callbacks.items():
             found[name] = {
@@ -111,7 +115,7 @@ def early_stopping_in_its_forms(layout: Layout | None, folder: Path) -> Any:
     found = {}
     for name, options in forms.items():
         stopping = EarlyStopping(**options)
-        trainer = make_trainer(layout, max_epochs=6, callbacks=[stopping])
+        trainer = make_trainer(layout, max_epochs=6, callbacks=[stopping], **UNCHECKED)
         trainer.fit(make(Logs), Data())
         found[name] = {
             "stopped": stopping.stopped_epoch,
@@ -159,7 +163,9 @@ def schedulers_and_their_monitor(layout: Layout | None, folder: Path) -> Any:
     for kind in ("one cycle", "every second step", "plateau", "lambda"):
         logger = CSVLogger(folder_of(layout, folder), name=kind, version=0)
         monitor = LearningRateMonitor(log_momentum=True)
-        trainer = make_trainer(layout, max_epochs=3, logger=logger, callbacks=[monitor], log_every_n_steps=1)
+        trainer = make_trainer(
+            layout, max_epochs=3, logger=logger, callbacks=[monitor], log_every_n_steps=1, **UNCHECKED
+        )
         trainer.fit(make(Schedulers, kind=kind), Data())
         found[kind] = {
             "rates": monitor.lrs,
@@ -301,7 +307,7 @@ def loops_that_end_early(layout: Layout | None, folder: Path) -> Any:
     }
     for name, options in runs.items():
         module = make(StopsItself, how=name.split(",")[0])
-        trainer = make_trainer(layout, **options)
+        trainer = make_trainer(layout, **options, **UNCHECKED)
         trainer.fit(module, Data())
         found[name] = [module.batches, trainer.global_step, trainer.current_epoch, str(trainer.state.status)]
     return found
@@ -324,7 +330,7 @@ def restarts(layout: Layout | None, folder: Path) -> Any:
     found = {}
     for name, options in {"goes on": {"max_epochs": 3}, "ended": {"max_epochs": 1}}.items():
         notes = StepLosses()
-        trainer = make_trainer(layout, callbacks=[notes], **options)
+        trainer = make_trainer(layout, callbacks=[notes], **options, **UNCHECKED)
         trainer.fit(make().double(), Data(), ckpt_path=str(root / "epoch.ckpt"))
         found[name] = [notes.losses, trainer.global_step, trainer.current_epoch]
     trainer = make_trainer(layout)
@@ -470,7 +476,7 @@ def trainer_flags_without_effect(layout: Layout | None, folder: Path) -> Any:
         if name == "barebones":
             options = {**options, "enable_model_summary": None, "num_sanity_val_steps": None}
         notes = StepLosses()
-        trainer = make_trainer(layout, max_epochs=1, callbacks=[notes], **options)
+        trainer = make_trainer(layout, max_epochs=1, callbacks=[notes], **options, **UNCHECKED)
         trainer.fit(make(), Data())
         found[name] = notes.losses
     return found

@@ -53,11 +53,11 @@ def make(module: type[Classifier] = Classifier, **kwargs: Any) -> Any:
     return module(**kwargs)
 
 
-def make_trainer(layout: Layout | None, **kwargs: Any) -> L.Trainer:
+def make_trainer(layout: Layout | None, *, check_first_batches: bool = True, **kwargs: Any) -> L.Trainer:
     """A quiet float64 Trainer, on one device or with the pipeline strategy."""
     arguments: dict[str, Any] = {**QUIET, "precision": "64-true", "max_epochs": 2, "use_distributed_sampler": False}
     if layout is not None:
-        arguments.update(devices=layout.world_size, strategy=layout.strategy())
+        arguments.update(devices=layout.world_size, strategy=layout.strategy(check_first_batches=check_first_batches))
     return L.Trainer(**{"devices": 1, **arguments, **kwargs})
 
 

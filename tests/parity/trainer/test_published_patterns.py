@@ -22,7 +22,7 @@ from pool import WorkerPool
 from small_models import Blocks
 from torch import Tensor
 
-LAYOUTS = [Layout("1f1b", 2, 1, 2), Layout("zb_h1", 3, 1, 2)]
+LAYOUTS = [Layout("1f1b", 2, 1, 2), pytest.param(Layout("zb_h1", 3, 1, 2), marks=pytest.mark.nightly)]
 
 Pattern = Callable[[Layout | None, Path], Any]
 

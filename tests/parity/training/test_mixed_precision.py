@@ -191,12 +191,12 @@ def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) ->
 @pytest.mark.parametrize(
     ("pipeline", "replicas", "options"),
     [
-        (1, 1, {}),
-        (2, 1, {}),
         (2, 1, {"schedule": "zb_v"}),
         (1, 2, {"sharding": "full_shard"}),
         (2, 2, {"schedule": "zb_h1", "sharding": "shard_grad_op"}),
-        (2, 2, {"sharding": "replicate"}),
+        pytest.param(1, 1, {}, marks=pytest.mark.nightly),
+        pytest.param(2, 1, {}, marks=pytest.mark.nightly),
+        pytest.param(2, 2, {"sharding": "replicate"}, marks=pytest.mark.nightly),
     ],
     ids=str,
 )

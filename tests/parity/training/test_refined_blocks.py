@@ -46,21 +46,30 @@ CASES: list[tuple[str, Layout, Sequence[str], dict[str, Any]]] = [
     ("t5", Layout("interleaved_zb", 2, 1, 4), T5, {}),
     ("vit", Layout("zb_h2", 3, 1, 4), VIT[1:], {}),
 ]
+# what differs from another case in its schedule or its model alone
+_AT_NIGHT = [CASES[0], CASES[2], CASES[5]]
 _MORE: list[tuple[str, Layout, Sequence[str], dict[str, Any]]] = [
-    (model, Layout(schedule, ranks, 1, 4), points, {})
-    for model, points in (("gpt2_float64_loss", GPT2), ("llama_float64_loss", LLAMA), ("t5", T5), ("vit", VIT))
-    for schedule, ranks in (("zb_h1", 4), ("zb_h2", 4), ("zb_v", 2), ("v_half", 2), ("v_min", 2), ("dualpipe_v", 2))
+    *_AT_NIGHT,
+    *(
+        (model, Layout(schedule, ranks, 1, 4), points, {})
+        for model, points in (("gpt2_float64_loss", GPT2), ("llama_float64_loss", LLAMA), ("t5", T5), ("vit", VIT))
+        for schedule, ranks in (("zb_h1", 4), ("zb_h2", 4), ("zb_v", 2), ("v_half", 2), ("v_min", 2), ("dualpipe_v", 2))
+    ),
 ]
 
 
 def train_cut(settings: Settings, layout: Layout, split_points: Sequence[str], options: dict[str, Any]) -> Outcome:
     """In a worker: trains with these cuts; the outcome has this rank's parameters only."""
-    return train(settings, layout.strategy(split_points=list(split_points), **options), layout.world_size)
+    strategy = layout.strategy(split_points=list(split_points), check_first_batches=False, **options)
+    return train(settings, strategy, layout.world_size)
 
 
 @pytest.mark.parametrize(
     ("model", "layout", "split_points", "options"),
-    [*CASES, *(pytest.param(*case, marks=pytest.mark.nightly) for case in _MORE)],
+    [
+        *(case for case in CASES if case not in _AT_NIGHT),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in _MORE),
+    ],
     ids=str,
 )
 def test_cuts_inside_blocks_train_as_one_device(
