@@ -81,7 +81,7 @@ class StageRunner:
         """
         calls = self._prepare(plan)[1]
         run = StageForward(
-            calls, self._units, receive, randomness, with_gradients, self.recomputation, self._is_in_region
+            calls, self._units, receive, randomness, with_gradients, self.recomputation, self._calls.note_function
         )
         if calls.plan.last_call == -1:  # nothing of this stage is called in such a step
             if calls.received:
@@ -148,9 +148,6 @@ class StageRunner:
                 own = leaf.grad
                 returned[edge.value] = torch.zeros_like(leaf) if own is None else own
         return returned
-
-    def _is_in_region(self) -> bool:
-        return self._calls.running_region() is not None
 
     def _prepare(self, plan: StepPlan) -> tuple[StepPlan, StageCalls, list[nn.Module]]:
         """What a plan means here, and the modules of its units that keep their weight gradients back themselves."""

@@ -25,7 +25,7 @@ from lightning_pp.split.record.step_record import OF_OPERATION, Operation, Opera
 from lightning_pp.split.side_effects.carried import FakeSideEffects, SideEffectKeeper
 from lightning_pp.split.unit_calls.compilation import uncompiled_outside_units
 from lightning_pp.split.unit_calls.compute_dtype import cast_activations
-from lightning_pp.split.unit_calls.operations import OperationCalls, lost_operation
+from lightning_pp.split.unit_calls.operations import NoteFunction, OperationCalls, lost_operation
 
 
 class StageFinished(BaseException):
@@ -196,7 +196,7 @@ class StageForward:
         randomness: Seeds for inter-unit code that draws random numbers.
         with_gradients: Whether a backward follows.
         recomputation: Which units are run again in backward.
-        in_region: Whether a checkpointed region runs.
+        note_function: As of :class:`OperationCalls`.
     """
 
     __slots__ = (
@@ -223,13 +223,13 @@ class StageForward:
         randomness: StepRandomness,
         with_gradients: bool,
         recomputation: Recomputation,
-        in_region: Callable[[], bool] = lambda: False,
+        note_function: NoteFunction = lambda name, received: None,
     ) -> None:
         self._recomputation = recomputation
         # followed only where the result of one crosses
         self._operations: OperationCalls | None = None
         if calls.operations:
-            self._operations = OperationCalls(calls.record.operation_numbers.get, self._on_operation, in_region)
+            self._operations = OperationCalls(calls.record.operation_numbers.get, self._on_operation, note_function)
         self._num_last_operations = 0
         self.in_flight = InFlight()
         self.side_effects = FakeSideEffects()

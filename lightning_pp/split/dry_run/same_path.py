@@ -148,8 +148,7 @@ class PathComparison:
                 others.add(number)
             return result
 
-        in_region = self._unit_calls.running_region
-        return OperationCalls(record.operation_numbers.get, on_operation, lambda: in_region() is not None)
+        return OperationCalls(record.operation_numbers.get, on_operation, self._unit_calls.note_function)
 
     def _gives_the_same(
         self,

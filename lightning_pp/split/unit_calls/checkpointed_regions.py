@@ -1,7 +1,8 @@
 """Activation checkpointing around unit calls: the code is run again in backward, when no stage intercepts units.
 
 ``checkpoint(lambda h: second(first(h)), h)`` may span units of several stages. So what the first run saw is remembered
-per checkpointed region, and the second run sees the same. Reentrant checkpointing, which cuts the autograd graph in a
+per checkpointed region, outputs of units and results of the code between them that were received, and the second run
+sees the same. Reentrant checkpointing, which cuts the autograd graph in a
 way that hides what depends on what, runs as the other kind meanwhile.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,8 +20,26 @@ from lightning_pp.split._torch_private import CHECKPOINT_GENERATORS, tree_any
 from lightning_pp.split.fakes.parameters import is_fake
 
 RAN = object()
-# What the unit calls of a region gave: RAN where the unit itself ran, else what stood in for it.
-Calls = list[Any]
+
+
+@dataclass(eq=False, slots=True)
+class Region:
+    """What the first run of a checkpointed region saw.
+
+    Attributes:
+        calls: What its unit calls gave: :data:`RAN` where the unit itself ran, else what stood in for it.
+        num_functions: Functions of torch that gave a tensor between units, where these are followed.
+        received: By how many came before: the name of such a function, and what was taken in the place of its result.
+    """
+
+    calls: list[Any] = field(default_factory=list)
+    num_functions: int = 0
+    received: dict[int, tuple[str, torch.Tensor]] = field(default_factory=dict)
+
+    @property
+    def ran_all(self) -> bool:
+        """Whether all of it ran as the user wrote it, and nobody looked."""
+        return not self.num_functions and all(given is RAN for given in self.calls)
 
 
 _never_runs_again = False
@@ -44,17 +64,17 @@ class CheckpointedRegions:
     """Remembers the unit calls of every checkpointed region.
 
     Args:
-        replaying: Makes a context in which unit calls give what is in a list of calls.
+        replaying: Makes a context in which unit calls and the code between them give what a region saw.
 
     Attributes:
-        open: The calls of each region that runs now.
+        open: The regions that run now.
         num_regions: Regions that were opened so far.
         watching: Makes a context around the code of a region in its first run.
     """
 
-    def __init__(self, replaying: Callable[[Calls], AbstractContextManager[None]]) -> None:
+    def __init__(self, replaying: Callable[[Region], AbstractContextManager[None]]) -> None:
         self._replaying = replaying
-        self.open: list[Calls] = []
+        self.open: list[Region] = []
         self._num_opened = 0
         self.num_regions = 0
         self.watching: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -66,8 +86,15 @@ class CheckpointedRegions:
 
     def note(self, given: Any) -> None:
         """A unit call gave ``given``, :data:`RAN` if the unit ran."""
-        for calls in self.open:
-            calls.append(given)
+        for region in self.open:
+            region.calls.append(given)
+
+    def note_function(self, name: str, received: torch.Tensor | None) -> None:
+        """A function between units gave a tensor, in whose place ``received`` was taken, if that is one."""
+        for region in self.open:
+            if received is not None:
+                region.received[region.num_functions] = name, received
+            region.num_functions += 1
 
     def close(self) -> None:
         """No region is open: a stage that ended its step inside one may have left it so."""
@@ -94,28 +121,29 @@ class CheckpointedRegions:
 
     def _wrapped(self, generator: Callable[..., Generator[None]]) -> Callable[..., Any]:
         def wrapped(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
-            calls: Calls = []
+            region = Region()
 
             def run_again(*inputs: Any, **named_inputs: Any) -> Any:
                 if _never_runs_again:
                     raise NotRunAgainError
-                if all(given is RAN for given in calls):
+                if region.ran_all:
                     return function(*inputs, **named_inputs)
-                with self._replaying(calls):
+                with self._replaying(region):
                     return function(*inputs, **named_inputs)
 
             self._num_opened += not self.open
             self.num_regions += 1
-            self.open.append(calls)
-            region = generator(run_again, *args, **kwargs)
+            self.open.append(region)
+            run = generator(run_again, *args, **kwargs)
             try:
-                next(region)
+                next(run)
+                region.num_functions = 0  # those of torch's own code before it
                 with self.watching():
                     yield
-                yield from region
+                yield from run
             finally:
-                region.close()
-                self.open = [others for others in self.open if others is not calls]
+                run.close()
+                self.open = [other for other in self.open if other is not region]
 
         return wrapped
 

@@ -26,8 +26,8 @@ from lightning_pp.split.fakes.distributions import distributions_check_what_is_h
 from lightning_pp.split.record.step_record import PassedOn
 from lightning_pp.split.side_effects.containers import ABSENT, put_back
 from lightning_pp.split.side_effects.hooks import hooks_of_users, without_hooks
-from lightning_pp.split.unit_calls.checkpointed_regions import RAN, Calls, CheckpointedRegions
-from lightning_pp.split.unit_calls.compilation import compiled_again
+from lightning_pp.split.unit_calls.checkpointed_regions import RAN, CheckpointedRegions, Region
+from lightning_pp.split.unit_calls.compilation import compiled_again, uncompiled_outside_units
 
 
 class CallHandler(Protocol):
@@ -50,6 +50,11 @@ def running_unit() -> bool:
 def handling_call() -> bool:
     """Whether a unit call is being handled: the unit runs, or what stands in for it is made."""
     return _num_handled > 0
+
+
+def gives_value(result: Any) -> bool:
+    """Whether ``result``, of a function of torch, is a tensor that the code between units has made."""
+    return isinstance(result, Tensor) and not isinstance(result, nn.Parameter) and not handling_call()
 
 
 class OutsideUnits(TorchFunctionMode):
@@ -223,9 +228,14 @@ class UnitCalls:
             self._running_original = False
             _num_running -= 1
 
+    def note_function(self, name: str, received: Tensor | None) -> None:
+        """As of :class:`CheckpointedRegions`: whoever follows the code between units tells of each function."""
+        if self._regions.open:
+            self._regions.note_function(name, received)
+
     @contextmanager
-    def _replaying(self, calls: Calls) -> Iterator[None]:
-        remaining = list(reversed(calls))
+    def _replaying(self, region: Region) -> Iterator[None]:
+        remaining = list(reversed(region.calls))
 
         def replay(unit: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not remaining:
@@ -236,8 +246,37 @@ class UnitCalls:
             given = remaining.pop()
             return original(*args, **kwargs) if given is RAN else given
 
-        with self.handled_by(replay):
+        with self.handled_by(replay), ExitStack() as stack:
+            if region.num_functions:  # they were followed, which compiled code cannot be
+                stack.enter_context(uncompiled_outside_units())
+                stack.enter_context(_ReplayedFunctions(region))
             yield
+
+
+class _ReplayedFunctions(OutsideUnits):
+    """Within, functions between units give what was received in the place of their results in a region's first run."""
+
+    def __init__(self, region: Region) -> None:
+        super().__init__()
+        self._received = region.received
+        self._num_functions = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs one function."""
+        result = func(*args, **(kwargs or {}))
+        if not gives_value(result):
+            return result
+        found = self._received.get(self._num_functions)
+        self._num_functions += 1
+        if found is None:
+            return result
+        name, received = found
+        if getattr(func, "__name__", "") != name or result.shape != received.shape:
+            raise SplitError(
+                f"A checkpointed function ran {getattr(func, '__name__', func)!r} between units when it was run again "
+                f"in backward, where it had run {name!r} in forward. It must do the same both times."
+            )
+        return received
 
 
 class _InCharge:

@@ -18,7 +18,7 @@ from lightning_pp.split._torch_private import tree_leaves
 from lightning_pp.split.data.tree import leaves_of
 from lightning_pp.split.record.source_lines import user_line
 from lightning_pp.split.record.step_record import OF_OPERATION, OperationPlace, StepRecord, UnitCall, Value
-from lightning_pp.split.unit_calls.interception import OutsideUnits, handling_call
+from lightning_pp.split.unit_calls.interception import OutsideUnits, gives_value
 
 _VALUE = "_pp_value"
 # Whether these give another tensor than they are given depends on how it lies in memory, on its dtype or its device.
@@ -34,6 +34,8 @@ _PRODUCTS = frozenset(
 OnOperation = Callable[[int, OperationPlace, list[Tensor], Tensor], Tensor]
 """Is told the number of an operation, its place, the tensors that it was given and what it gave; returns what it shall
 give."""
+NoteFunction = Callable[[str, Tensor | None], None]
+"""As :meth:`lightning_pp.split.unit_calls.interception.UnitCalls.note_function`."""
 
 
 class OperationCalls(OutsideUnits):
@@ -42,19 +44,20 @@ class OperationCalls(OutsideUnits):
     Args:
         number_of: Gives the number of an operation; None for one that is not known.
         on_operation: Is told of each one that is known.
-        in_region: Whether the running code is in a checkpointed region, which backward runs again; it is not followed.
+        note_function: Is told the name of each function that gives a tensor, and what is taken in its place, if that
+            is another; what backward runs again has to be given the same.
     """
 
     def __init__(
         self,
         number_of: Callable[[OperationPlace], int | None],
         on_operation: OnOperation,
-        in_region: Callable[[], bool],
+        note_function: NoteFunction,
     ) -> None:
         super().__init__()
         self._number_of = number_of
         self._on_operation = on_operation
-        self._in_region = in_region
+        self._note_function = note_function
         self._num_calls = 0
         self._counts: Counter[OperationPlace] = Counter()
         self._run = object()  # values of other runs mean nothing
@@ -75,11 +78,17 @@ class OperationCalls(OutsideUnits):
         """Runs one function."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if not isinstance(result, Tensor) or isinstance(result, nn.Parameter) or handling_call() or self._in_region():
+        if not gives_value(result):
             return result
+        name = getattr(func, "__name__", "")
+        given = self._followed(name, args, kwargs, result)
+        self._note_function(name, None if given is result else given)
+        return given
+
+    def _followed(self, name: str, args: Any, kwargs: Any, result: Tensor) -> Tensor:
+        """What the function ``name``, which has given ``result``, is to give."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         given = tuple(map(self._value_of, tensors))
-        name = getattr(func, "__name__", "")
         if not any(given) or name in _PRODUCTS:
             return result
         if name in _PASS_ON:

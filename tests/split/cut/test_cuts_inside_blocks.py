@@ -71,17 +71,19 @@ def test_cuts_inside_blocks_are_the_whole_model(name: str, num_stages: int) -> N
     assert set(pipeline.split.partition.stage_of_unit.values()) == set(range(num_stages))
 
 
-def test_a_cut_inside_a_block_sends_one_activation() -> None:
-    """The residual, as a cut between blocks does."""
-    make, batches_of = ZOO["llama"]
+@pytest.mark.parametrize("name", ["llama", "checkpointed_llama"])
+def test_a_cut_inside_a_block_sends_one_activation(name: str) -> None:
+    """The residual, as a cut between blocks does, whether the block checkpoints itself or not."""
+    make, batches_of = ZOO[name]
 
     def sent(**options: Any) -> int:
-        pipeline = OneProcessPipeline(make, batches_of("llama")[0], 2, **options)
+        pipeline = OneProcessPipeline(make, batches_of(name)[0], 2, **options)
         return sum(edge.spec.num_bytes for edge in pipeline.split.step_plan().edges)
 
-    block = blocks_of(build(make))[1]
+    first, block, *_, last = blocks_of(build(make))
     after_attention = sent(refined=[block], split_points=[f"{block}.post_attention_layernorm"])
     assert after_attention == sent(split_points=[block])
+    assert sent(refined=[first, block], split_points=[last]) == sent(split_points=[last])
 
 
 def test_lists_inside_a_block_give_their_own_children() -> None:

@@ -119,6 +119,27 @@ def with_checkpoints(model: Residual, h: Tensor, index: int) -> Tensor:
     return h + model.mlp[index](h)
 
 
+def in_one_checkpoint(model: Residual, h: Tensor, index: int, use_reentrant: bool = False) -> Tensor:
+    """A sum inside of what runs again crosses, and the sum that it ends with."""
+
+    def layer(x: Tensor) -> Tensor:
+        x = x + torch.tanh(model.attention[index](x)) * x
+        return x + model.mlp[index](x * 0.5)
+
+    return torch.utils.checkpoint.checkpoint(layer, h, use_reentrant=use_reentrant)
+
+
+def in_a_reentrant_checkpoint(model: Residual, h: Tensor, index: int) -> Tensor:
+    return in_one_checkpoint(model, h, index, use_reentrant=True)
+
+
+def in_nested_checkpoints(model: Residual, h: Tensor, index: int) -> Tensor:
+    def outer(x: Tensor) -> Tensor:
+        return torch.sin(in_one_checkpoint(model, torch.cos(x), index)) + x
+
+    return torch.utils.checkpoint.checkpoint(outer, h, use_reentrant=False)
+
+
 def without_gradients(model: Residual, h: Tensor, index: int) -> Tensor:
     with torch.no_grad():
         gate = torch.sigmoid(h + model.attention[index](h))
@@ -132,6 +153,7 @@ def with_dropout(model: Residual, h: Tensor, index: int) -> Tensor:
 
 MIXES = [
     plain, with_more_between, with_parameters, with_edits, with_units_that_edit, with_checkpoints, without_gradients,
+    in_one_checkpoint, in_a_reentrant_checkpoint, in_nested_checkpoints,
 ]  # fmt: skip
 
 
@@ -149,7 +171,7 @@ def activations_sent(plan: StepPlan) -> float:
     return sum(edge.spec.num_bytes for edge in plan.edges) / (3 * LENGTH * WIDTH * 8)
 
 
-@pytest.mark.by_day(7)
+@pytest.mark.by_day(9)
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.__name__)
 @pytest.mark.parametrize("num_stages", [2, pytest.param(3, marks=pytest.mark.nightly), 4])
 def test_training_equals_the_whole_model_and_sends_what_one_block_would(mix: Mix, num_stages: int) -> None:
