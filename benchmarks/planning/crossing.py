@@ -1,16 +1,22 @@
 """What crosses between stages, in the models of the tests: ``python benchmarks/planning/crossing.py [--stages 4]``.
 
 Bytes of one microbatch, forward and back, where outputs of units cross alone, and where results of the code between
-units cross in their place if that is less; the same cuts for both. Nothing runs but dry runs.
+units cross in their place if that is less; the same cuts for both. Then with cuts inside of blocks, wherever FLOPs are
+shared out more evenly so, whether that would make a step of so small a model shorter or not. Last with the cuts that
+training by ``1f1b`` on a GPU would choose: inside of blocks only where the estimated step, transfers included,
+is shorter so. And the work of the slowest stage over that of the mean one, with whole blocks and with cuts inside of
+them. Nothing runs but dry runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +29,20 @@ import architectures  # noqa: E402
 import transformers_by_hand  # noqa: E402
 from one_process import CPU, build, recorded  # noqa: E402
 
+from lightning_pp.distributed.sizes import ParallelSizes  # noqa: E402
 from lightning_pp.errors import ConfigurationError, SplitError  # noqa: E402
-from lightning_pp.planning.stage_model import assign_stages, record_model  # noqa: E402
+from lightning_pp.planning.model_cutter import ModelCutter  # noqa: E402
+from lightning_pp.planning.pipeline_options import PipelineOptions  # noqa: E402
+from lightning_pp.planning.refinement.blocks import refinable, what_differs  # noqa: E402
+from lightning_pp.planning.schedules.options import ScheduleOptions  # noqa: E402
+from lightning_pp.planning.schedules.source import schedule_source  # noqa: E402
+from lightning_pp.planning.stage_model import RecordedModel, SplitModel, assign_stages, record_model  # noqa: E402
 from lightning_pp.schedule import Placement  # noqa: E402
+from lightning_pp.split.data.microbatch import split_batch  # noqa: E402
 from lightning_pp.split.record.plan import StepPlan, build_plan  # noqa: E402
 
 WIDTH, LENGTH, WORDS, NUM_LAYERS = 256, 128, 512, 16
+KINDS = ("outputs_alone", "whole", "inside", "chosen")
 
 
 class Layers(nn.Module):
@@ -66,11 +80,36 @@ def num_bytes(plan: StepPlan) -> int:
     return sum(edge.spec.num_bytes * (1 + edge.has_gradient) for edge in plan.edges)
 
 
-def before_and_after(make: Callable[[], nn.Module], batch: Any, num_stages: int) -> tuple[int, int]:
-    """Bytes of outputs of units alone, and of what crosses now."""
+@dataclass(frozen=True)
+class Crossing:
+    """What crosses in a microbatch, forward and back, in bytes; and the work of the slowest stage over the mean.
+
+    Attributes:
+        outputs_alone: With whole blocks, where outputs of units cross alone.
+        whole: With whole blocks.
+        inside: With cuts inside of blocks; as ``whole`` where no cut comes to be inside of one.
+        chosen: With the cuts that training would choose.
+        blocks: Blocks that are cut inside; ``chosen`` may have others.
+        unevenness: With whole blocks.
+        unevenness_inside: With cuts inside of blocks.
+    """
+
+    outputs_alone: int
+    whole: int
+    inside: int
+    chosen: int
+    blocks: tuple[str, ...]
+    unevenness: float
+    unevenness_inside: float
+
+
+def crossing(make: Callable[[], nn.Module], batch: Any, num_stages: int) -> Crossing:
+    """What crosses in the balanced cuts, with whole blocks and without."""
     module = build(make)
-    split = assign_stages(
-        record_model(
+    placement = Placement.interleaved(num_stages)
+
+    def recording(refined: Collection[str] = ()) -> RecordedModel:
+        return record_model(
             module,
             device=CPU,
             step=recorded(module, batch),
@@ -78,16 +117,66 @@ def before_and_after(make: Callable[[], nn.Module], batch: Any, num_stages: int)
             patterns=None,
             num_stages=num_stages,
             activation_checkpointing=False,
-        ),
-        placement=Placement.interleaved(num_stages),
-    )
+            refined=refined,
+        )
+
+    whole = recording()
+    split = assign_stages(whole, placement=placement)
     alone = replace(split.record, outputs_cross_alone=True)
     before = build_plan(alone, split.partition.stage_of_unit, num_stages)
-    return num_bytes(before), num_bytes(split.step_plan())
+    names = inside_of(whole, recording, placement)
+    inside = assign_stages(recording(names), placement=placement) if names else split
+    return Crossing(
+        num_bytes(before),
+        num_bytes(split.step_plan()),
+        num_bytes(inside.step_plan()),
+        num_bytes(chosen(module, batch, placement).step_plan()),
+        tuple(names),
+        unevenness(split),
+        unevenness(inside),
+    )
+
+
+def inside_of(whole: RecordedModel, recording: Callable[..., RecordedModel], placement: Placement) -> list[str]:
+    """The blocks that balanced cuts fall in, if they may."""
+    names = refinable(whole)
+    with suppress(SplitError):  # a step that goes by values cannot be cut between the children
+        finer = recording(names)
+        if not what_differs(whole, finer, names):
+            return cut_inside(assign_stages(finer, placement=placement), names)
+    return []
+
+
+def chosen(module: nn.Module, batch: Any, placement: Placement) -> SplitModel:
+    """Cut as training would cut it."""
+    cutter = ModelCutter(
+        module,
+        PipelineOptions(ScheduleOptions(schedule_source("1f1b"))),
+        ParallelSizes(placement.num_ranks, 1),
+        batch=batch,
+        microbatches=split_batch(batch, 1) * 4 * placement.num_ranks,
+        step=recorded(module, batch),
+        device_type="cuda",
+    )
+    return cutter.split(placement).split
+
+
+def cut_inside(split: SplitModel, names: Sequence[str]) -> list[str]:
+    """Those of the blocks whose children are on several stages."""
+    stages = split.partition.stage_of_unit
+    return [name for name in names if len({stages[unit] for unit in stages if unit.startswith(f"{name}.")}) > 1]
+
+
+def unevenness(split: SplitModel) -> float:
+    """Work of the slowest stage over that of the mean one, by FLOPs."""
+    work = [0.0] * split.placement.num_stages
+    for unit, cost in split.partition.unit_costs.items():
+        work[split.partition.stage_of_unit[unit]] += cost.total
+    return max(work) * len(work) / sum(work)
 
 
 def main() -> None:
-    """Prints a line for each model and number of stages, and the sum."""
+    """Prints a line for each model and number of stages, and the sums."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 3, 4])
     numbers = parser.parse_args().stages
@@ -97,18 +186,28 @@ def main() -> None:
     tokens = torch.zeros(1, LENGTH, dtype=torch.long)
     models["residuals inside units"] = partial(Layers, False), tokens
     models["residuals outside units"] = partial(Layers, True), tokens
-    sums = [0, 0]
+    found: list[Crossing] = []
     for name, (make, batch) in models.items():
         for num_stages in numbers:
             try:
-                found = before_and_after(make, batch, num_stages)
+                one = crossing(make, batch, num_stages)
             except (ConfigurationError, SplitError) as error:
-                print(f"{name:24} {num_stages} stages: {str(error).partition('.')[0]}")
+                print(f"{name:24} {num_stages} stages: {str(error).partition('. ')[0]}")
                 continue
             if "residuals" not in name:
-                sums = [total + number for total, number in zip(sums, found, strict=True)]
-            print(f"{name:24} {num_stages} stages: {found[0]:12,} {found[1]:12,} bytes")
-    print(f"{'all but the last two':24}           {sums[0]:12,} {sums[1]:12,} bytes")
+                found.append(one)
+            sent = " ".join(f"{getattr(one, kind):12,}" for kind in KINDS)
+            work = f"{one.unevenness:.3f} {one.unevenness_inside:.3f}"
+            print(f"{name:24} {num_stages} stages: {sent} bytes, {work}, {len(one.blocks)} blocks cut inside")
+    sums = " ".join(f"{sum(map(attrgetter(kind), found)):12,}" for kind in KINDS)
+    print(f"{'all but the last two':24}           {sums} bytes")
+    cut = [one for one in found if one.blocks]
+    other = [one for one in found if one.chosen != one.whole]
+    print(f"{len(other)} have other bytes with the cuts that training would choose than with balanced whole blocks.")
+    more, less = (sum(sign * (one.inside - one.whole) > 0 for one in cut) for sign in (1, -1))
+    whole, inside = sum(one.whole for one in cut), sum(one.inside for one in cut)
+    print(f"{len(cut)} of {len(found)} have cuts inside of blocks: {whole:,} bytes with whole blocks, {inside:,} so.")
+    print(f"{more} of them send more so than with whole blocks, {less} less.")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -136,8 +136,7 @@ def make_plan(model: str, schedule: str, ms: float) -> Plan:
     layout = choose_layout(whole.record, whole.num_parameters, request)
     finer = refine_cuts(whole, layout.partition, layout.placement, lambda _: request, record)
     if finer is not None:
-        on_its_placement = replace(request, placement=layout.placement)
-        layout = choose_layout(finer.record, finer.num_parameters, on_its_placement)
+        layout = finer.layout
     stages = layout.costs.per_stage(layout.placement.num_stages)
     factor = ms / statistics.mean(stages.forward)
     costs = [
@@ -147,7 +146,8 @@ def make_plan(model: str, schedule: str, ms: float) -> Plan:
         )
     ]
     step = layout.start.simulate(StageCosts(*map(list, zip(*costs, strict=True))))
-    num_blocks = 0 if finer is None or finer.refinement is None else len(finer.refinement.blocks)
+    refinement = None if finer is None else finer.recording.refinement
+    num_blocks = 0 if refinement is None else len(refinement.blocks)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "program.csv"
         layout.start.to_csv(path)

@@ -18,7 +18,7 @@ from lightning_pp.planning.pipeline_options import PipelineOptions
 from lightning_pp.planning.refinement.choice import refine_cuts
 from lightning_pp.planning.schedules.source import ScheduleSource
 from lightning_pp.planning.stage_model import RecordedModel, SplitModel, assign_stages, record_model
-from lightning_pp.planning.tuning import ChosenCuts, LayoutRequest, choose_cuts, choose_cuts_of, choose_layout_of
+from lightning_pp.planning.tuning import ChosenCuts, LayoutRequest, choose_cuts_of, choose_layout_of
 from lightning_pp.planning.unit_times.measure import UnitTimes
 from lightning_pp.schedule import Placement
 from lightning_pp.split.data.microbatch import Microbatch, batch_size_of
@@ -146,10 +146,10 @@ class ModelCutter:
             lambda recording: self._request(recording, source),
             partial(self._with_refined, num_stages),
         )
-        if finer is None or finer.refinement is None:
+        if finer is None:
             return chosen
-        cuts = choose_cuts(finer.record, finer.num_parameters, self._request(finer, source), placement)
-        return ChosenCuts(finer, *cuts, finer.refinement.about_head or chosen.about_head)
+        layout = finer.layout
+        return ChosenCuts(finer.recording, layout.partition, None, layout.about_head or chosen.about_head)
 
     def placement(self) -> Placement:
         """Where training would put the stages.

@@ -62,6 +62,20 @@ def estimated_costs(
         speeds_of_stages: How fast the rank of each stage is, compared with ``speed``; None: as fast.
         whole_batch_loss: Whether the last stage joins all microbatches.
     """
+    costs = estimated_times(record, partition, speed, speeds_of_stages, whole_batch_loss=whole_batch_loss)
+    held = held_gib(record, partition, placement, whole_batch_loss=whole_batch_loss)
+    return with_held(costs, *held, whole_batch_loss=whole_batch_loss)
+
+
+def estimated_times(
+    record: StepRecord,
+    partition: Partition,
+    speed: DeviceSpeed,
+    speeds_of_stages: Sequence[float] | None = None,
+    *,
+    whole_batch_loss: bool = False,
+) -> StageCosts:
+    """As :func:`estimated_costs`, without what is held."""
     factors = speeds_of_stages or [1.0] * partition.num_stages
     if whole_batch_loss:
         record = replace(record, outputs_cross_alone=True)
@@ -72,14 +86,12 @@ def estimated_costs(
     flop_times = sums.per_stage(partition.num_stages)
     sent = crossing_bytes(plan)
     to_and_fro = [max(sent[max(stage - 1, 0)], sent[stage]) for stage in range(len(sent))]
-    costs = StageCosts(
+    return StageCosts(
         forward=[speed.action_ms + time for time in flop_times.forward],
         backward_input=[speed.action_ms + time for time in flop_times.backward_input],
         backward_weight=[speed.action_ms + time for time in flop_times.backward_weight],
         p2p=[speed.latency_ms + num_bytes / speed.bytes_per_ms for num_bytes in to_and_fro],
     )
-    held = held_gib(record, partition, placement, whole_batch_loss=whole_batch_loss)
-    return with_held(costs, *held, whole_batch_loss=whole_batch_loss)
 
 
 def held_gib(

@@ -36,22 +36,20 @@ class Refinement:
 
     Attributes:
         blocks: Their names.
-        before_ms: Estimated time of a step with cuts between whole blocks.
+        before_ms: Estimated time of a step with cuts between whole blocks, on a device that is assumed.
         after_ms: And with these.
-        about_head: What cutting the head comes to with these, a sentence; empty where that was no question.
     """
 
     blocks: tuple[str, ...]
     before_ms: float
     after_ms: float
-    about_head: str = ""
 
     def __str__(self) -> str:
         several = len(self.blocks) > 1
         return (
             f"Cuts fall inside of {f'{len(self.blocks)} blocks' if several else 'a block'} "
-            f"({', '.join(self.blocks)}): a step is estimated to take {self.after_ms:.4g} ms so, and "
-            f"{self.before_ms:.4g} ms with {'these blocks' if several else 'this block'} whole."
+            f"({', '.join(self.blocks)}): a step is estimated to take {1 - self.after_ms / self.before_ms:.1%} less "
+            f"time so than with {'these blocks' if several else 'this block'} whole."
         )
 
 

@@ -14,7 +14,7 @@ from lightning_pp.planning.memory.limit import DeviceMemory
 from lightning_pp.planning.schedules.given_costs import GivenCosts
 from lightning_pp.planning.schedules.options import ScheduleOptions
 from lightning_pp.planning.schedules.predictions import Prediction
-from lightning_pp.planning.stage_costs import assumed_speed, estimated_costs
+from lightning_pp.planning.stage_costs import assumed_speed, estimated_costs, estimated_times
 from lightning_pp.planning.stage_model import RecordedModel
 from lightning_pp.schedule import Placement, Schedule, StageCosts
 from lightning_pp.split.cut.partition import Partition
@@ -102,32 +102,16 @@ class LayoutRequest:
 
 
 def choose_layout_of(recording: RecordedModel, request: LayoutRequest) -> Layout:
-    """As :func:`choose_layout`; where a head may be cut or whole, the one with the shorter step.
+    """As :func:`choose_layout`; where a head may be cut or whole, as :func:`choose_cuts_of` says for each placement.
 
     Raises:
         ConfigurationError, SplitError, ScheduleError: As :func:`choose_layout` says.
     """
 
-    def layout_of(one: RecordedModel) -> Layout:
-        memory = None if request.memory is None else request.memory.of(one)
-        return choose_layout(one.record, one.num_parameters, replace(request, memory=memory))
+    def on(placement: Placement) -> Layout:
+        return layout_of(choose_cuts_of(recording, request, placement), request, placement)
 
-    if recording.whole is None:
-        return layout_of(recording)
-    whole = recording.whole
-    try:
-        split = layout_of(recording)
-    except (ConfigurationError, SplitError, ScheduleError):
-        return layout_of(whole)
-    try:
-        other = layout_of(whole)
-    except (ConfigurationError, SplitError, ScheduleError):
-        return split
-    if _is_measured(whole, request) and not _is_measured(recording, request):
-        return other
-    times = step_ms(split, request), step_ms(other, request)
-    chosen = split if times[0] < WORTH_A_SPLIT_HEAD * times[1] else other
-    return replace(chosen, about_head=about_head(recording, chosen is split, *times))
+    return _best_layout(on, request)
 
 
 def about_head(recording: RecordedModel, is_split: bool, split_time: float, whole_time: float) -> str:
@@ -152,12 +136,6 @@ def recording_of(partition: Partition, recording: RecordedModel) -> RecordedMode
     return whole if whole is not None and is_cut_of(partition, whole) else recording
 
 
-def _is_measured(recording: RecordedModel, request: LayoutRequest) -> bool:
-    """Whether there are measured costs for just these units."""
-    costs = request.options.costs
-    return measured_unit_costs(recording.record, recording.num_parameters, costs, request.cut) is not None
-
-
 class ChosenCuts(NamedTuple):
     """Cuts for one placement.
 
@@ -179,30 +157,46 @@ def choose_cuts_of(recording: RecordedModel, request: LayoutRequest, placement: 
     found = []
     failures: list[Exception] = []
     for one in filter(None, (recording, recording.whole)):
-        memory = None if request.memory is None else request.memory.of(one)
         try:
-            cuts = choose_cuts(one.record, one.num_parameters, replace(request, memory=memory), placement)
+            cuts = choose_cuts(one.record, one.num_parameters, _request_for(one, request), placement)
         except (ConfigurationError, SplitError) as error:
             failures.append(error)
             continue
         found.append(ChosenCuts(one, *cuts, one.about_head))
     if not found:
         raise failures[-1]
-    program = request.options.source.program_to_cut_by(placement, request.num_microbatches)
-    speeds = request.cut.speeds_of_stages(placement)
-
-    def step_time(partition: Partition) -> float:
-        costs = stage_costs(partition.unit_costs, partition.stage_of_unit, speeds)
-        return request.options.source.step_time(program, costs)
-
     if len(found) == 1:
         return found[0]
     split, whole = found
     if (split.costs is None) != (whole.costs is None):
         return split if split.costs is not None else whole
-    times = step_time(split.partition), step_time(whole.partition)
+    program = request.options.source.program_to_cut_by(placement, request.num_microbatches)
+    times = [request.options.source.step_time(program, _times_of(cuts, request, placement)) for cuts in found]
     is_split = times[0] < WORTH_A_SPLIT_HEAD * times[1]
     return (split if is_split else whole)._replace(about_head=about_head(recording, is_split, *times))
+
+
+def _times_of(cuts: ChosenCuts, request: LayoutRequest, placement: Placement) -> StageCosts:
+    """Estimated times, of messages too; where costs are given, F, I and W by what is known of units."""
+    partition, speeds = cuts.partition, request.cut.speeds_of_stages(placement)
+    if request.options.costs is not None:
+        return stage_costs(partition.unit_costs, partition.stage_of_unit, speeds)
+    return estimated_times(cuts.recording.record, partition, assumed_speed(request.device_type), speeds)
+
+
+def _request_for(recording: RecordedModel, request: LayoutRequest) -> LayoutRequest:
+    """``request`` with its limit of memory, if any, for another recording of the step."""
+    return request if request.memory is None else replace(request, memory=request.memory.of(recording))
+
+
+def layout_of(cuts: ChosenCuts, request: LayoutRequest, placement: Placement) -> Layout:
+    """The layout with cuts that are chosen.
+
+    Raises:
+        ConfigurationError, ScheduleError: As :func:`choose_layout` says.
+    """
+    layout = _layout(cuts.recording.record, cuts[1:3], _request_for(cuts.recording, request), placement)
+    return replace(layout, about_head=cuts.about_head)
 
 
 def choose_layout(record: StepRecord, num_parameters: Mapping[str, int], request: LayoutRequest) -> Layout:
@@ -222,12 +216,21 @@ def choose_layout(record: StepRecord, num_parameters: Mapping[str, int], request
         ConfigurationError, SplitError: The step cannot be cut into so many stages.
         ScheduleError: No schedule keeps the memory limit; the message says the smallest that works.
     """
+
+    def on(placement: Placement) -> Layout:
+        return _layout(record, choose_cuts(record, num_parameters, request, placement), request, placement)
+
+    return _best_layout(on, request)
+
+
+def _best_layout(on: Callable[[Placement], Layout], request: LayoutRequest) -> Layout:
+    """The one with the shortest step, of those ``on`` the placements of ``request``."""
     found: list[Layout] = []
     failures: list[Exception] = []
     rejected: list[Prediction] = []
     for placement in request.placements:
         try:
-            found.append(_layout(record, num_parameters, request, placement))
+            found.append(on(placement))
         except (ConfigurationError, SplitError, ScheduleError) as error:
             failures.append(error)
             rejected.append(Prediction.impossible(request.options.source.name, placement, error))
@@ -258,11 +261,13 @@ def step_ms(layout: Layout, request: LayoutRequest) -> float:
 
 
 def _layout(
-    record: StepRecord, num_parameters: Mapping[str, int], request: LayoutRequest, placement: Placement
+    record: StepRecord,
+    cuts: tuple[Partition, Mapping[str, UnitCost] | None],
+    request: LayoutRequest,
+    placement: Placement,
 ) -> Layout:
-    """The cuts, the costs and the schedule for one placement."""
-    options = request.options
-    partition, units = choose_cuts(record, num_parameters, request, placement)
+    """The costs and the schedule of ``cuts``, which :func:`choose_cuts` has made."""
+    options, (partition, units) = request.options, cuts
     costs = costs_of(record, partition, placement, request, units)
     room = None if request.memory is None else request.memory.room_gib(partition, placement)
     options.source.check_search(placement.num_stages, request.num_microbatches)

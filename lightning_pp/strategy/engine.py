@@ -23,7 +23,7 @@ from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.distributed.fingerprints import Fingerprint, check_same_batch, check_same_given, fingerprint
 from lightning_pp.distributed.sizes import ParallelSizes
 from lightning_pp.distributed.watch.failures import RankStoppedError
-from lightning_pp.errors import ConfigurationError, ScheduleError, SplitError
+from lightning_pp.errors import ConfigurationError
 from lightning_pp.long_tasks import LongTask
 from lightning_pp.planning.memory.limit import DeviceMemory
 from lightning_pp.planning.memory.model import MemoryModel
@@ -31,7 +31,7 @@ from lightning_pp.planning.pipeline_options import PipelineOptions
 from lightning_pp.planning.refinement.choice import refine_cuts
 from lightning_pp.planning.schedules.predictions import Prediction
 from lightning_pp.planning.stage_model import RecordedModel, SplitModel, assign_stages, record_model
-from lightning_pp.planning.tuning import Layout, LayoutRequest, choose_layout_of, decided_by_one, recording_of, step_ms
+from lightning_pp.planning.tuning import Layout, LayoutRequest, choose_layout_of, decided_by_one, recording_of
 from lightning_pp.runtime.compilation import NOTHING_TO_COMPILE, CompiledUnits, is_one_operation
 from lightning_pp.runtime.executor import PipelineExecutor, StepInputs
 from lightning_pp.runtime.timing import StepTimer
@@ -217,7 +217,7 @@ class PipelineEngine:
                 partition=layout.partition,
                 updates=self._updates(step),
             )
-        for text in filter(None, (recording.about_head, layout.about_head)):
+        for text in filter(None, dict.fromkeys((recording.about_head, layout.about_head))):
             rank_zero_info(text)
         if self.split.record.failure is None:
             _tell_of_wide_cuts(wide_cuts(self.split.step_plan()))
@@ -288,29 +288,19 @@ class PipelineEngine:
         layout: Layout = decided(partial(_choose, recording, request_of(recording)))
         hooks = {id(recording.fake_parameters): self._update_hooks}
         finer = refine_cuts(recording, layout.partition, layout.placement, request_of, again, decided)
-        finer_layout = None
-        if finer is not None:
-            on_its_placement = replace(request_of(finer), placement=layout.placement)
-            with suppress(ConfigurationError, SplitError, ScheduleError):
-                finer_layout = decided(partial(_choose, finer, on_its_placement))
-        if (
-            finer is None
-            or finer.refinement is None
-            or finer_layout is None
-            or step_ms(finer_layout, request) >= step_ms(layout, request)
-        ):
+        if finer is None:
             self._update_hooks = hooks[id(recording.fake_parameters)]
             return recording, layout
-        self._update_hooks = hooks[id(finer.fake_parameters)]
-        self._device_memory = request_of(finer).memory
-        rank_zero_info(str(finer.refinement))
+        self._update_hooks = hooks[id(finer.recording.fake_parameters)]
+        self._device_memory = request_of(finer.recording).memory
+        rank_zero_info(str(finer.recording.refinement))
         finer_layout = replace(
-            finer_layout,
+            finer.layout,
             reason=layout.reason,
             rejected=layout.rejected,
-            about_head=finer.refinement.about_head or layout.about_head,
+            about_head=finer.layout.about_head or layout.about_head,
         )
-        return replace(finer, about_head=recording.about_head), finer_layout
+        return replace(finer.recording, about_head=recording.about_head), finer_layout
 
     @contextmanager
     def _in_mode_of(self, step: str) -> Iterator[None]:

@@ -142,6 +142,7 @@ def test_the_block_in_the_middle_is_cut_and_no_other() -> None:
     assert work[0] == work[1]
     assert split.refinement is not None and split.refinement.after_ms < 0.98 * split.refinement.before_ms
     assert str(split.refinement).startswith("Cuts fall inside of a block (blocks.2): a step is estimated to take ")
+    assert "% less time so than with this block whole." in str(split.refinement)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v", "interleaved_zb"])

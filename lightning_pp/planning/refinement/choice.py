@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from lightning_pp.errors import ConfigurationError, ScheduleError, SplitError
@@ -11,11 +12,14 @@ from lightning_pp.planning.refinement.blocks import refinable, what_differs
 from lightning_pp.planning.stage_model import RecordedModel, Refinement
 from lightning_pp.planning.tuning import (
     WORTH_A_SPLIT_HEAD,
+    ChosenCuts,
+    Layout,
     LayoutRequest,
     about_head,
     choose_cuts,
-    costs_of,
+    layout_of,
     recording_of,
+    step_ms,
 )
 from lightning_pp.schedule import Placement
 from lightning_pp.split.cut.partition import Partition
@@ -30,12 +34,23 @@ Decided = Callable[[Callable[[], Any]], Any]
 Request = Callable[[RecordedModel], LayoutRequest]
 
 
+class Refined(NamedTuple):
+    """A model with units refined, and how it is laid out.
+
+    Attributes:
+        recording: The model; its ``refinement`` says why.
+        layout: With cuts inside of blocks.
+    """
+
+    recording: RecordedModel
+    layout: Layout
+
+
 class _Finer(NamedTuple):
-    """A model with units refined, their names, and the time of a step in milliseconds."""
+    """A model with units refined, and their names."""
 
     recording: RecordedModel
     names: tuple[str, ...]
-    step_ms: float
 
 
 def refine_cuts(
@@ -45,13 +60,13 @@ def refine_cuts(
     request: Request,
     record: Record,
     decided: Decided = lambda compute: compute(),
-) -> RecordedModel | None:
+) -> Refined | None:
     """The model with those units refined that a cut is to fall in; None where it is best as it is.
 
-    First all units that may be are refined, and the model is cut. Then those that a cut has come to fall in are,
-    and no others; that is taken if the schedule that cuts are made by takes 2 % less for a step, by the estimated costs
-    of its stages. A head that may be in parts or whole is tried both ways. Where the user names units or cuts, or gives
-    costs, nothing is refined.
+    Training decides by this, and whoever says beforehand what training will do. First all units that may be are
+    refined, and the model is cut. Then those that a cut has come to fall in are, and no others; that is taken if a
+    step, in the schedule that training would begin with, is estimated to take 2 % less. A head that may be in parts or
+    whole is tried both ways. Where the user names units or cuts, or gives costs, nothing is refined.
 
     Args:
         recording: The model, with the units that it was found to have.
@@ -67,15 +82,36 @@ def refine_cuts(
     finer = [_refined(one, slowest, placement, request, record, decided) for one in heads]
     if not any(finer):
         return None
-    before = decided(lambda: [_best_step_ms(one, placement, request(one)) for one in heads])
-    times = [time if one is None else min(time, one.step_ms) for time, one in zip(before, finer, strict=True)]
-    is_split = len(heads) == 2 and times[0] < WORTH_A_SPLIT_HEAD * times[1]
-    best = finer[0 if is_split else -1]
-    before_ms = next(time for one, time in zip(heads, before, strict=True) if one is chosen)
-    if best is None or best.step_ms > _WORTH_A_REFINEMENT * before_ms:
+    found: tuple[int, Layout, Refinement] | None = decided(lambda: _best(heads, finer, chosen, placement, request))
+    if found is None:
         return None
-    text = about_head(recording, is_split, *times) if len(heads) == 2 and max(times) < math.inf else ""
-    return best.recording.with_refinement(Refinement(best.names, before_ms, best.step_ms, text))
+    which, layout, refinement = found
+    best = finer[which]
+    assert best is not None
+    return Refined(best.recording.with_refinement(refinement), layout)
+
+
+def _best(
+    heads: Sequence[RecordedModel],
+    finer: Sequence[_Finer | None],
+    chosen: RecordedModel,
+    placement: Placement,
+    request: Request,
+) -> tuple[int, Layout, Refinement] | None:
+    """Which of ``finer`` is taken, how it is laid out, and why; None where ``chosen``, one of ``heads``, is best."""
+    before = [_step_ms(_laid_out(one, placement, request), request(one)) for one in heads]
+    layouts = [None if one is None else _laid_out(one.recording, placement, request) for one in finer]
+    after = [_step_ms(layout, request(one)) for one, layout in zip(heads, layouts, strict=True)]
+    times = [min(pair) for pair in zip(before, after, strict=True)]
+    is_split = len(heads) == 2 and times[0] < WORTH_A_SPLIT_HEAD * times[1]
+    which = 0 if is_split else len(heads) - 1
+    best, layout = finer[which], layouts[which]
+    before_ms = next(time for one, time in zip(heads, before, strict=True) if one is chosen)
+    if best is None or layout is None or after[which] > _WORTH_A_REFINEMENT * before_ms:
+        return None
+    if len(heads) == 2 and max(times) < math.inf:
+        layout = replace(layout, about_head=about_head(heads[0], is_split, *times))
+    return which, layout, Refinement(best.names, before_ms, after[which])
 
 
 def _refined(
@@ -94,7 +130,7 @@ def _refined(
     finer = _recorded_alike(whole, names, record, decided)
     if finer is None:
         return None
-    return _Finer(finer, tuple(names), decided(lambda: _best_step_ms(finer, placement, request(finer))))
+    return _Finer(finer, tuple(names))
 
 
 def _recorded_alike(
@@ -152,16 +188,15 @@ def _cut_in(
     return found
 
 
-def _best_step_ms(recording: RecordedModel, placement: Placement, request: LayoutRequest) -> float:
+def _laid_out(recording: RecordedModel, placement: Placement, request: Request) -> Layout | None:
+    """As training would lay it out; None where it cannot."""
+    asked = request(recording)
     try:
-        partition, _ = choose_cuts(recording.record, recording.num_parameters, request, placement)
-        return _step_ms(recording, partition, placement, request)
+        cuts = choose_cuts(recording.record, recording.num_parameters, asked, placement)
+        return layout_of(ChosenCuts(recording, *cuts, ""), asked, placement)
     except (ConfigurationError, SplitError, ScheduleError):
-        return math.inf
+        return None
 
 
-def _step_ms(recording: RecordedModel, partition: Partition, placement: Placement, request: LayoutRequest) -> float:
-    """Estimated time of a step in a row of overlapping ones, in the schedule that cuts are made by."""
-    costs = costs_of(recording.record, partition, placement, request, None)
-    program = request.options.source.program_to_cut_by(placement, request.num_microbatches)
-    return max(program.simulate(costs).span_ms)
+def _step_ms(layout: Layout | None, request: LayoutRequest) -> float:
+    return math.inf if layout is None else step_ms(layout, request)

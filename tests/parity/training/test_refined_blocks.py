@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_pp import PipelineParallelStrategy
+from lightning_pp.planning.model_cutter import ModelCutter
+from lightning_pp.strategy.plan_only import look_at_cuts
 
 # before the feed-forward part of one block, and before attention's of another
 GPT2 = ("model.transformer.h.0.mlp", "model.transformer.h.2.attn", "model.transformer.h.3.mlp")
@@ -52,9 +54,13 @@ _MORE: list[tuple[str, Layout, Sequence[str], dict[str, Any]]] = [
     *_AT_NIGHT,
     *(
         (model, Layout(schedule, ranks, 1, 4), points, {})
-        for model, points in (("gpt2_float64_loss", GPT2), ("llama_float64_loss", LLAMA), ("t5", T5), ("vit", VIT))
+        for model, points in (
+            *(("gpt2_float64_loss", GPT2), ("llama_float64_loss", LLAMA), ("self_checkpointed", LLAMA)),
+            *(("t5", T5), ("vit", VIT)),
+        )
         for schedule, ranks in (("zb_h1", 4), ("zb_h2", 4), ("zb_v", 2), ("v_half", 2), ("v_min", 2), ("dualpipe_v", 2))
     ),
+    ("self_checkpointed", Layout("1f1b", 2, 2, 2), LLAMA[1:2], SHARDED),
 ]
 
 
@@ -162,3 +168,81 @@ def test_training_cuts_inside_a_block_where_that_is_faster(pool: WorkerPool) -> 
     (_, _, first), (_, _, second) = found
     assert sorted([*first, *second]) == sorted(names)
     assert any(name.startswith("blocks.1.") for name in first) and any(name.startswith("blocks.1.") for name in second)
+
+
+WIDTH = 192
+# widths of the block in the middle; a cut inside of it is worth 2 % of a step for some of them
+AT_THE_EDGE = {"zb_h1": (24, 30, 32, 40), "auto": (4, 8, 10, 16)}
+
+
+class ThreeUnequal(L.LightningModule):
+    """Two equal blocks with a smaller one between them; how much smaller says what a cut inside of it is worth."""
+
+    def __init__(self, inner: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Hidden(WIDTH, width) for width in (WIDTH, inner, WIDTH))
+        self.stages: dict[str, int] = {}
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for block in self.blocks:
+            batch = block(batch)
+        return batch.square().mean()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert isinstance(self.trainer.strategy, PipelineParallelStrategy)
+        self.stages = dict(self.trainer.strategy.engine.split.partition.stage_of_unit)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(torch.randn(8, 160, WIDTH), batch_size=8)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Hidden(nn.Module):
+    """Two residuals with a hidden layer each."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
+        self.other_up, self.other_down = nn.Linear(width, inner), nn.Linear(inner, width)
+
+    def forward(self, h: Tensor) -> Tensor:
+        h = h + self.down(self.up(h).tanh())
+        return h + self.other_down(self.other_up(h).tanh())
+
+
+def unequal_strategy(schedule: str, optimizer_sync: str) -> PipelineParallelStrategy:
+    return PipelineParallelStrategy(
+        pipeline_parallel_size=2, num_microbatches=4, schedule=schedule, optimizer_sync=optimizer_sync
+    )
+
+
+def fit_unequal(schedule: str, optimizer_sync: str) -> list[dict[str, int]]:
+    """In a worker: the stage of each unit, for each model."""
+    found = []
+    for inner in AT_THE_EDGE[schedule]:
+        strategy = unequal_strategy(schedule, optimizer_sync)
+        module = ThreeUnequal(inner)
+        L.Trainer(**QUIET, max_steps=1, devices=2, strategy=strategy).fit(module)
+        found.append(module.stages)
+    return found
+
+
+def planned_unequal(inner: int, schedule: str, optimizer_sync: str) -> dict[str, int]:
+    """The stage of each unit, as the plan has it."""
+    strategy = unequal_strategy(schedule, optimizer_sync)
+    strategy.num_nodes, strategy.parallel_devices = 1, [torch.device("cpu")] * 2
+
+    def look(cutter: ModelCutter) -> dict[str, int]:
+        return dict(cutter.split(cutter.placement()).split.partition.stage_of_unit)
+
+    return look_at_cuts({}, ThreeUnequal(inner), None, strategy.options, strategy.sizes, look)
+
+
+@pytest.mark.parametrize(("schedule", "optimizer_sync"), [("zb_h1", "deferred"), ("auto", "immediate")])
+def test_the_plan_cuts_as_training_does_where_it_is_close(pool: WorkerPool, schedule: str, optimizer_sync: str) -> None:
+    planned = [planned_unequal(inner, schedule, optimizer_sync) for inner in AT_THE_EDGE[schedule]]
+    assert len({"blocks.1" in stages for stages in planned}) == 2  # some cut the block in the middle, some do not
+    for stages in pool.run(fit_unequal, schedule, optimizer_sync, world_size=2, timeout=120):
+        assert stages == planned
