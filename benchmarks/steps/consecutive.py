@@ -22,13 +22,9 @@ and where all ranks begin a step together (in step). The modes are the ways to u
 from __future__ import annotations
 
 import argparse
-import json
 import logging
-import os
-import random
 import statistics
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Sequence
@@ -39,9 +35,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from emulated_alone import measure_alone
-from emulated_runs import SLEEPS, WIDTH, Block, DelayedBlock, has_whole_backwards, sleep_precisely
+from emulated_ranks import print_heading, rows_of_ranks, table_row, write_json
+from emulated_runs import SLEEPS, WIDTH, Block, DelayedBlock, has_whole_backwards
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -185,14 +181,8 @@ def run_fit(schedule: Schedule, mode: str, ms: float, num_steps: int) -> Row:
     )
 
 
-def run_rank(rank: int, num_ranks: int, port: int, options: argparse.Namespace, path: str) -> None:
-    """One process: all fits, in turns; rank 0 writes the rows."""
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks),
-        RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0", TORCHELASTIC_RUN_ID="consecutive",
-    )  # fmt: skip
-    torch.set_num_threads(1)
-    sleep_precisely()
+def run_rank(rank: int, num_ranks: int, options: argparse.Namespace) -> list[Row]:
+    """One process: all fits, in turns."""
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning_utilities.core.rank_zero"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -208,8 +198,7 @@ def run_rank(rank: int, num_ranks: int, port: int, options: argparse.Namespace, 
             rows.append(replace(of_mode[0], **medians))
             if rank == 0:
                 print(line(rows[-1]), flush=True)
-    if rank == 0:
-        Path(path).write_text(json.dumps([asdict(row) for row in rows]))
+    return rows
 
 
 COLUMNS = ("schedule", "p, m", "mode", "in step", "back to back", "measured", "step ms")
@@ -219,7 +208,7 @@ def line(row: Row) -> str:
     """A row of the table, in Markdown."""
     bubbles = (f"{bubble:.3f}" for bubble in (row.in_step, row.back_to_back, row.bubble))
     cells = (row.schedule, f"{row.num_ranks}, {row.num_microbatches}", row.mode, *bubbles, f"{row.step_ms:.1f}")
-    return f"| {' | '.join(cells)} |"
+    return table_row(cells)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -234,18 +223,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all figures there")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a bubble is too far beyond the simulated")
     options = parser.parse_args(arguments)
-    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True)
+    print_heading(COLUMNS)
     rows: list[Row] = []
     for num_ranks in options.ranks:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "rows.json"
-            port = random.SystemRandom().randrange(15000, 32000)
-            torch.multiprocessing.spawn(run_rank, (num_ranks, port, options, str(path)), nprocs=num_ranks)  # type: ignore[no-untyped-call]
-            rows += [Row(**row) for row in json.loads(path.read_text())]
+        rows += [Row(**row) for row in rows_of_ranks(run_rank, num_ranks, options)]
     if options.json:
-        options.json.write_text(
-            json.dumps({"torch": torch.__version__, "rows": list(map(asdict, rows))}, indent=2) + "\n"
-        )
+        write_json(options.json, [asdict(row) for row in rows])
     judged = [row for row in rows if row.mode in ("plain", "deferred")]
     missed = [row for row in judged if row.bubble > row.back_to_back + MOST_EXTRA_BUBBLE]
     return int(options.check and bool(missed))

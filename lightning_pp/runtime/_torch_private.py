@@ -5,7 +5,7 @@ Tried with torch 2.11 to 2.13. Importing fails, and says which name is missing, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,22 @@ for _owner, _name in (
 will_execute: Callable[[Node], bool] = private(torch._C, "_will_engine_execute_node")
 are_functorch_transforms_active: Callable[[], bool] = private(torch._C, "_are_functorch_transforms_active")
 _delayed_error: Any = private(torch._C._functions, "DelayedError")
+_run_engine: Callable[..., Any] = private(torch.autograd.graph, "_engine_run_backward")
+
+
+def run_backward(roots: Sequence[Any], gradients: Sequence[Tensor]) -> None:
+    """``torch.autograd.backward(roots, gradients)`` without the look at them in Python that it begins with.
+
+    It is a sixth of the Python of an action of a pipeline (``benchmarks/steps/emulated.py``).
+
+    Args:
+        roots: Tensors or gradient edges.
+        gradients: That of each, of its shape and dtype.
+
+    Raises:
+        RuntimeError: A gradient has another shape, or a root requires none.
+    """
+    _run_engine(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def base_of(view: Tensor) -> Tensor | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -287,7 +287,11 @@ class _Step:
         if isinstance(entry, Action):
             self.shard(entry)
             return
-        self.begin(entry)
+        if self._sharded is not None:
+            self._sharded.before(entry.stop.action)
+        if entry.stop.posts and not entry.stop.arrivals:
+            self._transport.post(entry.stop)
+        self.timer.start()
         if entry.kind is ActionKind.F:
             self.forward(entry)
         elif entry.kind is ActionKind.W:
@@ -303,16 +307,8 @@ class _Step:
             run_sharding_action(self._sharded, action)
             self.timer.stop(action)
 
-    def begin(self, entry: _Entry) -> None:
-        """An F, I, W or B is due."""
-        if self._sharded is not None:
-            self._sharded.before(entry.stop.action)
-        if entry.stop.posts and not entry.stop.arrivals:
-            self._transport.post(entry.stop)
-        self.timer.start()
-
     def end(self, entry: _Entry) -> None:
-        """It is done."""
+        """An F, I, W or B is done."""
         self.timer.stop(entry.stop.action)
         if self._sharded is not None:
             self._sharded.after(entry.stop.action)
@@ -406,8 +402,11 @@ class _Step:
         """What the action receives, waited for now."""
         label = self._inputs.label
         self.timer.start_waiting()
-        with nullcontext() if label is None else label(f"wait for {label_of(stop.action)}"):
+        if label is None:
             received = self._transport.receive(stop)
+        else:
+            with label(f"wait for {label_of(stop.action)}"):
+                received = self._transport.receive(stop)
         self.timer.stop_waiting()
         return received
 

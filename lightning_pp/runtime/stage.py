@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_pp.runtime._torch_private import run_backward
 from lightning_pp.runtime.randomness import StepRandomness
 from lightning_pp.runtime.recomputation import Recomputation
 from lightning_pp.runtime.split_backward.deferral import (
     collect_weight_gradients,
     delayed_weight_gradient_modules,
-    weight_gradients_are_deferrable,
-    weight_gradients_deferrable,
-    weight_gradients_not_deferrable,
+    weight_gradients_deferrable_if,
 )
 from lightning_pp.runtime.stage_forward import InFlight, StageCalls, StageForward
 from lightning_pp.split.record.plan import StepPlan
@@ -87,13 +86,11 @@ class StageRunner:
             if calls.received:
                 run.receive_the_rest()
             return run.in_flight, None
-        scope = _deferral(splits_backward)
+        scope, draws = weight_gradients_deferrable_if(splits_backward), calls.inter_unit_draws
         with self._calls.handled_by(run.on_call if watch is None else watch(run.on_call)):
-            if scope is None and not calls.inter_unit_draws.after:
+            if scope is None and not draws.after:
                 return run.in_flight, run.run(step)
-            draws = calls.inter_unit_draws
-            streams = randomness.between_units(draws) if draws.after else nullcontext()
-            with scope or nullcontext(), streams:
+            with scope or nullcontext(), randomness.between_units(draws) if draws.after else nullcontext():
                 return run.in_flight, run.run(step)
 
     def backward(
@@ -133,12 +130,12 @@ class StageRunner:
         _, calls, delayed = self._prepare(plan)
         if roots:
             in_flight.ran_backward = True
-            scope = _deferral(split)
-            if scope is None:
-                torch.autograd.backward(roots, root_gradients)
+            scope = weight_gradients_deferrable_if(split)
+            if scope is None and not split:
+                run_backward(roots, root_gradients)
             else:
-                with scope, collect_weight_gradients(in_flight.queue) if split else nullcontext():
-                    torch.autograd.backward(roots, root_gradients)
+                with scope or nullcontext(), collect_weight_gradients(in_flight.queue) if split else nullcontext():
+                    run_backward(roots, root_gradients)
             for module in delayed:
                 in_flight.queue.defer_module(module)
         returned = {}
@@ -164,10 +161,3 @@ class StageRunner:
             # the plan is kept with what came of it, so that its id stays its own
             prepared = self._prepared[id(plan)] = (plan, StageCalls(plan, self.stage), delayed)
         return prepared
-
-
-def _deferral(splits_backward: bool) -> AbstractContextManager[None] | None:
-    """What goes around F and the backward; None where nothing of the step is split, as there is nothing to pause."""
-    if splits_backward:
-        return weight_gradients_deferrable()
-    return weight_gradients_not_deferrable() if weight_gradients_are_deferrable() else None

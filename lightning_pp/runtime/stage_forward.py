@@ -94,7 +94,8 @@ class _Call:
         sent: For each output leaf, what there is to know of it if another stage needs it.
         has_side_effects: Whether the unit leaves anything behind besides its outputs.
         is_received: Whether the stage receives any of its outputs.
-        fake: The tensor that it gives where it does not run here, if that is all that it gives and always the same.
+        fake: What it gives where it does not run here, if that is always the same and all that there is to do.
+        value: The one tensor that it gives; None where it gives anything else.
         crossed_before: By number the operations between the call before and this one whose results cross here.
     """
 
@@ -107,6 +108,7 @@ class _Call:
     has_side_effects: bool
     is_received: bool
     fake: Tensor | None
+    value: Value | None
     crossed_before: Mapping[int, Operation]
 
 
@@ -157,21 +159,22 @@ class StageCalls:
         self.calls: list[_Call] = []
         for call in plan.record.calls:
             values = [Value(call.index, position) for position in range(len(call.leaves))]
-            fake = None
+            value = values[0] if call.output is None and call.leaves[0].spec is not None else None
+            is_owned, draws_follow = call.index in self.plan.owned_calls, call.index in self.inter_unit_draws.after
             is_received = not received.keys().isdisjoint(values)
-            if call.output is None and not is_received and not call.leaves[0].edited_in_place:
-                fake = call.leaves[0].fake if isinstance(call.leaves[0].fake, Tensor) else None
+            is_fake_alone = not (is_owned or is_received or draws_follow or call.side_effects or value is None)
             self.calls.append(
                 _Call(
                     call.unit,
                     call,
-                    call.index in self.plan.owned_calls,
+                    is_owned,
                     call.index == last_call and not self.last_operations,
-                    call.index in self.inter_unit_draws.after,
+                    draws_follow,
                     tuple(_sent(call, value) if value in self.sent else None for value in values),
                     bool(call.side_effects),
                     is_received,
-                    fake,
+                    call.leaves[0].fake if is_fake_alone and not call.leaves[0].edited_in_place else None,
+                    value,
                     {n: each for n, each in self.operations.items() if each.place.num_calls == call.index},
                 )
             )
@@ -264,7 +267,7 @@ class StageForward:
             )
         call = calls[index]
         if self._operations is None:
-            return self._called(call, index, original, args, kwargs)
+            return self._called(call, index, original, args, kwargs) if call.fake is None else call.fake
         self._check_operations(call.crossed_before)
         output = self._called(call, index, original, args, kwargs)
         self._operations.note_call(call.record, output)
@@ -279,8 +282,8 @@ class StageForward:
                 self._randomness.seed_inter_unit(index)
             if call.has_side_effects:
                 self.side_effects.leave(call.record, self._units[unit], args, kwargs, self._tensor_of)
-            if call.fake is not None:
-                return call.fake
+            if call.value is not None:
+                return self._tensor_of(call.value)
             if call.is_received and self._receive is not None:
                 self._take_received(self._receive)
             return call.record.output_of(self._inputs)

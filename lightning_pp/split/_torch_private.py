@@ -54,6 +54,7 @@ __all__ = [
     "dispatch_keys_of",
     "forward_hooks_of",
     "forward_pre_hooks_of",
+    "has_forward_hooks",
     "is_functorch_wrapped",
     "make_wrapper",
     "number_of_memory",
@@ -140,6 +141,11 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
 def forward_pre_hooks_of(module: nn.Module) -> dict[int, Any]:
     """The hooks before the forward of ``module``, as the dict that it keeps them in."""
     return module._forward_pre_hooks
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether ``module`` has hooks before or after its forward."""
+    return bool(module._forward_pre_hooks or module._forward_hooks)
 
 
 def forward_hooks_of(module: nn.Module) -> dict[int, Any]:

@@ -41,8 +41,8 @@ __all__ = [
     "WeightGradientQueue",
     "collect_weight_gradients",
     "delayed_weight_gradient_modules",
-    "weight_gradients_are_deferrable",
     "weight_gradients_deferrable",
+    "weight_gradients_deferrable_if",
     "weight_gradients_may_wait",
     "weight_gradients_not_deferrable",
 ]
@@ -85,11 +85,6 @@ def weight_gradients_deferrable() -> AbstractContextManager[None]:
     return _DEFERRABLE
 
 
-def weight_gradients_are_deferrable() -> bool:
-    """Whether this is within :func:`weight_gradients_deferrable`."""
-    return INSTALLATION.num_scopes > 0
-
-
 def weight_gradients_may_wait() -> bool:
     """Whether a linear operation that is run here has a weight gradient that can be deferred."""
     return INSTALLATION.num_scopes > 0 and not INSTALLATION.num_pauses and torch.is_grad_enabled()
@@ -98,3 +93,10 @@ def weight_gradients_may_wait() -> bool:
 def weight_gradients_not_deferrable() -> AbstractContextManager[None]:
     """Makes linear operations run as outside of :func:`weight_gradients_deferrable`, though it is within it."""
     return _NOT_DEFERRABLE
+
+
+def weight_gradients_deferrable_if(is_split: bool) -> AbstractContextManager[None] | None:
+    """What goes around F and the backward of a microbatch with I and W, or with B; None where nothing has to."""
+    if (INSTALLATION.num_scopes > 0) == is_split:
+        return None
+    return _DEFERRABLE if is_split else _NOT_DEFERRABLE

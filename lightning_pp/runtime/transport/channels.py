@@ -35,6 +35,7 @@ class _Lane(NamedTuple):
         group: The group, or the channel, that it goes through. ``dist.isend`` looks it and the peer up for every
             message, which takes as long as sending.
         peer: The other side's rank in it.
+        tag: Of its receive, from the step's first on; 0 where messages find their receive by order.
         alike: A tensor of its shape and dtype, over the memory of one element.
         is_empty: Whether it has no elements, and is not sent.
         is_complex: Whether its elements are.
@@ -43,6 +44,7 @@ class _Lane(NamedTuple):
 
     group: Any
     peer: int
+    tag: int
     alike: Tensor
     is_empty: bool
     is_complex: bool
@@ -134,15 +136,16 @@ class Transport:
     def begin(self, route: Route) -> None:
         """Starts a step; posts the first receives."""
         self._step += 1
-        self._first_tag = self._step * _TAGS_PER_STEP
+        self._first_tag = self._step * _TAGS_PER_STEP % _TAG_RANGE if self._matches_by_tag else 0
         world = dist.group.WORLD
         if world is not self._world:  # another run has another default group
             self._world, self._lanes_of = world, {}
         if id(route) not in self._lanes_of:
             if len(self._lanes_of) >= _MOST_ROUTES:
                 self._lanes_of.clear()
-            self._open_channels_of(route)
-            self._lanes_of[id(route)] = (route, {})
+            messages = self._messages_of(route)
+            self._open_channels_of(messages)
+            self._lanes_of[id(route)] = (route, {message.tag: self._lay_out(message) for message in messages})
         self._lanes = self._lanes_of[id(route)][1]
         self._receipts = route.receipts
         for message in route.first_posts:
@@ -178,7 +181,8 @@ class Transport:
 
     def receive(self, stop: Stop) -> list[tuple[Value, Tensor]]:
         """Waits for everything that the action needs."""
-        self.post(stop)
+        for message in stop.posts:
+            self._post(message)
         received = []
         for message in stop.arrivals:
             sender, tag = message.sender, message.tag
@@ -208,10 +212,10 @@ class Transport:
             if receiver == self._rank:
                 self._handed_over[message.tag] = tensor
                 continue
-            lane = self._lane(message)
+            lane = self._lanes[message.tag]
             if not lane.is_empty:
                 tensor = tensor.contiguous()
-                work = lane.group.send([lane.on_wire(tensor)], lane.peer, self._tag(message.tag))
+                work = lane.group.send([lane.on_wire(tensor)], lane.peer, self._first_tag + lane.tag)
             self._sends.add(receiver, Send(work, tensor, message.is_gradient))
 
     def finish(self) -> None:
@@ -233,18 +237,16 @@ class Transport:
         self._posted.clear()
         self._handed_over.clear()
 
-    def _open_channels_of(self, route: Route) -> None:
-        """Makes each channel that no earlier route has used, and sends a number over it."""
-        if self._matches_by_tag:
-            return
+    def _messages_of(self, route: Route) -> list[Message]:
+        """All that the route sends to and receives from other ranks."""
         departures = (message for stop in route.stops for message in stop.departures)
         arrivals = (message for messages in route.incoming.values() for message in messages)
-        needed = {
-            (message.sender, message.receiver)
-            for message in (*departures, *arrivals)
-            if message.sender != message.receiver
-        }
-        self._open_new(needed)
+        return [message for message in (*departures, *arrivals) if message.sender != message.receiver]
+
+    def _open_channels_of(self, messages: Iterable[Message]) -> None:
+        """Makes each channel that no earlier route has used, and sends a number over it."""
+        if not self._matches_by_tag:
+            self._open_new({(message.sender, message.receiver) for message in messages})
 
     def _open_new(self, channels: set[tuple[int, int]]) -> None:
         for channel in opening_order(channels - self._channels.keys()):
@@ -265,23 +267,20 @@ class Transport:
             torch.cuda.synchronize(self._device)
 
     def _post(self, message: Message) -> None:
-        lane, work = self._lane(message), None
+        lane, work = self._lanes[message.tag], None
         # like another tensor torch makes one in half the time that it takes for a shape, a dtype and a device
         tensor = torch.empty_like(lane.alike, memory_format=torch.contiguous_format)
         if not lane.is_empty:
-            work = lane.group.recv([lane.on_wire(tensor)], lane.peer, self._tag(message.tag))
+            work = lane.group.recv([lane.on_wire(tensor)], lane.peer, self._first_tag + lane.tag)
         self._posted[message.tag] = (work, tensor)
-
-    def _lane(self, message: Message) -> _Lane:
-        lane = self._lanes.get(message.tag)
-        return lane or self._lanes.setdefault(message.tag, self._lay_out(message))
 
     def _lay_out(self, message: Message) -> _Lane:
         spec = message.spec
         group, peer = self._group_and_peer(message)
         alike = torch.empty((), dtype=spec.dtype, device=self._device).expand(spec.shape)
+        tag = message.tag if self._matches_by_tag else 0
         is_bytes = not self._matches_by_tag and spec.dtype not in _DTYPES_OF_NCCL
-        return _Lane(group, peer, alike, not spec.num_bytes, spec.dtype.is_complex, is_bytes)
+        return _Lane(group, peer, tag, alike, not spec.num_bytes, spec.dtype.is_complex, is_bytes)
 
     def _group_and_peer(self, message: Message) -> tuple[Any, int]:
         """What the message goes through, and the other side's rank in it."""
@@ -291,9 +290,6 @@ class Transport:
         group = self._group or dist.group.WORLD
         assert group is not None
         return group, dist.get_group_rank(group, self._ranks[message.receiver if is_sender else message.sender])
-
-    def _tag(self, tag_in_step: int) -> int:
-        return (self._first_tag + tag_in_step) % _TAG_RANGE if self._matches_by_tag else 0
 
 
 def opening_order(channels: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_pp.split._torch_private import forward_hooks_of, forward_pre_hooks_of, parameters_of
+from lightning_pp.split._torch_private import has_forward_hooks, parameters_of
 from lightning_pp.split.head.cross_entropy import RunningSums, joined, sums_dtype, sums_of_part
 
 # A tensor core multiplies tiles of this many rows without waste.
@@ -90,8 +90,7 @@ def is_head(unit: nn.Module) -> TypeGuard[nn.Linear]:
     return (
         type(unit) is nn.Linear
         and parameters_of(unit).get("weight") is not None
-        and not forward_hooks_of(unit)
-        and not forward_pre_hooks_of(unit)
+        and not has_forward_hooks(unit)
         and "forward" not in unit.__dict__
     )
 

@@ -18,6 +18,7 @@ from lightning_pp.split._torch_private import (
     current_function_mode,
     forward_hooks_of,
     forward_pre_hooks_of,
+    has_forward_hooks,
     wants_keywords,
     without_current_function_mode,
 )
@@ -144,7 +145,7 @@ class UnitCalls:
             handler = self._handler
             if handler is None or self._running_original:
                 return original(*args, **kwargs)
-            if forward_pre_hooks_of(unit) or forward_hooks_of(unit):
+            if has_forward_hooks(unit):
                 return self._call_with_hooks(handler, name, unit, original, args, kwargs)
             return self._route(handler, name, run, args, kwargs)
 
