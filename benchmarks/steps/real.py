@@ -181,6 +181,8 @@ def torchs(name: str, rank: int, args: argparse.Namespace, clock: Clock) -> None
     own = [rank] if is_single else [rank, 3 - rank] if name == "zb_v" else [rank, rank + 2]
     model = Model(num_layers=NUM_BLOCKS, dim=args.dim, num_heads=args.dim // 64, max_seq_len=LENGTH)
     if args.compile == "yes":
+        # its split backward walks the graph twice, for which compiled code must not give its buffers away
+        torch._functorch.config.donated_buffer = False
         compile_blocks(model)
     parts = [Part(model, stage, num_stages) for stage in own]
     stages = [

@@ -199,7 +199,7 @@ class PipelineStrategyConf:
         unshard_budget: With ``full_shard`` the most bytes of gathered parameters on a rank.
         cpu_offload: Whether parameters, gradients and optimizer states are on the host between uses.
         data_parallel_replicate_size: How many of the data-parallel ranks hold the same shards (HSDP).
-        compile: True, or options of ``torch.compile``: every unit is compiled by itself.
+        compile: True, or options of ``torch.compile``: every unit by itself, but no single layers of torch.
         activation_checkpointing: True for repeated blocks, or names and patterns of units: they run again in backward.
         save_distributed_checkpoint: True for a folder of shards, false for one file that a plain Trainer resumes from.
         async_checkpoint: Whether checkpoints are written while training goes on.

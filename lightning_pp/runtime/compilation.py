@@ -16,6 +16,11 @@ from lightning_pp.runtime.split_backward.compiled import CAPTURE_OPTIONS, Deferr
 from lightning_pp.runtime.split_backward.deferral import weight_gradients_may_wait
 from lightning_pp.split.head.parts import HeadPart
 
+NOTHING_TO_COMPILE = (
+    "compile compiles nothing: every unit of the model is one layer of torch, and these run as they are, since a call "
+    "of compiled code costs more than it saves there. Name larger units by units=[...], or leave out compile."
+)
+
 
 def check_compile_options(compile: bool | Mapping[str, Any]) -> dict[str, Any] | None:
     """The keyword arguments for :func:`torch.compile`, or None if nothing is to be compiled.
@@ -52,7 +57,9 @@ class CompiledUnits:
     A unit is compiled in two forms, each when it is first needed: for a backward that is split, with weight gradients
     that wait for W (:class:`~lightning_pp.runtime.split_backward.compiled.DeferringBackend`), and for all else as
     ``torch.compile`` does it. Blocks of one class share what is compiled. A unit that the user has compiled is left as
-    it is, and computes its weight gradients in I.
+    it is, and computes its weight gradients in I. A unit that is one layer of torch (``nn.Embedding``,
+    ``nn.LayerNorm``, ``nn.Linear``) stays as it is too, and its weight gradient waits for W: there is nothing to join
+    it with, and each call of compiled code has a price.
 
     Args:
         units: The units that this rank runs.
@@ -60,9 +67,8 @@ class CompiledUnits:
     """
 
     def __init__(self, units: Mapping[str, nn.Module], options: Mapping[str, Any]) -> None:
-        # a part of a head is one product and a few sums, in a function of its own that compiles to nothing better
         self._units = {
-            name: unit for name, unit in units.items() if not _is_compiled(unit) and not isinstance(unit, HeadPart)
+            name: unit for name, unit in units.items() if not _is_compiled(unit) and not is_one_operation(unit)
         }
         self._options = dict(options)
         self._backend = DeferringBackend(options)
@@ -118,6 +124,12 @@ class CompiledUnits:
             else:
                 self._units[name].__dict__["forward"] = before
         self._before.clear()
+
+
+def is_one_operation(unit: nn.Module) -> bool:
+    """Whether compiled code would be what torch has anyway; a part of a head is one product and a few sums."""
+    is_of_torch = type(unit).__module__.startswith("torch.nn.")
+    return isinstance(unit, HeadPart) or (is_of_torch and next(unit.children(), None) is None)
 
 
 def _is_compiled(unit: nn.Module) -> bool:

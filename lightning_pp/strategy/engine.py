@@ -32,7 +32,7 @@ from lightning_pp.planning.refinement.choice import refine_cuts
 from lightning_pp.planning.schedules.predictions import Prediction
 from lightning_pp.planning.stage_model import RecordedModel, SplitModel, assign_stages, record_model
 from lightning_pp.planning.tuning import Layout, LayoutRequest, choose_layout_of, decided_by_one, recording_of, step_ms
-from lightning_pp.runtime.compilation import CompiledUnits
+from lightning_pp.runtime.compilation import NOTHING_TO_COMPILE, CompiledUnits, is_one_operation
 from lightning_pp.runtime.executor import PipelineExecutor, StepInputs
 from lightning_pp.runtime.timing import StepTimer
 from lightning_pp.schedule import Schedule, StageCosts
@@ -425,6 +425,8 @@ class PipelineEngine:
             self._watched = WatchedModule(self.module, self.split.units_of(self.rank))
         self._programs.sharding = self.gradients.sharding
         if self._compile_options is not None:
+            if all(map(is_one_operation, self.split.units.values())):
+                rank_zero_warn(NOTHING_TO_COMPILE)
             self._compiled_units = CompiledUnits(self.split.units_of(self.rank), self._compile_options)
             self._compiled_backward = CompiledBackward(self.groups, self._compiled_units)
         self._make_executor()

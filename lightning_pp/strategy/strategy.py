@@ -162,7 +162,8 @@ class PipelineParallelStrategy(MeshStrategy):
         data_parallel_replicate_size: How many of the data-parallel ranks hold the same shards (HSDP); a divisor of
             ``data_parallel_size``. Gathers stay within ``data_parallel_size / data_parallel_replicate_size`` ranks.
         compile: True, or options of ``torch.compile``: every unit is compiled by itself, and where the backward is
-            split its weight gradients wait for W as those of uncompiled units do.
+            split its weight gradients wait for W as those of uncompiled units do. Units that are one layer
+            of torch run as they are.
         activation_checkpointing: Units that keep their inputs only and run again in backward. True: those that are one
             of a list of repeated blocks. Names or patterns of units: those. A policy, or a list of operations whose
             outputs are saved, as ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes them: repeated

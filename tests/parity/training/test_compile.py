@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from lightning_utilities.core import rank_zero
 from parity_run import QUIET, Layout, Outcome, ParityData, Settings, differences, make_module, merged, reference, train
 from pool import WorkerPool
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_pp import PipelineParallelStrategy
 from lightning_pp.errors import ConfigurationError
@@ -88,6 +90,69 @@ def what_is_left(layout: Layout) -> list[str]:
 
 def test_units_are_as_before_after_a_run(pool: WorkerPool) -> None:
     assert pool.run(what_is_left, Layout("1f1b", 2, 1, 2), world_size=2, timeout=120) == [[], []]
+
+
+class Layers(LightningModule):
+    """Units that are layers of torch, and blocks of two layers beside them if wanted."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__()
+        blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(num_blocks)]
+        self.layers = nn.ModuleList([nn.Linear(8, 8), *blocks, nn.LayerNorm(8), nn.Linear(8, 8)])
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            batch = layer(batch)
+        return batch.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def compiled_graphs(num_blocks: int, schedule: str) -> tuple[int, list[str], list[torch.Tensor]]:
+    """In a worker: graphs that a training compiled, what it warned of, and the weights of the rank's first layer."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    counter = CompileCounterWithBackend("aot_eager")
+    module, batches = (
+        Layers(num_blocks),
+        [torch.randn(8, 8, generator=torch.Generator().manual_seed(n)) for n in (1, 2)],
+    )
+    plain = copy.deepcopy(module)
+    strategy = PipelineParallelStrategy(
+        2,
+        num_microbatches=4,
+        schedule=schedule,
+        split_points=[f"layers.{num_blocks + 1}"],
+        compile={"backend": counter},
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Trainer(**QUIET, devices=2, strategy=strategy, max_epochs=1).fit(module, DataLoader(batches, batch_size=None))
+    for batch in batches:
+        plain.training_step(batch).backward()
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                parameter -= 0.1 * parameter.grad
+                parameter.grad = None
+    own = dict(module.named_parameters())
+    far = [name for name, value in plain.named_parameters() if name in own and not torch.allclose(own[name], value)]
+    return counter.frame_count, [str(w.message) for w in caught if "compile" in str(w.message)], far
+
+
+@pytest.mark.parametrize("schedule", ["zb_h1", "1f1b"])
+def test_layers_of_torch_run_as_they_are(pool: WorkerPool, schedule: str) -> None:
+    (first, warned, far), (last, _, far_last) = pool.run(compiled_graphs, 2, schedule, world_size=2, timeout=200)
+    assert (first > 0, last) == (True, 0), "the blocks are on one rank, and two layers of torch on the other"
+    assert (warned, far, far_last) == ([], [], [])
+
+
+def test_a_model_with_nothing_to_compile_is_told(pool: WorkerPool) -> None:
+    (first, warned, far), (last, others, _) = pool.run(compiled_graphs, 0, "zb_h1", world_size=2, timeout=200)
+    assert (first, last, far, others) == (0, 0, [], [])
+    assert len(warned) == 1 and warned[0].startswith("compile compiles nothing: every unit of the model is one layer")
 
 
 def told(compiled_by_user: bool) -> list[str]:
