@@ -108,7 +108,9 @@ def check_nan(jobs: Jobs, folder: Path, layout: str, place: str, rank: int) -> N
         assert re.search("NonFiniteError.*(nan|not finite)|CheckpointError.*not finite", text), text
 
 
-@pytest.mark.parametrize(("layout", "place", "rank"), [("2x1", "backward", 0), ("4x1", "forward", 2)])
+@pytest.mark.parametrize(
+    ("layout", "place", "rank"), [("2x1", "backward", 0), pytest.param("4x1", "forward", 2, marks=pytest.mark.nightly)]
+)
 def test_no_rank_trains_on_what_is_not_a_number(jobs: Jobs, tmp_path: Path, layout: str, place: str, rank: int) -> None:
     check_nan(jobs, tmp_path, layout, place, rank)
 
@@ -142,7 +144,7 @@ def check_launched(folder: Path, launcher: str, layout: str, fault: str, place: 
     assert re.search(by_us, printed) or re.search(by_torchrun, printed), printed
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("launcher", "layout", "fault", "place", "rank"),
     [("trainer", "2x1", "SIGSTOP", "forward", 1), ("torchrun", "2x2", "exception", "validation", 2)],

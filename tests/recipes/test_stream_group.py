@@ -111,8 +111,8 @@ def undisturbed_and_resumed(
 @pytest.mark.parametrize(
     ("options", "limit"),
     [
-        ({}, None),
         ({"shuffle_buffer": 4}, 3),
+        pytest.param({}, None, marks=pytest.mark.nightly),
         pytest.param({"shuffle_buffer": 4, "num_workers": 1}, None, marks=pytest.mark.nightly),
     ],
 )

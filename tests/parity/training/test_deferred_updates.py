@@ -151,6 +151,7 @@ def test_schedules(pool: WorkerPool, schedule: str) -> None:
     assert all(deferred["redone"] > 0 for _, deferred in ranks)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("schedule", ["zb_h2", pytest.param("zb_v", marks=pytest.mark.nightly)])
 def test_four_ranks(pool: WorkerPool, schedule: str) -> None:
     """The first rank runs several forwards before an update is settled, and runs them again."""
@@ -389,6 +390,7 @@ def refused(what: str) -> str:
     return ended_by("deferred", {**arguments, "clip": 1e6})
 
 
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize(
     ("what", "told"),
     [
