@@ -213,6 +213,7 @@ def test_a_folder_without_its_table_is_no_checkpoint(pool: WorkerPool, store: Ob
     assert not left & set(store.names("partial/last.ckpt/")) - {"meta.pt"}
 
 
+@pytest.mark.nightly
 def test_a_missing_shard_is_named(pool: WorkerPool, store: ObjectStore) -> None:
     url = f"s3://{BUCKET}/missing"
     pool.run(fit, url, (2, 1), 1, {}, {"dirpath": url, "filename": "model"}, environ=store.environ)

@@ -142,6 +142,7 @@ def test_replicas_read_their_own_and_a_resumed_training_goes_on(
             assert losses_again == losses[stop:], f"after step {stop}"
 
 
+@pytest.mark.nightly
 def test_an_epoch_ends_with_the_replica_that_has_least(pool: WorkerPool, tmp_path: Path) -> None:
     short = BATCHES_PER_EPOCH - 2
     texts = [text for pair in zip(["long"] * 20, ["sho"] * 20, strict=True) for text in pair]

@@ -132,7 +132,7 @@ def recognize(layout: Layout | None, loss: str) -> Any:
     return {"epochs": notes.epochs, "confusions": module.confusions, "weights": whole_model(module, layout)}
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_loss_module_with_parameters_beside_metrics(pool: WorkerPool, loss: str, layout: Layout) -> None:

@@ -169,6 +169,7 @@ def test_updates_that_are_skipped(pool: WorkerPool, clip: float | None) -> None:
     assert all(deferred["redone"] > 0 for _, deferred in ranks)
 
 
+@pytest.mark.nightly
 def test_accumulated_batches(pool: WorkerPool) -> None:
     ranks = pool.run(both, "adam", {"options": {"accumulate_grad_batches": 2}, "clip": 10.0}, world_size=2)
     check_equal(ranks)
@@ -234,6 +235,7 @@ def both_clip_themselves(clip: float | None) -> tuple[list[float], list[float], 
     return immediate.norms, deferred.norms, outcomes
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("clip", [pytest.param(None, marks=pytest.mark.nightly), 4.0])
 def test_hooks_that_clip_see_clipped_gradients(pool: WorkerPool, clip: float | None) -> None:
     ranks = pool.run(both_clip_themselves, clip, world_size=2)

@@ -190,6 +190,7 @@ def test_stop_after_a_change_of_schedule_and_resume(pool: WorkerPool, tmp_path: 
     assert_continues(joined(first, second), uninterrupted(SETTINGS))
 
 
+@pytest.mark.nightly
 def test_resume_within_an_accumulating_run(pool: WorkerPool, tmp_path: Path) -> None:
     settings = Settings(
         "root_parameters", accumulate=2, clip_val=0.05, clip_algorithm="norm", num_samples=30, frozen=True
