@@ -1,6 +1,6 @@
 """A pipelined training gives the losses and the weights of a plain one on one device, in float64 to 1e-9.
 
-The default run covers every model with every dimension at least once; ``--nightly`` runs the cross product. Two models
+The default run has every variant and nearly every model once; ``--nightly`` runs the cross product. Two models
 compute their loss in float32 themselves, whatever their weights are: transformers' causal language models upcast logits
 ``.float()``. There losses, and gradients a little, can only be as exact as float32; each has a twin with a float64 loss
 that is held to 1e-9.
