@@ -59,9 +59,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device{'s' if needed > 1 else ''}"))
     _leave_to_the_night(items)
     for kind in ("nightly", "browser"):
-        left_out = [] if config.getoption(f"--{kind}") else [item for item in items if item.get_closest_marker(kind)]
+        left_out = set() if config.getoption(f"--{kind}") else {item for item in items if item.get_closest_marker(kind)}
         if left_out:
-            config.hook.pytest_deselected(items=left_out)
+            config.hook.pytest_deselected(items=list(left_out))
             items[:] = [item for item in items if item not in left_out]
 
 

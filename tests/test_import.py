@@ -23,6 +23,7 @@ print(schedule.simulate(StageCosts(1.0, 1.0, 1.0)).makespan, hasattr(sys.modules
     assert run(code) == "13.0 False"
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     "imports",
     ["import lightning_pp; import lightning.pytorch as pl", "import lightning.pytorch as pl; import lightning_pp"],

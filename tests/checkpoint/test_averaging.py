@@ -60,6 +60,7 @@ def train(
     return weights(module), module.losses, validation.losses
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("kind", "sharded"),
     [

@@ -88,6 +88,7 @@ def read_back(path: Path) -> dict[str, Any]:
     return weights(module)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "single_file"])
 def test_training_goes_on_and_the_save_is_of_its_moment(pool: WorkerPool, tmp_path: Path, sharded: bool) -> None:
     results = pool.run(train, tmp_path, sharded, save_top_k=2, monitor="step", mode="max", save_last="link")

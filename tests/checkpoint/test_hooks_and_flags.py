@@ -105,6 +105,7 @@ def flags(path: Path, sharded: bool) -> list[str]:
     return messages
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "single_file"])
 def test_weights_only_by_default_and_the_flag_reaches_the_file(pool: WorkerPool, tmp_path: Path, sharded: bool) -> None:
     for messages in pool.run(flags, tmp_path / "model.ckpt", sharded):

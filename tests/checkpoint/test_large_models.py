@@ -53,7 +53,7 @@ def set_up(layout: tuple[int, int, str], weights: Path | None) -> dict[str, floa
 @pytest.mark.parametrize(
     ("pipeline", "replicas", "sharding"),
     [
-        (2, 2, "full_shard"),
+        pytest.param(2, 2, "full_shard", marks=pytest.mark.nightly),
         pytest.param(1, 4, "full_shard", marks=pytest.mark.nightly),
         pytest.param(1, 4, "replicate", marks=pytest.mark.nightly),
         pytest.param(4, 1, "replicate", marks=pytest.mark.nightly),

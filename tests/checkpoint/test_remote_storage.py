@@ -78,7 +78,7 @@ def uninterrupted(folder: Path, max_epochs: int) -> dict[str, torch.Tensor]:
 EVERY_STEP = {"filename": "{step}", "every_n_train_steps": 1, "save_top_k": 2, "monitor": "step", "mode": "max"}
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("in_background", [False, True], ids=["waiting", "async"])
 @pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "single_file"])
 def test_two_ranks_train_and_resume(
@@ -105,6 +105,7 @@ def test_two_ranks_train_and_resume(
     assert not list(tmp_path.parent.glob("s3:*")) and not Path("s3:").exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "single_file"])
 def test_other_layouts_resume(pool: WorkerPool, store: ObjectStore, tmp_path: Path, sharded: bool) -> None:
@@ -152,6 +153,7 @@ def die_before_the_table(url: str, saved: dict[str, Any]) -> None:
     fit(url, (2, 1), 2, {}, saved, f"{url}/model.ckpt")
 
 
+@pytest.mark.nightly
 def test_a_job_that_is_killed_leaves_the_checkpoint_before(pool: WorkerPool, store: ObjectStore) -> None:
     """The first rank dies when all shards of the next checkpoint of that name are there, and its table is not."""
     url = f"s3://{BUCKET}/killed"
@@ -194,6 +196,7 @@ def test_a_removal_that_fails_is_told_on_all(
         assert "cannot be removed (PermissionError: Access Denied) (on rank 0)" in error
 
 
+@pytest.mark.nightly
 def test_a_folder_without_its_table_is_no_checkpoint(pool: WorkerPool, store: ObjectStore) -> None:
     """As a job that was killed leaves it: not the last one, refused by name, and written over by the next save."""
     url = f"s3://{BUCKET}/partial"
@@ -210,6 +213,7 @@ def test_a_folder_without_its_table_is_no_checkpoint(pool: WorkerPool, store: Ob
     assert not left & set(store.names("partial/last.ckpt/")) - {"meta.pt"}
 
 
+@pytest.mark.nightly
 def test_a_missing_shard_is_named(pool: WorkerPool, store: ObjectStore) -> None:
     url = f"s3://{BUCKET}/missing"
     pool.run(fit, url, (2, 1), 1, {}, {"dirpath": url, "filename": "model"}, environ=store.environ)

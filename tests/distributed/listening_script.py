@@ -45,7 +45,7 @@ def listening_addresses() -> list[str]:
     return addresses
 
 
-def main() -> None:
+def fit_twice(folder: Path) -> None:
     for _ in range(2):
         trainer = pl.Trainer(
             accelerator="cpu",
@@ -57,8 +57,8 @@ def main() -> None:
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(Listening(Path(sys.argv[1])), DataLoader(torch.ones(4, 4), batch_size=4))
+        trainer.fit(Listening(folder), DataLoader(torch.ones(4, 4), batch_size=4))
 
 
 if __name__ == "__main__":
-    main()
+    fit_twice(Path(sys.argv[1]))

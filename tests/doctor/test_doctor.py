@@ -103,6 +103,7 @@ def failure_of(title: str, limit_s: float = float("inf")) -> Row:
     return row
 
 
+@pytest.mark.nightly
 def test_a_message_that_is_lost_is_found_within_the_limit() -> None:
     row = failure_of("queued-receives", limit_s=12.0)
     text = r"ank 0 \(two receives queued on each channel, round \d+ of 20\) had not ended after \d+ s"

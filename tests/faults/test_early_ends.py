@@ -20,6 +20,7 @@ from training_script import Regression, loader
 from lightning_pp import PipelineParallelStrategy
 
 
+@pytest.mark.nightly
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("launcher", "ranks"), [("trainer", (0,)), ("trainer", (1,)), ("trainer", (0, 1)), ("torchrun", (0, 1))]

@@ -236,6 +236,7 @@ def test_with_clipping_a_gradient_is_the_same_error_on_every_rank(
             check_weights(outcome["weights"], expected)
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize(
     ("replicas", "bad_block", "bad_sample", "options"),
     [

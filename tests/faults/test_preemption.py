@@ -88,7 +88,7 @@ def test_a_signal_in_a_step_saves_the_training_which_goes_on_as_one_device(
         assert found == pytest.approx([loss for _, loss in expected], rel=1e-5)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("launcher", ["trainer", "torchrun"])
 def test_a_signal_to_the_process_that_was_started_is_enough(tmp_path: Path, launcher: str) -> None:
     """As Kubernetes does it; without a ModelCheckpoint, in the background, written to the default folder."""

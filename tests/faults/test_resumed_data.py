@@ -136,7 +136,7 @@ def undisturbed_and_resumed(folder: Path, kind: str, num_workers: int, steps: li
         ("shuffled", 0),
         pytest.param("shuffled", 2, marks=pytest.mark.nightly),
         ("own generator", 0),
-        ("two", 0),
+        pytest.param("two", 0, marks=pytest.mark.nightly),
         pytest.param("distributed", 0, marks=pytest.mark.nightly),
         pytest.param("drawn with replacement", 0, marks=pytest.mark.nightly),
         pytest.param("list", 0, marks=pytest.mark.nightly),

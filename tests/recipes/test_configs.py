@@ -223,7 +223,13 @@ def train(config_yaml: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+# their models are those of other recipes, or trained in other tests
+AT_NIGHT = ("causal_lm", "gpt2_124m", "llama_8b", "own", "t5")
+
+
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(name, marks=[pytest.mark.nightly] if name in AT_NIGHT else []) for name in RECIPE_NAMES]
+)
 def test_recipe_plans_and_trains_as_a_pipeline(recipe: str, pool: WorkerPool, base: Path) -> None:
     stream = io.StringIO()
     hardware = ["device=a10g", "schedules=[zb_h1]"]

@@ -111,8 +111,8 @@ def undisturbed_and_resumed(
 @pytest.mark.parametrize(
     ("options", "limit"),
     [
-        ({}, None),
         ({"shuffle_buffer": 4}, 3),
+        pytest.param({}, None, marks=pytest.mark.nightly),
         pytest.param({"shuffle_buffer": 4, "num_workers": 1}, None, marks=pytest.mark.nightly),
     ],
 )
@@ -142,6 +142,7 @@ def test_replicas_read_their_own_and_a_resumed_training_goes_on(
             assert losses_again == losses[stop:], f"after step {stop}"
 
 
+@pytest.mark.nightly
 def test_an_epoch_ends_with_the_replica_that_has_least(pool: WorkerPool, tmp_path: Path) -> None:
     short = BATCHES_PER_EPOCH - 2
     texts = [text for pair in zip(["long"] * 20, ["sho"] * 20, strict=True) for text in pair]

@@ -109,6 +109,7 @@ def timed_steps(kind: str) -> tuple[list[bool], int]:
     return asking.has_times, num_timed
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("kind", ["nobody", "monitor", "auto"])
 def test_who_asks(pool: WorkerPool, kind: str) -> None:
     for has_times, num_timed in pool.run(timed_steps, kind, world_size=2):

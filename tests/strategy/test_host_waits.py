@@ -93,7 +93,7 @@ def waits_within_programs(
     return found, number
 
 
-@pytest.mark.by_day(4)
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("sharding", ["replicate", "shard_grad_op", "full_shard"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_v"])
 def test_no_program_waits_for_the_device(pool: WorkerPool, schedule: str, sharding: str) -> None:
@@ -144,7 +144,7 @@ def waits_of_batches(
     return callback.found[2:]
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     ("mode", "clip", "has_unused", "most"),
     [
@@ -175,7 +175,7 @@ def waits_of_float16(clip: float | None) -> list[list[str]]:
         return waits_of_batches("error", clip, False, precision=MixedPrecision("16-mixed", "cpu", scaler))
 
 
-@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("clip", [pytest.param(None, marks=pytest.mark.nightly), 1.0])
 def test_float16_waits_once_to_know_whether_the_step_is_skipped(pool: WorkerPool, clip: float | None) -> None:
     for of_rank in pool.run(waits_of_float16, clip, world_size=4):
         assert len(of_rank) >= 3
@@ -188,7 +188,7 @@ def test_norms_of_all_gradients_are_read_at_once(pool: WorkerPool) -> None:
         assert {len(found) for found in of_rank} == {1}, of_rank
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_what_a_batch_counts_is_copied_at_once(pool: WorkerPool, replicas: int) -> None:
     ranks = pool.run(waits_of_batches, "ignore", None, False, replicas, Masked, world_size=2 * replicas)
     assert max(len(found) for of_rank in ranks for found in of_rank) > 0, "the mask is not counted at all"
@@ -201,7 +201,7 @@ def test_what_a_batch_counts_is_copied_at_once(pool: WorkerPool, replicas: int) 
             assert len(waits) <= replicas, waits
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_no_program_waits_for_what_a_batch_counts(pool: WorkerPool, replicas: int) -> None:
     """Not even the first one, before which nobody knows that replicas have several counts."""
     options = {"pipeline_parallel_size": 2, "data_parallel_size": replicas, "schedule": "1f1b"}

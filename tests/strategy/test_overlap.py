@@ -135,21 +135,21 @@ def always(batch: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_a_step_has_no_collective_along_the_pipeline(pool: WorkerPool, replicas: int) -> None:
     """Nor has one at the interval of the loggers (batch 3), where ranks only wait for what is sent anyway."""
     ranks = pool.run(counted_fit, replicas, {}, world_size=2 * replicas)
     check_counts(ranks, replicas, in_step=lambda rank, batch: {}, steps_at=always)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_clipping_by_norm_adds_one_number(pool: WorkerPool, replicas: int) -> None:
     ranks = pool.run(counted_fit, replicas, {"gradient_clip_val": 0.5}, world_size=2 * replicas)
     world = tuple(range(2 * replicas))
     check_counts(ranks, replicas, in_step=lambda rank, batch: {("allreduce", world): 1}, steps_at=always)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_accumulated_batches_reduce_once(pool: WorkerPool, replicas: int) -> None:
     ranks = pool.run(counted_fit, replicas, {"accumulate_grad_batches": 2}, world_size=2 * replicas)
     check_counts(ranks, replicas, in_step=lambda rank, batch: {}, steps_at=lambda batch: batch % 2 == 1)
@@ -317,6 +317,7 @@ def reading_fit(devices: int, every: int, ranks: tuple[int, ...]) -> Any:
     }
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(("every", "readers"), [(1, (0, 1)), (3, (0, 1)), (3, (0,)), (3, (1,))])
 def test_whoever_looks_sees_what_one_device_has(pool: WorkerPool, every: int, readers: tuple[int, ...]) -> None:
     expected = reading_fit(1, every, (0,))
@@ -364,7 +365,7 @@ def signalled_fits(replicas: int, accumulate: int, folder: Path) -> list[tuple[i
     return ends
 
 
-@pytest.mark.parametrize(("replicas", "accumulate"), [(1, 1), (2, 3)])
+@pytest.mark.parametrize(("replicas", "accumulate"), [(1, 1), pytest.param(2, 3, marks=pytest.mark.nightly)])
 def test_a_sigterm_ends_all_ranks_before_the_same_batch(
     pool: WorkerPool, replicas: int, accumulate: int, tmp_path: Path
 ) -> None:

@@ -47,6 +47,7 @@ def garble(path: Path) -> None:
         file.write_bytes(content)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "single_file"])
 def test_last_falls_back(pool: WorkerPool, tmp_path: Path, sharded: bool) -> None:
     pool.run(fit, tmp_path, sharded, 3, None)

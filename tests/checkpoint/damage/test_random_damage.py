@@ -32,7 +32,10 @@ def read(path: Path) -> dict[str, Any]:
     return read_alone(path, weights_only=False)
 
 
-@pytest.mark.parametrize("single_file", [False, True], ids=["sharded", "single_file"])
+@pytest.mark.parametrize(
+    "single_file",
+    [pytest.param(False, id="sharded", marks=pytest.mark.nightly), pytest.param(True, id="single_file")],
+)
 @FUZZ
 @given(data=st.data())
 def test_random_damage(saved: dict[bool, Path], tmp_path: Path, single_file: bool, data: st.DataObject) -> None:

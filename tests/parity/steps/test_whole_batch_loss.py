@@ -64,7 +64,7 @@ def check(
     assert found_weights == expected["weights"].keys()
 
 
-@pytest.mark.by_day(6)
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize(("loss", "layout"), COVERING, ids=str)
 def test_like_one_device(pool: WorkerPool, loss: str, layout: Layout) -> None:
     check(pool, loss, layout)
@@ -167,7 +167,7 @@ class MetricAndOutputs(WholeBatchModel):
 WAYS = [MetricAndOutputs, FrozenStart, HardestSamples, DrawsNoise, EditsItsBatch, Buckets, RowsOfOneSampleTogether]
 
 
-@pytest.mark.by_day(4)
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("model", WAYS)
 def test_ways_of_a_step(pool: WorkerPool, model: Any) -> None:
     check(pool, "contrastive", Layout("zb_v", 2, 1, 4), model)
@@ -319,6 +319,7 @@ REFUSED: list[tuple[Any, str]] = [
 ]
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize(("model", "message"), REFUSED, ids=[model.__name__ for model, _ in REFUSED])
 def test_what_cannot_be_is_refused_and_nothing_hangs(pool: WorkerPool, model: Any, message: str) -> None:
     layout = Layout("zb_h1", 2, 1, 4)

@@ -61,6 +61,11 @@ def make_trainer(layout: Layout | None, *, check_first_batches: bool = True, **k
     return L.Trainer(**{"devices": 1, **arguments, **kwargs})
 
 
+def make_unchecked_trainer(layout: Layout | None, **kwargs: Any) -> L.Trainer:
+    """:func:`make_trainer`, without the check of first batches, which takes as long as a short training."""
+    return make_trainer(layout, check_first_batches=False, **kwargs)
+
+
 def plain(value: Any) -> Any:
     """Tensors of one element in a tree as numbers."""
     if isinstance(value, dict):

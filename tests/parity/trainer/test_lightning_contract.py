@@ -11,7 +11,8 @@ from parity_run import Layout
 from pool import WorkerPool
 
 ONE_STAGE, TWO_STAGES = Layout("1f1b", 1, 1, 1), Layout("1f1b", 2, 1, 3)
-LAYOUTS = [ONE_STAGE, TWO_STAGES, pytest.param(Layout("zb_h1", 3, 1, 4), marks=pytest.mark.nightly)]
+AT_NIGHT = [ONE_STAGE, Layout("zb_h1", 3, 1, 4)]
+LAYOUTS = [TWO_STAGES, *(pytest.param(layout, marks=pytest.mark.nightly) for layout in AT_NIGHT)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -99,7 +99,7 @@ def check(pool: WorkerPool, name: str, num_stages: int, schedule: str) -> None:
 
 
 # kinds of layers alone; the others have values or parameters that go other ways than from one layer to the next
-AT_NIGHT = ("windows", "diffusion", "perceiver", "detector", "adapted", "state_space")
+AT_NIGHT = ("windows", "diffusion", "perceiver", "detector", "adapted", "state_space", "tasks")
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ OFFLOADED = {"cpu_offload": True}
 MIB = 2**20
 
 
+@pytest.mark.nightly
 def test_clipped_training_that_moves_on_and_off_the_host(pool: WorkerPool, tmp_path: Path) -> None:
     """A tied embedding on one rank, then on two, with one replica; then another kind of checkpoint on one device."""
     settings = Settings("gpt2_float64_loss", optimizer="adamw", two_groups=True, clip_val=0.05, clip_algorithm="norm")

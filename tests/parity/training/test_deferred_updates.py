@@ -151,6 +151,7 @@ def test_schedules(pool: WorkerPool, schedule: str) -> None:
     assert all(deferred["redone"] > 0 for _, deferred in ranks)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("schedule", ["zb_h2", pytest.param("zb_v", marks=pytest.mark.nightly)])
 def test_four_ranks(pool: WorkerPool, schedule: str) -> None:
     """The first rank runs several forwards before an update is settled, and runs them again."""
@@ -168,6 +169,7 @@ def test_updates_that_are_skipped(pool: WorkerPool, clip: float | None) -> None:
     assert all(deferred["redone"] > 0 for _, deferred in ranks)
 
 
+@pytest.mark.nightly
 def test_accumulated_batches(pool: WorkerPool) -> None:
     ranks = pool.run(both, "adam", {"options": {"accumulate_grad_batches": 2}, "clip": 10.0}, world_size=2)
     check_equal(ranks)
@@ -233,6 +235,7 @@ def both_clip_themselves(clip: float | None) -> tuple[list[float], list[float], 
     return immediate.norms, deferred.norms, outcomes
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("clip", [pytest.param(None, marks=pytest.mark.nightly), 4.0])
 def test_hooks_that_clip_see_clipped_gradients(pool: WorkerPool, clip: float | None) -> None:
     ranks = pool.run(both_clip_themselves, clip, world_size=2)
@@ -389,6 +392,7 @@ def refused(what: str) -> str:
     return ended_by("deferred", {**arguments, "clip": 1e6})
 
 
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize(
     ("what", "told"),
     [

@@ -163,6 +163,7 @@ ON_DEVICES = [
 ]
 
 
+@pytest.mark.by_day(5)
 @pytest.mark.parametrize(("device", "strategy"), ON_DEVICES)
 def test_scale_and_skipped_steps_are_those_of_one_device(
     pool: WorkerPool, device: str, strategy: dict[str, Any]

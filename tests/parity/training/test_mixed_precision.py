@@ -193,7 +193,7 @@ def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) ->
     [
         (2, 1, {"schedule": "zb_v"}),
         (1, 2, {"sharding": "full_shard"}),
-        (2, 2, {"schedule": "zb_h1", "sharding": "shard_grad_op"}),
+        pytest.param(2, 2, {"schedule": "zb_h1", "sharding": "shard_grad_op"}, marks=pytest.mark.nightly),
         pytest.param(1, 1, {}, marks=pytest.mark.nightly),
         pytest.param(2, 1, {}, marks=pytest.mark.nightly),
         pytest.param(2, 2, {"sharding": "replicate"}, marks=pytest.mark.nightly),
@@ -227,6 +227,7 @@ def test_bf16_mixed_does_not_depend_on_the_layout(pool: WorkerPool) -> None:
     assert largest_difference(two, one) == 0
 
 
+@pytest.mark.nightly
 def test_bf16_mixed_with_tied_embeddings_does_not_depend_on_the_layout(pool: WorkerPool) -> None:
     """Both units cast the one parameter; its gradients are summed in float32, in another order."""
     one = whole(pool.run(fitted, layout(1), "bf16-mixed", world_size=1, tied=True))
@@ -284,6 +285,7 @@ def fit_norm_first(
     return weights_of(fitted_module)
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     ("pipeline", "replicas", "options"),
     [(2, 1, {"schedule": "zb_h1"}), (2, 2, {"sharding": "full_shard"}), (1, 2, {"sharding": "replicate"})],
@@ -340,6 +342,7 @@ def test_norms_of_a_sample_are_those_of_one_device(pool: WorkerPool, precision: 
         assert (two[name] - weight).abs().max() < most * moved, name
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(("pipeline", "replicas", "sharding"), [(2, 1, "shard_grad_op"), (1, 2, "replicate")])
 def test_bf16_true_accumulates_in_float32(pool: WorkerPool, pipeline: int, replicas: int, sharding: str) -> None:
     """Eight batches' sums of a gradient in bfloat16 would lose what is below a 256th of them."""

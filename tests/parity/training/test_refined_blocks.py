@@ -48,8 +48,8 @@ CASES: list[tuple[str, Layout, Sequence[str], dict[str, Any]]] = [
     ("t5", Layout("interleaved_zb", 2, 1, 4), T5, {}),
     ("vit", Layout("zb_h2", 3, 1, 4), VIT[1:], {}),
 ]
-# what differs from another case in its schedule or its model alone
-_AT_NIGHT = [CASES[0], CASES[2], CASES[5]]
+# what differs from another case in its schedule, its replicas or its model alone
+_AT_NIGHT = [CASES[0], CASES[2], CASES[3], CASES[5]]
 _MORE: list[tuple[str, Layout, Sequence[str], dict[str, Any]]] = [
     *_AT_NIGHT,
     *(
@@ -87,6 +87,7 @@ def test_cuts_inside_blocks_train_as_one_device(
     check_like_one_device(outcomes, settings, layout)
 
 
+@pytest.mark.nightly
 def test_checkpoints_go_on_with_whole_blocks_and_on_one_device(pool: WorkerPool, tmp_path: Path) -> None:
     settings = Settings("gpt2_float64_loss", optimizer="adamw", two_groups=True)
     cut_inside = {"split_points": list(GPT2[:2])}

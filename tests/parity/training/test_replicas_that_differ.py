@@ -61,6 +61,7 @@ def train(sharding: str | None = None) -> dict[str, Tensor]:
     return whole_weights(module)
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("sharding", ["full_shard", "shard_grad_op", "replicate"])
 def test_gradients_are_those_of_all_replicas(pool: WorkerPool, sharding: str) -> None:
     expected = train()

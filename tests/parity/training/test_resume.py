@@ -160,7 +160,7 @@ def uninterrupted(settings: Settings) -> Outcome:
     ("settings", "layout", "single_file"),
     [
         (SETTINGS, TWO_STAGES, False),
-        (SPLIT_CONVOLUTIONS, THREE_STAGES, True),
+        pytest.param(SPLIT_CONVOLUTIONS, THREE_STAGES, True, marks=pytest.mark.nightly),
         pytest.param(SETTINGS, TWO_BY_TWO, False, marks=pytest.mark.nightly),
         pytest.param(SETTINGS, TWO_STAGES, True, marks=pytest.mark.nightly),
         pytest.param(SETTINGS, TWO_BY_TWO, True, marks=pytest.mark.nightly),
@@ -180,6 +180,7 @@ def test_stop_and_resume(
     assert_continues(joined(first, second), uninterrupted(settings))
 
 
+@pytest.mark.nightly
 def test_stop_after_a_change_of_schedule_and_resume(pool: WorkerPool, tmp_path: Path) -> None:
     """``auto`` measures again after the restart, and begins with the schedule of estimated costs."""
     path = tmp_path / "stopped.ckpt"
@@ -189,6 +190,7 @@ def test_stop_after_a_change_of_schedule_and_resume(pool: WorkerPool, tmp_path: 
     assert_continues(joined(first, second), uninterrupted(SETTINGS))
 
 
+@pytest.mark.nightly
 def test_resume_within_an_accumulating_run(pool: WorkerPool, tmp_path: Path) -> None:
     settings = Settings(
         "root_parameters", accumulate=2, clip_val=0.05, clip_algorithm="norm", num_samples=30, frozen=True

@@ -113,6 +113,7 @@ def test_every_rank_changes_before_the_same_batch(pool: WorkerPool, tmp_path: Pa
     ]
 
 
+@pytest.mark.nightly
 def test_given_costs_count_from_the_first_batch(pool: WorkerPool, tmp_path: Path) -> None:
     costs = StageCosts([5.0, 9.0, 6.0, 7.0], 8.0, 4.0, p2p=0.5, held_after_forward=2.0, held_after_input=1.0)
     costs.to_json(tmp_path / "costs.json", held_unit="GiB", measured_on={"stages": [["blocks.0"], ["other"], [], []]})

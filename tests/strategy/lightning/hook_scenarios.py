@@ -10,7 +10,8 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
-from feature_parts import Data, make, make_trainer, plain
+from feature_parts import Data, make, plain
+from feature_parts import make_unchecked_trainer as make_trainer
 from lightning.pytorch.callbacks import ModelSummary, RichModelSummary, ThroughputMonitor
 from lightning.pytorch.loggers.logger import DummyLogger
 from parity_run import Layout

@@ -65,6 +65,7 @@ def fit_compiled() -> str:
     return str(error.value)
 
 
+@pytest.mark.nightly
 def test_several_stages_refuse_a_compiled_module(pool: WorkerPool) -> None:
     texts = pool.run(fit_compiled, world_size=2)
     assert len(texts) == 2 and all("avoid passing in compiled model" in text for text in texts)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from feature_parts import Data, check_on_every_rank, make, make_trainer
+from feature_parts import Data, check_on_every_rank, make
+from feature_parts import make_unchecked_trainer as make_trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from parity_run import Layout
 from pool import WorkerPool
@@ -81,6 +82,7 @@ def weights(layout: Layout | None, kind: type[Classifier], callbacks: Any = None
     return whole_weights(trainer, module)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("layout", [TWO_STAGES, Layout("zb_h1", 3, 1, 2), Layout("1f1b", 2, 2, 2)], ids=str)
 def test_unfreezing_in_a_hook(pool: WorkerPool, layout: Layout) -> None:
     check_on_every_rank(pool, weights, layout, Unfreezes)
@@ -107,11 +109,13 @@ def test_copies_of_callbacks_that_hold_the_trainer_are_refused(pool: WorkerPool)
         assert "ConfigurationError: copy.deepcopy has come to the strategy" in message
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("as_file", [False, True], ids=["folder", "file"])
 def test_state_dict_of_copies(pool: WorkerPool, as_file: bool, tmp_path: Any) -> None:
     check_on_every_rank(pool, trained_twice, TWO_STAGES, Copied, as_file, str(tmp_path))
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("as_file", [False, True], ids=["folder", "file"])
 @pytest.mark.parametrize("layout", [TWO_STAGES, Layout("1f1b", 2, 2, 2)], ids=str)
 def test_groups_added_in_training(pool: WorkerPool, layout: Layout, as_file: bool, tmp_path: Any) -> None:

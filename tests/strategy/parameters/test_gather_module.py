@@ -104,7 +104,7 @@ def two_fits(layout: Layout | None, options: dict[str, Any], model: str, then: L
     }
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("model", "layout", "then", "options"),
     [

@@ -39,8 +39,8 @@ def counts_by_mode(schedule: str, split_points: list[str], budgets: tuple[int, .
 @pytest.mark.parametrize(
     ("schedule", "budgets"),
     [
-        ("1f1b", (1, 3)),
         ("zb_v", (2, 4)),
+        pytest.param("1f1b", (1, 3), marks=pytest.mark.nightly),
         *(pytest.param(schedule, BUDGETS, marks=pytest.mark.nightly) for schedule in ("1f1b", "zb_v")),
     ],
     ids=str,
@@ -109,7 +109,9 @@ def peaks(schedule: str, replicate: int) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize(("schedule", "replicate"), [("zb_v", 1), ("interleaved_zb", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "replicate"), [("zb_v", 1), pytest.param("interleaved_zb", 2, marks=pytest.mark.nightly)]
+)
 def test_gathered_bytes_stay_within_the_budget(pool: WorkerPool, schedule: str, replicate: int) -> None:
     for rank in pool.run(peaks, schedule, replicate, world_size=4, timeout=300):
         for budget, peak in rank:
@@ -130,6 +132,7 @@ def collectives_of_tied(schedule: str, tied: bool) -> tuple[int, bool]:
     return sum(batches[1].values()), both and module.head.weight is module.embedding.weight
 
 
+@pytest.mark.nightly
 def test_tied_ends_on_one_rank_cost_no_communication(pool: WorkerPool) -> None:
     """In a V one rank has both; else both ranks have one each, and one collective sums their gradients."""
     counts = {

@@ -147,6 +147,7 @@ def check_everywhere(pool: WorkerPool, pattern: str, function: Any, *args: Any, 
         assert re.search(pattern, failure.message), f"rank {rank} says: {failure.type}: {failure.message}"
 
 
+@pytest.mark.by_day(6)
 @pytest.mark.parametrize(
     ("module", "pattern"),
     [
@@ -172,6 +173,7 @@ def test_callbacks_that_need_all_stages(pool: WorkerPool) -> None:
     check_everywhere(pool, r"ModelPruning cannot be used in a pipeline.*Prune the module on one device", fit_pruning)
 
 
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize(
     ("options", "pattern"),
     [
@@ -257,6 +259,7 @@ def test_a_file_for_other_ranks_than_there_are(pool: WorkerPool, tmp_path: Any) 
     check_everywhere(pool, r"rows for 3 ranks, and the pipeline has 2: set", fit_with, Blocks, **options)
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     ("options", "pattern"),
     [

@@ -268,10 +268,8 @@ def process_of(rank: int, port: int, module: type[Blocks], log: Any) -> subproce
     )
 
 
-@pytest.mark.parametrize(
-    ("module", "pattern"),
-    [pytest.param(*case, marks=[pytest.mark.nightly] if case[0] is not Branches else []) for case in CANNOT_BE_CUT],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("module", "pattern"), CANNOT_BE_CUT)
 def test_every_process_exits(tmp_path: Path, module: type[Blocks], pattern: str) -> None:
     """Processes that nobody watches over: each ends by itself, with the message, soon after the training began."""
     with socket.socket() as listener:

@@ -123,7 +123,7 @@ def trained(layout: Layout | None, kind: type[Blocks]) -> Any:
     return module.seen, plain(dict(trainer.callback_metrics)), dict(module.state_dict())
 
 
-@pytest.mark.by_day(6)
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("kind", MODULES)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_training_is_that_of_one_device(pool: WorkerPool, layout: Layout, kind: type[Blocks]) -> None:
@@ -173,6 +173,7 @@ def fit_refused(kind: type[Blocks], options: dict[str, Any]) -> None:
     trainer.fit(kind(), loader())
 
 
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize(("kind", "options", "pattern"), ERRORS)
 def test_what_cannot_be_known_is_told_in_the_first_batch(
     pool: WorkerPool, kind: type[Blocks], options: dict[str, Any], pattern: str

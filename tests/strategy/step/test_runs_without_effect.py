@@ -211,7 +211,8 @@ def changed_elsewhere(layout: Layout) -> dict[str, Any]:
     return {**counts, "indices": elsewhere.indices, **kept}
 
 
-@pytest.mark.parametrize("layout", [Layout("interleaved_1f1b", 1, 1, 2), TWO_STAGES, Layout("zb_h1", 3, 1, 2)], ids=str)
+@pytest.mark.by_day(1)
+@pytest.mark.parametrize("layout", [TWO_STAGES, Layout("interleaved_1f1b", 1, 1, 2), Layout("zb_h1", 3, 1, 2)], ids=str)
 def test_globals_and_closures_change_once_for_each_run_of_the_step(pool: WorkerPool, layout: Layout) -> None:
     stages = 2 if layout.world_size == 1 else 1  # on each rank; each runs the step from its start
     ranks = pool.run(changed_elsewhere, layout, world_size=layout.world_size, timeout=120)
@@ -268,7 +269,8 @@ def transferred(layout: Layout | None) -> dict[str, Any]:
     return {**counts, "hooks": transfers, "shapes": module.shapes, "loss": loss}
 
 
-@pytest.mark.parametrize("layout", [Layout("interleaved_1f1b", 1, 1, 2), TWO_STAGES, Layout("zb_h1", 3, 1, 2)], ids=str)
+@pytest.mark.by_day(1)
+@pytest.mark.parametrize("layout", [TWO_STAGES, Layout("interleaved_1f1b", 1, 1, 2), Layout("zb_h1", 3, 1, 2)], ids=str)
 def test_transfer_hooks_run_once_for_each_batch(pool: WorkerPool, layout: Layout) -> None:
     expected = check_on_every_rank(pool, transferred, layout)
     assert expected["data"] == expected["printed"] == len(expected["hooks"]) == len(expected["shapes"]) == 1 + 2 * 6

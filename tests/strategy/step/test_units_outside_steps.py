@@ -103,7 +103,8 @@ def test_values_of_other_stages_are_refused(
         assert re.search(said, failure.message)
 
 
-@pytest.mark.parametrize("use", [look_at_shape, compute_without_weights])
+@pytest.mark.by_day(1)
+@pytest.mark.parametrize("use", [compute_without_weights, look_at_shape])
 def test_what_needs_no_values_trains_as_without(pool: WorkerPool, use: Callable[[Any], None]) -> None:
     expected = weights_without()
     for hook in HOOKS:
