@@ -257,6 +257,15 @@ def test_samples_of_a_step_need_not_divide_the_batch() -> None:
         assert found.planned.memory == plan.shown.memory
 
 
+def test_one_rank_by_itself_holds_one_microbatch_at_a_time() -> None:
+    search, _ = searched(*SMALL, "schedules=[gpipe,zb_h1,1f1b]")
+    alone_on_rank = {layout.schedule for layout in search.space.layouts() if layout.num_ranks == 1}
+    assert alone_on_rank == {"zb_h1"}  # the first of those that do
+    for found in search.result.best:
+        if found.layout.num_ranks == 1:
+            assert microbatches_held(found.planned.schedule) == [1]
+
+
 def test_a_head_in_parts_goes_with_blocks_that_run_again() -> None:
     search, _ = searched(*SMALL, "strategy.split_head=2", "schedules=[1f1b]")
     assert not search.result.impossible

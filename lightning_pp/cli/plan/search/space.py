@@ -11,8 +11,10 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from lightning_pp.distributed.sizes import ParallelSizes
 from lightning_pp.planning.activation_checkpointing import ActivationCheckpointing
 from lightning_pp.planning.sharded_stages import ShardingSettings
-from lightning_pp.schedule.registry import schedule_family
+from lightning_pp.schedule.registry import build_schedule, schedule_family
 from lightning_pp.schedule.sharding import SHARDING_MODES, ShardingMode
+from lightning_pp.schedule.simulation.costs import UNIT_COSTS
+from lightning_pp.schedule.simulation.memory import peaks_of
 
 _MORE_STAGES_PER_RANK = (2, 4)
 """Tried besides what is usual for a family, if it is twice that and the family allows it."""
@@ -121,11 +123,12 @@ class Space:
         return [number for number in _divisors(batch_size) if num_ranks <= number <= most or number == batch_size]
 
     def _schedules(self, num_ranks: int) -> Iterator[tuple[str, int]]:
-        """Names with stages on each rank; one rank has nothing to order, and takes the first that has one stage."""
+        """Names with stages on each rank; one rank has nothing to wait for, and takes one that holds least."""
         names = [(name, schedule_family(name)) for name in self.schedules]
         if num_ranks == 1:
             alone = [name for name, family in names if family.allows(1)]
-            yield from [(name, 1) for name in alone[:1]]
+            if alone:
+                yield min(alone, key=_held_by_one_rank), 1
             return
         for name, family in names:
             usual = family.default_stages_per_rank
@@ -149,6 +152,13 @@ class Space:
             elif self.sharding.unshard_budget is None or mode == "full_shard":
                 found += [ShardingChoice(mode, number) for number in copies]
         return found
+
+
+def _held_by_one_rank(name: str) -> float:
+    """The most of two microbatches that a rank by itself holds at a time; a search is the last to be taken."""
+    if schedule_family(name).is_search:
+        return float("inf")
+    return peaks_of(build_schedule(name, num_ranks=1, num_microbatches=2, stages_per_rank=1), UNIT_COSTS)[0]
 
 
 def _divisors(number: int) -> list[int]:
