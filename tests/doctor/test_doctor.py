@@ -76,6 +76,7 @@ def test_four_processes_that_are_well(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.nightly
 def test_planted_faults_are_found() -> None:
     rows = examined(plant, FAULTS)
     expected = {

@@ -104,7 +104,7 @@ def monitored(layout: Layout | None, folder: Path) -> Any:
     }
 
 
-@pytest.mark.parametrize("layout", [at_night(THREE_STAGES), TWO_BY_TWO], ids=str)
+@pytest.mark.parametrize("layout", [TWO_STAGES, at_night(THREE_STAGES), at_night(TWO_BY_TWO)], ids=str)
 def test_callbacks_that_monitor_agree(pool: WorkerPool, tmp_path: Path, layout: Layout) -> None:
     expected = check_on_every_rank(pool, monitored, layout, tmp_path)
     assert 0 < expected["stopped epoch"] < 19 and expected["lr"] < 0.8, "the run must exercise both callbacks"

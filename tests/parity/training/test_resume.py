@@ -201,8 +201,6 @@ def test_resume_within_an_accumulating_run(pool: WorkerPool, tmp_path: Path) -> 
     assert_continues(joined(first, second), uninterrupted(settings))
 
 
-# those that the elastic training below has as well, in another order, are left to the night
-AT_NIGHT = ("sharded-2x1-1x2-3x1", "pipeline-one_device-pipeline", "single_file-then-sharded")
 CHAINS: dict[str, list[tuple[Layout | None, bool]]] = {
     "sharded-2x1-1x2-3x1": [(TWO_STAGES, False), (TWO_REPLICAS, False), (THREE_STAGES, False)],
     "pipeline-one_device-pipeline": [(TWO_STAGES, True), (ONE_DEVICE, True), (TWO_BY_TWO, True)],
@@ -211,9 +209,8 @@ CHAINS: dict[str, list[tuple[Layout | None, bool]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "chain", [pytest.param(name, marks=pytest.mark.nightly) if name in AT_NIGHT else name for name in CHAINS]
-)
+@pytest.mark.nightly  # the elastic training below has them as well, in another order
+@pytest.mark.parametrize("chain", CHAINS)
 def test_layout_changes_at_every_stop(pool: WorkerPool, tmp_path: Path, chain: str) -> None:
     """Stops after 2 and after 4 of 6 steps: in the middle of the first epoch and of the second."""
     parts, path = [], None
