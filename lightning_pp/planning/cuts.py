@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.memory.limit import Cut, DeviceMemory
@@ -96,7 +97,8 @@ def best_partition(
 ) -> Partition:
     """The cut with the shortest step that is found: the balanced one, then one cut after the other moved.
 
-    A balanced cut makes the slowest rank as fast as it can be. The time of a step also has the way of the first and the
+    A balanced cut makes the slowest rank as fast as it can be. Where ranks have several stages, the cut whose stages
+    are most alike is tried as a start as well. The time of a step also has the way of the first and the
     last microbatch in it, and who waits for whom; so cuts are moved by one unit at a time as long as ``program``,
     simulated with the costs of the stages, gets shorter.
 
@@ -116,7 +118,7 @@ def best_partition(
             the memory.
     """
 
-    def balanced(units: UnitMemory | None) -> Partition:
+    def balanced(units: UnitMemory | None, even_stages: bool = False) -> Partition:
         return partition_units(
             record,
             placement=placement,
@@ -127,6 +129,7 @@ def best_partition(
             rank_speeds=cut.rank_speeds,
             memory=units,
             flops_per_byte=cut.flops_per_byte,
+            even_stages=even_stages,
         )
 
     orders = held_by or (program,)
@@ -135,10 +138,21 @@ def best_partition(
         if memory is not None:
             memory.check(partition, placement, orders[-1])
         return partition
-    if memory is None:
-        return _with_moved_cuts(record, balanced(None), program, cut, lambda moved: True)
-    partition, order = _fitting(memory, balanced, placement, orders)
-    return _with_moved_cuts(record, partition, program, cut, lambda moved: memory.fits(moved, placement, order))
+    partition, order = (balanced(None), None) if memory is None else _fitting(memory, balanced, placement, orders)
+
+    def fits(moved: Partition) -> bool:
+        return memory is None or memory.fits(moved, placement, order)
+
+    found = [_with_moved_cuts(record, partition, program, cut, fits)]
+    if placement.num_stages > placement.num_ranks and fits(even := balanced(None, even_stages=True)):
+        found.append(_with_moved_cuts(record, even, program, cut, fits))
+    return min(found, key=partial(_step_time, program=program, cut=cut))
+
+
+def _step_time(partition: Partition, program: Schedule, cut: CutOptions) -> float:
+    """The longest span of a rank, without transfers, in the unit of the costs of units."""
+    speeds = cut.speeds_of_stages(program.placement)
+    return step_length(program, stage_costs(partition.unit_costs, partition.stage_of_unit, speeds))[1]
 
 
 def _fitting(
