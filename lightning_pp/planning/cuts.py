@@ -100,7 +100,8 @@ def best_partition(
 ) -> Partition:
     """The cut with the shortest step that is found: the balanced one, then one cut after the other moved.
 
-    A balanced cut makes the slowest rank as fast as it can be. The time of a step also has the way of the first and the
+    A balanced cut makes the slowest rank as fast as it can be. Where ranks have several stages, the cut whose stages
+    are most alike is tried as a start as well. The time of a step also has the way of the first and the
     last microbatch in it, and who waits for whom; so cuts are moved by one unit at a time as long as ``program``,
     simulated with the costs of the stages, gets shorter.
 
@@ -120,7 +121,7 @@ def best_partition(
             the memory.
     """
 
-    def balanced(units: UnitMemory | None) -> Partition:
+    def balanced(units: UnitMemory | None, even_stages: bool = False) -> Partition:
         return partition_units(
             record,
             placement=placement,
@@ -131,6 +132,7 @@ def best_partition(
             rank_speeds=cut.rank_speeds,
             memory=units,
             flops_per_byte=cut.flops_per_byte,
+            even_stages=even_stages,
         )
 
     orders = held_by or (program,)
@@ -139,10 +141,15 @@ def best_partition(
         if memory is not None:
             memory.check(partition, placement, orders[-1])
         return partition
-    if memory is None:
-        return _with_moved_cuts(record, balanced(None), program, cut, lambda moved: True)
-    partition, order = _fitting(memory, balanced, placement, orders)
-    return _with_moved_cuts(record, partition, program, cut, lambda moved: memory.fits(moved, placement, order))
+    partition, order = (balanced(None), None) if memory is None else _fitting(memory, balanced, placement, orders)
+
+    def fits(moved: Partition) -> bool:
+        return memory is None or memory.fits(moved, placement, order)
+
+    starts = [partition]
+    if placement.num_stages > placement.num_ranks and fits(even := balanced(None, even_stages=True)):
+        starts.append(even)
+    return _with_moved_cuts(record, starts, program, cut, fits)
 
 
 def _fitting(
@@ -158,11 +165,22 @@ def _fitting(
 
 
 def _with_moved_cuts(
-    record: StepRecord, partition: Partition, program: Schedule, cut: CutOptions, fits: Callable[[Partition], bool]
+    record: StepRecord,
+    starts: Sequence[Partition],
+    program: Schedule,
+    cut: CutOptions,
+    fits: Callable[[Partition], bool],
 ) -> Partition:
-    """Moves cuts by one unit at a time as long as that makes the step of ``program`` shorter."""
+    """What comes of the start with the shortest step, once its cuts have been moved."""
     row = RowOfUnits.of(record)
-    steps = _Steps(program, StageTimes(row, partition.unit_costs, cut.speeds_of_stages(program.placement)))
+    steps = _Steps(program, StageTimes(row, starts[0].unit_costs, cut.speeds_of_stages(program.placement)))
+    return min((_moved(row, steps, start, fits) for start in starts), key=lambda found: found[0])[1]
+
+
+def _moved(
+    row: RowOfUnits, steps: _Steps, partition: Partition, fits: Callable[[Partition], bool]
+) -> tuple[float, Partition]:
+    """Moves cuts by one unit at a time as long as that makes a step shorter; its time, and the cuts."""
     places = row.places(partition)
     best, tried = steps.time(places), 0
     while tried < _MOST_MOVES_TRIED:
@@ -173,7 +191,7 @@ def _with_moved_cuts(
                 break
         else:
             break
-    return partition
+    return best, partition
 
 
 class _Steps:

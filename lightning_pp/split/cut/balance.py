@@ -150,6 +150,35 @@ def balanced_starts(problem: CutProblem) -> list[int] | None:
     return min(legal, key=lambda starts: problem.objective(starts).rank_time, default=None)
 
 
+def even_starts(problem: CutProblem) -> list[int] | None:
+    """Start index of every stage such that the squares of the times of stages add up to least: stages alike.
+
+    Where a rank has several stages, a schedule fits stages that are alike better, even if ranks are less so. None if
+    a stage alone, or a rank, holds more than it may then.
+    """
+    count, num_stages = problem.num_blocks, problem.placement.num_stages
+    infinite = float("inf")
+    best = [[infinite] * (count + 1) for _ in range(num_stages + 1)]  # best[s][i]: stages s.. take blocks i..
+    choice = [[0] * (count + 1) for _ in range(num_stages)]
+    best[num_stages][count] = 0.0
+    for stage in range(num_stages - 1, -1, -1):
+        left = num_stages - stage - 1
+        for start in range(stage, count - left):
+            for stop in range(start + 1, count - left + 1):
+                own = problem.time(stage, start, stop) ** 2
+                if own >= best[stage][start]:
+                    break  # times grow with the number of blocks
+                total = own + best[stage + 1][stop]
+                if total < best[stage][start]:
+                    best[stage][start], choice[stage][start] = total, stop
+    if best[0][0] == infinite:
+        return None
+    starts = [0]
+    for stage in range(num_stages - 1):
+        starts.append(choice[stage][starts[-1]])
+    return starts if problem.fits(starts) else None
+
+
 def smallest_limit(problem: CutProblem) -> float:
     """The least memory that the fullest rank can need, in bytes: exact for one stage a rank, else an upper bound."""
     return max(problem.bytes_of_ranks(_roomiest(problem)))

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from lightning_pp.errors import ConfigurationError, SplitError
 from lightning_pp.schedule import Placement
-from lightning_pp.split.cut.balance import CutProblem, balanced_starts, smallest_limit
+from lightning_pp.split.cut.balance import CutProblem, balanced_starts, even_starts, smallest_limit
 from lightning_pp.split.cut.unit_costs import UnitCost, estimate_unit_costs, weighted
 from lightning_pp.split.record.crossing import find_crossing, has_operations
 from lightning_pp.split.record.step_record import StepRecord
@@ -65,6 +65,7 @@ def partition_units(
     rank_speeds: Sequence[float] | None = None,
     memory: UnitMemory | None = None,
     flops_per_byte: float = 0.0,
+    even_stages: bool = False,
 ) -> Partition:
     """Cuts the units, in the order of their first calls, into consecutive runs, one for each stage of ``placement``.
 
@@ -84,6 +85,7 @@ def partition_units(
         rank_speeds: For each rank how fast it is, compared with the others; by default all alike.
         memory: What units hold and ranks may hold; None for no limit.
         flops_per_byte: Of the device.
+        even_stages: Whether stages are made alike (:func:`even_starts`), whatever ranks with several of them come to.
 
     Raises:
         ConfigurationError: There are fewer units than stages, nothing fits the memory limit, or ``split_points``,
@@ -109,7 +111,7 @@ def partition_units(
     if split_points is not None:
         starts = _starts_from_split_points(record, order, groups, split_points, num_stages)
     else:
-        starts = _balanced_starts(record, order, groups, placement, unit_costs, speeds, memory)
+        starts = _balanced_starts(record, order, groups, placement, unit_costs, speeds, memory, even_stages)
     stage_of_unit = {unit: bisect_right(starts, index) - 1 for index, unit in enumerate(order)}
     stage = 0
     for unit in num_parameters:
@@ -125,8 +127,9 @@ def _balanced_starts(
     unit_costs: Mapping[str, UnitCost],
     speeds: Sequence[float],
     memory: UnitMemory | None,
+    even_stages: bool,
 ) -> list[int]:
-    """For each stage, the index in ``order`` of its first unit, so that the slowest rank is as fast as possible."""
+    """For each stage, the index in ``order`` of its first unit."""
     num_stages = placement.num_stages
     if num_stages > len(groups):
         tied = max(groups, key=len)
@@ -144,9 +147,9 @@ def _balanced_starts(
         tuple(sum(memory.held_bytes[unit] for unit in group) if memory else 0.0 for group in groups),
         tuple(memory.num_held) if memory else (0.0,) * num_stages,
         tuple(memory.limit_bytes) if memory else None,
-        tuple(_bytes_crossing(record, order, firsts)),
+        (0.0,) * len(firsts) if even_stages else tuple(_bytes_crossing(record, order, firsts)),
     )
-    found = _starts_of(problem)
+    found = even_starts(problem) if even_stages else _starts_of(problem)
     if found is None:
         raise _does_not_fit(problem, groups)
     return [firsts[index] for index in found]
