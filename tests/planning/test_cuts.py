@@ -124,7 +124,7 @@ def test_cuts_are_moved_as_by_one_simulation_after_the_other(
         return max(program.simulate(stage_costs(costs, stages_of(order, cuts), of_stages)).span_ms)
 
     cuts = [*range(1, num_stages - 1), num_stages]
-    found = _with_moved_cuts(record, of(cuts), program, cut, fits)
+    found = _with_moved_cuts(record, [of(cuts)], program, cut, fits)
     best, improved, num_moved = time_of(cuts), True, 0
     while improved:
         improved = False
