@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pp.distributed.sizes import ParallelSizes
+from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.memory.limit import DeviceMemory
 from lightning_pp.planning.memory.model import MemoryModel
 from lightning_pp.planning.pipeline_options import PipelineOptions
@@ -128,28 +129,37 @@ class ModelCutter:
         """
         asked = self._request(source=source)
         recording = self.recording(asked.fewest_stages if placement in asked.placements else placement.num_stages)
-        chosen = choose_cuts_of(recording, self._request(recording, source), placement)
-        if self._refines:
-            chosen = self._refined_cut(recording, chosen, placement, source)
+        try:
+            chosen = choose_cuts_of(recording, self._request(recording, source), placement)
+        except ConfigurationError:
+            finer = None
+            if self._refines and self.options.device_memory_gib is not None:
+                finer = self._refined_cut(recording, None, placement, source)
+            if finer is None:
+                raise
+            chosen = finer
+        else:
+            if self._refines:
+                chosen = self._refined_cut(recording, chosen, placement, source) or chosen
         split = assign_stages(chosen.recording, placement=placement, partition=chosen.partition)
         return Cut(split, chosen.costs is not None, chosen.about_head)
 
     def _refined_cut(
-        self, recording: RecordedModel, chosen: ChosenCuts, placement: Placement, source: ScheduleSource | None
-    ) -> ChosenCuts:
-        """``chosen``, or what takes its place with cuts inside of blocks."""
+        self, recording: RecordedModel, chosen: ChosenCuts | None, placement: Placement, source: ScheduleSource | None
+    ) -> ChosenCuts | None:
+        """What takes the place of ``chosen`` with cuts inside of blocks; None if nothing does."""
         num_stages = next(made_for for made_for, one in self._recordings if one is recording)
         finer = refine_cuts(
             recording,
-            chosen.partition,
+            None if chosen is None else chosen.partition,
             placement,
             lambda recording: self._request(recording, source),
             partial(self._with_refined, num_stages),
         )
         if finer is None:
-            return chosen
-        layout = finer.layout
-        return ChosenCuts(finer.recording, layout.partition, None, layout.about_head or chosen.about_head)
+            return None
+        about_head = finer.layout.about_head or ("" if chosen is None else chosen.about_head)
+        return ChosenCuts(finer.recording, finer.layout.partition, None, about_head)
 
     def placement(self) -> Placement:
         """Where training would put the stages.
@@ -161,7 +171,14 @@ class ModelCutter:
         if len(request.placements) == 1:
             return request.placements[0]
         recording = self.recording(request.fewest_stages)
-        return choose_layout_of(recording, self._request(recording)).placement
+        try:
+            return choose_layout_of(recording, self._request(recording)).placement
+        except ConfigurationError:
+            if self._refines and self.options.device_memory_gib is not None:
+                for placement in request.placements:
+                    if self._refined_cut(recording, None, placement, None) is not None:
+                        return placement
+            raise
 
     @property
     def memory_model(self) -> MemoryModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -36,7 +37,8 @@ class Refinement:
 
     Attributes:
         blocks: Their names.
-        before_ms: Estimated time of a step with cuts between whole blocks, on a device that is assumed.
+        before_ms: Estimated time of a step with cuts between whole blocks, on a device that is assumed; infinite where
+            these do not keep the limit of memory.
         after_ms: And with these.
     """
 
@@ -46,11 +48,14 @@ class Refinement:
 
     def __str__(self) -> str:
         several = len(self.blocks) > 1
-        return (
-            f"Cuts fall inside of {f'{len(self.blocks)} blocks' if several else 'a block'} "
-            f"({', '.join(self.blocks)}): a step is estimated to take {1 - self.after_ms / self.before_ms:.1%} less "
-            f"time so than with {'these blocks' if several else 'this block'} whole."
-        )
+        where = f"{len(self.blocks)} blocks" if several else "a block"
+        if math.isinf(self.before_ms):
+            why = "no cut between whole blocks keeps the limit of memory"
+        else:
+            saved = 1 - self.after_ms / self.before_ms
+            whole = "these blocks" if several else "this block"
+            why = f"a step is estimated to take {saved:.1%} less time so than with {whole} whole"
+        return f"Cuts fall inside of {where} ({', '.join(self.blocks)}): {why}."
 
 
 @dataclass(frozen=True)

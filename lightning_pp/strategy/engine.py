@@ -285,21 +285,24 @@ class PipelineEngine:
             hooks[id(found.fake_parameters)] = self._update_hooks
             return found
 
-        layout: Layout = decided(partial(_choose, recording, request_of(recording)))
         hooks = {id(recording.fake_parameters): self._update_hooks}
-        finer = refine_cuts(recording, layout.partition, layout.placement, request_of, again, decided)
+        layout, refusal = decided(partial(_choose, recording, request_of(recording)))
+        partition = None if layout is None else layout.partition
+        finer = None
+        for placement in request.placements if layout is None else [layout.placement]:
+            finer = finer or refine_cuts(recording, partition, placement, request_of, again, decided)
         if finer is None:
+            if layout is None:
+                raise refusal
             self._update_hooks = hooks[id(recording.fake_parameters)]
             return recording, layout
         self._update_hooks = hooks[id(finer.recording.fake_parameters)]
         self._device_memory = request_of(finer.recording).memory
         rank_zero_info(str(finer.recording.refinement))
-        finer_layout = replace(
-            finer.layout,
-            reason=layout.reason,
-            rejected=layout.rejected,
-            about_head=finer.layout.about_head or layout.about_head,
-        )
+        finer_layout = finer.layout
+        if layout is not None:
+            about_head = finer_layout.about_head or layout.about_head
+            finer_layout = replace(finer_layout, reason=layout.reason, rejected=layout.rejected, about_head=about_head)
         return replace(finer.recording, about_head=recording.about_head), finer_layout
 
     @contextmanager
@@ -845,6 +848,12 @@ def _tell_of_wide_cuts(cuts: Sequence[WideCut]) -> None:
         rank_zero_warn(f"Much crosses between stages: {widest}.{others} {ADVICE}")
 
 
-def _choose(recording: RecordedModel, request: LayoutRequest) -> Layout:
+def _choose(recording: RecordedModel, request: LayoutRequest) -> tuple[Layout | None, ConfigurationError | None]:
+    """The layout with whole blocks; why there is none, where that may be for lack of memory."""
     with LongTask("The choice of cuts and schedule", rank_zero_info):
-        return choose_layout_of(recording, request)
+        try:
+            return choose_layout_of(recording, request), None
+        except ConfigurationError as error:
+            if request.memory is None:
+                raise
+            return None, error

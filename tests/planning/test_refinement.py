@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pp.distributed.sizes import ParallelSizes
+from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.cuts import CutOptions
 from lightning_pp.planning.model_cutter import ModelCutter
 from lightning_pp.planning.pipeline_options import PipelineOptions
@@ -154,6 +156,25 @@ def test_every_placement_is_refined(schedule: str) -> None:
 
 def test_blocks_that_can_be_shared_out_evenly_stay_whole() -> None:
     assert not refined(cut(number=4))
+
+
+def test_blocks_are_cut_inside_where_whole_ones_do_not_keep_the_limit_of_memory() -> None:
+    def cut_within(limit_gib: float, **options: Any) -> SplitModel:
+        return cut(number=3, options={"device_memory_gib": limit_gib, **options})
+
+    whole = {"cut": CutOptions(units=["blocks.*"])}
+    with pytest.raises(ConfigurationError, match="needs least needs") as refusal:
+        cut_within(1e-3, **whole)
+    needed = re.search(r"least needs ([\d.]+) GiB", str(refusal.value))
+    assert needed is not None
+    limit = 0.95 * float(needed[1])
+    with pytest.raises(ConfigurationError, match="needs least needs"):
+        cut_within(limit, **whole)
+    split = cut_within(limit)
+    assert refined(split) == ("blocks.1",)
+    assert str(split.refinement).endswith("(blocks.1): no cut between whole blocks keeps the limit of memory.")
+    with pytest.raises(ConfigurationError, match="needs least needs"):
+        cut_within(1e-3)
 
 
 def test_blocks_stay_whole_where_the_user_says_what_units_are() -> None:

@@ -55,7 +55,7 @@ class _Finer(NamedTuple):
 
 def refine_cuts(
     recording: RecordedModel,
-    partition: Partition,
+    partition: Partition | None,
     placement: Placement,
     request: Request,
     record: Record,
@@ -66,18 +66,21 @@ def refine_cuts(
     Training decides by this, and whoever says beforehand what training will do. First all units that may be are
     refined, and the model is cut. Then those that a cut has come to fall in are, and no others; that is taken if a
     step, in the schedule that training would begin with, is estimated to take 2 % less. A head that may be in parts or
-    whole is tried both ways. Where the user names units or cuts, or gives costs, nothing is refined.
+    whole is tried both ways. Where whole blocks do not keep the limit of memory, cuts inside of them are taken that do,
+    however long a step is. Where the user names units or cuts, or gives costs, nothing is refined.
 
     Args:
         recording: The model, with the units that it was found to have.
-        partition: Its cuts, or those of it with its head whole.
+        partition: Its cuts, or those of it with its head whole; None where none keep the limit of memory.
         placement: Which rank holds which stages.
         request: What cuts are chosen from, for a recording.
         record: Records the step again. Called on every rank, if ``decided`` is.
         decided: Gives what its argument returns on the rank that decides, on every rank.
     """
-    chosen = recording_of(partition, recording)
-    slowest = decided(lambda: _slowest(partition, placement, request(chosen)))
+    chosen, slowest = None, math.inf
+    if partition is not None:
+        chosen = recording_of(partition, recording)
+        slowest = _slowest(partition, placement, request(chosen))
     heads = [one for one in (recording, recording.whole) if one is not None]
     finer = [_refined(one, slowest, placement, request, record, decided) for one in heads]
     if not any(finer):
@@ -94,11 +97,11 @@ def refine_cuts(
 def _best(
     heads: Sequence[RecordedModel],
     finer: Sequence[_Finer | None],
-    chosen: RecordedModel,
+    chosen: RecordedModel | None,
     placement: Placement,
     request: Request,
 ) -> tuple[int, Layout, Refinement] | None:
-    """Which of ``finer`` is taken, how it is laid out, and why; None where ``chosen``, one of ``heads``, is best."""
+    """Which of ``finer`` is taken, how it is laid out, and why; None where ``chosen`` is best."""
     before = [_step_ms(_laid_out(one, placement, request), request(one)) for one in heads]
     layouts = [None if one is None else _laid_out(one.recording, placement, request) for one in finer]
     after = [_step_ms(layout, request(one)) for one, layout in zip(heads, layouts, strict=True)]
@@ -106,7 +109,7 @@ def _best(
     is_split = len(heads) == 2 and times[0] < WORTH_A_SPLIT_HEAD * times[1]
     which = 0 if is_split else len(heads) - 1
     best, layout = finer[which], layouts[which]
-    before_ms = next(time for one, time in zip(heads, before, strict=True) if one is chosen)
+    before_ms = next((time for one, time in zip(heads, before, strict=True) if one is chosen), math.inf)
     if best is None or layout is None or after[which] > _WORTH_A_REFINEMENT * before_ms:
         return None
     if len(heads) == 2 and max(times) < math.inf:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_pp import PipelineParallelStrategy
+from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.model_cutter import ModelCutter
 from lightning_pp.strategy.plan_only import look_at_cuts
 
@@ -119,9 +121,10 @@ class Block(nn.Module):
 class Three(L.LightningModule):
     """Three blocks, which two ranks can only share out as two and one if they stay whole."""
 
-    def __init__(self, width: int = 192) -> None:
+    def __init__(self, width: int = 192, length: int = 160) -> None:
         super().__init__()
         torch.manual_seed(3)
+        self.shape = length, width
         self.blocks = nn.ModuleList(Block(width) for _ in range(3))
         self.losses: list[float] = []
         self.refined: tuple[str, ...] = ()
@@ -139,18 +142,20 @@ class Three(L.LightningModule):
 
     def train_dataloader(self) -> Any:
         generator = torch.Generator().manual_seed(4)
-        return DataLoader(torch.randn(16, 160, 192, generator=generator), batch_size=8)
+        return DataLoader(torch.randn(16, *self.shape, generator=generator), batch_size=8)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit_three(strategy: PipelineParallelStrategy | None = None) -> tuple[list[float], tuple[str, ...], list[str]]:
+def fit_three(
+    strategy: PipelineParallelStrategy | None = None, *size: int
+) -> tuple[list[float], tuple[str, ...], list[str]]:
     """Losses, the blocks that are cut inside, and the names of this rank's parameters."""
     trainer = L.Trainer(
         **QUIET, precision="64-true", max_epochs=2, devices=2 if strategy else 1, strategy=strategy or "auto"
     )
-    module = Three()
+    module = Three(*size)
     trainer.fit(module)
     return module.losses, module.refined, [name for name, _ in module.named_parameters()]
 
@@ -169,6 +174,33 @@ def test_training_cuts_inside_a_block_where_that_is_faster(pool: WorkerPool) -> 
     (_, _, first), (_, _, second) = found
     assert sorted([*first, *second]) == sorted(names)
     assert any(name.startswith("blocks.1.") for name in first) and any(name.startswith("blocks.1.") for name in second)
+
+
+LARGE = 1024, 2
+
+
+def fit_in_memory() -> tuple[tuple[list[float], tuple[str, ...], list[str]], str]:
+    """In a worker: with less memory than cuts between whole blocks need; and why cuts are inside."""
+
+    def strategy(limit_gib: float, **options: Any) -> PipelineParallelStrategy:
+        return PipelineParallelStrategy(
+            pipeline_parallel_size=2, num_microbatches=4, schedule="1f1b", device_memory_gib=limit_gib, **options
+        )
+
+    with pytest.raises(ConfigurationError, match="needs least needs") as refusal:
+        fit_three(strategy(1e-3, units=["blocks.*"]), *LARGE)
+    needed = re.search(r"least needs ([\d.]+) GiB", str(refusal.value))
+    assert needed is not None
+    limited = strategy(0.95 * float(needed[1]))
+    return fit_three(limited, *LARGE), str(limited.engine.split.refinement)
+
+
+def test_training_cuts_inside_a_block_where_whole_ones_do_not_fit(pool: WorkerPool) -> None:
+    expected, _, _ = fit_three(None, *LARGE)
+    for (losses, refined, _), why in pool.run(fit_in_memory, world_size=2, timeout=120):
+        assert refined == ("blocks.1",)
+        assert why.endswith("no cut between whole blocks keeps the limit of memory.")
+        assert losses == pytest.approx(expected, rel=1e-9)
 
 
 WIDTH = 192

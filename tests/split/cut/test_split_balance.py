@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_pp.schedule import Placement
-from lightning_pp.split.cut.balance import TIME_SLACK, CutProblem, balanced_starts, smallest_limit
+from lightning_pp.split.cut.balance import TIME_SLACK, CutProblem, balanced_starts, even_starts, smallest_limit
 
 _NUMBER = st.floats(0.01, 10.0)
 
@@ -114,3 +114,20 @@ def test_the_smallest_limit_works_and_is_exact_for_one_stage_a_rank(problem: Cut
     if problem.placement.kind == "one chunk":
         assert named == pytest.approx(least)
     assert balanced_starts(replace(problem, limits=[named * (1 + 1e-6)] * problem.placement.num_ranks)) is not None
+
+
+def _sum_of_squares(problem: CutProblem, starts: list[int]) -> float:
+    pairs = enumerate(zip(starts, [*starts[1:], problem.num_blocks], strict=True))
+    return sum(
+        (sum(problem.times[start:stop]) / problem.speeds[problem.placement.rank_of_stage[stage]]) ** 2
+        for stage, (start, stop) in pairs
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems())
+def test_even_stages_are_as_even_as_they_can_be(problem: CutProblem) -> None:
+    starts = even_starts(problem)
+    assert starts is not None
+    least = min(_sum_of_squares(problem, other) for other in _all_cuts(problem))
+    assert _sum_of_squares(problem, starts) == pytest.approx(least, rel=1e-9)
