@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import lightning.pytorch as L
+import pytest
 import torch
 from lightning_utilities.core import rank_zero
 from pool import WorkerPool
@@ -70,6 +71,7 @@ def fit_with_a_slow_loader() -> dict[str, Any]:
     }
 
 
+@pytest.mark.nightly
 def test_a_fit_that_waits_for_its_loader_says_so_once_and_in_its_report(pool: WorkerPool) -> None:
     first, last = pool.run(fit_with_a_slow_loader, world_size=2, timeout=120)
     (line,) = first["lines"]

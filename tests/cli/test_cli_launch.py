@@ -113,6 +113,7 @@ def test_options_of_torchrun() -> None:
     assert launch.torchrun_options(launcher, trainer) == [*common, "--nnodes=2", *meeting, "--log-dir=logs"]
 
 
+@pytest.mark.nightly
 def test_the_command_turns_into_torchrun_which_starts_it_again(tmp_path: Path) -> None:
     (tmp_path / "faulty.py").write_text(FAULTY)
     (tmp_path / "my.txt").write_text("It is a truth universally acknowledged. " * 400)

@@ -114,6 +114,7 @@ def test_no_rank_trains_on_what_is_not_a_number(jobs: Jobs, tmp_path: Path, layo
     check_nan(jobs, tmp_path, layout, place, rank)
 
 
+@pytest.mark.nightly
 def test_a_short_timeout_does_not_bound_the_start(jobs: Jobs, tmp_path: Path) -> None:
     job = {"layout": LAYOUTS["2x1"], "fault": "none", "place": "none", "rank": -1, "timeout": 5, "late": 7.0}
     assert jobs(job, tmp_path)["codes"] == [0, 0]

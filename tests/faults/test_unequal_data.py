@@ -126,6 +126,7 @@ def run_slowly() -> dict[str, int]:
     return counted.numbers
 
 
+@pytest.mark.nightly
 def test_equal_data_whose_last_batch_is_late(pool: WorkerPool) -> None:
     """Lightning says that a batch is the last before it counts it."""
     for numbers in pool.run(run_slowly, world_size=PIPELINE.world_size):

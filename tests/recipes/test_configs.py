@@ -224,7 +224,7 @@ def train(config_yaml: str) -> dict[str, Any]:
 
 
 # their models are those of other recipes, or trained in other tests
-AT_NIGHT = ("causal_lm", "gpt2_124m", "llama_8b", "own", "t5")
+AT_NIGHT = ("causal_lm", "gpt2_124m", "llama_8b", "moe", "own", "t5")
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def undisturbed_and_resumed(folder: Path, num_shards: int, steps: list[int]) -> 
     return [fit(folder, num_shards)] + [fit(folder, num_shards, f"step={step}.ckpt") for step in steps]
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("num_shards", [1, 4])
 def test_a_stream_is_shared_out_by_replica_and_goes_on(pool: WorkerPool, tmp_path: Path, num_shards: int) -> None:
     block = re.search(r"^```python\n(# streamed\.py\n.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)

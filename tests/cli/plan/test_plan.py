@@ -484,6 +484,7 @@ def test_without_whole_batch_loss_no_price_is_told(whole_plan: tuple[Plan, str, 
     assert all(entry["without_whole_batch_loss"] is None for entry in read_json(whole_plan[2])["schedules"])
 
 
+@pytest.mark.nightly
 def test_a_device_that_cannot_hold_whole_batches_is_too_small(tmp_path: Path) -> None:
     """A limit that auto keeps with fewer microbatches at a time is over with all of them."""
     options = ("schedules=[auto]", "strategy.schedule=auto", "strategy.num_microbatches=8", "data.batch_size=64")

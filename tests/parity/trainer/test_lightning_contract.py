@@ -15,6 +15,7 @@ AT_NIGHT = [ONE_STAGE, Layout("zb_h1", 3, 1, 4)]
 LAYOUTS = [TWO_STAGES, *(pytest.param(layout, marks=pytest.mark.nightly) for layout in AT_NIGHT)]
 
 
+@pytest.mark.by_day(11)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_as_with_a_plain_trainer(pool: WorkerPool, tmp_path: Path, name: str, layout: Layout) -> None:

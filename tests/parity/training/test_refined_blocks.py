@@ -273,7 +273,10 @@ def planned_unequal(inner: int, schedule: str, optimizer_sync: str) -> dict[str,
     return look_at_cuts({}, ThreeUnequal(inner), None, strategy.options, strategy.sizes, look)
 
 
-@pytest.mark.parametrize(("schedule", "optimizer_sync"), [("zb_h1", "deferred"), ("auto", "immediate")])
+@pytest.mark.parametrize(
+    ("schedule", "optimizer_sync"),
+    [pytest.param("zb_h1", "deferred", marks=pytest.mark.nightly), ("auto", "immediate")],
+)
 def test_the_plan_cuts_as_training_does_where_it_is_close(pool: WorkerPool, schedule: str, optimizer_sync: str) -> None:
     planned = [planned_unequal(inner, schedule, optimizer_sync) for inner in AT_THE_EDGE[schedule]]
     assert len({"blocks.1" in stages for stages in planned}) == 2  # some cut the block in the middle, some do not

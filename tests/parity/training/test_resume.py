@@ -238,6 +238,7 @@ ELASTIC: list[tuple[Layout | None, Mapping[str, Any], bool]] = [
 ]
 
 
+@pytest.mark.nightly
 def test_elastic(pool: WorkerPool, tmp_path: Path) -> None:
     """One training of six steps in five places: a V of shards, a longer pipeline, replicas, one device, and back."""
     parts, path = [], None

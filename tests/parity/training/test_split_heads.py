@@ -95,7 +95,7 @@ CASES: dict[str, tuple[Settings, Layout, dict[str, Any]]] = {
 
 
 # each differs from another case in its schedule, its layout or its model alone
-AT_NIGHT = ("llama", "llama, W apart", "tied", "tied, replicas", "t5")
+AT_NIGHT = ("llama", "llama, W apart", "tied", "tied, replicas", "t5", "now and then", "the head runs again")
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,7 @@ def test_the_search_is_legal_and_not_longer_than_any_family(request: dict[str, A
     assert build_schedule("auto", **request, whole_batch_loss=True) == found
 
 
+@pytest.mark.nightly
 @settings(max_examples=20)
 @given(
     st.sampled_from(
