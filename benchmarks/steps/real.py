@@ -11,7 +11,7 @@ of the time of a step (wall), over many steps in a row, and of what the main thr
 (CPU).
 
     python benchmarks/steps/real.py                             # width 256, not compiled
-    python benchmarks/steps/real.py --dim 512 --compile both    # takes an hour
+    python benchmarks/steps/real.py --dim 512 --compile both    # three hours
     python benchmarks/steps/real.py --ways ours:zb_h1 torch:1f1b limit --compile yes
     python benchmarks/steps/real.py --turns 1 --keep real.json  # a turn at a time; the table is of all turns kept there
 """
