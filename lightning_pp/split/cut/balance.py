@@ -5,6 +5,7 @@ Nothing here knows of models. Letters: n blocks in a row, none of which is cut; 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -156,27 +157,12 @@ def even_starts(problem: CutProblem) -> list[int] | None:
     Where a rank has several stages, a schedule fits stages that are alike better, even if ranks are less so. None if
     a stage alone, or a rank, holds more than it may then.
     """
-    count, num_stages = problem.num_blocks, problem.placement.num_stages
-    infinite = float("inf")
-    best = [[infinite] * (count + 1) for _ in range(num_stages + 1)]  # best[s][i]: stages s.. take blocks i..
-    choice = [[0] * (count + 1) for _ in range(num_stages)]
-    best[num_stages][count] = 0.0
-    for stage in range(num_stages - 1, -1, -1):
-        left = num_stages - stage - 1
-        for start in range(stage, count - left):
-            for stop in range(start + 1, count - left + 1):
-                own = problem.time(stage, start, stop) ** 2
-                if own >= best[stage][start]:
-                    break  # times grow with the number of blocks
-                total = own + best[stage + 1][stop]
-                if total < best[stage][start]:
-                    best[stage][start], choice[stage][start] = total, stop
-    if best[0][0] == infinite:
-        return None
-    starts = [0]
-    for stage in range(num_stages - 1):
-        starts.append(choice[stage][starts[-1]])
-    return starts if problem.fits(starts) else None
+
+    def squared(stage: int, start: int, stop: int) -> float:
+        return problem.time(stage, start, stop) ** 2
+
+    starts = _cheapest(problem.num_blocks, problem.placement.num_stages, squared, operator.add)
+    return starts if starts is not None and problem.fits(starts) else None
 
 
 def smallest_limit(problem: CutProblem) -> float:
@@ -187,7 +173,7 @@ def smallest_limit(problem: CutProblem) -> float:
 def _roomiest(problem: CutProblem) -> list[int]:
     """The cut whose fullest rank holds least."""
     count, num_stages = problem.num_blocks, problem.placement.num_stages
-    best = _min_max(count, num_stages, problem.bytes)
+    best = _cheapest(count, num_stages, problem.bytes)
     assert best is not None
 
     def held(starts: list[int]) -> float:
@@ -208,11 +194,23 @@ def _least_slowest_stage(problem: CutProblem) -> list[int] | None:
             return float("inf")
         return problem.time(stage, start, stop)
 
-    return _min_max(problem.num_blocks, problem.placement.num_stages, cost)
+    return _cheapest(problem.num_blocks, problem.placement.num_stages, cost)
 
 
-def _min_max(count: int, num_stages: int, cost: Callable[[int, int, int], float]) -> list[int] | None:
-    """Cuts with the least largest ``cost(stage, start, stop)``, by dynamic programming; None if that is infinite."""
+def _cheapest(
+    count: int,
+    num_stages: int,
+    cost: Callable[[int, int, int], float],
+    joined: Callable[[float, float], float] = max,
+) -> list[int] | None:
+    """Cuts with the least ``cost(stage, start, stop)`` of all stages, by dynamic programming; None if it is infinite.
+
+    Args:
+        count: Blocks.
+        num_stages: Stages.
+        cost: Of a stage with the blocks from ``start`` to ``stop``; it grows with their number, and is not negative.
+        joined: The cost of a stage and those after it: the largest, or the sum.
+    """
     infinite = float("inf")
     best = [[infinite] * (count + 1) for _ in range(num_stages + 1)]  # best[s][i]: stages s.. take blocks i..
     choice = [[0] * (count + 1) for _ in range(num_stages)]
@@ -224,9 +222,9 @@ def _min_max(count: int, num_stages: int, cost: Callable[[int, int, int], float]
                 own = cost(stage, start, stop)
                 if own >= best[stage][start]:
                     break  # costs grow with the number of blocks
-                largest = max(own, best[stage + 1][stop])
-                if largest < best[stage][start]:
-                    best[stage][start], choice[stage][start] = largest, stop
+                total = joined(own, best[stage + 1][stop])
+                if total < best[stage][start]:
+                    best[stage][start], choice[stage][start] = total, stop
     if best[0][0] == infinite:
         return None
     starts = [0]
