@@ -56,6 +56,16 @@ GREATEST = ("max", "amax", "any")
 REVERSED = ("__rdiv__", "__rtruediv__")
 """Quotients whose first argument is what is divided by."""
 
+MAKES_THE_SAME = frozenset(
+    {
+        *_NAMES[Kind.LINEAR],
+        *("pad", "where", "masked_fill", "long", "int", "bool", "clamp", "logical_and", "logical_or", "logical_not"),
+        *("__and__", "__or__", "__invert__", "bitwise_and", "bitwise_or", "bitwise_not"),
+        *(variant for name in ("eq", "ne", "lt", "le", "gt", "ge") for variant in (name, f"__{name}__")),
+    }
+)
+"""Functions that give the same for the same arguments, and write into none of them."""
+
 _BY_TARGET = ("cross_entropy", "nll_loss")
 _BY_ELEMENT = (
     "mse_loss",
@@ -160,11 +170,22 @@ class LossCall:
             return float(target.numel() / (values.shape[1] if values.dim() > 1 else values.shape[0]))
         if not has_data(target) or (weight is not None and not has_data(weight)):
             return None
-        kept: Tensor = target != self._given["ignore_index"]
-        if weight is None:
-            return kept.sum()
-        counted: Tensor = (weight[torch.where(kept, target, 0)] * kept).sum()
-        return counted
+        return count_of_targets(target, self._given["ignore_index"], weight)
+
+    def counted_targets(self) -> tuple[Any, ...] | None:
+        """What :func:`count_of_targets` is given; None where the mean divides by something else."""
+        if not (self.is_mean and self.is_counted_by_target):
+            return None
+        return self._target(), self._given["ignore_index"], self._given.get("weight")
+
+
+def count_of_targets(target: Tensor, ignore_index: int, weight: Tensor | None) -> Tensor:
+    """What a mean over ``target`` (int64, any shape) divides by: a number of targets, or the sum of their weights."""
+    kept: Tensor = target != ignore_index
+    if weight is None:
+        return kept.sum()
+    counted: Tensor = (weight[torch.where(kept, target, 0)] * kept).sum()
+    return counted
 
 
 def _legacy_reduction(size_average: bool | None, reduce: bool | None) -> str:

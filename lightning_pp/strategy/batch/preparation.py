@@ -156,6 +156,9 @@ class BatchPreparation:
             record_at=record_at,
             among_replicas=around is None,
             follows_estimates=follows_estimates,
+            conditions=None
+            if around is not None
+            else lambda index: conditions._replace(opaque=opaque_leaves(microbatches[index].data)),
         )
         logs = StepLogs()
         scopes = StepScopes(

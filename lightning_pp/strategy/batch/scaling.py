@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,27 +13,21 @@ from torch import nn
 
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.errors import SplitError
+from lightning_pp.planning.conditions import Conditions
 from lightning_pp.planning.step_plans import StepPlanCache
 from lightning_pp.split.data.microbatch import Microbatch
-from lightning_pp.split.dry_run.rehearsal import Rehearsed, rehearse
 from lightning_pp.split.fakes.parameters import has_data
 from lightning_pp.split.record.plan import StepPlan
 from lightning_pp.split.record.reduction import Place
-from lightning_pp.split.record.source_lines import innermost_user_line
 from lightning_pp.split.record.step_record import StepRecord
 from lightning_pp.split.reductions.counting import Counts, are_equal, need_no_correction, on_host, total_of
 from lightning_pp.split.reductions.estimates import estimate_of
 from lightning_pp.split.reductions.facts import Facts
 from lightning_pp.split.reductions.recording import EarlierRun
 from lightning_pp.split.reductions.scaling import Count, Scale, ScaledStep
-from lightning_pp.split.side_effects.module_state import preserved_state
-from lightning_pp.split.unit_calls.compilation import uncompiled
-from lightning_pp.strategy._lightning_private import trainer_of
-from lightning_pp.strategy.results.logs import StepLogs
+from lightning_pp.strategy.batch.counting import CountedStep, StepCounting
 from lightning_pp.strategy.results.metrics import PipelineMetrics
 from lightning_pp.strategy.results.outputs import loss_of
-from lightning_pp.strategy.step.dry_steps import loggers_muted
-from lightning_pp.strategy.step.progress import trainer_watched
 
 _MOST_ROUNDS = 5
 _SAMPLES_TO_HALVE = 4
@@ -171,12 +164,8 @@ class BatchScaling:
         metrics: PipelineMetrics,
         device: torch.device,
     ) -> None:
-        self._module = module
-        self._units = units
-        self._plans = plans
         self._groups = groups
-        self._metrics = metrics
-        self._device = device
+        self._counting = StepCounting(module, units, plans, metrics, device)
         self._facts: dict[str, Facts] = {}
         # whether replicas wait for each other before a step's programs; the same on all replicas
         self._waits_early: dict[str, bool] = {}
@@ -194,6 +183,7 @@ class BatchScaling:
         record_at: RecordAt,
         among_replicas: bool = True,
         follows_estimates: bool = False,
+        conditions: Callable[[int], Conditions] | None = None,
     ) -> ScaledBatch:
         """Starts counting for one batch; runs the code of the step outside units where that is needed.
 
@@ -208,6 +198,7 @@ class BatchScaling:
             record_at: Makes a dry run of the step on such a part.
             among_replicas: Whether the batch is a part of a global batch.
             follows_estimates: Whether a loss that does not add up over microbatches is an error.
+            conditions: What the step may go by besides its batch, by index; None to rehearse every microbatch.
 
         Raises:
             SplitError: The step cannot be rehearsed to count what its loss divides by.
@@ -227,11 +218,22 @@ class BatchScaling:
         batch.grows = any(facts.grow(record.reductions) for record in records)
         needed = [facts.counted(plan.record.reductions) for plan in plans]
 
+        def counted(index: int) -> Counts:
+            step = CountedStep(
+                plans[index].record,
+                facts,
+                needed[index],
+                Scale(shares[index], batch.totals),
+                microbatches[index].data,
+                partial(call_step, index),
+                seeds[index],
+                None if conditions is None or not is_training else partial(conditions, index),
+                is_training=is_training,
+            )
+            return self._counting.counts_of(step)
+
         def count() -> list[Counts]:
-            return [
-                self._count(batch, index, needed[index], plan.record, partial(call_step, index), seed, is_training)
-                for index, (plan, seed) in enumerate(zip(plans, seeds, strict=True))
-            ]
+            return list(map(counted, range(len(microbatches))))
 
         batch.counts = count()
         batch.totals = total_of(batch.counts, facts)
@@ -266,63 +268,6 @@ class BatchScaling:
         self._waits_early.setdefault(step, False)
         if waits_early:
             join.wait()
-
-    def _count(
-        self,
-        batch: ScaledBatch,
-        index: int,
-        needed: Sequence[Place],
-        record: StepRecord,
-        call: Callable[[], Any],
-        seed: Callable[[int], None],
-        is_training: bool,
-    ) -> Counts:
-        """Rehearses the step of one microbatch until it has come to all that is counted."""
-        if not needed or batch.facts is None:
-            return {}
-        counted = _Until(needed)
-        scale = Scale(batch.shares[index], batch.totals)
-        with ExitStack() as stack:
-            stack.enter_context(StepLogs().of_step(self._module, None))
-            stack.enter_context(self._metrics.suspended())
-            stack.enter_context(loggers_muted(trainer_of(self._module)))
-            stack.enter_context(trainer_watched(self._module))
-            stack.enter_context(uncompiled())
-            stack.enter_context(ScaledStep(batch.facts, scale, has_data, counted))
-            stack.enter_context(self._plans.outside.preserved())
-            preserving = preserved_state(self._module) if record.mutated_attributes else None
-            _, failure = rehearse(record, self._units, call, self._device, seed, preserving=preserving)
-        if failure is None or counted.are_complete:
-            return counted
-        if not is_training:  # an evaluation, whose end may need data; its first batch is checked
-            return {}
-        raise SplitError(
-            f"{innermost_user_line(failure)} cannot be rehearsed on made-up values, as has to be done to count what "
-            f"the loss divides by: {type(failure).__name__}: {failure}. Compute the loss before this line, or set "
-            "whole_batch_loss=True on the strategy."
-        ) from failure
-
-
-class _Until(dict[Place, Count]):
-    """What a rehearsal counts; leaves it once all is counted.
-
-    Args:
-        needed: What is.
-    """
-
-    def __init__(self, needed: Sequence[Place]) -> None:
-        super().__init__()
-        self._needed = set(needed)
-
-    @property
-    def are_complete(self) -> bool:
-        """Whether all is counted."""
-        return self._needed <= self.keys()
-
-    def __setitem__(self, place: Place, count: Count) -> None:
-        super().__setitem__(place, count)
-        if self.are_complete:
-            raise Rehearsed
 
 
 class _Replicas:

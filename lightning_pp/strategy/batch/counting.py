@@ -1,0 +1,216 @@
+"""Counts what the loss of each microbatch divides by, before the step runs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+
+from lightning_pp.errors import SplitError
+from lightning_pp.planning.conditions import Conditions
+from lightning_pp.planning.step_plans import MAX_PLANS, StepPlanCache
+from lightning_pp.split.dry_run.rehearsal import Rehearsed, rehearse
+from lightning_pp.split.fakes.parameters import has_data
+from lightning_pp.split.record.reduction import Place
+from lightning_pp.split.record.source_lines import innermost_user_line
+from lightning_pp.split.record.step_record import StepRecord
+from lightning_pp.split.reductions.counting import Counts, are_equal
+from lightning_pp.split.reductions.facts import Facts
+from lightning_pp.split.reductions.scaling import Count, Scale, ScaledStep
+from lightning_pp.split.reductions.traces import CountTrace, Trace, counts_of
+from lightning_pp.split.side_effects.module_state import preserved_state
+from lightning_pp.split.unit_calls.compilation import uncompiled
+from lightning_pp.strategy._lightning_private import trainer_of
+from lightning_pp.strategy.results.logs import StepLogs
+from lightning_pp.strategy.results.metrics import PipelineMetrics
+from lightning_pp.strategy.step.dry_steps import loggers_muted
+from lightning_pp.strategy.step.progress import trainer_watched
+
+_USES_BETWEEN_CHECKS = 1000
+
+
+@dataclass(frozen=True)
+class CountedStep:
+    """The step on one microbatch.
+
+    Attributes:
+        record: The dry run that it does the same as.
+        facts: What is known of its calls.
+        needed: The places that count.
+        scale: The microbatch beside its batch.
+        data: The microbatch.
+        call: Runs the user's step on it.
+        seed: Seeds the generators for the code after a unit call.
+        conditions: Gives what the step may go by besides its batch; None to rehearse it in any case.
+        is_training: Whether it is an error if it cannot be rehearsed.
+    """
+
+    record: StepRecord
+    facts: Facts
+    needed: Sequence[Place]
+    scale: Scale
+    data: Any
+    call: Callable[[], Any]
+    seed: Callable[[int], None]
+    conditions: Callable[[], Conditions] | None
+    is_training: bool
+
+
+class StepCounting:
+    """Counts by rehearsing the step, and where its course is the same and its counts are simple, by their trace alone.
+
+    A trace is what a rehearsal has shown of how the counts are made of the batch. It serves once it has given the
+    counts of another rehearsal, is compared with one again after every 1,000 microbatches, and is dropped where
+    anything has changed that the step may go by.
+
+    Args:
+        module: The user's module.
+        units: Its units.
+        plans: Of its steps.
+        metrics: Left alone while counting.
+        device: Where this rank computes.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        units: Mapping[str, nn.Module],
+        plans: StepPlanCache,
+        metrics: PipelineMetrics,
+        device: torch.device,
+    ) -> None:
+        self._module = module
+        self._units = units
+        self._plans = plans
+        self._metrics = metrics
+        self._device = device
+        self._traces: dict[int, _Traced] = {}
+
+    def counts_of(self, step: CountedStep) -> Counts:
+        """What the microbatch counts.
+
+        Raises:
+            SplitError: The step cannot be rehearsed, or a rehearsal counts other than the trace that has served so far.
+        """
+        if not step.needed:
+            return {}
+        if step.conditions is None or not _is_determined(step.record):
+            return self._rehearsed(step, None)
+        traced, conditions = self._traced(step.record), step.conditions()
+        if not conditions.are_those(traced.conditions, with_progress=step.record.reads_progress):
+            traced.start(conditions)
+        if traced.serves():
+            return counts_of(traced.trace, step.data)
+        tracing = CountTrace(step.data, step.facts) if not traced.trace else None
+        counts = self._rehearsed(step, tracing)
+        if tracing is not None:
+            traced.trace = tracing.found if set(tracing.found) == set(step.needed) else {}
+        else:
+            traced.compare(counts_of(traced.trace, step.data), counts, step.facts)
+        return counts
+
+    def _traced(self, record: StepRecord) -> _Traced:
+        found = self._traces.get(id(record))
+        if found is None or found.record() is not record:
+            if len(self._traces) >= MAX_PLANS:
+                self._traces.clear()
+            found = self._traces[id(record)] = _Traced(weakref.ref(record))
+        return found
+
+    def _rehearsed(self, step: CountedStep, tracing: CountTrace | None) -> Counts:
+        """Rehearses the step until it has come to all that is counted."""
+        counted = _Until(step.needed, tracing)
+        with ExitStack() as stack:
+            stack.enter_context(StepLogs().of_step(self._module, None))
+            stack.enter_context(self._metrics.suspended())
+            stack.enter_context(loggers_muted(trainer_of(self._module)))
+            stack.enter_context(trainer_watched(self._module))
+            stack.enter_context(uncompiled())
+            stack.enter_context(ScaledStep(step.facts, step.scale, has_data, counted))
+            if tracing is not None:
+                stack.enter_context(tracing)
+            stack.enter_context(self._plans.outside.preserved())
+            preserving = preserved_state(self._module) if step.record.mutated_attributes else None
+            _, failure = rehearse(step.record, self._units, step.call, self._device, step.seed, preserving=preserving)
+        if failure is None or counted.are_complete:
+            return counted
+        if not step.is_training:  # an evaluation, whose end may need data; its first batch is checked
+            return {}
+        raise SplitError(
+            f"{innermost_user_line(failure)} cannot be rehearsed on made-up values, as has to be done to count what "
+            f"the loss divides by: {type(failure).__name__}: {failure}. Compute the loss before this line, or set "
+            "whole_batch_loss=True on the strategy."
+        ) from failure
+
+
+class _Until(dict[Place, Count]):
+    """What a rehearsal counts; leaves it once all is counted.
+
+    Args:
+        needed: What is.
+        tracing: Is told of each count.
+    """
+
+    def __init__(self, needed: Sequence[Place], tracing: CountTrace | None) -> None:
+        super().__init__()
+        self._needed = set(needed)
+        self._tracing = tracing
+
+    @property
+    def are_complete(self) -> bool:
+        """Whether all is counted."""
+        return self._needed <= self.keys()
+
+    def __setitem__(self, place: Place, count: Count) -> None:
+        super().__setitem__(place, count)
+        if self._tracing is not None:
+            self._tracing.note_count(place)
+        if self.are_complete:
+            raise Rehearsed
+
+
+class _Traced:
+    """The trace of a recorded step's counts, and whether it serves."""
+
+    def __init__(self, record: weakref.ref[StepRecord]) -> None:
+        self.record = record
+        self.start(Conditions())
+
+    def start(self, conditions: Conditions) -> None:
+        """Knows nothing any more, and waits for a trace made under ``conditions``."""
+        self.conditions = conditions
+        self.trace: Trace = {}
+        self._num_uses_left = 0
+        self._has_served = False
+
+    def serves(self) -> bool:
+        """Whether the next microbatch is counted by the trace, and not rehearsed."""
+        self._num_uses_left -= 1
+        return self._num_uses_left >= 0
+
+    def compare(self, by_trace: Counts, rehearsed: Counts, facts: Facts) -> None:
+        """Takes note of what a rehearsal counts; raises :class:`SplitError` if a trace that has served was wrong."""
+        if are_equal(by_trace, rehearsed):
+            self._num_uses_left, self._has_served = _USES_BETWEEN_CHECKS, True
+            return
+        if self._has_served:
+            lines = ", ".join(fact.line for fact in map(facts.find, rehearsed) if fact is not None)
+            raise SplitError(
+                f"{lines} divides by another number of the same batch than in earlier batches, though nothing has "
+                "changed that the step is known to go by: its batch's shapes, plain attributes of the module, how far "
+                "the training is. Keep what it goes by in such an attribute, or set whole_batch_loss=True on the "
+                "strategy."
+            )
+        self.trace = {}
+
+
+def _is_determined(record: StepRecord) -> bool:
+    """Whether the step does the same for all batches of the same shapes, as far as conditions are the same."""
+    draws = record.may_branch_at_random or record.inter_unit_draws.in_python
+    return not (record.hangs_on_values or draws or record.edits_batch)
