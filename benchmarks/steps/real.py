@@ -6,12 +6,12 @@ A GPT of 8 blocks is trained on batches of 16 sequences in 8 microbatches. Ours 
 ``limit`` is the same work of each rank in plain autograd, without messages and without a bubble: no pipeline can be
 faster.
 
-Each turn is a fresh pair of processes with one thread each; the ways take turns. A line has the median over the turns
-of the time of a step (wall), over many steps in a row, and of what the main thread of the busier rank computed in it
-(CPU).
+Each turn of a way is a fresh pair of processes with one thread each, forked from one that has imported everything; the
+ways take turns. A line has the median over the turns of the time of a step (wall), over many steps in a row, and of
+what the main thread of the busier rank computed in it (CPU).
 
     python benchmarks/steps/real.py                             # width 256, not compiled
-    python benchmarks/steps/real.py --dim 512 --compile both    # three hours
+    python benchmarks/steps/real.py --dim 256 512 --compile both
     python benchmarks/steps/real.py --ways ours:zb_h1 torch:1f1b limit --compile yes
     python benchmarks/steps/real.py --turns 1 --keep real.json  # a turn at a time; the table is of all turns kept there
 """
@@ -19,16 +19,17 @@ of the time of a step (wall), over many steps in a row, and of what the main thr
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
+import multiprocessing
 import os
 import socket
 import statistics
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,8 @@ from lightning_pp.recipes.byte_gpt import ByteGPT
 from lightning_pp.schedule import available_schedules
 
 NUM_BLOCKS, SEQUENCES, LENGTH, MICROBATCHES = 8, 16, 128, 8
-NUM_WARM = 14  # `auto` measures ten, and searches then
+NUM_WARM = 4
+NUM_WARM_AUTO = 14  # it measures ten, and searches then
 TORCHS: dict[str, Any] = {
     "gpipe": pipelining.ScheduleGPipe,
     "1f1b": pipelining.Schedule1F1B,
@@ -53,6 +55,7 @@ TORCHS: dict[str, Any] = {
     "interleaved_zb": pipelining.ScheduleInterleavedZeroBubble,
     "zb_v": pipelining.ScheduleZBVZeroBubble,
 }
+FORK = multiprocessing.get_context("fork")
 WAYS = [
     "limit",
     *(f"ours:{name}" for name in available_schedules()),
@@ -118,9 +121,16 @@ class Part(nn.Module):
 
 
 class Clock(pl.Callback):
-    """Wall and CPU time of the main thread at the end of each batch."""
+    """Wall and CPU time of the main thread at the end of each batch.
 
-    def __init__(self) -> None:
+    Args:
+        num_warm: How many steps are not counted.
+        num_steps: How many are.
+    """
+
+    def __init__(self, num_warm: int, num_steps: int) -> None:
+        self.num_warm = num_warm
+        self.num_all = num_warm + num_steps
         self.times: list[tuple[float, float]] = []
 
     def tick(self) -> None:
@@ -133,8 +143,8 @@ class Clock(pl.Callback):
 
     def per_step(self) -> tuple[float, float]:
         """Seconds of wall and CPU time of a step, after the first ones."""
-        (wall, cpu), (last_wall, last_cpu) = self.times[NUM_WARM - 1], self.times[-1]
-        number = len(self.times) - NUM_WARM
+        (wall, cpu), (last_wall, last_cpu) = self.times[self.num_warm - 1], self.times[-1]
+        number = len(self.times) - self.num_warm
         return (last_wall - wall) / number, (last_cpu - cpu) / number
 
 
@@ -153,7 +163,7 @@ def by_trainer(strategy: Any, args: argparse.Namespace, batch_size: int, clock: 
         accelerator="cpu",
         devices=2,
         strategy=strategy,
-        max_steps=NUM_WARM + args.steps,
+        max_steps=clock.num_all,
         callbacks=[clock],
         logger=False,
         enable_checkpointing=False,
@@ -163,10 +173,10 @@ def by_trainer(strategy: Any, args: argparse.Namespace, batch_size: int, clock: 
     trainer.fit(model, DataLoader(Sequences(), batch_size=batch_size))
 
 
-def loop(step: Callable[[int], None], parameters: Any, args: argparse.Namespace, clock: Clock) -> None:
+def loop(step: Callable[[int], None], parameters: Any, clock: Clock) -> None:
     """The plain loop around ``step``."""
     optimizer = torch.optim.AdamW(parameters, lr=1e-3)
-    for index in range(NUM_WARM + args.steps):
+    for index in range(clock.num_all):
         optimizer.zero_grad()
         step(index)
         optimizer.step()
@@ -196,7 +206,7 @@ def torchs(name: str, rank: int, args: argparse.Namespace, clock: Clock) -> None
         last = {"target": targets, "losses": []} if num_stages - 1 in own else {}
         schedule.step(*([inputs] if 0 in own else []), return_outputs=False, **last)
 
-    loop(step, nn.ModuleList(parts).parameters(), args, clock)
+    loop(step, nn.ModuleList(parts).parameters(), clock)
 
 
 def torchs_ddp(rank: int, args: argparse.Namespace, clock: Clock) -> None:
@@ -210,7 +220,7 @@ def torchs_ddp(rank: int, args: argparse.Namespace, clock: Clock) -> None:
         inputs, targets = (half.chunk(2)[rank] for half in batch_of(index))
         loss_of(replica(inputs), targets).backward()
 
-    loop(step, model.parameters(), args, clock)
+    loop(step, model.parameters(), clock)
 
 
 def limit(rank: int, args: argparse.Namespace, clock: Clock) -> None:
@@ -230,17 +240,19 @@ def limit(rank: int, args: argparse.Namespace, clock: Clock) -> None:
             else:
                 loss_of(part(received), targets).backward()
 
-    loop(step, part.parameters(), args, clock)
+    loop(step, part.parameters(), clock)
 
 
-def run_one(args: argparse.Namespace) -> None:
-    """A rank of one way; prints its times."""
-    torch.set_num_threads(1)
+def run_one(way: str, rank: int, args: argparse.Namespace, port: int, answer: Connection) -> None:
+    """A rank of one way; sends its times."""
+    os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "real"}
     torch.manual_seed(0)
     warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    rank, clock = int(os.environ["RANK"]), Clock()
-    kind, _, name = args.run.partition(":")
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning_pp"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    kind, _, name = way.partition(":")
+    clock = Clock(NUM_WARM_AUTO if name == "auto" else NUM_WARM, args.steps)
     is_compiled = args.compile == "yes"
     if kind == "ours":
         strategy = PipelineParallelStrategy(
@@ -259,51 +271,49 @@ def run_one(args: argparse.Namespace) -> None:
             torchs(name, rank, args, clock)
         dist.barrier()
         dist.destroy_process_group()
-    print(json.dumps(clock.per_step()), flush=True)
+    answer.send(clock.per_step())
 
 
-def turn(way: str, compiled: str, args: argparse.Namespace) -> tuple[float, float]:
+def turn(way: str, args: argparse.Namespace) -> tuple[float, float]:
     """Runs one way in two fresh processes: seconds of wall and CPU time of a step, of the slower rank."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    command = [sys.executable, __file__, "--run", way, "--compile", compiled]
-    command += ["--dim", str(args.dim), "--steps", str(args.steps)]
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    shared |= {"OMP_NUM_THREADS": "1", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "real"}
-    processes = [
-        subprocess.Popen(
-            command, env={**os.environ, **shared, "RANK": rank, "LOCAL_RANK": rank}, stdout=subprocess.PIPE, text=True
-        )
-        for rank in ("0", "1")
-    ]
-    printed = [process.communicate()[0] for process in processes]
-    if any(process.returncode for process in processes):
-        raise SystemExit(f"{way} ended with {[process.returncode for process in processes]}")
-    times = [json.loads(text.splitlines()[-1]) for text in printed]
+    answers, processes = [], []
+    for rank in range(2):
+        mine, its = FORK.Pipe()
+        processes.append(FORK.Process(target=run_one, args=(way, rank, args, port, its)))
+        processes[-1].start()
+        its.close()  # so that a process that ends without an answer is noticed
+        answers.append(mine)
+    try:
+        times = [answer.recv() for answer in answers]
+    except EOFError:
+        raise SystemExit(f"{way} ended without times") from None
+    finally:
+        for process in processes:
+            process.join()
     return max(wall for wall, _ in times), max(cpu for _, cpu in times)
 
 
 def main() -> None:
     """Runs the ways in turns and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dim", type=int, default=256, help="width, a multiple of 64")
+    parser.add_argument("--dim", type=int, nargs="+", default=[256], help="width, a multiple of 64")
     parser.add_argument("--compile", choices=["no", "yes", "both"], default="no", help="whether blocks are compiled")
     parser.add_argument("--ways", nargs="*", default=WAYS, help=f"of {' '.join(WAYS)}")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=20, help=f"steps that are measured, after {NUM_WARM}")
+    parser.add_argument("--steps", type=int, default=12, help="steps that are measured, after the first ones")
     parser.add_argument("--keep", type=Path, metavar="PATH", help="add the turns to those in this JSON file")
-    parser.add_argument("--run", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.run:
-        run_one(args)
-        return
-    settings = [(way, c) for c in (["no", "yes"] if args.compile == "both" else [args.compile]) for way in args.ways]
-    found: Turns = json.loads(args.keep.read_text()) if args.keep and args.keep.exists() else {}
-    for _ in range(args.turns):
-        for way, compiled in settings:
-            found.setdefault(f"{args.dim} {compiled} {way}", []).append(turn(way, compiled, args))
-            if args.keep:
-                args.keep.write_text(json.dumps(found))
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    compiled = ["no", "yes"] if given.compile == "both" else [given.compile]
+    found: Turns = json.loads(given.keep.read_text()) if given.keep and given.keep.exists() else {}
+    for _ in range(given.turns):
+        for dim, is_compiled, way in itertools.product(given.dim, compiled, given.ways):
+            args = argparse.Namespace(dim=dim, compile=is_compiled, steps=given.steps)
+            found.setdefault(f"{dim} {is_compiled} {way}", []).append(turn(way, args))
+            if given.keep:
+                given.keep.write_text(json.dumps(found))
     print_table(found)
 
 
