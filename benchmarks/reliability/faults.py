@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-JOBS = Path(__file__).parents[2] / "tests" / "faults" / "faulty_job.py"
+JOBS = Path(__file__).parents[2] / "tests" / "faults" / "jobs" / "faulty_job.py"
 LAYOUTS = {"lightning_pp": ("1f1b", 2, 1), "DDP": ("none", 1, 2)}
 FAULTS = {
     "an exception in the forward": ("exception", "forward", 1),

@@ -17,7 +17,7 @@ def reported_path(finished: Finished, name: str) -> Path:
 
 
 #: Starts a command twice, as ``srun`` starts two tasks.
-TWO_TASKS = Path(__file__).parents[1] / "faults" / "two_tasks.py"
+TWO_TASKS = Path(__file__).parents[1] / "faults" / "jobs" / "two_tasks.py"
 OWN_MODEL = """
 import lightning as L
 import torch

@@ -31,7 +31,7 @@ Jobs = Callable[[dict[str, Any], Path], dict[str, Any]]
 @pytest.fixture(scope="module")
 def jobs() -> Iterator[Jobs]:
     process = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("faulty_job.py"))],
+        [sys.executable, str(Path(__file__).parent / "jobs" / "faulty_job.py")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -129,7 +129,7 @@ def check_launched(folder: Path, launcher: str, layout: str, fault: str, place: 
     timeout = TIMEOUT_OF_LOOPS if fault == "loop" else 60
     job = {"layout": LAYOUTS[layout], "fault": fault, "place": place, "rank": rank, "timeout": timeout}
     arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(pipeline * replicas)]
-    script = [str(Path(__file__).with_name("faulty_job.py")), json.dumps({**job, "folder": str(folder)})]
+    script = [str(Path(__file__).parent / "jobs" / "faulty_job.py"), json.dumps({**job, "folder": str(folder)})]
     ended = run_launched([*(arguments if launcher == "torchrun" else []), *script], folder)
     since_fault = ended.at - float((folder / "fault.txt").read_text())
     printed = ended.output + "".join(

@@ -503,13 +503,19 @@ class DryRun:
                 "module with units= that keeps them inside."
             )
         self._units_that_need_data.add(kind)
-        outputs, behind = left.pop()
-        for other_outputs, other_behind in left:
+        self._note_unknown(call.unit, left, side_effects)
+        return made_up
+
+    def _note_unknown(
+        self, unit: str, runs: list[tuple[list[Any], dict[Any, list[Any]]]], side_effects: SideEffectWatch
+    ) -> None:
+        """Notes the numbers of the last run that another run on other data has not: what each gave and left behind."""
+        outputs, behind = runs.pop()
+        for other_outputs, other_behind in runs:
             self._unknown |= differing(other_outputs, outputs)
             for place, leaves in behind.items():
                 for number, found in differing(other_behind.get(place, ()), leaves).items():
-                    side_effects.unknown.setdefault(place, {})[number] = UnknownNumber(call.unit, found)
-        return made_up
+                    side_effects.unknown.setdefault(place, {})[number] = UnknownNumber(unit, found)
 
     @staticmethod
     def _no_run(call: UnitCall, failure: Exception, error: Exception) -> Exception:

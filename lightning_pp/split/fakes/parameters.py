@@ -135,49 +135,46 @@ class FakeParameters:
             yield
             return
         module = self.module.get_submodule(unit)
-        saved: list[tuple[nn.Module, str, nn.Parameter]] = []
-        fakes: dict[nn.Parameter, nn.Parameter] = {}
-        replaced: list[tuple[Any, Any, Any]] = []
-        try:
-            for name, parameter in list(module.named_parameters(unit, remove_duplicate=False)):
-                canonical = self.canonical_names[name]
-                if not self.is_cast(canonical):
-                    continue
-                parent, attribute = self._locate(name)
-                fake = fakes[parameter] = self._computing_fake(canonical, parameter)
-                saved.append((parent, attribute, parameter))
-                parameters_of(parent)[attribute] = fake
-                tag(fake, canonical)
-            replaced = _replace_aliases(module, fakes)
+        fakes: dict[str, nn.Parameter] = {}
+        for name, parameter in module.named_parameters(unit, remove_duplicate=False):
+            canonical = self.canonical_names[name]
+            if self.is_cast(canonical):
+                fakes[name] = self._computing_fake(canonical, parameter)
+                tag(fakes[name], canonical)
+        with self._in_place(module, fakes):
             yield
-        finally:
-            for container, key, held in replaced:
-                container[key] = held
-            for parent, attribute, original in reversed(saved):
-                parameters_of(parent)[attribute] = original
 
     @contextmanager
     def replaced(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
         """Within :meth:`all_fake`, the parameters of some canonical names are others: ``parameters``."""
-        saved: list[tuple[nn.Module, str, nn.Parameter]] = []
-        others: dict[nn.Parameter, nn.Parameter] = {}
+        others = {
+            name: parameters[canonical] for name, canonical in self.canonical_names.items() if canonical in parameters
+        }
+        with self._in_place(self.module, others):
+            yield
+
+    @contextmanager
+    def _in_place(self, module: nn.Module, others: Mapping[str, nn.Parameter]) -> Iterator[None]:
+        """Within, ``module`` has ``others``, by name, in the place of its own parameters, its aliases included."""
+        saved: list[tuple[nn.Module, str, nn.Parameter | None]] = []
+        in_place_of: dict[nn.Parameter, nn.Parameter] = {}
         aliases: list[tuple[Any, Any, Any]] = []
         try:
-            for name, canonical in self.canonical_names.items():
-                if canonical not in parameters:
-                    continue
+            for name, other in others.items():
                 parent, attribute = self._locate(name)
-                fake = parameters_of(parent)[attribute]
-                assert fake is not None, name
-                saved.append((parent, attribute, fake))
-                others[fake] = parameters_of(parent)[attribute] = parameters[canonical]
-            aliases = _replace_aliases(self.module, others)
+                own = parameters_of(parent).get(attribute)
+                saved.append((parent, attribute, own))
+                if own is not None:
+                    in_place_of[own] = other
+                parameters_of(parent)[attribute] = other
+            aliases = _replace_aliases(module, in_place_of)
             yield
         finally:
             for container, key, held in aliases:
                 container[key] = held
-            for parent, attribute, fake in reversed(saved):
-                parameters_of(parent)[attribute] = fake
+            # a module of several names was saved several times, first as it was
+            for parent, attribute, own in reversed(saved):
+                parameters_of(parent)[attribute] = own
 
     def _computing_fake(self, canonical: str, like: nn.Parameter) -> nn.Parameter:
         if canonical not in self._computing_fakes:
@@ -268,30 +265,19 @@ class FakeParameters:
 
         A parameter that FSDP keeps sharded is replaced too; the original object returns afterwards.
         """
-        saved: list[tuple[nn.Module, str, nn.Parameter | None]] = []
-        fakes: dict[nn.Parameter, nn.Parameter] = {}
-        replaced: list[tuple[Any, Any, Any]] = []
         self.restore_names()
+        fakes: dict[str, nn.Parameter] = {}
         try:
             for name in self.names:
                 parent, attribute = self._locate(name)
-                saved.append((parent, attribute, parameters_of(parent).get(attribute)))
-                fake = self.parameter(name)
+                fake = fakes[name] = self.parameter(name)
                 current = parameters_of(parent).get(attribute)
                 if current is not None:
-                    fakes[current] = fake
-                    if fake.requires_grad != current.requires_grad:
-                        fake.requires_grad_(current.requires_grad)
-                parameters_of(parent)[attribute] = fake
+                    fake.requires_grad_(current.requires_grad)
                 tag(fake, self.canonical_names[name])
-            replaced = _replace_aliases(self.module, fakes)
-            yield
+            with self._in_place(self.module, fakes):
+                yield
         finally:
-            for container, key, held in replaced:
-                container[key] = held
-            # a module of several names was saved several times, first as it was
-            for parent, attribute, original in reversed(saved):
-                parameters_of(parent)[attribute] = original
             for name in self.released:
                 parent, attribute = self._locate(name)
                 parent.__dict__[attribute] = parameters_of(parent).pop(attribute, None)

@@ -65,6 +65,8 @@ MAKES_THE_SAME = frozenset(
     }
 )
 """Functions that give the same for the same arguments, and write into none of them."""
+WRITES_INTO_FIRST = frozenset({"__setitem__", "masked_fill_"})
+"""Functions that write into their first argument what the others say."""
 
 _BY_TARGET = ("cross_entropy", "nll_loss")
 _BY_ELEMENT = (

@@ -7,7 +7,9 @@ step's course is the same, they alone are run.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import EllipsisType
 from typing import Any, NamedTuple
 
@@ -18,7 +20,7 @@ from lightning_pp.split._torch_private import version_of
 from lightning_pp.split.data.tree import leaves_of
 from lightning_pp.split.record.reduction import Kind, Place
 from lightning_pp.split.reductions.facts import Facts
-from lightning_pp.split.reductions.functions import MAKES_THE_SAME, LossCall, count_of_targets
+from lightning_pp.split.reductions.functions import MAKES_THE_SAME, WRITES_INTO_FIRST, LossCall, count_of_targets
 from lightning_pp.split.reductions.scaling import Count
 from lightning_pp.split.unit_calls.interception import OutsideUnits, gives_value
 
@@ -50,7 +52,8 @@ class CountTrace(OutsideUnits):
     """Within, a rehearsal's functions are followed from the batch on; goes inside of what counts.
 
     A value is known if it is a tensor of the batch, or what a function that gives the same for the same arguments has
-    made of known values and constants. A tensor that has been written into since is not known any more.
+    made of known values and constants, or has written them into. What shares memory with a tensor that is written into
+    is not known any more.
 
     Args:
         batch: What the rehearsal's step is given; tensors that track no versions are not followed.
@@ -59,10 +62,12 @@ class CountTrace(OutsideUnits):
 
     def __init__(self, batch: Any, facts: Facts) -> None:
         super().__init__()
+        leaves = leaves_of(batch)
+        times = Counter(map(id, leaves))  # another batch may have two tensors where this one has the same one twice
         self._leaves = {
             id(leaf): (leaf, version_of(leaf), number)
-            for number, leaf in enumerate(leaves_of(batch))
-            if isinstance(leaf, Tensor) and not leaf.is_inference()
+            for number, leaf in enumerate(leaves)
+            if isinstance(leaf, Tensor) and not leaf.is_inference() and times[id(leaf)] == 1
         }
         self._facts = facts
         self._running: tuple[Any, Any, Any] | None = None
@@ -86,18 +91,24 @@ class CountTrace(OutsideUnits):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one function."""
         kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        made: Made | None = None  # of the arguments as they are before
+        if name in MAKES_THE_SAME:
+            made = self._made_by(func, args, kwargs)
+        elif name in WRITES_INTO_FIRST:
+            made = self._made_by(partial(_written, func), args, kwargs)
         self._running = func, args, kwargs
         result = func(*args, **kwargs)
         self._running = None
-        if getattr(func, "__name__", "") not in MAKES_THE_SAME:
-            return result
-        made = self._made_by(func, args, kwargs)
         if made is not None:
-            several = isinstance(result, (list, tuple))
-            for entry, each in enumerate(result) if several else [(None, result)]:
-                if gives_value(each) and id(each) not in self._leaves:
-                    setattr(each, _MADE, (self._run, version_of(each), made._replace(entry=entry)))
+            self._note(made, args[0] if name in WRITES_INTO_FIRST else result)
         return result
+
+    def _note(self, made: Made, result: Any) -> None:
+        several = isinstance(result, (list, tuple))
+        for entry, each in enumerate(result) if several else [(None, result)]:
+            if gives_value(each) and id(each) not in self._leaves:
+                setattr(each, _MADE, (self._run, version_of(each), made._replace(entry=entry)))
 
     def _made_by_targets(self, loss: LossCall) -> Made | None:
         counted = loss.counted_targets()
@@ -147,6 +158,13 @@ def counts_of(trace: Trace, batch: Any) -> dict[Place, Count]:
     values: dict[int, Any] = {}
     with torch.no_grad():
         return {place: (_value_of(made, leaves, values),) for place, made in trace.items()}
+
+
+def _written(function: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """A copy of ``tensor`` into which ``function`` has written."""
+    copy = tensor.clone()
+    function(copy, *args, **kwargs)
+    return copy
 
 
 def _value_of(made: Made, leaves: Sequence[Any], values: dict[int, Any]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +75,7 @@ class StepCounting:
         plans: Of its steps.
         metrics: Left alone while counting.
         device: Where this rank computes.
+        forward_context: Goes around steps, as of the precision plugin.
     """
 
     def __init__(
@@ -84,12 +85,14 @@ class StepCounting:
         plans: StepPlanCache,
         metrics: PipelineMetrics,
         device: torch.device,
+        forward_context: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._module = module
         self._units = units
         self._plans = plans
         self._metrics = metrics
         self._device = device
+        self._forward_context = forward_context
         self._traces: dict[int, _Traced] = {}
 
     def counts_of(self, step: CountedStep) -> Counts:
@@ -106,14 +109,18 @@ class StepCounting:
         if not conditions.are_those(traced.conditions, with_progress=step.record.reads_progress):
             traced.start(conditions)
         if traced.serves():
-            return counts_of(traced.trace, step.data)
+            return self._by_trace(traced.trace, step.data)
         tracing = CountTrace(step.data, step.facts) if not traced.trace else None
         counts = self._rehearsed(step, tracing)
         if tracing is not None:
             traced.trace = tracing.found if set(tracing.found) == set(step.needed) else {}
         else:
-            traced.compare(counts_of(traced.trace, step.data), counts, step.facts)
+            traced.compare(self._by_trace(traced.trace, step.data), counts, step.facts)
         return counts
+
+    def _by_trace(self, trace: Trace, data: Any) -> Counts:
+        with self._forward_context():
+            return counts_of(trace, data)
 
     def _traced(self, record: StepRecord) -> _Traced:
         found = self._traces.get(id(record))

@@ -93,7 +93,9 @@ class BatchPreparation:
         self._recorded_step = recorded_step
         self._ends_with_batch = ends_with_batch
         self._parameters = frozen.all()
-        self._scaling = BatchScaling(module, split.units, split.plans, groups, metrics, device)
+        self._scaling = BatchScaling(
+            module, split.units, split.plans, groups, metrics, device, precision.forward_context
+        )
         self._whole_batches = WholeBatchPlans()
         self._attributes = AttributesOutsideUnits(module, split.units, _LIGHTNINGS_ATTRIBUTES)
 
@@ -137,6 +139,9 @@ class BatchPreparation:
             with self._precision.forward_context(), output_held():
                 return call_part(index, None)
 
+        def conditions_of(index: int) -> Conditions:
+            return conditions._replace(opaque=opaque_leaves(microbatches[index].data))
+
         def record_at(part: Microbatch, earlier: EarlierRun | None) -> StepRecord:
             if earlier is None:  # a check of the batch needs its plan as well
                 return self._plan(call, part, seeds[0], conditions).record
@@ -156,9 +161,7 @@ class BatchPreparation:
             record_at=record_at,
             among_replicas=around is None,
             follows_estimates=follows_estimates,
-            conditions=None
-            if around is not None
-            else lambda index: conditions._replace(opaque=opaque_leaves(microbatches[index].data)),
+            conditions=conditions_of if around is None else None,
         )
         logs = StepLogs()
         scopes = StepScopes(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -153,6 +154,7 @@ class BatchScaling:
         groups: Joins the replicas.
         metrics: Left alone while counting.
         device: Where this rank computes.
+        forward_context: Goes around steps, as of the precision plugin.
     """
 
     def __init__(
@@ -163,9 +165,10 @@ class BatchScaling:
         groups: ControlGroups,
         metrics: PipelineMetrics,
         device: torch.device,
+        forward_context: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._groups = groups
-        self._counting = StepCounting(module, units, plans, metrics, device)
+        self._counting = StepCounting(module, units, plans, metrics, device, forward_context)
         self._facts: dict[str, Facts] = {}
         # whether replicas wait for each other before a step's programs; the same on all replicas
         self._waits_early: dict[str, bool] = {}
@@ -218,22 +221,22 @@ class BatchScaling:
         batch.grows = any(facts.grow(record.reductions) for record in records)
         needed = [facts.counted(plan.record.reductions) for plan in plans]
 
-        def counted(index: int) -> Counts:
-            step = CountedStep(
-                plans[index].record,
-                facts,
-                needed[index],
-                Scale(shares[index], batch.totals),
-                microbatches[index].data,
-                partial(call_step, index),
-                seeds[index],
-                None if conditions is None or not is_training else partial(conditions, index),
-                is_training=is_training,
-            )
-            return self._counting.counts_of(step)
-
         def count() -> list[Counts]:
-            return list(map(counted, range(len(microbatches))))
+            steps = (
+                CountedStep(
+                    plans[index].record,
+                    facts,
+                    needed[index],
+                    Scale(share, batch.totals),
+                    microbatches[index].data,
+                    partial(call_step, index),
+                    seeds[index],
+                    None if conditions is None or not is_training else partial(conditions, index),
+                    is_training=is_training,
+                )
+                for index, share in enumerate(shares)
+            )
+            return list(map(self._counting.counts_of, steps))
 
         batch.counts = count()
         batch.totals = total_of(batch.counts, facts)
