@@ -1,17 +1,19 @@
 """What it costs to follow how values grow with the batch, and to check the first batches, beside a step without.
 
-One process runs a small GPT as a pipeline of one stage and eight microbatches through ``Trainer``: with a cross entropy
-of torch, with a masked mean by hand, and with a mean of a loop over samples. Each training is run with corrections and
-check, without the check, and without both (corrections taken out for this benchmark: the loss is then not that of one
-device). Times are CPU times of the main thread; runs take turns, medians of all steps after the first four.
+Two processes run a small GPT as a pipeline of two stages and eight microbatches through ``Trainer``: with a cross
+entropy of torch, with a masked mean by hand, and with a mean of a loop over samples. Each training is run with
+corrections and check, without the check, and without both (corrections taken out for this benchmark: the loss is then
+not that of one device). Times are CPU times of the main thread of the last stage; runs take turns, medians of all steps
+after the first four.
 
-    OMP_NUM_THREADS=1 python benchmarks/costs/losses.py
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/costs/losses.py
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import os
 import statistics
 import time
 import warnings
@@ -102,10 +104,10 @@ def run(loss: str, width: int, num_blocks: int, num_steps: int, *, checks: bool)
     data = [(x, x.roll(-1, 1) * mask.long(), mask)] * num_steps
     times = Times()
     strategy = PipelineParallelStrategy(
-        pipeline_parallel_size=1, num_microbatches=MICROBATCHES, schedule="1f1b", check_first_batches=checks
+        pipeline_parallel_size=2, num_microbatches=MICROBATCHES, schedule="1f1b", check_first_batches=checks
     )
     trainer = L.Trainer(
-        accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, logger=False, enable_checkpointing=False,
+        accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, callbacks=[times],
     )  # fmt: skip
     trainer.fit(SmallGPT(loss, width, num_blocks), torch.utils.data.DataLoader(data, batch_size=None))
@@ -121,9 +123,11 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=4)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning_pp"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    print(f"{'loss':<16}{'without':>10}{'with':>10}{'ratio':>8}   first two batches: without, with, and checked (ms)")
+    tell = print if os.environ.get("RANK") == "1" else lambda *_, **__: None
+    tell(f"{'loss':<16}{'without':>10}{'with':>10}{'ratio':>8}   first two batches: without, with, and checked (ms)")
     for loss in ("cross entropy", "masked mean", "loop"):
         found: dict[str, list[list[float]]] = {"without": [], "with": [], "checked": []}
         for _ in range(arguments.runs):
@@ -134,9 +138,10 @@ def main() -> None:
             found["checked"].append(run(*shape, checks=True))
         later = {key: statistics.median(step for steps in runs for step in steps[4:]) for key, runs in found.items()}
         first = {key: statistics.median(sum(steps[:2]) for steps in runs) for key, runs in found.items()}
-        print(
+        tell(
             f"{loss:<16}{later['without']:>10.2f}{later['with']:>10.2f}{later['with'] / later['without']:>8.3f}   "
-            f"{first['without']:.0f}, {first['with']:.0f}, {first['checked']:.0f}"
+            f"{first['without']:.0f}, {first['with']:.0f}, {first['checked']:.0f}",
+            flush=True,
         )
 
 
