@@ -23,6 +23,7 @@ from lightning_pp.split.dry_run.weight_updates import RepeatedUpdates
 from lightning_pp.split.record.plan import StepPlan
 from lightning_pp.split.record.step_record import StepRecord
 from lightning_pp.split.reductions.recording import EarlierRun
+from lightning_pp.strategy.batch.counting import StepCounting
 from lightning_pp.strategy.batch.cutter import BatchCutter
 from lightning_pp.strategy.batch.differences import Around
 from lightning_pp.strategy.batch.run import BatchRun, StepCall
@@ -93,9 +94,8 @@ class BatchPreparation:
         self._recorded_step = recorded_step
         self._ends_with_batch = ends_with_batch
         self._parameters = frozen.all()
-        self._scaling = BatchScaling(
-            module, split.units, split.plans, groups, metrics, device, precision.forward_context
-        )
+        counting = StepCounting(module, split.units, split.plans, metrics, device, precision.forward_context)
+        self._scaling = BatchScaling(groups, counting)
         self._whole_batches = WholeBatchPlans()
         self._attributes = AttributesOutsideUnits(module, split.units, _LIGHTNINGS_ATTRIBUTES)
 

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
-import torch
-from torch import nn
-
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.errors import SplitError
 from lightning_pp.planning.conditions import Conditions
-from lightning_pp.planning.step_plans import StepPlanCache
 from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.fakes.parameters import has_data
 from lightning_pp.split.record.plan import StepPlan
@@ -27,7 +21,6 @@ from lightning_pp.split.reductions.facts import Facts
 from lightning_pp.split.reductions.recording import EarlierRun
 from lightning_pp.split.reductions.scaling import Count, Scale, ScaledStep
 from lightning_pp.strategy.batch.counting import CountedStep, StepCounting
-from lightning_pp.strategy.results.metrics import PipelineMetrics
 from lightning_pp.strategy.results.outputs import loss_of
 
 _MOST_ROUNDS = 5
@@ -148,27 +141,13 @@ class BatchScaling:
     """Finds out, on the last stage, how a step's values grow with the batch, and counts what has to be counted.
 
     Args:
-        module: The user's module.
-        units: Its units.
-        plans: Of its steps.
         groups: Joins the replicas.
-        metrics: Left alone while counting.
-        device: Where this rank computes.
-        forward_context: Goes around steps, as of the precision plugin.
+        counting: Counts in a microbatch.
     """
 
-    def __init__(
-        self,
-        module: pl.LightningModule,
-        units: Mapping[str, nn.Module],
-        plans: StepPlanCache,
-        groups: ControlGroups,
-        metrics: PipelineMetrics,
-        device: torch.device,
-        forward_context: Callable[[], AbstractContextManager[None]],
-    ) -> None:
+    def __init__(self, groups: ControlGroups, counting: StepCounting) -> None:
         self._groups = groups
-        self._counting = StepCounting(module, units, plans, metrics, device, forward_context)
+        self._counting = counting
         self._facts: dict[str, Facts] = {}
         # whether replicas wait for each other before a step's programs; the same on all replicas
         self._waits_early: dict[str, bool] = {}
