@@ -108,13 +108,13 @@ class StepCounting:
         traced, conditions = self._traced(step.record), step.conditions()
         if not conditions.are_those(traced.conditions, with_progress=step.record.reads_progress):
             traced.start(conditions)
-        if traced.serves():
+        if traced.trace and traced.serves():
             return self._by_trace(traced.trace, step.data)
-        tracing = CountTrace(step.data, step.facts) if not traced.trace else None
+        tracing = CountTrace(step.data, step.facts) if traced.trace is None else None
         counts = self._rehearsed(step, tracing)
         if tracing is not None:
             traced.trace = tracing.found if set(tracing.found) == set(step.needed) else {}
-        else:
+        elif traced.trace:
             traced.compare(self._by_trace(traced.trace, step.data), counts, step.facts)
         return counts
 
@@ -183,7 +183,13 @@ class _Until(dict[Place, Count]):
 
 
 class _Traced:
-    """The trace of a recorded step's counts, and whether it serves."""
+    """The trace of a recorded step's counts, and whether it serves.
+
+    Attributes:
+        record: The step.
+        conditions: What it went by when the trace was made.
+        trace: None where there is none yet, and empty where there can be none under these conditions.
+    """
 
     def __init__(self, record: weakref.ref[StepRecord]) -> None:
         self.record = record
@@ -192,7 +198,7 @@ class _Traced:
     def start(self, conditions: Conditions) -> None:
         """Knows nothing any more, and waits for a trace made under ``conditions``."""
         self.conditions = conditions
-        self.trace: Trace = {}
+        self.trace: Trace | None = None
         self._num_uses_left = 0
         self._has_served = False
 

@@ -142,14 +142,6 @@ class BatchPreparation:
         def conditions_of(index: int) -> Conditions:
             return conditions._replace(opaque=opaque_leaves(microbatches[index].data))
 
-        def record_at(part: Microbatch, earlier: EarlierRun | None) -> StepRecord:
-            if earlier is None:  # a check of the batch needs its plan as well
-                return self._plan(call, part, seeds[0], conditions).record
-            recorded = self._recorded_step(call, part)
-            return self.split.plans.record(
-                recorded, with_gradients=call.training, seed_inter_unit=seeds[0], earlier=earlier
-            )
-
         scaled = self._scaling.of_batch(
             call.step,
             microbatches,
@@ -158,7 +150,7 @@ class BatchPreparation:
             seeds,
             factor,
             sizes=lambda: self.two_sizes(microbatches, batch),
-            record_at=record_at,
+            record_at=partial(self._record_at, call, seeds[0], conditions),
             among_replicas=around is None,
             follows_estimates=follows_estimates,
             conditions=conditions_of if around is None else None,
@@ -168,6 +160,22 @@ class BatchPreparation:
             self.module, self._precision, logs, self.metrics, attributes, scaled, self.split.placement, self._rank
         )
         return BatchRun(call, microbatches, plans, seed, call_part, scaled, logs, attributes, scopes, updates)
+
+    def _record_at(
+        self,
+        call: StepCall,
+        seed_inter_unit: Callable[[int], None],
+        conditions: Conditions,
+        part: Microbatch,
+        earlier: EarlierRun | None,
+    ) -> StepRecord:
+        """A dry run of the step on a part of the batch."""
+        if earlier is None:  # a check of the batch needs its plan as well
+            return self._plan(call, part, seed_inter_unit, conditions).record
+        recorded = self._recorded_step(call, part)
+        return self.split.plans.record(
+            recorded, with_gradients=call.training, seed_inter_unit=seed_inter_unit, earlier=earlier
+        )
 
     def _prepare_whole(
         self,

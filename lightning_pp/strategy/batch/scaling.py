@@ -198,33 +198,45 @@ class BatchScaling:
         batch.is_training = is_training and is_known  # of one sample nothing is known: replicas are as under DDP
         batch.follows_estimates = follows_estimates and batch.is_training
         batch.grows = any(facts.grow(record.reductions) for record in records)
-        needed = [facts.counted(plan.record.reductions) for plan in plans]
 
-        def count() -> list[Counts]:
-            steps = (
-                CountedStep(
-                    plans[index].record,
-                    facts,
-                    needed[index],
-                    Scale(share, batch.totals),
-                    microbatches[index].data,
-                    partial(call_step, index),
-                    seeds[index],
-                    None if conditions is None or not is_training else partial(conditions, index),
-                    is_training=is_training,
-                )
-                for index, share in enumerate(shares)
-            )
-            return list(map(self._counting.counts_of, steps))
-
+        conditions = conditions if is_training else None
+        count = partial(self._count, batch, facts, microbatches, plans, call_step, seeds, conditions, is_training)
         batch.counts = count()
         batch.totals = total_of(batch.counts, facts)
-        hangs_together = any(map(facts.hang_together, needed))
+        hangs_together = any(facts.hang_together(facts.counted(record.reductions)) for record in records)
         if num_replicas > 1:
             self._join_replicas(step, batch, microbatches, factor, count, hangs_together)
         else:
             _complete_alone(batch, facts, count, hangs_together)
         return batch
+
+    def _count(
+        self,
+        batch: ScaledBatch,
+        facts: Facts,
+        microbatches: Sequence[Microbatch],
+        plans: Sequence[StepPlan],
+        call_step: Callable[[int], Any],
+        seeds: Sequence[Callable[[int], None]],
+        conditions: Callable[[int], Conditions] | None,
+        is_training: bool,
+    ) -> list[Counts]:
+        """What each microbatch counts, given what ``batch`` counts so far."""
+        steps = (
+            CountedStep(
+                plan.record,
+                facts,
+                facts.counted(plan.record.reductions),
+                Scale(batch.shares[index], batch.totals),
+                microbatches[index].data,
+                partial(call_step, index),
+                seeds[index],
+                None if conditions is None else partial(conditions, index),
+                is_training=is_training,
+            )
+            for index, plan in enumerate(plans)
+        )
+        return list(map(self._counting.counts_of, steps))
 
     def _join_replicas(
         self,
