@@ -1,46 +1,121 @@
-"""Looking up private names of other packages, so that a version without one is told of at import and by name.
+"""Private names of other packages. One that the installed version lacks is told where it is used, not at import.
 
-Each layer has its private names of a package in one file, as ``_torch_private.py``. ``tests/test_private_names.py``
-holds the others free of them.
+Each layer keeps its private names of a package in one file, such as ``_torch_private.py``;
+``tests/test_private_names.py`` finds others. :func:`private` looks a name up, :func:`uses` marks a function that
+needs one, and :func:`require` checks names that a class overrides.
 """
 
 from __future__ import annotations
 
+import dis
 import inspect
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
-from typing import Any
+from pkgutil import resolve_name
+from typing import Any, NoReturn, TypeVar
+
+# the versions with which the whole suite has passed: see docs/start/versions.md
+TRIED = {"torch": "2.11 to 2.15", "lightning": "2.6.4 to 2.6.6", "torchmetrics": "1.9", "omegaconf": "2.3"}
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def private(owner: Any, name: str, *, of: str = "torch", tried: str = "2.11 to 2.13") -> Any:
-    """The attribute ``name`` of ``owner``, which ``of`` does not promise to keep.
+def private(path: str, *others: str) -> Any:
+    """The object at ``path``, such as ``"torch.autograd._get_sequence_nr"``.
 
     Args:
-        owner: A module, a class or an object.
-        name: The attribute.
-        of: The package.
-        tried: The versions of the package that were tried.
+        path: Package, modules, classes and the name.
+        others: Paths of the same thing in other versions; the first that exists is taken.
+
+    Returns:
+        The object, or a stand-in whose every use raises the :class:`ImportError` of :func:`require`.
+    """
+    for candidate in (path, *others):
+        try:
+            return resolve_name(candidate)
+        except (ImportError, AttributeError):
+            continue
+    return _Missing(path, (Exception,), {})
+
+
+def uses(*paths: str) -> Callable[[_Function], _Function]:
+    """Marks a function that uses the private names at ``paths``, also ones that only instances of a class have.
+
+    Where one is missing, calling the function raises the :class:`ImportError` of :func:`require`. Where all are there,
+    the function is left as it is.
+    """
+
+    def mark(function: _Function) -> _Function:
+        missing = next((path for path in paths if not _exists(path)), None)
+        return function if missing is None else _Missing(missing, (Exception,), {})  # type: ignore[return-value]
+
+    return mark
+
+
+def require(*paths: str) -> None:
+    """Checks names that this package overrides in classes of others, where nothing would call them if they moved.
 
     Raises:
-        ImportError: The installed version has no such name.
+        ImportError: The installed version of a package has one of them no longer.
     """
+    for path in paths:
+        if not _exists(path):
+            _tell(path)
+
+
+def _exists(path: str) -> bool:
+    """Whether ``path`` is there; also for attributes that only instances of a class have, without making one."""
+    owner_path, _, name = path.rpartition(".")
     try:
-        return getattr(owner, name)
-    except AttributeError as error:
-        raise _missing(getattr(owner, "__name__", type(owner).__name__), name, of, tried) from error
+        owner = resolve_name(owner_path)
+    except (ImportError, AttributeError):
+        return False
+    if hasattr(owner, name):
+        return True
+    return isinstance(owner, type) and any(name in _names_set_by(kind) for kind in owner.__mro__)
 
 
-def private_of_instances(kind: type, name: str, *, of: str, tried: str) -> None:
-    """Checks that the constructor of ``kind`` sets the attribute ``name``, without making an instance.
+def _names_set_by(kind: type) -> set[str]:
+    """What instances of ``kind`` may get by its annotations and its methods."""
+    names = {*vars(kind).get("__annotations__", {})}
+    for method in filter(callable, vars(kind).values()):
+        code = getattr(inspect.unwrap(method), "__code__", None)
+        instructions = () if code is None else dis.get_instructions(code)
+        names |= {instruction.argval for instruction in instructions if instruction.opname == "STORE_ATTR"}
+    return names
 
-    The arguments are those of :func:`private`, and so is the error.
-    """
-    constructor = inspect.unwrap(vars(kind)["__init__"])
-    if name not in constructor.__code__.co_names:
-        raise _missing(kind.__name__, name, of, tried)
 
-
-def _missing(where: str, name: str, of: str, tried: str) -> ImportError:
-    return ImportError(
-        f"lightning_pp uses {where}.{name}, a private name that {of} {version(of)} does not have. "
-        f"It was tried with {of} {tried}."
+def _tell(path: str) -> NoReturn:
+    package = path.partition(".")[0]
+    raise ImportError(
+        f"lightning_pp needs {path}, a private name that {package} {version(package)} does not have. "
+        f"Install {package} {TRIED[package]}, with which it was tested."
     )
+
+
+class _Missing(type):
+    """The class of stand-ins for missing names: classes, so that other classes may be derived from one."""
+
+    def __call__(cls, *_: Any, **__: Any) -> NoReturn:
+        cls._raise()
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        cls._raise()
+
+    def __instancecheck__(cls, _: object) -> NoReturn:
+        cls._raise()
+
+    def __iter__(cls) -> Iterator[Any]:
+        cls._raise()
+
+    def __len__(cls) -> int:
+        cls._raise()
+
+    def __getitem__(cls, _: object) -> NoReturn:
+        cls._raise()
+
+    def _raise(cls) -> NoReturn:
+        # a class derived from a stand-in has another name than what is missing
+        _tell(next(kind.__name__ for kind in reversed(cls.__mro__) if type(kind) is _Missing))

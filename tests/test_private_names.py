@@ -1,4 +1,4 @@
-"""Private names of another package stand in one file of each layer, which says at import which of them is missing.
+"""Private names of another package stand in one file of each layer; one that is missing is told where it is used.
 
 Private is a name with a leading underscore in an import, as an attribute, or given to ``getattr`` and the like: also
 ``torch._subclasses``, ``torch.utils._pytree``, ``sys._getframe`` and the dicts of a module (``_parameters``). Not
@@ -10,14 +10,17 @@ and torch therefore keeps.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import lightning_pp
-from lightning_pp._private_names import private, private_of_instances
+from lightning_pp._private_names import private, require, uses
 
 PACKAGE = Path(lightning_pp.__file__).parent
 LAYERS = [
@@ -148,19 +151,65 @@ def test_what_counts_as_private(source: str, lines: list[int]) -> None:
     assert [line for line, _ in private_names(source)] == lines
 
 
-def test_a_missing_name_is_told_with_the_version() -> None:
-    with pytest.raises(
-        ImportError, match=rf"torch\._gone, .* torch {torch.__version__.split('+')[0]}.* 2\.11 to 2\.13"
-    ):
-        private(torch, "_gone")
+TOLD = (
+    rf"lightning_pp needs torch\.gone\._name, .* torch {torch.__version__.split('+')[0]}.* Install torch 2\.11 to 2\.15"
+)
 
 
-def test_a_name_that_only_instances_have_is_looked_for_without_one() -> None:
-    class Owner:
-        def __init__(self) -> None:
-            self._there = 1
-            raise AssertionError("no instance is made")
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda missing: missing(1),
+        lambda missing: missing.attribute,
+        lambda missing: isinstance(1, missing),
+        lambda missing: list(missing),
+        lambda missing: missing["key"],
+        lambda missing: type("Derived", (missing,), {})(),
+        lambda missing: uses("torch.Tensor._base", "torch.gone._name")(len)([]),
+        lambda missing: require("torch.Tensor._base", "torch.gone._name"),
+    ],
+)
+def test_a_missing_name_is_told_with_the_version_where_it_is_used(use: Callable[[Any], object]) -> None:
+    missing = private("torch.gone._name")
+    with pytest.raises(ImportError, match=TOLD):
+        use(missing)
 
-    private_of_instances(Owner, "_there", of="torch", tried="2.11 to 2.13")
-    with pytest.raises(ImportError, match=r"Owner\._gone, .* torch .* 2\.11 to 2\.13"):
-        private_of_instances(Owner, "_gone", of="torch", tried="2.11 to 2.13")
+
+def test_a_name_that_is_there_is_taken_as_it_is() -> None:
+    assert private("torch.Tensor._base") is torch.Tensor._base
+    assert private("torch.gone._name", "torch.autograd._get_sequence_nr") is torch.autograd._get_sequence_nr
+    assert uses("torch.Tensor._base", "torch.nn.Module._parameters", "torch.nn.RNN._flat_weights")(len) is len
+
+
+# lacks a class, a function, and a method that this package overrides
+WITHOUT = """
+import torch, torch._subclasses.fake_tensor, torch.utils._python_dispatch, torch.autograd.graph
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+del torch._subclasses.fake_tensor.FakeTensor, torch.autograd.graph._engine_run_backward
+del torch.utils._python_dispatch.TorchDispatchMode
+import lightning_pp
+from lightning_pp.runtime import _torch_private as of_runtime
+from lightning_pp.split import _torch_private as of_split
+for use in (lambda: of_runtime.run_backward([], []), lambda: isinstance(1, of_split.FakeTensor)):
+    try:
+        use()
+    except ImportError as error:
+        print(error)
+lightning_pp.PipelineParallelStrategy(2)
+del _TrainingEpochLoop._broadcast_sigterm_tensor
+try:
+    lightning_pp.PipelineParallelStrategy(2)
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_the_package_imports_where_names_are_missing() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    told = done.stdout.splitlines()[-3:]
+    assert [line.split()[2].rstrip(",") for line in told] == [
+        "torch.autograd.graph._engine_run_backward",
+        "torch._subclasses.fake_tensor.FakeTensor",
+        "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._broadcast_sigterm_tensor",
+    ]

@@ -1,60 +1,50 @@
 """The private names of Lightning that the callbacks use; nothing else in this layer uses any.
 
-Tried with Lightning 2.6.4 to 2.6.6. Importing fails, and says which name is missing, where a version has one no longer.
+What the installed version lacks is told where it is used.
 """
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar
 from lightning.pytorch.loggers import WandbLogger
 
-from lightning_pp._private_names import private, private_of_instances
-
-try:
-    from lightning.pytorch.loops.fit_loop import _FitLoop
-    from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-except ImportError as error:
-    raise ImportError(
-        f"lightning_pp uses private names of Lightning, and Lightning {version('lightning')} has another set of them "
-        f"({error}). It was tried with Lightning 2.6.4 to 2.6.6."
-    ) from error
-
-private(_FitLoop, "_should_accumulate", of="lightning", tried="2.6.4 to 2.6.6")
-private(RichProgressBar, "_get_train_description", of="lightning", tried="2.6.4 to 2.6.6")
-private_of_instances(_TrainingEpochLoop, "_batches_that_stepped", of="lightning", tried="2.6.4 to 2.6.6")
-for name in ("_wandb_init", "_checkpoint_name", "_experiment"):
-    private_of_instances(WandbLogger, name, of="lightning", tried="2.6.4 to 2.6.6")
+from lightning_pp._private_names import uses
 
 
+@uses("lightning.pytorch.loops.fit_loop._FitLoop._should_accumulate")
 def accumulates(trainer: pl.Trainer) -> bool:
     """Whether gradients of the training batch under way are kept for a later update."""
     return trainer.fit_loop._should_accumulate()
 
 
+@uses("lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._batches_that_stepped")
 def logged_step(trainer: pl.Trainer) -> int:
     """The step under which Lightning logs training metrics."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
+@uses("lightning.pytorch.loggers.WandbLogger._wandb_init")
 def init_arguments(logger: WandbLogger) -> dict[str, Any]:
     """What ``logger`` calls ``wandb.init`` with, once it is used; may be changed until then."""
     return logger._wandb_init
 
 
+@uses("lightning.pytorch.loggers.WandbLogger._checkpoint_name")
 def artifact_name(logger: WandbLogger) -> str | None:
     """The argument ``checkpoint_name`` of ``logger``."""
     return logger._checkpoint_name
 
 
+@uses("lightning.pytorch.loggers.WandbLogger._experiment")
 def run_of(logger: WandbLogger) -> Any:
     """The W&B run of ``logger``; None where it has logged nothing yet, which then starts none."""
     return logger._experiment
 
 
+@uses("lightning.pytorch.callbacks.RichProgressBar._get_train_description")
 def name_epochs_without_end(bar: ProgressBar, *, ends: bool = False) -> None:
     """Has a rich bar write "Epoch 0" where there is no last epoch, in place of "Epoch 0/-2"; ``ends``: no longer."""
     if not isinstance(bar, RichProgressBar):

@@ -1,6 +1,6 @@
 """The private names of torch that the callbacks use; nothing else in this layer uses any.
 
-Tried with torch 2.11 to 2.13. Importing fails, and says which name is missing, where a version has one no longer.
+What the installed version lacks is told where it is used.
 """
 
 from __future__ import annotations
@@ -8,12 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lightning_pp._private_names import private
 
-_record_memory_history: Any = private(torch.cuda.memory, "_record_memory_history")
-_dump_snapshot: Any = private(torch.cuda.memory, "_dump_snapshot")
+_record_memory_history: Any = private("torch.cuda.memory._record_memory_history")
+_dump_snapshot: Any = private("torch.cuda.memory._dump_snapshot")
 
 
 def record_memory(max_entries: int) -> None:

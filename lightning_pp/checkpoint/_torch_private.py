@@ -1,6 +1,6 @@
 """The private names of torch that checkpoints use; nothing else in this layer uses any.
 
-Tried with torch 2.11 to 2.13. Importing fails, and says which name is missing, where a version has one no longer.
+What the installed version lacks is told where it is used.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import _fsspec_filesystem
-from torch.utils import _pytree
 
 from lightning_pp._private_names import private
 
-tree_flatten = private(_pytree, "tree_flatten")
-tree_leaves = private(_pytree, "tree_leaves")
-tree_map_only = private(_pytree, "tree_map_only")
+tree_flatten = private("torch.utils._pytree.tree_flatten")
+tree_leaves = private("torch.utils._pytree.tree_leaves")
+tree_map_only = private("torch.utils._pytree.tree_map_only")
 # the files of torch.distributed.checkpoint at URLs
-FsspecFiles: Any = private(_fsspec_filesystem, "FileSystem")
+FsspecFiles: Any = private(
+    "torch.distributed.checkpoint.fsspec_filesystem._FileSystem",  # since torch 2.15
+    "torch.distributed.checkpoint._fsspec_filesystem.FileSystem",
+)
 # a ``__torch_function__`` for tensor classes that want none
-without_torch_function: Any = private(torch._C, "_disabled_torch_function_impl")
-_make_wrapper: Any = private(Tensor, "_make_wrapper_subclass")
+without_torch_function: Any = private("torch._C._disabled_torch_function_impl")
+_make_wrapper: Any = private("torch.Tensor._make_wrapper_subclass")
 
 _Wrapper = TypeVar("_Wrapper", bound=Tensor)
 

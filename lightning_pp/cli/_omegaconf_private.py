@@ -1,6 +1,6 @@
 """The private names of OmegaConf that the commands use; nothing else in this layer uses any.
 
-Tried with OmegaConf 2.3. Importing fails, and says which name is missing, where a version has one no longer.
+What the installed version lacks is told where it is used.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from lightning_pp._private_names import private
-
-private(DictConfig, "_get_root", of="omegaconf", tried="2.3")
+from lightning_pp._private_names import uses
 
 
+@uses("omegaconf.DictConfig._get_root")
 def root_of(config: DictConfig) -> Any:
     """The whole config that ``config`` is part of."""
     return config._get_root()

@@ -1,6 +1,6 @@
 """The private names of torch that this layer uses; nothing else in it uses any.
 
-Tried with torch 2.11 to 2.13. Importing fails, and says which name is missing, where a version has one no longer.
+What the installed version lacks is told where it is used.
 """
 
 from __future__ import annotations
@@ -10,23 +10,21 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 
-from lightning_pp._private_names import private
+from lightning_pp._private_names import private, uses
 
-_world = private(distributed_c10d, "_world")
-
-for _owner, _name in ((DeviceMesh, "_flatten"), (Tensor, "_indices"), (Tensor, "_values")):
-    private(_owner, _name)
+_world = private("torch.distributed.distributed_c10d._world")
 
 
+@uses("torch.distributed.device_mesh.DeviceMesh._flatten")
 def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """``mesh`` as one dimension ``name``, which the mesh that it is part of knows by that name from then on."""
     return mesh._flatten(name)
 
 
+@uses("torch.Tensor._indices", "torch.Tensor._values")
 def parts_of_sparse(tensor: Tensor) -> list[Tensor]:
     """Indices and values of a sparse tensor, also of one that is not coalesced, as they lie in it."""
     return [tensor._indices(), tensor._values()]

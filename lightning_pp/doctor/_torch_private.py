@@ -1,27 +1,31 @@
 """The private names of torch that the doctor uses; nothing else in this layer uses any.
 
-Tried with torch 2.11 to 2.13. Importing fails, and says which name is missing, where a version has one no longer.
+What the installed version lacks is told where it is used.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lightning_pp._private_names import private
 
 __all__ = ["StorageReference", "TorchDispatchMode", "leaves_of"]
 
-_storage_at = private(torch.UntypedStorage, "_new_with_weak_ptr")
+if TYPE_CHECKING:
+    from torch.utils._python_dispatch import TorchDispatchMode
+else:
+    TorchDispatchMode = private("torch.utils._python_dispatch.TorchDispatchMode")
+
+_tree_leaves = private("torch.utils._pytree.tree_leaves")
+_storage_at = private("torch.UntypedStorage._new_with_weak_ptr")
 
 
 def leaves_of(tree: Any) -> list[Any]:
     """What stands in lists, tuples and dicts of any depth."""
-    leaves: list[Any] = tree_leaves(tree)
+    leaves: list[Any] = _tree_leaves(tree)
     return leaves
 
 

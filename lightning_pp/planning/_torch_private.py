@@ -1,15 +1,13 @@
 """The private names of torch that planning uses; nothing else in this layer uses any.
 
-Tried with torch 2.11 to 2.13. Importing fails, and says which name is missing, where a version has one no longer.
+What the installed version lacks is told where it is used.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import _ops
-
 from lightning_pp._private_names import private
 
 # the classes of what is in ``torch.ops``
-OPERATION_TYPES: tuple[Any, Any] = (private(_ops, "OpOverload"), private(_ops, "HigherOrderOperator"))
+OPERATION_TYPES: tuple[Any, Any] = (private("torch._ops.OpOverload"), private("torch._ops.HigherOrderOperator"))

@@ -1,6 +1,6 @@
 """The private names of torch that the runtime uses; nothing else in this layer uses any.
 
-Tried with torch 2.11 to 2.13. Importing fails, and says which name is missing, where a version has one no longer.
+What the installed version lacks is told where it is used.
 """
 
 from __future__ import annotations
@@ -13,22 +13,14 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 
-from lightning_pp._private_names import private
+from lightning_pp._private_names import private, uses
 from lightning_pp.split._torch_private import COMPILED_CALL
 
-for _owner, _name in (
-    (Tensor, "_base"),
-    (Tensor, "_backward_hooks"),
-    (Tensor, "_post_accumulate_grad_hooks"),
-    (forward_ad, "_current_level"),
-):
-    private(_owner, _name)
-
 # whether the backward that runs wants this node; torch.autograd.graph.register_multi_grad_hook stands on it
-will_execute: Callable[[Node], bool] = private(torch._C, "_will_engine_execute_node")
-are_functorch_transforms_active: Callable[[], bool] = private(torch._C, "_are_functorch_transforms_active")
-_delayed_error: Any = private(torch._C._functions, "DelayedError")
-_run_engine: Callable[..., Any] = private(torch.autograd.graph, "_engine_run_backward")
+will_execute: Callable[[Node], bool] = private("torch._C._will_engine_execute_node")
+are_functorch_transforms_active: Callable[[], bool] = private("torch._C._are_functorch_transforms_active")
+_delayed_error: Any = private("torch._C._functions.DelayedError")
+_run_engine: Callable[..., Any] = private("torch.autograd.graph._engine_run_backward")
 
 
 def run_backward(roots: Sequence[Any], gradients: Sequence[Tensor]) -> None:
@@ -46,16 +38,19 @@ def run_backward(roots: Sequence[Any], gradients: Sequence[Tensor]) -> None:
     _run_engine(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
+@uses("torch.Tensor._base")
 def base_of(view: Tensor) -> Tensor | None:
     """The tensor that ``view`` is a view of; None if it is none."""
     return view._base
 
 
+@uses("torch.Tensor._backward_hooks", "torch.Tensor._post_accumulate_grad_hooks")
 def has_gradient_hooks(tensor: Tensor) -> bool:
     """Whether hooks see the gradient of ``tensor``, or what is accumulated in it."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
+@uses("torch.autograd.forward_ad._current_level")
 def is_forward_mode_active() -> bool:
     """Whether derivatives are being taken in forward mode."""
     return forward_ad._current_level >= 0

@@ -1,6 +1,6 @@
 """The private names of torch that sharding uses, and names that differ between its versions; nothing else uses any.
 
-Tried with torch 2.11 to 2.13. Importing fails, and says which name is missing, where a version has one no longer.
+What the installed version lacks is told where it is used.
 
 FSDP2 is used for two things: sharded parameters and gathering them, both by its public calls. Its module hooks decide
 when to gather, free and reduce, from the order in which autograd visits modules; a pipeline has an order of its own, so
@@ -12,62 +12,54 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.autograd.graph import Node
-from torch.distributed import _composable_state
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_pp._private_names import private
+from lightning_pp._private_names import private, uses
 
-for _owner, _name in (
-    (torch.autograd.Variable, "_execution_engine"),
-    (Tensor, "_base"),
-    (Tensor, "_values"),
-    (Node, "_sequence_nr"),
-    (FSDPModule, "_get_fsdp_state"),
-    (GradScaler, "_unscale_grads_"),  # AgreeingGradScaler defines its own
-    (GradScaler(enabled=False), "_device"),
-):
-    private(_owner, _name)
-_graph_task_id: Callable[[], int] = private(torch._C, "_current_graph_task_id")
-_sequence_number: Callable[[], int] = private(torch.autograd, "_get_sequence_nr")
+_graph_task_id: Callable[[], int] = private("torch._C._current_graph_task_id")
+_sequence_number: Callable[[], int] = private("torch.autograd._get_sequence_nr")
 
 # In place on a list of tensors in one kernel: list *= tensor; clamping from below and above; copying list to list.
-multiply_all_: Callable[[list[Tensor], Tensor], None] = private(torch, "_foreach_mul_")
-clamp_all_min_: Callable[[list[Tensor], float], None] = private(torch, "_foreach_clamp_min_")
-clamp_all_max_: Callable[[list[Tensor], float], None] = private(torch, "_foreach_clamp_max_")
-copy_all_: Callable[[list[Tensor], list[Tensor]], None] = private(torch, "_foreach_copy_")
+multiply_all_: Callable[[list[Tensor], Tensor], None] = private("torch._foreach_mul_")
+clamp_all_min_: Callable[[list[Tensor], float], None] = private("torch._foreach_clamp_min_")
+clamp_all_max_: Callable[[list[Tensor], float], None] = private("torch._foreach_clamp_max_")
+copy_all_: Callable[[list[Tensor], list[Tensor]], None] = private("torch._foreach_copy_")
 # (tensors, p, dtype): the p-norm of each, computed in that dtype
-norm_of_each: Callable[[list[Tensor], float, torch.dtype], list[Tensor]] = private(torch, "_foreach_norm")
+norm_of_each: Callable[[list[Tensor], float, torch.dtype], list[Tensor]] = private("torch._foreach_norm")
 # (gradients, found, inverse scale): multiplies by the inverse scale, and sets found to 1 where one is not finite
 unscale_all_: Callable[[list[Tensor], Tensor, Tensor], None] = private(
-    torch, "_amp_foreach_non_finite_check_and_unscale_"
+    "torch._amp_foreach_non_finite_check_and_unscale_"
 )
 
 # A context in which attributes of a DTensor are read without looking whether its class has a function for that.
-as_plain_tensors: Callable[[], AbstractContextManager[None]] = private(torch._C, "DisableTorchFunctionSubclass")
+as_plain_tensors: Callable[[], AbstractContextManager[None]] = private("torch._C.DisableTorchFunctionSubclass")
 
 # The shard of a DTensor that a rank holds, itself: to_local() makes a view of a parameter's.
-shard_itself: Callable[[DTensor], Tensor] = attrgetter("_local_tensor")
-if "_local_tensor" not in DTensor.__slots__:
-    private(DTensor, "_local_tensor")
+shard_itself: Callable[[DTensor], Tensor] = uses("torch.distributed.tensor.DTensor._local_tensor")(
+    attrgetter("_local_tensor")
+)
 
 # torch 2.13 renamed these
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-_states_of_modules: MutableMapping[nn.Module, object] = private(_composable_state, "_module_state_mapping")
+_states_of_modules: MutableMapping[nn.Module, object] = private(
+    "torch.distributed._composable_state._module_state_mapping"
+)
 _HOOK_HANDLES = ("_pre_forward_hook_handle", "_post_forward_hook_handle")
 
 
+@uses("torch.distributed.fsdp.FSDPModule._get_fsdp_state")
 def shard_together(
     modules: Sequence[nn.Module],
     mesh: DeviceMesh,
@@ -125,6 +117,7 @@ def backward_pass() -> int | None:
     return None if number == -1 else number
 
 
+@uses("torch.autograd.Variable._execution_engine")
 def call_after_backward(function: Callable[[], None]) -> None:
     """Calls ``function`` at the end of the backward pass that runs now."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
@@ -138,6 +131,7 @@ def next_node_number() -> int:
     return _sequence_number()
 
 
+@uses("torch.Tensor._base", "torch.autograd.graph.Node._sequence_nr")
 def nodes_made_since(number: int, outputs: Iterable[Tensor]) -> list[Node]:
     """The autograd nodes, made since :func:`next_node_number` gave ``number``, that lead back from ``outputs``.
 
@@ -153,19 +147,23 @@ def nodes_made_since(number: int, outputs: Iterable[Tensor]) -> list[Node]:
     return list(nodes.values())
 
 
+@uses("torch.Tensor._values")
 def values_of_sparse(gradient: Tensor) -> Tensor:
     """The values that a sparse gradient holds, also of one that is not coalesced, as they lie in it."""
     return gradient._values()
 
 
+# AgreeingGradScaler overrides the second
+@uses("torch.amp.GradScaler._device", "torch.amp.GradScaler._unscale_grads_")
 def device_type_of(scaler: GradScaler) -> str:
     """The type of device that ``scaler`` was made for."""
     return scaler._device
 
 
+@uses("torch.optim.Optimizer._optimizer_step_post_hooks")
 def call_first_after_update(
     optimizer: Optimizer, hook: Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], None]
 ) -> None:
     """Calls ``hook`` after each step of ``optimizer``, before all of the optimizer's other hooks."""
     handle = optimizer.register_step_post_hook(hook)
-    private(optimizer, "_optimizer_step_post_hooks").move_to_end(handle.id, last=False)
+    cast(Any, optimizer)._optimizer_step_post_hooks.move_to_end(handle.id, last=False)

@@ -1,38 +1,39 @@
 """The private names of torch that splitting uses; nothing else in this layer uses any.
 
-Tried with torch 2.11 to 2.13. Importing fails, and says which name is missing, where a version has one no longer.
+What the installed version lacks is told where it is used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from lightning_pp._private_names import private
+from lightning_pp._private_names import private, uses
 
-try:
+if TYPE_CHECKING:
     from torch._ops import OpOverload
-    from torch._subclasses.fake_tensor import (
-        DataDependentOutputException,
-        DynamicOutputShapeException,
-        FakeTensor,
-        FakeTensorMode,
-        UnsupportedOperatorException,
-    )
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.utils import _pytree as pytree
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
     from torch.utils._pytree import arg_tree_leaves, tree_any, tree_flatten, tree_leaves, tree_map, tree_unflatten
-except ImportError as error:
-    raise ImportError(
-        f"lightning_pp uses private names of torch, and torch {torch.__version__} has another set of them ({error}). "
-        "It was tried with torch 2.11 to 2.13."
-    ) from error
+else:
+    OpOverload = private("torch._ops.OpOverload")
+    FakeTensor, FakeTensorMode = (
+        private(f"torch._subclasses.fake_tensor.{name}") for name in ("FakeTensor", "FakeTensorMode")
+    )
+    pytree = private("torch.utils._pytree")
+    TorchDispatchMode = private("torch.utils._python_dispatch.TorchDispatchMode")
+    without_dispatch_modes = private("torch.utils._python_dispatch._disable_current_modes")
+    arg_tree_leaves, tree_any, tree_flatten, tree_leaves, tree_map, tree_unflatten = (
+        private(f"torch.utils._pytree.{name}")
+        for name in ("arg_tree_leaves", "tree_any", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten")
+    )
 
 __all__ = [
     "BUFFERS",
@@ -63,6 +64,7 @@ __all__ = [
     "pytree",
     "replaced_is_all_true",
     "replaced_module_apply",
+    "running_autograd_function",
     "schema_of",
     "set_parameters",
     "tree_any",
@@ -76,24 +78,14 @@ __all__ = [
     "without_dispatch_modes",
 ]
 
-for _owner, _name in (
-    *((nn.Module(), name) for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")),
-    *((nn.Module(), name) for name in ("_forward_pre_hooks", "_forward_hooks")),
-    *((nn.RNN(1, 1), name) for name in ("_flat_weights", "_flat_weight_refs")),
-    *((nn.Module(), name) for name in ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_call_impl")),
-    (Tensor, "_version"),
-    (torch.UntypedStorage, "_cdata"),
-    (torch.ops.aten.mm.default, "_schema"),
-    (torch.ops.aten.mm.default, "_overloadpacket"),
-):
-    private(_owner, _name)
-
 # what operations on fakes raise that hang on data, or that know no fakes
-NOT_FAKEABLE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+NOT_FAKEABLE: tuple[type[Exception], ...] = tuple(
+    private(f"torch._subclasses.fake_tensor.{name}")
+    for name in ("DataDependentOutputException", "DynamicOutputShapeException", "UnsupportedOperatorException")
+)
 
 # what is called in place of a module's whole ``__call__`` where it is among the module's own attributes
 COMPILED_CALL = "_compiled_call_impl"
-private(nn.Module, COMPILED_CALL)
 
 # where modules keep what they hold
 PARAMETERS, BUFFERS = "_parameters", "_buffers"
@@ -104,17 +96,21 @@ HELD_BY_RECURRENT_LAYERS = frozenset({"_flat_weights", "_flat_weight_refs"})
 # of :mod:`torch.utils.checkpoint`; torch 2.15 has the second; both take the function first
 _GENERATORS = ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl")
 CHECKPOINT_GENERATORS = [name for name in _GENERATORS if hasattr(torch.utils.checkpoint, name)]
-if not CHECKPOINT_GENERATORS:
-    private(torch.utils.checkpoint, _GENERATORS[0])
 
-is_functorch_wrapped: Callable[[Tensor], bool] = private(torch._C._functorch, "is_functorch_wrapped_tensor")
+is_functorch_wrapped: Callable[[Tensor], bool] = private("torch._C._functorch.is_functorch_wrapped_tensor")
 # a tensor of a subclass without memory of its own, of a shape, dtype and device
-make_wrapper: Callable[..., Any] = private(Tensor, "_make_wrapper_subclass")
+make_wrapper: Callable[..., Any] = private("torch.Tensor._make_wrapper_subclass")
 # the function mode on top; None where there is none
-current_function_mode: Callable[[], Any] = private(torch.overrides, "_get_current_function_mode")
-_pop_function_mode: Any = private(torch.overrides, "_pop_mode_temporarily")
-_dispatch_keys: Any = private(torch._C, "_dispatch_keys")
-_is_all_true: Callable[[Tensor], Tensor] = private(torch, "_is_all_true")
+current_function_mode: Callable[[], Any] = private("torch.overrides._get_current_function_mode")
+_pop_function_mode: Any = private("torch.overrides._pop_mode_temporarily")
+_dispatch_keys: Any = private("torch._C._dispatch_keys")
+_is_all_true: Callable[[Tensor], Tensor] = private("torch._is_all_true")
+_are_forward_derivatives_on: Callable[[], bool] = private("torch._C._is_fwd_grad_enabled")
+
+
+def running_autograd_function() -> bool:
+    """Whether the ``forward`` of a :class:`torch.autograd.Function` runs: derivatives of either mode are off there."""
+    return not (torch.is_grad_enabled() or _are_forward_derivatives_on() or torch.is_inference_mode_enabled())
 
 
 def without_current_function_mode() -> AbstractContextManager[Any]:
@@ -123,52 +119,62 @@ def without_current_function_mode() -> AbstractContextManager[Any]:
     return popped
 
 
+@uses("torch.nn.Module._parameters")
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The parameters that ``module`` itself holds, as the dict that it keeps them in."""
     return module._parameters
 
 
+@uses("torch.nn.Module._parameters")
 def set_parameters(module: nn.Module, parameters: dict[str, nn.Parameter | None]) -> None:
     """Has ``module`` keep its own parameters in the dict ``parameters``."""
     module._parameters = parameters
 
 
+@uses("torch.nn.Module._buffers")
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     """The buffers that ``module`` itself holds, as the dict that it keeps them in."""
     return module._buffers
 
 
+@uses("torch.nn.Module._forward_pre_hooks")
 def forward_pre_hooks_of(module: nn.Module) -> dict[int, Any]:
     """The hooks before the forward of ``module``, as the dict that it keeps them in."""
     return module._forward_pre_hooks
 
 
+@uses("torch.nn.Module._forward_pre_hooks", "torch.nn.Module._forward_hooks")
 def has_forward_hooks(module: nn.Module) -> bool:
     """Whether ``module`` has hooks before or after its forward."""
     return bool(module._forward_pre_hooks or module._forward_hooks)
 
 
+@uses("torch.nn.Module._forward_hooks")
 def forward_hooks_of(module: nn.Module) -> dict[int, Any]:
     """The hooks after the forward of ``module``, as the dict that it keeps them in."""
     return module._forward_hooks
 
 
+@uses("torch.nn.Module._forward_pre_hooks_with_kwargs", "torch.nn.Module._forward_hooks_with_kwargs")
 def wants_keywords(module: nn.Module, key: int, *, before: bool) -> bool:
     """Whether the hook ``key`` before or after the forward of ``module`` is shown keyword arguments."""
     return key in (module._forward_pre_hooks_with_kwargs if before else module._forward_hooks_with_kwargs)
 
 
+@uses("torch.nn.Module._call_impl")
 def call_of(module: nn.Module) -> Callable[..., Any]:
     """What ``module(...)`` runs where it is not compiled: the hooks and ``forward``."""
     call: Callable[..., Any] = module._call_impl
     return call
 
 
+@uses("torch.Tensor._version")
 def version_of(tensor: Tensor) -> int:
     """How often ``tensor``, or what shares its memory, has been written into."""
     return tensor._version
 
 
+@uses("torch.UntypedStorage._cdata")
 def number_of_memory(tensor: Tensor) -> int:
     """A number that tensors over the same memory share, as long as one of them lives."""
     return int(tensor.untyped_storage()._cdata)
@@ -179,16 +185,19 @@ def dispatch_keys_of(tensor: Tensor) -> int:
     return int(_dispatch_keys(tensor).raw_repr())
 
 
+@uses("torch._ops.OpOverload._schema")
 def schema_of(operation: Any) -> Any:
     """Name and arguments of an operation, with what it writes into."""
     return operation._schema
 
 
+@uses("torch._ops.OpOverload._overloadpacket")
 def packet_of(operation: Any) -> Any:
     """The operation of all overloads that ``operation`` is one of."""
     return operation._overloadpacket
 
 
+@uses("torch._is_all_true")
 @contextmanager
 def replaced_is_all_true(make: Callable[[Callable[[Tensor], Tensor]], Any]) -> Iterator[None]:
     """Within, :mod:`torch.distributions` ask ``make(original)`` whether all of their arguments are valid."""
@@ -200,11 +209,13 @@ def replaced_is_all_true(make: Callable[[Callable[[Tensor], Tensor]], Any]) -> I
         torch._is_all_true = original
 
 
+@uses("torch.nn.Module._apply")
 def convert(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
     """Puts ``function(tensor)`` in the place of each parameter and buffer of ``module``, as ``Module.to`` does."""
     module._apply(function)  # type: ignore[no-untyped-call]
 
 
+@uses("torch.nn.Module._apply")
 @contextmanager
 def replaced_module_apply(make: Callable[[Callable[..., nn.Module]], Callable[..., nn.Module]]) -> Iterator[None]:
     """Within, ``Module.to`` and the like convert modules by ``make(original)(module, function, recurse)``."""

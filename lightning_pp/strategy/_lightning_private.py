@@ -1,7 +1,7 @@
 """The private names of Lightning and torchmetrics that the strategy uses; nothing else in this layer uses any.
 
-Tried with Lightning 2.6.4 to 2.6.6 and torchmetrics 1.9. Importing fails, and says which name is missing, where a
-version has one no longer.
+What the installed version lacks is told where it is used. Names that classes of this package override are
+checked when a strategy is made (:func:`check_overridden_names`), since nothing would call them if they moved.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
-from importlib.metadata import version
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -21,43 +20,43 @@ from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, Throughpu
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer import trainer as _trainer_file
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from lightning.pytorch.utilities.model_summary.model_summary import ModelSummary as LayerSummaries
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.swa_utils import AveragedModel
 from torchmetrics import Metric
 
-from lightning_pp._private_names import private, private_of_instances
+from lightning_pp._private_names import private, require, uses
 
-try:
-    from lightning.fabric.utilities.distributed import _init_dist_connection as init_process_group
-    from lightning.fabric.utilities.distributed import _sync_ddp_if_available as reduced
-    from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
+_PYTORCH = "lightning.pytorch"
+_LOOPS = f"{_PYTORCH}.loops"
+_CONNECTORS = f"{_PYTORCH}.trainer.connectors"
+_RESULTS = f"{_CONNECTORS}.logger_connector.result"
+
+if TYPE_CHECKING:
     from lightning.pytorch.core.optimizer import _MockOptimizer as NoOptimizer
-    from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
-    from lightning.pytorch.loops.fit_loop import _FitLoop
     from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization as AutomaticOptimization
-    from lightning.pytorch.loops.prediction_loop import _PredictionLoop
-    from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
     from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-    from lightning.pytorch.trainer import trainer as _trainer_file
-    from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning_module_hook
-    from lightning.pytorch.trainer.call import _call_strategy_hook as call_strategy
-    from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
-    from lightning.pytorch.trainer.connectors.data_connector import _check_dataloader_iterable as check_iterable
     from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource as DataLoaderSource
-    from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader as request_dataloader
-    from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
     from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection as ResultCollection
-    from lightning.pytorch.trainer.connectors.logger_connector.result import _Sync
-    from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
     from lightning.pytorch.utilities.exceptions import _TunerExitException as EndOfFit
-except ImportError as error:
-    raise ImportError(
-        f"lightning_pp uses private names of Lightning, and Lightning {version('lightning')} has another set of them "
-        f"({error}). It was tried with Lightning 2.6.4 to 2.6.6."
-    ) from error
+else:
+    NoOptimizer = private(f"{_PYTORCH}.core.optimizer._MockOptimizer")
+    AutomaticOptimization = private(f"{_LOOPS}.optimization.automatic._AutomaticOptimization")
+    _SubprocessScriptLauncher = private(f"{_PYTORCH}.strategies.launchers._SubprocessScriptLauncher")
+    DataLoaderSource = private(f"{_CONNECTORS}.data_connector._DataLoaderSource")
+    ResultCollection = private(f"{_RESULTS}._ResultCollection")
+    EndOfFit = private(f"{_PYTORCH}.utilities.exceptions._TunerExitException")
+
+init_process_group: Callable[..., None] = private("lightning.fabric.utilities.distributed._init_dist_connection")
+reduced: Callable[..., Any] = private("lightning.fabric.utilities.distributed._sync_ddp_if_available")
+optimizers_to_device: Callable[..., None] = private("lightning.fabric.utilities.optimizer._optimizers_to_device")
+call_strategy: Callable[..., Any] = private(f"{_PYTORCH}.trainer.call._call_strategy_hook")
+check_iterable: Callable[..., None] = private(f"{_CONNECTORS}.data_connector._check_dataloader_iterable")
+request_dataloader: Callable[..., Any] = private(f"{_CONNECTORS}.data_connector._request_dataloader")
+_call_callback_hooks: Callable[..., None] = private(f"{_PYTORCH}.trainer.call._call_callback_hooks")
+_call_lightning_module_hook: Callable[..., Any] = private(f"{_PYTORCH}.trainer.call._call_lightning_module_hook")
 
 __all__ = [
     "NO_SYNC",
@@ -109,51 +108,31 @@ __all__ = [
     "value_on_batch",
 ]
 
-_LIGHTNING = {"of": "lightning", "tried": "2.6.4 to 2.6.6"}
-_TORCHMETRICS = {"of": "torchmetrics", "tried": "1.9"}
 
-for _owner, _name in (
-    (pl.LightningModule, "_on_before_batch_transfer"),
-    (pl.Trainer, "_results"),
-    (_trainer_file, "_verify_strategy_supports_compile"),
-    (_SignalConnector, "_sigterm_notifier_fn"),
-    (_SignalConnector, "_slurm_sigusr_handler_fn"),
-    (_FitLoop, "_should_accumulate"),
-    (_TrainingEpochLoop, "_broadcast_sigterm_tensor"),
-    (ModelSummary, "_summary"),
-    (LayerSummaries, "_get_summary_data"),
-    (Precision, "_after_closure"),
-    (ModelCheckpoint, "_link_checkpoint"),
-    (ModelCheckpoint, "_find_last_checkpoints"),
-    (ModelCheckpoint, "_ModelCheckpoint__resolve_ckpt_dir"),
-    # what classes of this package override or call in their base classes
-    *(
-        (AutomaticOptimization, name)
-        for name in ("_make_closure", "_make_step_fn", "_make_zero_grad_fn", "_training_step")
-    ),
-    (_SubprocessScriptLauncher, "_call_children_scripts"),
-    *((Strategy, name) for name in ("_configure_launcher", "_reset_optimizers_and_schedulers")),
-):
-    private(_owner, _name, **_LIGHTNING)
-for _kind, _name in (
-    *((pl.LightningModule, name) for name in ("_trainer", "_current_fx_name", "_device_mesh", "_metric_attributes")),
-    *((pl.Trainer, name) for name in ("_logger_connector", "_signal_connector", "_accelerator_connector")),
-    *((kind, "_data_source") for kind in (_FitLoop, _EvaluationLoop, _PredictionLoop)),
-    *((WeightAveraging, name) for name in ("_device", "_use_buffers", "_kwargs", "_average_model")),
-    (_LoggerConnector, "_current_fx"),
-    (_AcceleratorConnector, "_layer_sync"),
-    (CombinedLoader, "_mode"),
-    (Strategy, "_launcher"),
-    (WandbLogger, "_log_model"),
-    (LayerSummaries, "_layer_summary"),
-):
-    private_of_instances(_kind, _name, **_LIGHTNING)
-private(Metric, "_filter_kwargs", **_TORCHMETRICS)
-for _name in ("_forward_cache", "_to_sync", "_computed", "_should_unsync"):
-    private_of_instances(Metric, _name, **_TORCHMETRICS)
+def check_overridden_names() -> None:
+    """Checks that Lightning still has the private methods that classes of this package override.
+
+    Raises:
+        ImportError: It has one of them no longer.
+    """
+    optimization = f"{_LOOPS}.optimization.automatic._AutomaticOptimization"
+    require(
+        *(f"{optimization}.{name}" for name in ("_make_closure", "_make_step_fn", "_make_zero_grad_fn")),
+        f"{optimization}._training_step",
+        f"{_PYTORCH}.strategies.launchers._SubprocessScriptLauncher._call_children_scripts",
+        f"{_PYTORCH}.strategies.Strategy._configure_launcher",
+        f"{_PYTORCH}.strategies.Strategy._reset_optimizers_and_schedulers",
+        f"{_PYTORCH}.plugins.precision.Precision._after_closure",
+        f"{_CONNECTORS}.signal_connector._SignalConnector._sigterm_notifier_fn",
+        f"{_CONNECTORS}.signal_connector._SignalConnector._slurm_sigusr_handler_fn",
+        f"{_LOOPS}.training_epoch_loop._TrainingEpochLoop._broadcast_sigterm_tensor",
+        *(f"{_PYTORCH}.callbacks.ModelCheckpoint.{name}" for name in ("_link_checkpoint", "_find_last_checkpoints")),
+        f"{_PYTORCH}.callbacks.ModelSummary._summary",
+    )
+
 
 # ``sync_dist_fn`` of what is in sync already
-NO_SYNC: Callable[..., Any] = _Sync.no_op
+NO_SYNC: Callable[..., Any] = private(f"{_RESULTS}._Sync.no_op")
 
 # ---------------------------------------------------------------- module and trainer
 
@@ -174,21 +153,25 @@ class SubprocessScriptLauncher(_SubprocessScriptLauncher):
             sys.argv[1:] = arguments
 
 
+@uses("lightning.pytorch.LightningModule._trainer")
 def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:
     """The trainer that ``module`` is attached to; None without one, where ``module.trainer`` raises."""
     return module._trainer
 
 
+@uses("lightning.pytorch.LightningModule._trainer")
 def set_trainer(module: pl.LightningModule, trainer: pl.Trainer) -> None:
     """Attaches ``module`` to ``trainer``, and not the modules in it, as setting ``module.trainer`` does."""
     module._trainer = trainer
 
 
+@uses("lightning.pytorch.LightningModule._device_mesh")
 def give_device_mesh(module: pl.LightningModule, mesh: DeviceMesh) -> None:
     """Makes ``mesh`` what ``module.device_mesh`` is."""
     module._device_mesh = mesh
 
 
+@uses("lightning.pytorch.trainer.trainer._verify_strategy_supports_compile")
 def allow_compiled_modules(allows: Callable[[Strategy], bool]) -> None:
     """Has all trainers take modules that ``torch.compile`` has compiled where ``allows(strategy)``; done once.
 
@@ -206,6 +189,7 @@ def allow_compiled_modules(allows: Callable[[Strategy], bool]) -> None:
     vars(_trainer_file)["_verify_strategy_supports_compile"] = verify
 
 
+@uses("lightning.pytorch.loops.fit_loop._FitLoop._should_accumulate")
 def accumulates(trainer: pl.Trainer) -> bool:
     """Whether gradients of the training batch under way are kept for a later update."""
     return trainer.fit_loop._should_accumulate()
@@ -217,11 +201,13 @@ def call_hooks(trainer: pl.Trainer, name: str, *args: Any) -> None:
     _call_lightning_module_hook(trainer, name, *args)
 
 
+@uses("lightning.pytorch.LightningModule._current_fx_name")
 def running_hook(module: pl.LightningModule) -> str | None:
     """The hook of the module or of a callback that Lightning has called last and not left."""
     return module._current_fx_name
 
 
+@uses("lightning.pytorch.plugins.precision.Precision._after_closure")
 def call_before_update(precision: Precision, function: Callable[[], object]) -> None:
     """Has ``precision`` call ``function()`` right before the optimizer's step: after hooks and clipping."""
 
@@ -232,11 +218,16 @@ def call_before_update(precision: Precision, function: Callable[[], object]) -> 
     precision.__dict__["_after_closure"] = after_closure
 
 
+@uses(
+    "lightning.pytorch.Trainer._accelerator_connector",
+    f"{_CONNECTORS}.accelerator_connector._AcceleratorConnector._layer_sync",
+)
 def synchronizes_layers(trainer: pl.Trainer) -> bool:
     """Whether ``sync_batchnorm``, or a plugin like it, was asked for."""
     return trainer._accelerator_connector._layer_sync is not None
 
 
+@uses("lightning.pytorch.Trainer._signal_connector")
 def replace_signal_handling(
     trainer: pl.Trainer,
     on_signal: Callable[[int, Any], None],
@@ -262,12 +253,14 @@ def replace_signal_handling(
     trainer.fit_loop.epoch_loop.__dict__["_broadcast_sigterm_tensor"] = before_batch
 
 
+@uses("lightning.pytorch.Trainer._signal_connector")
 def requeue_by_slurm(trainer: pl.Trainer) -> None:
     """What Lightning does at Slurm's signal: it saves a checkpoint, and has the job requeued; all ranks call it."""
     connector = trainer._signal_connector
     type(connector)._slurm_sigusr_handler_fn(connector, signal.SIGUSR1, cast(Any, None))
 
 
+@uses("lightning.pytorch.Trainer._signal_connector")
 def note_sigterm(trainer: pl.Trainer) -> None:
     """Makes ``trainer.received_sigterm`` true."""
     trainer._signal_connector.received_sigterm = True
@@ -275,23 +268,29 @@ def note_sigterm(trainer: pl.Trainer) -> None:
 
 # ---------------------------------------------------------------- data
 
+_LOOP_CLASSES = ("fit_loop._FitLoop", "evaluation_loop._EvaluationLoop", "prediction_loop._PredictionLoop")
 
+
+@uses("lightning.pytorch.Trainer._accelerator_connector")
 def leave_samplers_alone(trainer: pl.Trainer) -> None:
     """As ``Trainer(use_distributed_sampler=False)``."""
     trainer._accelerator_connector.use_distributed_sampler = False
 
 
+@uses(*(f"{_LOOPS}.{name}._data_source" for name in _LOOP_CLASSES))
 def data_source_of(loop: Any) -> DataLoaderSource:
     """Where a loop gets its loader from."""
     source: DataLoaderSource = loop._data_source
     return source
 
 
+@uses("lightning.pytorch.utilities.combined_loader.CombinedLoader._mode")
 def goes_through_loaders_in_turn(loader: CombinedLoader) -> bool:
     """Whether a batch comes from one of the loaders, and not from each of them."""
     return loader._mode == "sequential"
 
 
+@uses("lightning.pytorch.LightningModule._on_before_batch_transfer")
 def transferred_by_hook(module: pl.LightningModule, batch: Any) -> Any:
     """What ``on_before_batch_transfer``, of the module or of its data module, makes of a batch."""
     return module._on_before_batch_transfer(batch, dataloader_idx=0)
@@ -300,11 +299,13 @@ def transferred_by_hook(module: pl.LightningModule, batch: Any) -> Any:
 # ---------------------------------------------------------------- logs
 
 
+@uses("lightning.pytorch.LightningModule._trainer", "lightning.pytorch.Trainer._results")
 def results_of(module: pl.LightningModule) -> ResultCollection | None:
     """What ``module.log`` writes to; None without a trainer, and outside of loops."""
     return None if module._trainer is None else module._trainer._results
 
 
+@uses("lightning.pytorch.LightningModule._current_fx_name")
 @contextmanager
 def logging_from(module: pl.LightningModule, hook: str) -> Iterator[None]:
     """Within, ``module.log`` takes its caller for ``hook``."""
@@ -315,6 +316,7 @@ def logging_from(module: pl.LightningModule, hook: str) -> Iterator[None]:
         module._current_fx_name = before
 
 
+@uses("lightning.pytorch.LightningModule._metric_attributes")
 @contextmanager
 def names_of_metrics_kept(module: pl.LightningModule) -> Iterator[None]:
     """Afterwards ``module.log`` looks for metrics as before; it searches the module for them once."""
@@ -325,6 +327,10 @@ def names_of_metrics_kept(module: pl.LightningModule) -> Iterator[None]:
         module._metric_attributes = before
 
 
+@uses(
+    "lightning.pytorch.Trainer._logger_connector",
+    f"{_CONNECTORS}.logger_connector.logger_connector._LoggerConnector._current_fx",
+)
 @contextmanager
 def hook_that_logs_kept(trainer: pl.Trainer) -> Iterator[None]:
     """Afterwards the trainer takes the hook that logged last for the one that it was before."""
@@ -339,44 +345,52 @@ def hook_that_logs_kept(trainer: pl.Trainer) -> Iterator[None]:
 # ---------------------------------------------------------------- callbacks
 
 
+@uses("lightning.pytorch.callbacks.ThroughputMonitor._throughputs")
 def throughputs_of(callback: ThroughputMonitor) -> list[Any]:
     """What ``callback`` counts with, after its ``setup``."""
     return list(callback._throughputs.values())
 
 
+@uses("lightning.pytorch.loggers.WandbLogger._log_model")
 def uploads_checkpoints(logger: WandbLogger) -> bool:
     """The argument ``log_model`` of ``logger``."""
     return bool(logger._log_model)
 
 
+@uses("lightning.pytorch.callbacks.ModelSummary._summary")
 def replace_summary(callback: ModelSummary, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Has ``callback`` summarize by ``make(original)(trainer, module)``, once however often it is asked for."""
     if "_summary" not in vars(callback):
         vars(callback)["_summary"] = make(callback._summary)
 
 
+@uses("lightning.pytorch.utilities.model_summary.model_summary.ModelSummary._get_summary_data")
 def summary_columns(summary: Any) -> list[tuple[str, list[str]]]:
     """The columns of Lightning's model summary: heading, and a cell for each layer."""
     columns: list[tuple[str, list[str]]] = summary._get_summary_data()
     return columns
 
 
+@uses("lightning.pytorch.utilities.model_summary.model_summary.ModelSummary._layer_summary")
 def layer_names_of(summary: Any) -> list[str]:
     """The layers of Lightning's model summary, without the row of parameters of no layer."""
     return list(summary._layer_summary)
 
 
+@uses("lightning.pytorch.callbacks.ModelCheckpoint._link_checkpoint")
 def replace_link(callback: ModelCheckpoint, link: Callable[[pl.Trainer, str, str], None]) -> None:
     """Has ``callback`` make links to checkpoints by ``link(trainer, filepath, linkpath)``."""
     vars(callback)["_link_checkpoint"] = link
 
 
+@uses("lightning.pytorch.callbacks.ModelCheckpoint._ModelCheckpoint__resolve_ckpt_dir")
 def folder_of(callback: ModelCheckpoint, trainer: pl.Trainer) -> str:
     """The folder that ``callback`` saves to, before or after its ``setup``."""
     folder: str = callback._ModelCheckpoint__resolve_ckpt_dir(trainer)  # type: ignore[attr-defined]
     return folder
 
 
+@uses("lightning.pytorch.callbacks.ModelCheckpoint._find_last_checkpoints")
 def replace_search_for_last(search: Callable[[ModelCheckpoint, pl.Trainer], set[str] | None]) -> None:
     """Has all callbacks find their last checkpoints by ``search`` where that returns any set; done once.
 
@@ -394,12 +408,18 @@ def replace_search_for_last(search: Callable[[ModelCheckpoint, pl.Trainer], set[
     ModelCheckpoint._find_last_checkpoints = find  # type: ignore[method-assign]
 
 
+@uses(
+    "lightning.pytorch.callbacks.WeightAveraging._device",
+    "lightning.pytorch.callbacks.WeightAveraging._use_buffers",
+    "lightning.pytorch.callbacks.WeightAveraging._kwargs",
+)
 def averaging_options(callback: WeightAveraging) -> dict[str, Any]:
     """What ``callback`` makes its :class:`~torch.optim.swa_utils.AveragedModel` with."""
     device = callback._device if isinstance(callback._device, torch.device) else None
     return {"device": device, "use_buffers": callback._use_buffers, **callback._kwargs}
 
 
+@uses("lightning.pytorch.callbacks.WeightAveraging._average_model")
 def set_average(callback: WeightAveraging, average: AveragedModel) -> None:
     """Has ``callback`` keep its average in ``average``."""
     callback._average_model = average
@@ -408,26 +428,31 @@ def set_average(callback: WeightAveraging, average: AveragedModel) -> None:
 # ---------------------------------------------------------------- torchmetrics
 
 
+@uses("torchmetrics.Metric._forward_cache")
 def value_on_batch(metric: Metric) -> Any:
     """What the last ``forward`` of ``metric`` returned; None after an ``update``."""
     return metric._forward_cache
 
 
+@uses("torchmetrics.Metric._forward_cache")
 def set_value_on_batch(metric: Metric, value: Tensor) -> None:
     """Makes ``value`` what the last ``forward`` of ``metric`` returned."""
     metric._forward_cache = value  # type: ignore[assignment] # torchmetrics says None
 
 
+@uses("torchmetrics.Metric._should_unsync")
 def is_computing_for_batch(metric: Metric) -> bool:
     """Whether ``compute`` is called by ``forward``, for the value on the batch."""
     return not metric._should_unsync
 
 
+@uses("torchmetrics.Metric._computed")
 def forget_computed(metric: Metric) -> None:
     """Has the next ``compute`` of ``metric`` compute again."""
     metric._computed = None
 
 
+@uses("torchmetrics.Metric._to_sync")
 @contextmanager
 def computing_locally(metric: Metric) -> Iterator[None]:
     """Within, ``compute`` does not sync ``metric``; what it gave is not kept for later calls."""
@@ -439,11 +464,13 @@ def computing_locally(metric: Metric) -> Iterator[None]:
         forget_computed(metric)
 
 
+@uses("torchmetrics.Metric._update_count")
 def update_count(metric: Metric) -> int:
     """How often ``metric`` was updated since its reset."""
     return metric._update_count
 
 
+@uses("torchmetrics.Metric._update_count")
 def set_update_count(metric: Metric, count: int) -> None:
     """Makes ``metric`` one that was updated ``count`` times."""
     if count != metric._update_count:
@@ -451,6 +478,7 @@ def set_update_count(metric: Metric, count: int) -> None:
         forget_computed(metric)
 
 
+@uses("torchmetrics.Metric._filter_kwargs")
 def keywords_for(metric: Metric, keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Those of ``keywords`` that ``update`` of ``metric`` takes."""
     return metric._filter_kwargs(**keywords)

@@ -1,6 +1,6 @@
 """The private names of torch that the strategy uses; nothing else in this layer uses any.
 
-Tried with torch 2.11 to 2.13. Importing fails, and says which name is missing, where a version has one no longer.
+What the installed version lacks is told where it is used.
 """
 
 from __future__ import annotations
@@ -9,25 +9,19 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import distributed_c10d
-from torch.optim import SGD, Optimizer
-from torch.optim import optimizer as optimizer_module
+from torch.optim import Optimizer
 
-from lightning_pp._private_names import private
+from lightning_pp._private_names import private, uses
 
-for _name in ("_modules", "_non_persistent_buffers_set"):
-    private(nn.Module(), _name)
-
-for _name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-    private(SGD([torch.zeros(1)]), _name)
-
-_hooks_before: Mapping[int, Any] = private(optimizer_module, "_global_optimizer_pre_hooks")
-_hooks_after: Mapping[int, Any] = private(optimizer_module, "_global_optimizer_post_hooks")
-_get_default_store: Any = private(distributed_c10d, "_get_default_store")
-_set_pg_timeout: Any = private(distributed_c10d, "_set_pg_timeout")
+_hooks_before: Mapping[int, Any] = private("torch.optim.optimizer._global_optimizer_pre_hooks")
+_hooks_after: Mapping[int, Any] = private("torch.optim.optimizer._global_optimizer_post_hooks")
+_get_default_store: Any = private("torch.distributed.distributed_c10d._get_default_store")
+_set_timeout: Any = private(
+    "torch.distributed.set_timeout",  # since torch 2.15
+    "torch.distributed.distributed_c10d._set_pg_timeout",
+)
 
 
 def store_of_job() -> Any:
@@ -37,19 +31,22 @@ def store_of_job() -> Any:
 
 def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
     """How long collectives of ``group`` may wait from here on; by default those among all ranks."""
-    _set_pg_timeout(timeout, group)
+    _set_timeout(timeout, group)
 
 
+@uses("torch.nn.Module._modules")
 def children_of(module: nn.Module) -> Mapping[str, nn.Module | None]:
     """The modules that ``module`` itself holds by name, also one that it holds by two."""
     return module._modules
 
 
+@uses("torch.nn.Module._non_persistent_buffers_set")
 def is_persistent(module: nn.Module, buffer: str) -> bool:
     """Whether the ``state_dict`` of ``module`` has its buffer ``buffer``."""
     return buffer not in module._non_persistent_buffers_set
 
 
+@uses("torch.optim.Optimizer._optimizer_step_pre_hooks", "torch.optim.Optimizer._optimizer_step_post_hooks")
 def step_hooks_of(optimizer: Optimizer) -> list[Any]:
     """The hooks that run before and after each step of ``optimizer``, those of all optimizers included."""
     own = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())

@@ -15,6 +15,7 @@ from lightning_pp.split._torch_private import (
     NOT_FAKEABLE,
     FakeTensor,
     is_functorch_wrapped,
+    running_autograd_function,
     version_of,
     without_dispatch_modes,
 )
@@ -28,7 +29,7 @@ from lightning_pp.split.fakes.made_up_data import AsFake, MadeUpData
 from lightning_pp.split.fakes.parameters import FakeParameters, has_data, is_fake
 from lightning_pp.split.head.parts import HeadPart, whole_units
 from lightning_pp.split.head.recorded_heads import SplitHeads
-from lightning_pp.split.record.source_lines import innermost_user_line, running_autograd_function, user_line
+from lightning_pp.split.record.source_lines import innermost_user_line, user_line
 from lightning_pp.split.record.sources import NOTHING, Inside, Parameter, Source, set_sources, storage_of
 from lightning_pp.split.record.step_record import (
     OF_OPERATION,
@@ -68,7 +69,7 @@ def _check_known(fake_parameters: FakeParameters) -> None:
 
 def _check_may_be_called(unit: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raises :class:`SplitError` where no stage could run the unit without the others."""
-    if not torch.is_grad_enabled() and running_autograd_function():
+    if running_autograd_function():
         raise SplitError(
             f"{user_line()} calls the unit {unit!r} in the forward of a torch.autograd.Function, whose backward "
             "works on all that was called there, so no cut is possible within. Name the module that applies the "
@@ -329,7 +330,7 @@ class DryRun:
             or storage in map(storage_of, given)  # a view
             or not result.is_contiguous()
             or result.is_complex()
-            or (not torch.is_grad_enabled() and running_autograd_function())
+            or running_autograd_function()
             or any(map(is_functorch_wrapped, given))
         ):
             return result

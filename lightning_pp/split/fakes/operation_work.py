@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from lightning_pp.split._torch_private import packet_of, schema_of, tree_leaves
-from lightning_pp.split.record.source_lines import running_autograd_function
+from lightning_pp.split._torch_private import packet_of, running_autograd_function, schema_of, tree_leaves
 from lightning_pp.split.record.sources import storage_of
 from lightning_pp.split.record.work import OperationWork
 

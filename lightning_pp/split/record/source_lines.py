@@ -12,7 +12,6 @@ import torch
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__)
 _OWN_FOLDER = str(Path(__file__).parents[2])
-_APPLY_FUNCTION = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 UNKNOWN_LINE = "an unknown line"
 SKIPPED = (_TORCH_FOLDER + os.sep, _OWN_FOLDER + os.sep, "<")
 
@@ -33,13 +32,3 @@ def innermost_user_line(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     outside = [frame for frame in frames if not frame.filename.startswith(SKIPPED)]
     return f"{outside[-1].filename}:{outside[-1].lineno} in {outside[-1].name}" if outside else UNKNOWN_LINE
-
-
-def running_autograd_function() -> bool:
-    """Whether the caller runs within the ``forward`` of a :class:`torch.autograd.Function`."""
-    frame: FrameType | None = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code is _APPLY_FUNCTION:
-            return True
-        frame = frame.f_back
-    return False

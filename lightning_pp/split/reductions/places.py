@@ -9,10 +9,9 @@ import sys
 from functools import lru_cache
 from types import CodeType, FrameType
 
-import torch
-
+from lightning_pp.split._torch_private import running_autograd_function
 from lightning_pp.split.record.reduction import Place, Site
-from lightning_pp.split.record.source_lines import SKIPPED, running_autograd_function
+from lightning_pp.split.record.source_lines import SKIPPED
 
 
 def _folders(*packages: str) -> tuple[str, ...]:
@@ -62,7 +61,7 @@ def _positions_of(code: CodeType) -> list[tuple[int | None, ...]] | None:
 
 
 def _user_frame() -> FrameType | None:
-    if not torch.is_grad_enabled() and running_autograd_function():
+    if running_autograd_function():
         return None
     frame: FrameType | None = inspect.currentframe()
     while frame is not None:

@@ -33,7 +33,13 @@ from lightning_pp.distributed.watch.failures import RankStoppedError
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.runtime.split_backward.wide_products import try_products
 from lightning_pp.sharding import end_update
-from lightning_pp.strategy._lightning_private import give_device_mesh, init_process_group, reduced, trainer_of
+from lightning_pp.strategy._lightning_private import (
+    check_overridden_names,
+    give_device_mesh,
+    init_process_group,
+    reduced,
+    trainer_of,
+)
 from lightning_pp.strategy._torch_private import set_timeout, store_of_job
 from lightning_pp.strategy.device_queues import use_all_queues
 from lightning_pp.strategy.faults.failed_device import refuse_aborted_groups
@@ -80,6 +86,7 @@ class MeshStrategy(ParallelStrategy):
         flight_recorder_dirpath: str | Path | None = None,
         shards_parameters: bool = True,
     ) -> None:
+        check_overridden_names()
         if timeout is not None and not timedelta() < timeout <= _LONGEST_TIMEOUT:
             raise ConfigurationError(
                 f"timeout={timeout!r} must be positive and at most {_LONGEST_TIMEOUT.days} days; None is ten minutes "
