@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_pp.distributed.loopback import gloo_on_loopback
 from lightning_pp.errors import ConfigurationError
 
 T = TypeVar("T")
@@ -133,6 +134,7 @@ class ControlGroups:
         return [pickle.loads(payload) for payload in _start_all_gather(pickle.dumps(item), self.pipeline)()]
 
 
+@gloo_on_loopback()
 def make_control_groups(
     num_pipeline_ranks: int, num_replicas: int, last_stage_rank: int, timeout: timedelta | None
 ) -> ControlGroups:

@@ -16,12 +16,14 @@ from torch.distributed.constants import default_pg_nccl_timeout, default_pg_time
 from torch.distributed.distributed_c10d import PrefixStore
 
 from lightning_pp.distributed._torch_private import groups_of_process, nccl_of_two
+from lightning_pp.distributed.loopback import gloo_on_loopback
 
 _NCCL_TIMEOUT = default_pg_nccl_timeout or timedelta(minutes=10)  # torch without NCCL has no number
 
 _aborted_world: Any = None
 
 
+@gloo_on_loopback()
 def agreed_groups(
     wanted: Collection[tuple[int, ...]], *, description: str, timeout: timedelta | None = None
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
@@ -48,12 +50,14 @@ def agreed_groups(
     return groups
 
 
+@gloo_on_loopback()
 def group_of_hosts(timeout: timedelta | None) -> dist.ProcessGroup:
     """A gloo group of all ranks, for collectives on tensors of the host. To be called by all ranks of the world."""
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
     return group
 
 
+@gloo_on_loopback()
 def group_of_two(name: str, place: int, device_type: str, timeout: timedelta | None) -> Any:
     """A group that its two ranks alone make, of the one backend that ``device_type`` needs: NCCL, or gloo on the host.
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -16,12 +19,37 @@ from torch.distributed.distributed_c10d import Store
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _BACKLOG = 2048
 
+_interface: str | None = None
+_lock = threading.Lock()
+_num_within = 0
+
 
 def keep_gloo_on_loopback() -> None:
-    """For a job on one node: gloo listens on the loopback interface, unless ``GLOO_SOCKET_IFNAME`` says otherwise."""
-    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    if loopback is not None:
-        os.environ.setdefault(_GLOO_INTERFACE, loopback)
+    """For a job on one node: groups that are made within :func:`gloo_on_loopback` listen on the loopback interface."""
+    global _interface
+    _interface = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+
+
+@contextmanager
+def gloo_on_loopback() -> Iterator[None]:
+    """Around the making of groups: gloo asks the environment for its interface then.
+
+    Afterwards the environment is as before. Nothing changes where ``GLOO_SOCKET_IFNAME`` is set.
+    """
+    global _num_within
+    with _lock:
+        is_set = _interface is not None and (_num_within > 0 or _GLOO_INTERFACE not in os.environ)
+        if is_set:
+            os.environ[_GLOO_INTERFACE] = str(_interface)
+            _num_within += 1
+    try:
+        yield
+    finally:
+        if is_set:
+            with _lock:
+                _num_within -= 1
+                if _num_within == 0:
+                    os.environ.pop(_GLOO_INTERFACE, None)
 
 
 def store_on_loopback(address: str, port: int, rank: int, num_ranks: int, timeout: timedelta) -> Store | None:

@@ -9,12 +9,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_pp.distributed._torch_private import flattened
 from lightning_pp.distributed.groups import destroyed_with
+from lightning_pp.distributed.loopback import gloo_on_loopback
 from lightning_pp.distributed.sizes import ParallelSizes
 
 PIPELINE, DATA_PARALLEL = "pipeline", "data_parallel"
 HSDP_AXES = ("data_parallel_replicate", "data_parallel_shard")
 
 
+@gloo_on_loopback()
 def make_meshes(device_type: str, sizes: ParallelSizes) -> tuple[DeviceMesh, DeviceMesh]:
     """The whole mesh, and of it the data-parallel ranks at this rank's place in the pipeline as one axis."""
     if sizes.data_parallel_replicate == 1:
@@ -51,6 +53,7 @@ def groups_of_collectives(mesh: DeviceMesh, data_parallel: DeviceMesh) -> list[d
     return list(dict.fromkeys([world, *axes, data_parallel.get_group()]))
 
 
+@gloo_on_loopback()
 def replicating(mesh: DeviceMesh) -> DeviceMesh:
     """The ranks of ``mesh`` as (replicate, shard) with one shard; every rank of it has to call."""
     ranks = mesh.mesh.flatten().unsqueeze(1)

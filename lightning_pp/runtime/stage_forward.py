@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from lightning_pp.errors import SplitError
+from lightning_pp.runtime._torch_private import edge_to
 from lightning_pp.runtime.randomness import StepRandomness
 from lightning_pp.runtime.recomputation import Recomputation
 from lightning_pp.runtime.split_backward.deferral import WeightGradientQueue
@@ -418,7 +419,7 @@ class StageForward:
         """Keeps a received value as it has come; its gradient enters the graph at the leaf."""
         self.in_flight.outputs[value] = tensor.detach()
         if self._with_gradients and self._stage.received[value]:
-            self.in_flight.roots[value] = get_gradient_edge(tensor.requires_grad_())
+            self.in_flight.roots[value] = edge_to(tensor.requires_grad_())
 
     def _tensor_of(self, value: Value) -> Tensor:
         if value in self._stage.received and self._receive is not None:
@@ -474,7 +475,5 @@ class StageForward:
 
     def _keep_value(self, value: Value, kept: Tensor) -> None:
         self.in_flight.outputs[value] = kept
-        if kept.grad_fn is not None:
-            self.in_flight.roots[value] = GradientEdge(kept.grad_fn, kept.output_nr, None)
-        elif kept.requires_grad:
-            self.in_flight.roots[value] = get_gradient_edge(kept)
+        if kept.requires_grad:
+            self.in_flight.roots[value] = edge_to(kept)

@@ -21,6 +21,7 @@ from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import trainer as _trainer_file
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -55,6 +56,7 @@ optimizers_to_device: Callable[..., None] = private("lightning.fabric.utilities.
 call_strategy: Callable[..., Any] = private(f"{_PYTORCH}.trainer.call._call_strategy_hook")
 check_iterable: Callable[..., None] = private(f"{_CONNECTORS}.data_connector._check_dataloader_iterable")
 request_dataloader: Callable[..., Any] = private(f"{_CONNECTORS}.data_connector._request_dataloader")
+_resolve_overfit_batches: Callable[..., None] = private(f"{_CONNECTORS}.data_connector._resolve_overfit_batches")
 _call_callback_hooks: Callable[..., None] = private(f"{_PYTORCH}.trainer.call._call_callback_hooks")
 _call_lightning_module_hook: Callable[..., Any] = private(f"{_PYTORCH}.trainer.call._call_lightning_module_hook")
 
@@ -88,6 +90,7 @@ __all__ = [
     "names_of_metrics_kept",
     "note_sigterm",
     "optimizers_to_device",
+    "prepare_for_training",
     "reduced",
     "replace_link",
     "replace_search_for_last",
@@ -103,6 +106,7 @@ __all__ = [
     "synchronizes_layers",
     "throughputs_of",
     "trainer_of",
+    "training_loaders_untouched",
     "transferred_by_hook",
     "update_count",
     "value_on_batch",
@@ -282,6 +286,29 @@ def data_source_of(loop: Any) -> DataLoaderSource:
     """Where a loop gets its loader from."""
     source: DataLoaderSource = loop._data_source
     return source
+
+
+@uses(f"{_LOOPS}.fit_loop._FitLoop._combined_loader", f"{_LOOPS}.fit_loop._FitLoop._data_source")
+@contextmanager
+def training_loaders_untouched(trainer: pl.Trainer) -> Iterator[None]:
+    """Afterwards the loop asks for its loaders as before, also where the number of steps was asked for within."""
+    loop = trainer.fit_loop
+    before, source = loop._combined_loader, vars(loop._data_source).copy()
+    try:
+        yield
+    finally:
+        loop._combined_loader = before
+        vars(loop._data_source).clear()
+        vars(loop._data_source).update(source)
+
+
+@uses(f"{_CONNECTORS}.data_connector._DataConnector._prepare_dataloader", "lightning.pytorch.Trainer._data_connector")
+def prepare_for_training(trainer: pl.Trainer, loader: CombinedLoader) -> None:
+    """Gives samplers of ``loader`` what Lightning will give them: this replica's part, or no shuffling to overfit."""
+    if trainer.overfit_batches > 0:  # type: ignore[attr-defined]
+        _resolve_overfit_batches(loader, mode=RunningStage.TRAINING)
+    prepare = trainer._data_connector._prepare_dataloader
+    loader.flattened = [prepare(each, shuffle=True, mode=RunningStage.TRAINING) for each in loader.flattened]
 
 
 @uses("lightning.pytorch.utilities.combined_loader.CombinedLoader._mode")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import logging
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -50,6 +49,7 @@ from lightning_pp.strategy._lightning_private import (
     leave_samplers_alone,
     optimizers_to_device,
     trainer_of,
+    training_loaders_untouched,
 )
 from lightning_pp.strategy.checkpoints.averaging import average_own_part, leave_averages_to_strategy
 from lightning_pp.strategy.checkpoints.checkpoints import Checkpoints
@@ -388,8 +388,6 @@ class PipelineParallelStrategy(MeshStrategy):
     def setup_environment(self) -> None:
         """Joins the process group; callbacks that would copy the whole module are told not to."""
         super().setup_environment()
-        # Lightning 2.6 asks torch a question that torch 2.13 deprecates; no user can do anything about it
-        warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
         assert self.lightning_module is not None
         self._data_progress.forget()
         self._failed_runs.start(
@@ -525,7 +523,7 @@ class PipelineParallelStrategy(MeshStrategy):
             )
         self._engine = engine
         try:
-            first = self.all_or_none(lambda: first_batch(trainer))
+            first = self.all_or_none(lambda: first_batch(trainer, self.data_parallel_rank))
             with first.as_hooks_left_it():
                 engine.build(
                     first.batch,
@@ -549,7 +547,7 @@ class PipelineParallelStrategy(MeshStrategy):
         these is left then, for they hold all parameters whole.
         """
         if trainer.state.fn == TrainerFn.FITTING:
-            with generators_untouched(self.root_device):
+            with generators_untouched(self.root_device), training_loaders_untouched(trainer):
                 set_up_one_optimizer(self, trainer)
         try:
             yield next(iter(training_ones(self.optimizers)), None)

@@ -21,7 +21,7 @@ from lightning_pp.distributed.sizes import ParallelSizes
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"
-SCRIPTS = ["launch/slurm/train.sbatch", "docker/install.sh", "docker/entrypoint.sh", ".ci/run"]
+SCRIPTS = ["launch/slurm/train.sbatch", "docker/install.sh", "docker/entrypoint.sh", ".ci/run", ".ci/versions"]
 MANIFESTS = {"jobset.yaml": JobsetV1alpha2JobSet, "trainjob.yaml": TrainerV1alpha1TrainJob}
 # https://docs.skypilot.co/en/latest/reference/yaml-spec.html
 SKYPILOT = {"name", "workdir", "num_nodes", "resources", "envs", "secrets", "volumes", "file_mounts", "setup", "run"}

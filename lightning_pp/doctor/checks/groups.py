@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_pp.distributed.groups import group_of_two, warm_up
+from lightning_pp.distributed.loopback import gloo_on_loopback
 from lightning_pp.doctor.findings import Rank
 from lightning_pp.runtime.transport.channels import opening_order
 
@@ -19,7 +20,8 @@ def join(rank: Rank) -> None:
     """Makes the group of all ranks and uses it once, as the strategy does before a training."""
     rank.note("meeting the other ranks")
     backend = dist.get_default_backend_for_device(rank.device)
-    dist.init_process_group(backend, timeout=TIMEOUT)
+    with gloo_on_loopback():
+        dist.init_process_group(backend, timeout=TIMEOUT)
     rank.note("the first collectives")
     world = dist.group.WORLD
     assert world is not None

@@ -9,24 +9,27 @@ at the save.
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, cast
 
 import lightning.pytorch as pl
-import numpy as np
-import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pp.errors import CheckpointError
+from lightning_pp.strategy.step.first_look import watch
+from lightning_pp.strategy.step.loader_state import (
+    epochs_of,
+    host_draws,
+    own_draws,
+    samplers_with_epochs,
+    set_host_draws,
+    set_own_draws,
+)
 
-_FOLLOWED_CLASSES: dict[type, type] = {}
 _FOLLOWED = "_lightning_pp_pass"
-# how to ask for, and to set, the state of a generator
-_Access: TypeAlias = tuple[Callable[[], Any], Callable[[Any], None]]
 
 
 class DataPosition:
@@ -41,6 +44,7 @@ class DataPosition:
         self._resumed: Mapping[str, Any] | None = None
         self._num_resumed = 0
         self._current: list[Any] | None = None
+        self._ignored: Any = None
 
     def follow(self, loader: object) -> object:
         """A loader that is about to be trained from, made to remember, and to go on if a checkpoint was loaded.
@@ -89,7 +93,7 @@ class DataPosition:
         # what an epoch is numbered that is about to be trained: it is started where its batches are
         started: Any = trainer.fit_loop.epoch_progress.current
         epoch = trainer.current_epoch if ready else started.started
-        return {"num_batches": ready, "epoch": epoch, "loaders": states, "now": _draws()}
+        return {"num_batches": ready, "epoch": epoch, "loaders": states, "now": host_draws()}
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Has the loaders of the next training go on where :meth:`state` was asked."""
@@ -97,8 +101,9 @@ class DataPosition:
             return
         self._resumed, self._num_resumed = state, 0
         self._current = list(state["now"])
-        # Lightning sees no state, and warns of batches that come again
+        # until the first batch: Lightning sees no state, and warns of batches that come again
         warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
+        self._ignored = warnings.filters[0]
 
     @property
     def is_iterated(self) -> bool:
@@ -132,19 +137,21 @@ class DataPosition:
 
     def restore_current(self) -> None:
         """Puts the generators of this process to where they were at the save; once, before the first batch."""
+        if self._ignored in warnings.filters:
+            cast(list[Any], warnings.filters).remove(self._ignored)
         if self._current is not None:
-            _set_draws(self._current)
+            set_host_draws(self._current)
             self._current = None
 
     def put_current(self) -> None:
         """As :meth:`restore_current`, and once more before the first batch: hooks between may draw."""
         if self._current is not None:
-            _set_draws(self._current)
+            set_host_draws(self._current)
 
     def note_current(self) -> None:
         """Has the generators go on, before the first batch, from where they are now."""
         if self._current is not None:
-            self._current = _draws()
+            self._current = host_draws()
 
 
 class _Pass:
@@ -165,7 +172,7 @@ class _Pass:
 
     def state(self, *, is_within: bool) -> dict[str, Any]:
         """What :meth:`begin` needs to go on: within an epoch, or with the next one."""
-        own = [get() for get, _ in _own_generators(self.loader)]
+        own = own_draws(self.loader)
         if not is_within:
             return {"own": own}
         return {
@@ -176,6 +183,10 @@ class _Pass:
             "epochs": self._epochs,
         }
 
+    def begin_if_training(self, iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Counts passes to train with."""
+        return self.begin(iterate) if self.position.is_iterated else iterate()
+
     def begin(self, iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Starts the pass: at once what a loader does when it is asked for its iterator, the rest with the batches."""
         state, self.resumed = self.resumed, None
@@ -185,15 +196,15 @@ class _Pass:
             return self._counted(iterate(), is_resumed=False)
         if "began" not in state:  # an epoch from its beginning
             self.position.put_current()
-            self._set_own(state["own"])
-            for sampler in _samplers_with_epochs(self.loader):
+            set_own_draws(self.loader, state["own"])
+            for sampler in samplers_with_epochs(self.loader):
                 sampler.set_epoch(self.position.epoch)
             self._begin_anew()
             batches = iterate()
             self.position.note_current()
             return self._counted(batches, is_resumed=True)
         self._began, self._first, self._epochs = state["began"], state["first"], list(state["epochs"])
-        for sampler, epoch in zip(_samplers_with_epochs(self.loader), self._epochs, strict=False):
+        for sampler, epoch in zip(samplers_with_epochs(self.loader), self._epochs, strict=False):
             sampler.set_epoch(epoch)
         self._set(self._began)
         batches = iterate()
@@ -201,43 +212,30 @@ class _Pass:
         for _ in range(state["num_batches"]):
             next(batches)
         self.num_batches = state["num_batches"]
-        self._set_own(state["own"])
+        set_own_draws(self.loader, state["own"])
         self.position.put_current()
         return self._counted(batches, is_resumed=True)
 
     def _begin_anew(self) -> None:
         self._began, self._first = self._all(), None
-        self._epochs = [int(getattr(sampler, "epoch", 0)) for sampler in _samplers_with_epochs(self.loader)]
+        self._epochs = epochs_of(self.loader)
 
     def _counted(self, batches: Iterator[Any], *, is_resumed: bool) -> Iterator[Any]:
         if is_resumed:
             self.position.restore_current()
         if self._first is None:
             self._first = self._all()
-            self._epochs = [int(getattr(sampler, "epoch", 0)) for sampler in _samplers_with_epochs(self.loader)]
+            self._epochs = epochs_of(self.loader)
         for batch in batches:
             self.num_batches += 1
             yield batch
 
     def _all(self) -> list[Any]:
-        return [_draws(), [get() for get, _ in _own_generators(self.loader)]]
+        return [host_draws(), own_draws(self.loader)]
 
     def _set(self, draws: Sequence[Any]) -> None:
-        _set_draws(draws[0])
-        self._set_own(draws[1])
-
-    def _set_own(self, states: Sequence[Any]) -> None:
-        for (_, put), state in zip(_own_generators(self.loader), states, strict=False):
-            put(state)
-
-
-class _Followed(DataLoader[Any]):
-    """What becomes of the class of a loader: passes to train with are counted."""
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override] # a generator is an iterator, too
-        one: _Pass | None = vars(self).get(_FOLLOWED)  # Lightning makes loaders anew, of the same class
-        iterate = super().__iter__
-        return one.begin(iterate) if one is not None and one.position.is_iterated else iterate()
+        set_host_draws(draws[0])
+        set_own_draws(self.loader, draws[1])
 
 
 class _Rest(Sequence[Any]):
@@ -257,17 +255,9 @@ class _Rest(Sequence[Any]):
         return (self._batches[index] for index in range(start % max(1, len(self)), len(self)))
 
 
-def _followed_class(kind: type) -> type:
-    if kind not in _FOLLOWED_CLASSES:
-        namespace = {"__module__": kind.__module__, "__doc__": kind.__doc__}
-        _FOLLOWED_CLASSES[kind] = type(kind.__name__, (_Followed, kind), namespace)
-    return _FOLLOWED_CLASSES[kind]
-
-
 def _follow(loader: Any, position: DataPosition) -> None:
-    vars(loader)[_FOLLOWED] = _Pass(loader, position)
-    if not isinstance(loader, _Followed):
-        loader.__class__ = _followed_class(type(loader))
+    one = vars(loader)[_FOLLOWED] = _Pass(loader, position)
+    watch(loader, "position", one.begin_if_training)
 
 
 def _has_state(loader: object) -> bool:
@@ -296,69 +286,3 @@ def _why_not(loader: object) -> str:
         f"the loader of {name} {what} and has no state. Give the loader state_dict() and load_state_dict(state), as "
         "torchdata's StatefulDataLoader has them"
     )
-
-
-def _samplers_with_epochs(loader: Any) -> list[Any]:
-    samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None), loader.batch_sampler)
-    return list({id(each): each for each in samplers if callable(getattr(each, "set_epoch", None))}.values())
-
-
-def _own_generators(loader: Any) -> list[_Access]:
-    """How to ask for and to set the state of each generator that the loader, its samplers and its dataset hold."""
-    holders = (loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
-    held = [value for holder in (*holders, loader.dataset) for value in getattr(holder, "__dict__", {}).values()]
-    found: dict[int, _Access] = {}
-    for value in held:
-        if isinstance(value, torch.Generator):
-            found[id(value)] = _of_torch(value)
-        elif isinstance(value, random.Random):
-            found[id(value)] = _of_python(value)
-        elif isinstance(value, np.random.Generator):
-            found[id(value)] = _of_numpy(value.bit_generator)
-        elif isinstance(value, np.random.RandomState):
-            found[id(value)] = _of_legacy_numpy(value)
-    return list(found.values())
-
-
-def _of_torch(generator: torch.Generator) -> _Access:
-    def put(state: Any) -> None:
-        generator.set_state(state)
-
-    return generator.get_state, put
-
-
-def _of_python(generator: random.Random) -> _Access:
-    return generator.getstate, lambda state: generator.setstate((state[0], tuple(state[1]), state[2]))
-
-
-def _of_legacy_numpy(generator: np.random.RandomState) -> _Access:
-    return lambda: _listed(generator.get_state()), generator.set_state
-
-
-def _of_numpy(generator: np.random.BitGenerator) -> _Access:
-    def put(state: Any) -> None:
-        generator.state = state
-
-    return lambda: _listed(generator.state), put
-
-
-def _listed(state: Any) -> Any:
-    """A state without arrays, which a checkpoint that is loaded without running anything cannot hold."""
-    if isinstance(state, np.ndarray):
-        return state.tolist()
-    if isinstance(state, np.generic):
-        return state.item()
-    if isinstance(state, dict):
-        return {name: _listed(value) for name, value in state.items()}
-    return tuple(map(_listed, state)) if isinstance(state, tuple) else state
-
-
-def _draws() -> list[Any]:
-    """The states of the generators of this process, on the host."""
-    return [torch.get_rng_state(), random.getstate(), _listed(np.random.get_state())]
-
-
-def _set_draws(states: Sequence[Any]) -> None:
-    torch.set_rng_state(states[0])
-    random.setstate((states[1][0], tuple(states[1][1]), states[1][2]))
-    np.random.set_state(states[2])

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from lightning_pp.distributed.gathering import gathered
 from lightning_pp.distributed.groups import default_timeout, largest_of_all, warm_up
 from lightning_pp.distributed.launcher_store import store_of_attempt
-from lightning_pp.distributed.loopback import keep_gloo_on_loopback, store_on_loopback
+from lightning_pp.distributed.loopback import gloo_on_loopback, keep_gloo_on_loopback, store_on_loopback
 from lightning_pp.distributed.meeting import among_all_ranks, store_if_ended
 from lightning_pp.distributed.meshes import groups_of_collectives, make_meshes
 from lightning_pp.distributed.sizes import Auto, ParallelSizes
@@ -33,6 +33,7 @@ from lightning_pp.distributed.watch.failures import RankStoppedError
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.runtime.split_backward.wide_products import try_products
 from lightning_pp.sharding import end_update
+from lightning_pp.split.side_effects.generators import GeneratorStates
 from lightning_pp.strategy._lightning_private import (
     check_overridden_names,
     give_device_mesh,
@@ -227,7 +228,6 @@ class MeshStrategy(ParallelStrategy):
         """Joins the process group and makes the device mesh."""
         use_all_queues(self.root_device)
         super().setup_environment()
-        reset_seed()
         self.set_world_ranks()
         assert self.cluster_environment is not None and self.lightning_module is not None
         backend = self._process_group_backend or dist.get_default_backend_for_device(self.root_device)
@@ -256,6 +256,10 @@ class MeshStrategy(ParallelStrategy):
                 self.communicators_bytes = largest_of_all(taken, self.root_device)
                 try_products(self.root_device)
         give_device_mesh(self.lightning_module, self._device_mesh)
+        if self.sizes.data_parallel > 1:
+            reset_seed()  # as under DDP
+        else:  # every rank draws what the first one would draw alone: the order of the data, and what hooks draw
+            self.broadcast(GeneratorStates.now(torch.device("cpu"))).put_back(torch.device("cpu"))
 
     def _tell_of_placement(self) -> None:
         """Says where ranks on different nodes share what neighbours on one node should; once for the job."""
@@ -301,7 +305,8 @@ class MeshStrategy(ParallelStrategy):
             store = store or store_on_loopback(
                 environment.main_address, environment.main_port, environment.global_rank(), num_ranks, timeout
             )
-        init_process_group(environment, backend, timeout=timeout, store=store)
+        with gloo_on_loopback():
+            init_process_group(environment, backend, timeout=timeout, store=store)
         if self._world is not None and self._world is not dist.group.WORLD:
             raise RuntimeError(
                 "An exception has ended the connections between the ranks, which have made new ones. This trainer has "

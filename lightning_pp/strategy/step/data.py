@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -23,13 +22,14 @@ from lightning_pp.split.side_effects.generators import generators_untouched
 from lightning_pp.split.side_effects.module_state import preserved_state
 from lightning_pp.split.side_effects.outside_state import OutsideState
 from lightning_pp.strategy._lightning_private import (
-    DataLoaderSource,
     check_iterable,
     data_source_of,
     goes_through_loaders_in_turn,
+    prepare_for_training,
     request_dataloader,
     transferred_by_hook,
 )
+from lightning_pp.strategy.step.first_look import look_at
 from lightning_pp.strategy.step.held_output import output_held
 
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -77,27 +77,26 @@ def has_no_batches(trainer: pl.Trainer) -> bool:
     return limits[trainer.state.fn] == 0  # type: ignore[index]
 
 
-def first_batch(trainer: pl.Trainer) -> FirstBatch:
+def first_batch(trainer: pl.Trainer, data_parallel_rank: int = 0) -> FirstBatch:
     """The first batch of what the trainer is about to run over, as the step will see it, on the device.
 
-    The loader is made (and kept: its hook is called once) and one batch read in this process; the random generators are
-    as before afterwards, and nothing is taken from a loader that can be iterated again. What the transfer hooks print
-    is dropped, and what they change is put back.
+    The loader is made, and kept: its hook is called once. Its first pass is begun, and kept too (:mod:`first_look`).
+    The random generators are as before afterwards. What the transfer hooks print is dropped, and what they change is
+    put back.
+
+    Args:
+        trainer: The trainer, in ``Strategy.setup``.
+        data_parallel_rank: By which workers of the loader are seeded.
 
     Raises:
         ConfigurationError: The loader is empty.
         TypeError: Lightning's own: it is no iterable.
     """
     with generators_untouched(trainer.strategy.root_device):
-        loop = _loop_of(trainer)
         is_training = trainer.state.fn == TrainerFn.FITTING
-        source = data_source_of(loop)
-        loader = _combined(_kept_loader(source), is_training=is_training)
-        assert trainer.state.fn is not None
-        for each in loader.flattened:
-            check_iterable(each, source, trainer.state.fn)
+        loader, item = _looked_at(trainer, _loop_of(trainer), data_parallel_rank, is_training=is_training)
         # a copy: hooks write into batches, and a dataset or a stream may hand out the same one again
-        batch = own_copy(_first_of(loader))
+        batch = own_copy(item)
         batch, left = _transferred(trainer, trainer.precision_plugin.convert_input(batch))
         return FirstBatch(batch, goes_through_loaders_in_turn(loader) and len(loader.flattened) > 1, left)
 
@@ -156,37 +155,42 @@ def _loop_of(trainer: pl.Trainer) -> Any:
     }[trainer.state.fn]  # type: ignore[index]
 
 
-def _kept_loader(source: DataLoaderSource) -> Any:
-    """Makes the loader, and has the loop get this one when it asks for the first time."""
+def _looked_at(
+    trainer: pl.Trainer, loop: Any, data_parallel_rank: int, *, is_training: bool
+) -> tuple[CombinedLoader, Any]:
+    """Makes the loader, reads its first batch, and has the loop get this loader when it asks for the first time."""
+    source = data_source_of(loop)
     vars(source).pop("dataloader", None)  # left by a run that never asked
-    loader = _repeatable(request_dataloader(source))
+    made = request_dataloader(source)
+    loader = _combined(made, is_training=is_training)
+    assert trainer.state.fn is not None
+    for each in loader.flattened:
+        check_iterable(each, source, trainer.state.fn)
+    if is_training:
+        prepare_for_training(trainer, loader)
+    loaders, looks = list(loader.flattened), []
+    for place, each in enumerate(loaders):
+        seed_workers_by(each, data_parallel_rank)
+        loaders[place], look = look_at(each)
+        looks.append(look)
+        if goes_through_loaders_in_turn(loader):
+            break
+    if not looks:
+        raise ConfigurationError("There is no dataloader. The model is cut by looking at one batch: give at least one.")
+    loader.flattened = loaders
+    kept = made if isinstance(made, CombinedLoader) else loader.iterables
 
     def once() -> Any:
         vars(source).pop("dataloader", None)
-        return loader
+        return kept
 
     vars(source)["dataloader"] = once
-    return loader
-
-
-class _Repeated:
-    """An iterator with its first item put back, since that was read to learn from."""
-
-    def __init__(self, iterator: Iterator[Any]) -> None:
-        self._iterator = iterator
-        self.first = next(iterator, None)
-        self._rest: Iterator[Any] | None = None
-
-    def __iter__(self) -> Iterator[Any]:
-        if self._rest is None:
-            self._rest = chain([] if self.first is None else [self.first], self._iterator)
-        return self._rest
-
-
-def _repeatable(loader: Any) -> Any:
-    if not isinstance(loader, (DataLoader, CombinedLoader, _Repeated)) and hasattr(loader, "__next__"):
-        return _Repeated(loader)
-    return loader
+    items = [look.read() for look in looks]
+    if goes_through_loaders_in_turn(loader):
+        return loader, items[0]
+    batches = copy(loader)
+    batches.flattened = items
+    return loader, batches.iterables
 
 
 def _combined(loader: Any, *, is_training: bool) -> CombinedLoader:
@@ -194,43 +198,6 @@ def _combined(loader: Any, *, is_training: bool) -> CombinedLoader:
     if isinstance(loader, CombinedLoader):
         return loader
     return CombinedLoader(loader, "max_size_cycle" if is_training else "sequential")
-
-
-def _first_of(loader: CombinedLoader) -> Any:
-    if goes_through_loaders_in_turn(loader) and loader.flattened:
-        return _first_item(loader.flattened[0])
-    items = copy(loader)
-    items.flattened = [_first_item(each) for each in loader.flattened]
-    return items.iterables
-
-
-def _first_item(loader: Any) -> Any:
-    if isinstance(loader, _Repeated):
-        item = loader.first
-        empty = item is None
-    elif isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
-        # without workers and without moving the loader's own iterator
-        sampler: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
-        indices: Any = next(iter(sampler), None)
-        empty = indices is None
-        if not empty:
-            dataset: Any = loader.dataset
-            if loader.batch_sampler is None:
-                samples = dataset[indices]
-            elif hasattr(dataset, "__getitems__"):
-                samples = dataset.__getitems__(indices)
-            else:
-                samples = [dataset[index] for index in indices]
-            item = loader.collate_fn(samples)
-    else:
-        item = next(iter(loader), None)
-        empty = item is None
-    if empty:
-        raise ConfigurationError(
-            f"The dataloader ({type(loader).__name__}) is empty. The model is cut by looking at one batch; give at "
-            "least one."
-        )
-    return item
 
 
 def seed_workers_by(loader: object, data_parallel_rank: int) -> None:
