@@ -23,7 +23,7 @@ are_functorch_transforms_active: Callable[[], bool] = private("torch._C._are_fun
 _delayed_error: Any = private("torch._C._functions.DelayedError")
 _run_engine: Callable[..., Any] = private("torch.autograd.graph._engine_run_backward")
 
-_NODES_KEEP_GRAPH = TorchVersion(torch.__version__) >= (2, 13)
+_NODES_KEEP_GRAPH = TorchVersion(torch.__version__) >= "2.13"
 
 
 def run_backward(roots: Sequence[Any], gradients: Sequence[Tensor]) -> None:

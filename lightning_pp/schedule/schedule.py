@@ -78,13 +78,18 @@ class Schedule(Programs):
         """
         return time_in_a_row(self, costs or UNIT_COSTS)
 
-    def csv_text(self) -> str:
-        """The programs in torch's CSV notation: a row a rank, a cell an action."""
-        return csv_text(self.programs)
+    def csv_text(self, *, with_waits: bool = False) -> str:
+        """The programs in torch's CSV notation: a row a rank, a cell an action.
 
-    def to_csv(self, path: str | PathLike[str]) -> None:
+        Args:
+            with_waits: Write a ``WAIT_REDUCE_GRAD`` after each ``REDUCE_GRAD``. torch 2.15 asks for it, and earlier
+                versions do not know it.
+        """
+        return csv_text(self.programs, with_waits=with_waits)
+
+    def to_csv(self, path: str | PathLike[str], *, with_waits: bool = False) -> None:
         """Write :meth:`csv_text` to ``path``; ``_PipelineScheduleRuntime._load_csv`` of torch reads it."""
-        Path(path).write_text(self.csv_text(), encoding="utf-8", newline="")
+        Path(path).write_text(self.csv_text(with_waits=with_waits), encoding="utf-8", newline="")
 
     @classmethod
     def from_csv(

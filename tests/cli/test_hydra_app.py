@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import lightning.pytorch as L
 import pytest
-import torch
 from command import TINY_RUN, run_command, run_forked
 
 import lightning_pp
@@ -110,7 +110,7 @@ def test_every_command_is_asked_for_its_version() -> None:
 def test_version_is_that_of_this_package(command: str, tmp_path: Path) -> None:
     finished = run_forked(["--version"], tmp_path, module=COMMANDS[command])
     assert finished.code == 0
-    told = f"{command} {lightning_pp.__version__} (torch {torch.__version__}, lightning "
+    told = f"{command} {lightning_pp.__version__} (torch {version('torch')}, lightning "
     # runpy may warn besides of a module that its package has imported
     assert [line for line in finished.output.splitlines() if line.startswith(told)], finished.output
     assert list(tmp_path.iterdir()) == []

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+from torch.distributed.pipelining.schedules import _ComputationType, _PipelineScheduleRuntime
 
 from lightning_pp.errors import ConfigurationError, ScheduleError
 from lightning_pp.schedule import (
@@ -157,14 +157,15 @@ def test_torch_reads_our_sharding_actions(tmp_path: Path) -> None:
         sharding = sharding_of(plain.placement.num_stages, 2, "full_shard", 16)
         schedule = insert_sharding(plain, sharding).schedule
         path = tmp_path / f"{name}.csv"
-        schedule.to_csv(path)
+        schedule.to_csv(path, with_waits=hasattr(_ComputationType, "WAIT_REDUCE_GRAD"))
         stage = SimpleNamespace(
             num_stages=schedule.placement.num_stages, group_size=2, group_rank=0, stage_index_to_group_rank=None
         )
         runtime = _PipelineScheduleRuntime([stage], 4)
         runtime._load_csv(str(path), format="compute_comms")
         for rank, program in enumerate(schedule.programs):
-            assert list(map(str, runtime.pipeline_order_with_comms[rank])) == list(map(str, program))
+            theirs = [text for text in map(str, runtime.pipeline_order_with_comms[rank]) if "WAIT" not in text]
+            assert theirs == list(map(str, program))
         read = Schedule.from_csv(path)
         assert read.programs == schedule.programs
         assert insert_sharding(read, sharding).schedule.programs == schedule.programs

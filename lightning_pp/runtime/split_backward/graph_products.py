@@ -25,6 +25,8 @@ _CONVOLUTIONS: dict[Any, tuple[int, bool]] = {
 _VIEWS = frozenset({"t", "transpose", "chunk", "split", "narrow", "unbind", "permute", torch.t, torch.transpose})
 _VIEWS |= {torch.chunk, torch.split, torch.narrow, torch.unbind, torch.permute, operator.getitem}
 _VIEW_ATTRIBUTES = ("T", "mT")
+# what torch 2.15 captures for these
+_VIEWS |= {each for packet in (torch.ops.aten.numpy_T, torch.ops.aten.mT) for each in (packet, packet.default)}
 
 
 class Product(NamedTuple):

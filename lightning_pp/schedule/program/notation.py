@@ -15,13 +15,17 @@ from lightning_pp.schedule.program.coded import CodedProgram
 from lightning_pp.schedule.program.picture import picture
 from lightning_pp.schedule.program.placement import Placement
 
-_TRANSFER = re.compile(r"\s*\d+(SEND|RECV)_[FB]\d+\s*")
+# what our runtime does by itself: messages, and since torch 2.15 the waits for them and for reductions
+_IMPLIED = re.compile(r"\s*\d+(((WAIT_)?SEND|RECV)_[FB]\d+|WAIT_REDUCE_GRAD)\s*")
 _OVERLAP = re.compile(r"\s*\(([^()]*)\)OVERLAP_F_B\s*")
 
 
-def csv_text(programs: Sequence[Sequence[Action]]) -> str:
-    """The programs as CSV, one row per rank."""
-    return "".join(",".join(map(str, program)) + "\n" for program in programs)
+def csv_text(programs: Sequence[Sequence[Action]], *, with_waits: bool = False) -> str:
+    """The programs as CSV, one row per rank; ``with_waits`` waits after each reduction, as torch 2.15 asks for."""
+    rows = (",".join(map(str, program)) + "\n" for program in programs)
+    if with_waits:
+        rows = (re.sub(r"(\d+)REDUCE_GRAD", r"\1REDUCE_GRAD,\1WAIT_REDUCE_GRAD", row) for row in rows)
+    return "".join(rows)
 
 
 @dataclass(frozen=True)
@@ -161,9 +165,9 @@ def read_csv(path: Path) -> CsvTable:
 
 
 def _parse_cell(path: Path, cells: Sequence[Sequence[str]], rank: int, column: int, cell: str) -> list[Action]:
-    """The actions of one cell: none if it is empty or a transfer, two if it is an overlapped pair."""
+    """The actions of one cell: none if it is empty or implied, two if it is an overlapped pair."""
     is_plain = "_" not in cell  # most are, and a file may have a million
-    if not cell.strip() or (not is_plain and _TRANSFER.fullmatch(cell)):
+    if not cell.strip() or (not is_plain and _IMPLIED.fullmatch(cell)):
         return []
     overlap = None if is_plain else _OVERLAP.fullmatch(cell)
     try:

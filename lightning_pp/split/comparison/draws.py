@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        if torch.Tag.nondeterministic_seeded not in func.tags or not _drops_out(func, args, kwargs or {}):
             return result
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and type(tensor) is Tensor:
@@ -89,6 +90,15 @@ class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         index = self._indices.get(stretch, 0)
         self._indices[stretch] = index + 1
         self._draws.share_out(stretch, index, tensor, self._part)
+
+
+def _drops_out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """False for attention without dropout: its operations are among those that draw, and it computes a value."""
+    for position, argument in enumerate(schema_of(func).arguments):
+        if argument.name == "dropout_p":
+            given = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return given != 0
+    return True
 
 
 def _rows_of(drawn: Tensor, tensor: Tensor, part: tuple[float, float]) -> Tensor | None:

@@ -128,14 +128,17 @@ def saved(make: Any, path: Path) -> Any:
 
 
 def made(model_type: str, lora: dict[str, Any], added: bool = False, **config: Any) -> Any:
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig, get_peft_model, inject_adapter_in_model
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(model_type, **{**ARCHITECTURES.get(model_type, {}), **config})
     )
     if added:
-        model.add_adapter(LoraConfig(**lora))
+        try:
+            model.add_adapter(LoraConfig(**lora))
+        except ValueError:  # transformers 5.24 asks for a PEFT that is not out; it does this
+            inject_adapter_in_model(LoraConfig(**lora), model, "default")
         return model
     return get_peft_model(model, LoraConfig(**lora))
 

@@ -87,6 +87,18 @@ def test_overlapped_pairs_and_empty_cells_are_read(tmp_path: Path) -> None:
     assert not schedule.splits_backward
 
 
+def test_what_torch_2_15_writes_is_read(tmp_path: Path) -> None:
+    """Two rows of its own 1F1B with messages, as ``_dump_csv(format="compute_comms")`` gives them."""
+    path = tmp_path / "waits.csv"
+    path.write_text(
+        "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0WAIT_SEND_F0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD,0RESHARD\n"
+        "1UNSHARD,1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD,1WAIT_REDUCE_GRAD,1RESHARD,1WAIT_SEND_B0\n"
+    )
+    schedule = Schedule.from_csv(path)
+    assert schedule.csv_text() == "0UNSHARD,0F0,0B0,0REDUCE_GRAD,0RESHARD\n1UNSHARD,1F0,1B0,1REDUCE_GRAD,1RESHARD\n"
+    assert Schedule.from_csv(path).csv_text(with_waits=True).count("0REDUCE_GRAD,0WAIT_REDUCE_GRAD,0RESHARD") == 1
+
+
 def test_forward_only_round_trip(tmp_path: Path) -> None:
     schedule = build_forward_only(Placement.v_shaped(2), 3)
     schedule.to_csv(tmp_path / "eval.csv")
