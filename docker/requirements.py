@@ -7,7 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import tomllib
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 
 def requirements(project: dict[str, Any], extras: list[str]) -> list[str]:

@@ -15,7 +15,7 @@ from pkgutil import resolve_name
 from typing import Any, NoReturn, TypeVar
 
 # the versions with which the whole suite has passed: see docs/start/versions.md
-TRIED = {"torch": "2.11 to 2.15", "lightning": "2.6.4 to 2.6.6", "torchmetrics": "1.9", "omegaconf": "2.3"}
+TRIED = {"torch": "2.13 to 2.15", "lightning": "2.6.4 to 2.6.6", "torchmetrics": "1.9", "omegaconf": "2.3"}
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

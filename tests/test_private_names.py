@@ -152,7 +152,7 @@ def test_what_counts_as_private(source: str, lines: list[int]) -> None:
 
 
 TOLD = (
-    rf"lightning_pp needs torch\.gone\._name, .* torch {torch.__version__.split('+')[0]}.* Install torch 2\.11 to 2\.15"
+    rf"lightning_pp needs torch\.gone\._name, .* torch {torch.__version__.split('+')[0]}.* Install torch 2\.13 to 2\.15"
 )
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-from torch.torch_version import TorchVersion
 
 from lightning_pp._private_names import private, uses
 from lightning_pp.split._torch_private import COMPILED_CALL
@@ -22,8 +21,6 @@ will_execute: Callable[[Node], bool] = private("torch._C._will_engine_execute_no
 are_functorch_transforms_active: Callable[[], bool] = private("torch._C._are_functorch_transforms_active")
 _delayed_error: Any = private("torch._C._functions.DelayedError")
 _run_engine: Callable[..., Any] = private("torch.autograd.graph._engine_run_backward")
-
-_NODES_KEEP_GRAPH = TorchVersion(torch.__version__) >= "2.13"
 
 
 def run_backward(roots: Sequence[Any], gradients: Sequence[Tensor]) -> None:
@@ -44,10 +41,7 @@ def run_backward(roots: Sequence[Any], gradients: Sequence[Tensor]) -> None:
 def edge_to(tensor: Tensor) -> GradientEdge:
     """Where the gradient of ``tensor``, which requires one, enters the graph; keeps the graph, and not the tensor."""
     node = tensor.grad_fn
-    # nodes of autograd functions in Python have kept their graph since torch 2.13: no view has to
-    if node is None or (isinstance(node, torch.autograd.function.FunctionCtx) and not _NODES_KEEP_GRAPH):
-        return get_gradient_edge(tensor)
-    return GradientEdge(node, tensor.output_nr, None)
+    return get_gradient_edge(tensor) if node is None else GradientEdge(node, tensor.output_nr, None)
 
 
 @uses("torch.Tensor._base")

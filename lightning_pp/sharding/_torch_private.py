@@ -4,7 +4,7 @@ What the installed version lacks is told where it is used.
 
 FSDP2 is used for two things: sharded parameters and gathering them, both by its public calls. Its module hooks decide
 when to gather, free and reduce, from the order in which autograd visits modules; a pipeline has an order of its own, so
-they are taken off again. The names of the hooks' handles have been the same from torch 2.11 to 2.15.
+they are taken off again. The names of the hooks' handles have been the same from torch 2.13 to 2.15.
 """
 
 from __future__ import annotations
@@ -49,9 +49,7 @@ shard_itself: Callable[[DTensor], Tensor] = uses("torch.distributed.tensor.DTens
     attrgetter("_local_tensor")
 )
 
-# torch 2.13 renamed these
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter, all_gather = dist.reduce_scatter_single, dist.all_gather_single
 
 _states_of_modules: MutableMapping[nn.Module, object] = private(
     "torch.distributed._composable_state._module_state_mapping"
@@ -99,7 +97,7 @@ def shard_together(
         if handle is None:
             raise RuntimeError(
                 f"FSDP2 of torch {torch.__version__} has no {name}, so its hooks cannot be taken off; "
-                "sharding inside stages works with torch 2.11 to 2.15"
+                "sharding inside stages works with torch 2.13 to 2.15"
             )
         handle.remove()
     return leader

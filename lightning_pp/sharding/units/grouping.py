@@ -23,7 +23,7 @@ def check_mesh(mesh: DeviceMesh) -> None:
 
 
 def never_sharded(units: Mapping[str, nn.Module]) -> list[nn.Parameter]:
-    """Parameters without a dimension to shard, and integers, which FSDP2 takes from torch 2.13 on only."""
+    """Parameters without a dimension to shard, and integers, which take no gradient."""
     return [
         parameter
         for unit in units.values()

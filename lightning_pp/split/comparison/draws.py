@@ -97,7 +97,7 @@ def _drops_out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
     for position, argument in enumerate(schema_of(func).arguments):
         if argument.name == "dropout_p":
             given = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
-            return given != 0
+            return bool(given != 0)
     return True
 
 

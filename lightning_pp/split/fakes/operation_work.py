@@ -22,18 +22,10 @@ def _grouped_product_flops(first: Tensor, second: Tensor, *_: Any, **__: Any) ->
     return 2 * rows.numel() * second.shape[-1]
 
 
-def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    """Of attention whose keys and values may have fewer heads than its queries."""
-    return 2 * query.numel() * key.shape[-2] + 2 * query.shape[:-1].numel() * key.shape[-2] * value.shape[-1]
-
-
-# what torch's registry leaves out, or in torch 2.11 refuses where queries have more heads
+# what torch's registry leaves out: the CPU's attention, whose operands are those of the GPU's, and grouped products
 _MORE_FLOPS: dict[Any, Callable[..., int]] = {
     _aten._grouped_mm: _grouped_product_flops,
-    _aten._scaled_dot_product_cudnn_attention: _attention_flops,
-    _aten._scaled_dot_product_efficient_attention: _attention_flops,
-    _aten._scaled_dot_product_flash_attention: _attention_flops,
-    _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[_aten._scaled_dot_product_flash_attention],
 }
 # These read of their largest operand as many elements as they give, or as they have indices.
 _PICKING = frozenset(
@@ -64,7 +56,7 @@ def work_of(
         weight: The one of them that is a parameter.
     """
     packet = packet_of(func)
-    formula = _MORE_FLOPS.get(packet) or flop_registry.get(packet)
+    formula = flop_registry.get(packet) or _MORE_FLOPS.get(packet)
     flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
     outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
     given = {storage_of(tensor) for tensor in inputs}
