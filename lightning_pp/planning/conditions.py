@@ -33,7 +33,7 @@ class Conditions(NamedTuple):
     attributes: Mapping[tuple[int, str], Any] = MappingProxyType({})
     opaque: tuple[Any, ...] = ()
 
-    def are_those(self, others: Conditions, *, with_progress: bool) -> bool:
+    def matches(self, others: Conditions, *, with_progress: bool) -> bool:
         """Whether a step has nothing else to go by than it had under ``others``.
 
         Args:

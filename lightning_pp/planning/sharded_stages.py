@@ -190,7 +190,7 @@ def _calls_of_any_replica(split: SplitModel) -> list[str]:
     to gather these, so each stands where its place in the module says.
     """
     calls = [call.unit for call in split.record.calls]
-    if not (split.record.may_branch_at_random or split.record.hangs_on_values):
+    if not (split.record.may_branch_at_random or split.record.depends_on_batch_values):
         return calls
     called, place = set(calls), 0
     for unit in split.units:

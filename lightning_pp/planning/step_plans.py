@@ -81,7 +81,7 @@ class _UsedPlan:
 
     def note_use(self, conditions: Conditions, looks: tuple[Any, ...] | None) -> None:
         """Notes that a step took this path under ``conditions``, with these looks at values if they are known."""
-        is_as_before = conditions.are_those(self.conditions, with_progress=self.plan.record.reads_progress)
+        is_as_before = conditions.matches(self.conditions, with_progress=self.plan.record.reads_progress)
         if not is_as_before or len(self.known_looks) >= MAX_LOOKS_OF_A_PLAN:
             self.known_looks.clear()
         self.conditions = conditions
@@ -239,8 +239,8 @@ class StepPlanCache:
         """Whether the step takes the path of the plan; rehearses it where it may take another."""
         record = used.plan.record
         draws = record.may_branch_at_random and seed_inter_unit is not None
-        is_as_before = not draws and conditions.are_those(used.conditions, with_progress=record.reads_progress)
-        if is_as_before and not record.hangs_on_values:
+        is_as_before = not draws and conditions.matches(used.conditions, with_progress=record.reads_progress)
+        if is_as_before and not record.depends_on_batch_values:
             return True
         unrecorded = cast(DryRun, _UnrecordedRun(own_copy if record.edits_batch else own_containers))
         known_looks = used.known_looks if is_as_before else ()
@@ -273,7 +273,7 @@ def _draw_on(call: int) -> None:
 def _course_of(record: StepRecord) -> list[Any]:
     """All that the plan of a step depends on, and when it serves another."""
     course: list[Any] = [
-        (record.reads_progress, record.hangs_on_values, record.may_branch_at_random),
+        (record.reads_progress, record.depends_on_batch_values, record.may_branch_at_random),
         (record.mutated_attributes, record.edits_batch),
         places_of(record.reductions),
         record.gradient_sources,

@@ -429,7 +429,7 @@ class DryRun:
         """Notes what may decide, besides shapes, which units are called and with what."""
         self._end_inter_unit()
         calls = self.record.calls
-        self.record.hangs_on_values = any(call.looks_at is not None for call in calls) or any(
+        self.record.depends_on_batch_values = any(call.looks_at is not None for call in calls) or any(
             look.is_in_python or look.num_calls_before < len(calls) for look in self._flow.looks
         )
         self.record.looks = tuple(self._flow.seen)

@@ -119,7 +119,7 @@ class PathComparison:
             stack.enter_context(outside.preserved())
             stack.enter_context(recorder)
             # only who goes by values has looks to compare
-            stack.enter_context(LooksWatched(seen.append) if record.hangs_on_values else nullcontext())
+            stack.enter_context(LooksWatched(seen.append) if record.depends_on_batch_values else nullcontext())
             matches, failure = rehearse(
                 record,
                 self._units,

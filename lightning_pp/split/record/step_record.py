@@ -387,8 +387,8 @@ class StepRecord:
         inter_unit_draws: Where code outside units draws random numbers.
         drawn_uses: What becomes of these: unit calls before a draw and before a use of it, and the line of the use.
         may_branch_at_random: Whether Python may look at such a number, so that another draw may call other units.
-        hangs_on_values: Whether values that the step was given (the batch, buffers) may decide which units are called,
-            or a shape.
+        depends_on_batch_values: Whether values that the step was given (the batch, buffers) may decide which units are
+            called, or a shape.
         looks: What code outside units got to know of such values, in order: numbers, contents and shapes; see
             :mod:`lightning_pp.split.dry_run.looks`.
         reads_progress: Whether the step may go by how far the training is.
@@ -420,7 +420,7 @@ class StepRecord:
     inter_unit_draws: InterUnitDraws = InterUnitDraws()
     drawn_uses: Mapping[tuple[int, int], str] = field(default_factory=dict)
     may_branch_at_random: bool = False
-    hangs_on_values: bool = False
+    depends_on_batch_values: bool = False
     looks: tuple[Any, ...] = ()
     reads_progress: bool = False
     value_reads_in_tail: list[str] = field(default_factory=list)

@@ -73,7 +73,7 @@ class Facts:
         """Whether a step makes values that grow with the batch, so that microbatches need corrections."""
         return any(fact is not None and fact.grows for fact in map(self.find, (r.place for r in reductions)))
 
-    def hang_together(self, counted: Sequence[Place]) -> bool:
+    def counts_may_depend_on_counts(self, counted: Sequence[Place]) -> bool:
         """Whether some of what is counted may depend on other counts."""
         facts = [fact for fact in map(self.find, counted) if fact is not None]
         return len(facts) > 1 and any(not fact.depends_on_weights for fact in facts)

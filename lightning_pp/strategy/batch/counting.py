@@ -106,7 +106,7 @@ class StepCounting:
         if step.conditions is None or not _is_determined(step.record):
             return self._rehearsed(step, None)
         traced, conditions = self._traced(step.record), step.conditions()
-        if not conditions.are_those(traced.conditions, with_progress=step.record.reads_progress):
+        if not conditions.matches(traced.conditions, with_progress=step.record.reads_progress):
             traced.start(conditions)
         if traced.trace and traced.serves():
             return self._by_trace(traced.trace, step.data)
@@ -226,4 +226,4 @@ class _Traced:
 def _is_determined(record: StepRecord) -> bool:
     """Whether the step does the same for all batches of the same shapes, as far as conditions are the same."""
     draws = record.may_branch_at_random or record.inter_unit_draws.in_python
-    return not (record.hangs_on_values or draws or record.edits_batch)
+    return not (record.depends_on_batch_values or draws or record.edits_batch)

@@ -74,7 +74,7 @@ class ScaledBatch:
     Attributes:
         loss_weights: For each microbatch, its share in the samples of the global batch times the number of replicas,
             times what the caller asked for: the weights whose mean over replicas is the global batch's mean.
-        know_other_replicas: Waits for the other replicas, the first time, and sets shares and totals right.
+        wait_for_replica_counts: Waits for the other replicas, the first time, and sets shares and totals right.
         facts: What is known of the step's calls; None where nothing has to be corrected.
         shares: Share of each microbatch in the samples of the global batch.
         totals: What the global batch counts.
@@ -85,7 +85,7 @@ class ScaledBatch:
     """
 
     loss_weights: list[float]
-    know_other_replicas: Callable[[], None]
+    wait_for_replica_counts: Callable[[], None]
     facts: Facts | None = None
     shares: list[float] = field(default_factory=list)
     totals: dict[Place, Count] = field(default_factory=dict)
@@ -203,11 +203,13 @@ class BatchScaling:
         count = partial(self._count, batch, facts, microbatches, plans, call_step, seeds, conditions, is_training)
         batch.counts = count()
         batch.totals = total_of(batch.counts, facts)
-        hangs_together = any(facts.hang_together(facts.counted(record.reductions)) for record in records)
+        counts_may_depend_on_counts = any(
+            facts.counts_may_depend_on_counts(facts.counted(record.reductions)) for record in records
+        )
         if num_replicas > 1:
-            self._join_replicas(step, batch, microbatches, factor, count, hangs_together)
+            self._join_replicas(step, batch, microbatches, factor, count, counts_may_depend_on_counts)
         else:
-            _complete_alone(batch, facts, count, hangs_together)
+            _complete_alone(batch, facts, count, counts_may_depend_on_counts)
         return batch
 
     def _count(
@@ -245,7 +247,7 @@ class BatchScaling:
         microbatches: Sequence[Microbatch],
         factor: float,
         count: Callable[[], list[Counts]],
-        hangs_together: bool,
+        counts_may_depend_on_counts: bool,
     ) -> None:
         """Starts to tell the other replicas.
 
@@ -256,8 +258,8 @@ class BatchScaling:
         def settles() -> None:
             self._waits_early[step] = True
 
-        join = _Replicas(self._groups, batch, microbatches, factor, count, hangs_together, settles)
-        batch.know_other_replicas = join.wait
+        join = _Replicas(self._groups, batch, microbatches, factor, count, counts_may_depend_on_counts, settles)
+        batch.wait_for_replica_counts = join.wait
         waits_early = self._waits_early.get(step, True)
         self._waits_early.setdefault(step, False)
         if waits_early:
@@ -273,7 +275,7 @@ class _Replicas:
         microbatches: Its microbatches.
         factor: What all weights are multiplied by.
         count: Counts them again, with what is known by then.
-        hangs_together: Whether its counts may depend on each other.
+        counts_may_depend_on_counts: Whether its counts may depend on each other.
         settles: Called where those of any replica may: all of them do so in the same batch.
     """
 
@@ -284,7 +286,7 @@ class _Replicas:
         microbatches: Sequence[Microbatch],
         factor: float,
         count: Callable[[], list[Counts]],
-        hangs_together: bool,
+        counts_may_depend_on_counts: bool,
         settles: Callable[[], None],
     ) -> None:
         assert batch.facts is not None
@@ -294,7 +296,7 @@ class _Replicas:
         self._factor = factor
         named = self._facts.named(batch.totals)
         self._gather: Callable[[], list[Any]] | None = groups.start_gather(
-            (sum(self._num_samples), hangs_together, on_host(named)), "the samples of a batch"
+            (sum(self._num_samples), counts_may_depend_on_counts, on_host(named)), "the samples of a batch"
         )
 
     def wait(self) -> None:
@@ -307,7 +309,7 @@ class _Replicas:
         batch.shares = [samples / total for samples in self._num_samples]
         batch.loss_weights[:] = [share * self._groups.num_replicas * self._factor for share in batch.shares]
         batch.totals = self._joined([counts for *_, counts in gathered])
-        if any(hang_together for _, hang_together, _ in gathered):
+        if any(counts_may_depend_on_counts for _, counts_may_depend_on_counts, _ in gathered):
             self._settles()
             _settle(batch, self._count, self._exchanged, self._joined, [counts for *_, counts in gathered])
         batch.drop_facts_without_use()
@@ -319,8 +321,10 @@ class _Replicas:
         return total_of([self._facts.placed(counts) for counts in of_replicas], self._facts)
 
 
-def _complete_alone(batch: ScaledBatch, facts: Facts, count: Callable[[], list[Counts]], hangs_together: bool) -> None:
-    if hangs_together:
+def _complete_alone(
+    batch: ScaledBatch, facts: Facts, count: Callable[[], list[Counts]], counts_may_depend_on_counts: bool
+) -> None:
+    if counts_may_depend_on_counts:
         _settle(batch, count, lambda counts: [total_of(counts, facts)], lambda told: dict(told[0]), [batch.totals])
     batch.drop_facts_without_use()
 

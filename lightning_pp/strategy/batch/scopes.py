@@ -83,7 +83,7 @@ class StepScopes:
         scopes: list[AbstractContextManager[Any]] = []
         scaled: ScaledStep | None = None
         if is_last:
-            self._scaled.know_other_replicas()
+            self._scaled.wait_for_replica_counts()
             scaled = self._scaled.step_of(microbatch)
         of_whole_batch = None if scaled is None else scaled.of_whole_batch
         if self._forward_context is not None:
