@@ -197,7 +197,10 @@ class StepPlanCache:
         key = (key, with_gradients, self._module.training)
         plans = self._plans.setdefault(key, [])
         self._plans.move_to_end(key)
-        used = next((used for used in reversed(plans) if self._serves(used, step, seed_inter_unit, conditions)), None)
+        used = next(
+            (used for used in reversed(plans) if self._serves(used, step, seed_inter_unit, conditions, with_gradients)),
+            None,
+        )
         if used is None:
             record = self.record(step, with_gradients=with_gradients, seed_inter_unit=seed_inter_unit)
             used = next((used for used in plans if _course_of(used.plan.record) == _course_of(record)), None)
@@ -235,6 +238,7 @@ class StepPlanCache:
         step: Callable[[DryRun], Any],
         seed_inter_unit: Callable[[int], None] | None,
         conditions: Conditions,
+        with_gradients: bool,
     ) -> bool:
         """Whether the step takes the path of the plan; rehearses it where it may take another."""
         record = used.plan.record
@@ -246,7 +250,15 @@ class StepPlanCache:
         known_looks = used.known_looks if is_as_before else ()
         seed = seed_inter_unit or _draw_on
         crossing = used.plan.crossing_operations
-        path = self._paths.compare(record, lambda: step(unrecorded), seed, self.outside, known_looks, crossing)
+        path = self._paths.compare(
+            record,
+            lambda: step(unrecorded),
+            seed,
+            self.outside,
+            known_looks,
+            crossing,
+            with_gradients=with_gradients,
+        )
         if path.is_same:
             used.note_use(conditions, path.looks)
         return path.is_same
@@ -282,7 +294,7 @@ def _course_of(record: StepRecord) -> list[Any]:
     ]
     for call in record.calls:
         course += call.unit, call.shapes, [(number, leaf.spec) for number, leaf in call.numbered_leaves()]
-        course += call.reads.values, set(call.reads.parameters)
+        course += call.reads.values, set(call.reads.parameters), call.tracks_gradients, call.differentiated
     for operation in record.operations.values():
         if operation.place.num_calls < len(record.calls):  # what follows the last call crosses nowhere
             course.append((operation.place, operation.reads, operation.result.spec, operation.can_cross))

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_pp.split.data.tree import tensors_of
 from lightning_pp.split.record.step_record import Value
+
+
+def values_reached(tree: Any, markers: Mapping[Value, Any]) -> frozenset[Value]:
+    """The values that the tensors in ``tree`` differentiably depend on; see :func:`gradient_sources`."""
+    found: frozenset[Value] = frozenset()
+    for node in {tensor.grad_fn for tensor in tensors_of(tree) if tensor.grad_fn is not None}:
+        found |= gradient_sources({None: node}, markers)[None]
+    return found
 
 
 def gradient_sources(

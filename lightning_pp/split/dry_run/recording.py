@@ -21,7 +21,7 @@ from lightning_pp.split._torch_private import (
 )
 from lightning_pp.split.data.tree import leaves_of, map_leaves, own_containers, own_copy, tensors_of
 from lightning_pp.split.dry_run.data_flow import DataFlow
-from lightning_pp.split.dry_run.gradient_flow import gradient_sources
+from lightning_pp.split.dry_run.gradient_flow import gradient_sources, values_reached
 from lightning_pp.split.dry_run.memory_watch import GraphReader, MemoryWatch
 from lightning_pp.split.dry_run.python_reads import PythonReads
 from lightning_pp.split.fakes.fake_mode import NeedsDataError
@@ -260,6 +260,8 @@ class DryRun:
         args, kwargs = cast_activations(call, args, kwargs, self.record.compute_dtype)
         call.is_cast = any(map(is_not, leaves_of((args, kwargs)), leaves_of(given)))
         self._note_given(call, args, kwargs)
+        call.tracks_gradients = torch.is_grad_enabled()
+        call.differentiated = values_reached((args, kwargs), self._marker_nodes)
         call.region = self.running_region()
         call.shapes = shapes_of(*given)
         self._flow.call_looks = False

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pp.split.dry_run.gradient_flow import values_reached
 from lightning_pp.split.dry_run.python_reads import PythonReads
 from lightning_pp.split.fakes.fake_mode import MadeUp
 from lightning_pp.split.fakes.parameters import is_fake
@@ -40,6 +41,7 @@ def rehearse(
     is_same_call: IsSameCall = lambda *_: True,
     on_look: Callable[[torch.Tensor], None] = lambda _: None,
     operations: OperationCalls | None = None,
+    with_gradients: bool = False,
 ) -> tuple[bool, Exception | None]:
     """Runs ``step`` with every unit standing in, until its end or until it calls a unit otherwise than ``record`` says.
 
@@ -56,12 +58,14 @@ def rehearse(
         is_same_call: Is asked about each call of a unit that ``record`` has in the same place.
         on_look: Is told of tensors with data that Python reads as a whole.
         operations: Follows the operations between units.
+        with_gradients: Whether gradients have to flow as in ``record``, to each call and from the loss.
 
     Returns:
         Whether the step called the units of ``record`` as it says, and what it raised, which may be due to made-up
         values.
     """
-    stand_ins = _StandIns(record, units, seed_inter_unit, is_same_call, operations)
+    gradients = _Gradients(record) if with_gradients else None
+    stand_ins = _StandIns(record, units, seed_inter_unit, is_same_call, operations, gradients)
     failure: Exception | None = None
     with ExitStack() as stack:
         stack.enter_context(generators_untouched(device))
@@ -69,12 +73,14 @@ def rehearse(
         stack.callback(stand_ins.side_effects.undo)
         stack.enter_context(_values_made_up(record, on_look))
         stack.enter_context((unit_calls or UnitCalls(units)).handled_by(stand_ins.on_call))
-        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.set_grad_enabled(with_gradients))
         stack.enter_context(operations or nullcontext())
         if -1 in record.inter_unit_draws.after:
             seed_inter_unit(-1)
         try:
-            step()
+            result = step()
+            if gradients is not None and not gradients.are_recorded_from(result):
+                stand_ins.went_elsewhere = True
         except Rehearsed:
             pass
         except WholeHeadError:
@@ -82,6 +88,40 @@ def rehearse(
         except Exception as error:
             failure = error
     return not stand_ins.went_elsewhere and stand_ins.num_calls == len(record.calls), failure
+
+
+class _Gradients:
+    """Follows from which values gradients would come in a rehearsal.
+
+    Args:
+        record: What flowed when the step was recorded.
+    """
+
+    def __init__(self, record: StepRecord) -> None:
+        self._record = record
+        self._markers: dict[Value, Any] = {}
+
+    def marked(self, call: UnitCall, value: Value, fake: Any) -> Any:
+        """``fake`` with an autograd node of its own, where the unit gives a tensor that requires a gradient."""
+        leaf = call.leaf(value.leaf)
+        if leaf.spec is None or not leaf.requires_grad or not torch.is_grad_enabled():
+            return fake
+        marked = fake.detach().requires_grad_().clone()
+        self._markers[value] = marked.grad_fn
+        return marked
+
+    def are_recorded_to(self, call: UnitCall, args: Any, kwargs: Any) -> bool:
+        """Whether autograd is on as it was, and the arguments of ``call`` depend on the values as they did."""
+        is_on = torch.is_grad_enabled() == call.tracks_gradients
+        return is_on and values_reached((args, kwargs), self._markers) == call.differentiated
+
+    def are_recorded_from(self, result: Any) -> bool:
+        """Whether the loss depends on the values that it depended on."""
+        recorded = self._record.gradient_sources.get(None)
+        if self._record.outputs_cross_alone:  # its end was not recorded
+            return True
+        loss = result.get("loss") if isinstance(result, Mapping) else result
+        return values_reached(loss, self._markers) == (recorded or frozenset())
 
 
 class _StandIns:
@@ -94,12 +134,14 @@ class _StandIns:
         seed_inter_unit: Callable[[int], None],
         is_same_call: IsSameCall,
         operations: OperationCalls | None,
+        gradients: _Gradients | None,
     ) -> None:
         self._record = record
         self._units = units
         self._seed_inter_unit = seed_inter_unit
         self._is_same_call = is_same_call
         self._operations = operations
+        self._gradients = gradients
         self.side_effects = FakeSideEffects(with_made_up=True)
         self.num_calls = 0
         self.went_elsewhere = False
@@ -113,12 +155,22 @@ class _StandIns:
         if call is None or call.unit != unit or not self._is_same_call(call, original, args, kwargs):
             self.went_elsewhere = True
             raise Rehearsed
+        gradients = self._gradients
+        if gradients is not None and not gradients.are_recorded_to(call, args, kwargs):
+            self.went_elsewhere = True
+            raise Rehearsed
         self.num_calls += 1
         left: dict[Value, Any] = {}
 
         def fake_of(value: Value) -> Any:
-            return left.setdefault(value, call.leaf(value.leaf).for_one_step())
+            if value not in left:
+                fake = call.leaf(value.leaf).for_one_step()
+                left[value] = fake if gradients is None else gradients.marked(call, value, fake)
+            return left[value]
 
+        for place, leaf in enumerate(call.leaves):
+            if gradients is not None and leaf.spec is not None:
+                fake_of(Value(call.index, place))
         self.side_effects.leave(call, self._units[unit], args, kwargs, fake_of)
         output = call.output_of(left, with_made_up=True)
         if call.index in record.inter_unit_draws.after:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -61,6 +62,8 @@ class PathComparison:
         outside: OutsideState,
         known_looks: Collection[tuple[Any, ...]] = (),
         crossing: Collection[int] = (),
+        *,
+        with_gradients: bool = False,
     ) -> Path:
         """Rehearses ``step`` and tells whether it takes the path of ``record``.
 
@@ -72,13 +75,17 @@ class PathComparison:
             known_looks: If the step goes by nothing but values that it looks at: what steps on this path have seen.
                 One that has seen the same takes the same path, and is left at its next unit.
             crossing: Numbers of operations between units, to which the step must come as well.
+            with_gradients: Whether gradients must flow as in ``record`` as well.
 
         Raises:
             Exception: What the step raised, if it does not do so again: that comes of no made-up value.
         """
-        path, failure = self._compared(record, step, seed_inter_unit, outside, known_looks, crossing)
+        compared = partial(
+            self._compared, record, step, seed_inter_unit, outside, known_looks, crossing, with_gradients
+        )
+        path, failure = compared()
         if failure is not None and _kind_of(failure) not in self._of_made_up_values:
-            _, again = self._compared(record, step, seed_inter_unit, outside, known_looks, crossing)
+            _, again = compared()
             if again is None or _kind_of(again) != _kind_of(failure):
                 raise failure
             self._of_made_up_values.add(_kind_of(failure))
@@ -92,6 +99,7 @@ class PathComparison:
         outside: OutsideState,
         known_looks: Collection[tuple[Any, ...]],
         crossing: Collection[int],
+        with_gradients: bool,
     ) -> tuple[Path, Exception | None]:
         """:meth:`compare`, and what the step raised."""
         seen: list[Any] = []
@@ -131,6 +139,7 @@ class PathComparison:
                 is_same_call=is_same_call,
                 on_look=lambda tensor: seen.append(content_of(tensor)),
                 operations=operations,
+                with_gradients=with_gradients,
             )
         if is_known:
             return Path(True, None), None

@@ -254,6 +254,8 @@ class UnitCall:
         flops_run_again_inside: As that, of what it checkpoints itself.
         memory: What is kept of it between forward and backward.
         given: Number to bytes of the memories of its arguments.
+        tracks_gradients: Whether autograd was on around it.
+        differentiated: The values that its arguments depend on differentiably, with no other value between.
         activations: Places, among the leaves of its arguments, of floating-point tensors that depend on weights.
         is_cast: Whether some of these have another dtype than the unit computes in.
         region: Number of the checkpointed region (of the user's) that it is called in; None outside of one.
@@ -279,6 +281,8 @@ class UnitCall:
     flops_run_again_inside: int = 0
     memory: HeldMemory = field(default_factory=HeldMemory)
     given: dict[int, int] = field(default_factory=dict)
+    tracks_gradients: bool = False
+    differentiated: frozenset[Value] = frozenset()
     activations: frozenset[int] = frozenset()
     is_cast: bool = False
     region: int | None = None

@@ -53,9 +53,9 @@ def train(seeds: list[int]) -> list[tuple[list[float], list[float]]]:
     """In a worker: for each seed the losses of a training, and how far the stages' draws were apart."""
     runs = []
     for seed in seeds:
-        pl.seed_everything(seed, verbose=False)
-        found = Losses()
-        trainer(callbacks=[found]).fit(Drawing(), loader(num_samples=24))
+        found, module = Losses(), Drawing()
+        pl.seed_everything(seed, verbose=False)  # the module's constructor seeds as well
+        trainer(callbacks=[found]).fit(module, loader(num_samples=24))
         runs.append((found.losses, found.differences))
     return runs
 
