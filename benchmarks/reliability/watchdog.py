@@ -14,7 +14,7 @@ import time
 import torch.multiprocessing as mp
 from torch.distributed import TCPStore
 
-from lightning_pp.distributed.watch.standstill import Position, Stack, Standstill
+from lightning_pp.distributed.watch.standstill import Patience, Position, Stack, Standstill
 from lightning_pp.distributed.watch.watchdog import Progress, Watchdog, board_of
 
 SECONDS = 10.0
@@ -30,7 +30,11 @@ def watch(rank: int, num_ranks: int, port: int, watches: bool, used: object, pid
     if watches:
         board = board_of(store, 0, num_ranks, rank)
         stands = Standstill(
-            board, str, lambda: Position("the start", "", 0), lambda: Stack(waits=True, lines=()), 1800.0
+            board,
+            str,
+            lambda: Position("the start", "", 0),
+            lambda: Stack(waits=True, lines=()),
+            Patience(1800.0, 60.0),
         )
         watchdog = Watchdog(
             board,

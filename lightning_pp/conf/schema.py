@@ -208,6 +208,8 @@ class PipelineStrategyConf:
             URL.
         process_group_backend: ``nccl`` or ``gloo``; null for what suits the device.
         timeout: How long a collective or a message may take.
+        deadlock_seconds: How long all ranks may wait for each other before the run ends.
+        preemption_seconds: How long the next batch may take to begin after a signal, before the run ends unsaved.
         flight_recorder_dirpath: Folder for the records of NCCL's flight recorder after a time-out; null for none.
     """
 
@@ -247,6 +249,8 @@ class PipelineStrategyConf:
     initial_weights: str | None = None
     process_group_backend: str | None = None
     timeout: TimeoutConf = field(default_factory=TimeoutConf)
+    deadlock_seconds: float = 60.0
+    preemption_seconds: float = 25.0
     flight_recorder_dirpath: str | None = None
 
 

@@ -133,6 +133,33 @@ class ControlGroups:
             return [item]
         return [pickle.loads(payload) for payload in _start_all_gather(pickle.dumps(item), self.pipeline)()]
 
+    def all_or_none(self, work: Callable[[], T], what: str) -> list[T]:
+        """Calls ``work`` and returns what it returned on every rank of the pipeline, in order.
+
+        How ``work`` ended is known to all ranks before any of them goes on. Every rank of the pipeline has to call
+        this, and ``work`` must wait for no other rank.
+
+        Args:
+            work: Makes an object that can be pickled.
+            what: Names the object in error messages.
+
+        Raises:
+            Exception: ``work`` raised it, on one rank or several: the same one on every rank of the pipeline.
+        """
+        if self.pipeline is None:
+            return [work()]
+        mine: Exception | None = None
+        try:
+            payload = pickled((False, work()), what)
+        except Exception as error:
+            mine, payload = error, pickled_error(error)
+        told = [pickle.loads(each) for each in _start_all_gather(payload, self.pipeline)()]
+        failures = [(rank, outcome) for rank, (failed, outcome) in enumerate(told) if failed]
+        if failures:
+            rank, failure = failures[-1]
+            raise mine if mine is not None and rank == self.pipeline.rank() else failure
+        return [outcome for _, outcome in told]
+
 
 @gloo_on_loopback()
 def make_control_groups(

@@ -237,11 +237,13 @@ def replace_signal_handling(
     on_signal: Callable[[int, Any], None],
     on_requeue: Callable[[int, Any], None],
     before_batch: Callable[[], None],
+    when_registered: Callable[[set[int]], None],
 ) -> None:
     """Has signals call ``on_signal(number, frame)``, and training ``before_batch()`` before every batch.
 
     These signals are SIGTERM, and SIGUSR1 unless it has a handler. What Lightning takes for Slurm's word that the job
     is about to end calls ``on_requeue(number, frame)``. Lightning has a collective in each of these places.
+    ``when_registered`` gets the signals that call ``on_signal``, once they do.
     """
     connector = trainer._signal_connector
 
@@ -250,6 +252,8 @@ def replace_signal_handling(
         has_signal = hasattr(signal, "SIGUSR1") and threading.current_thread() is threading.main_thread()
         if has_signal and signal.getsignal(signal.SIGUSR1) in (None, signal.SIG_DFL):
             signal.signal(signal.SIGUSR1, on_signal)
+        is_own = has_signal and signal.getsignal(signal.SIGUSR1) == on_signal
+        when_registered({signal.SIGTERM, *([signal.SIGUSR1] if is_own else [])})
 
     connector.__dict__["_sigterm_notifier_fn"] = on_signal
     connector.__dict__["_slurm_sigusr_handler_fn"] = on_requeue

@@ -64,7 +64,7 @@ from lightning_pp.strategy.parameters.whole_module import make_whole
 from lightning_pp.strategy.results.finite_losses import LossCheck
 from lightning_pp.strategy.results.host_copies import HostCopies
 from lightning_pp.strategy.results.metrics import PipelineMetrics
-from lightning_pp.strategy.results.outputs import NoLossError, loss_of
+from lightning_pp.strategy.results.outputs import SKIPPED_IN_PART, NoLossError, loss_of, none_refused
 from lightning_pp.strategy.results.reports import BatchReport
 from lightning_pp.strategy.step.data import reads_streams, warn_of_equal_streams
 from lightning_pp.strategy.step.dry_steps import first_arguments, recorded_step
@@ -581,21 +581,12 @@ class PipelineEngine:
 
     def train(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, accumulate: int, reduce: bool) -> Any:
         """Forward and backward of one batch; returns what the user's step would have returned for it."""
-        try:
-            return self._run("training_step", args, kwargs, 1.0 / accumulate, trains=True, reduce=reduce)
-        except NoLossError:
-            # told by the dry run of the batch, hence on every rank, and before anything was run
-            if self.has_failed or self.sizes.data_parallel > 1 or accumulate > 1:
-                raise
-        return self._skip(args, kwargs)
+        return self._run("training_step", args, kwargs, 1.0 / accumulate, trains=True, reduce=reduce)
 
     def _skip(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A batch for which the training step returns None: only what it logs and keeps."""
         if self._run("training_step", args, kwargs, 1.0, trains=False, reduce=False) is not None:
-            raise ConfigurationError(
-                "training_step returned None for some microbatches of a batch and a loss for others. On one device it "
-                "would have returned one of them for the whole batch: decide by what all of its samples share."
-            )
+            raise ConfigurationError(SKIPPED_IN_PART)
 
     def evaluate(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forward of one batch; returns what the user's step would have returned for it."""
@@ -607,17 +598,22 @@ class PipelineEngine:
     ) -> Any:
         with self._abandoning(), self._outside_steps.in_step(), self.split.fake_parameters.standing_apart():
             batch, *rest = args
-            run = self._prepare(StepCall(step, rest, kwargs, training=trains), batch, factor)
-            report = self._begin_report(run)
-            self._execute(run, range(len(run.microbatches)), trains=trains, reduce=reduce, on_outputs=report.tell)
-            return self._take_up(report, run)
+            call = StepCall(step, rest, kwargs, training=trains)
+            try:
+                run = self._prepare(call, batch, factor)
+            except NoLossError:  # of a dry run or a check, hence on every rank of the pipeline, and nothing was run
+                if not trains or self.sizes.data_parallel > 1 or factor != 1.0:
+                    raise
+            else:
+                report = self._begin_report(run)
+                self._execute(run, range(len(run.microbatches)), trains=trains, reduce=reduce, on_outputs=report.tell)
+                return self._take_up(report, run)
+        return self._skip(args, kwargs)
 
     @contextmanager
     def _abandoning(self) -> Iterator[None]:
         try:
             yield
-        except NoLossError:
-            raise
         except BaseException:
             self.abandon()
             raise
@@ -685,7 +681,7 @@ class PipelineEngine:
             index = indices[microbatch]
             return run.scopes.run(partial(run.call_step, index, stage), index, stage)
 
-        with run.scopes.of_batch():
+        with run.scopes.of_batch(), none_refused(run.call.batch_idx):
             outputs, timer = self._executor.run(
                 schedule,
                 StepInputs(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -24,7 +25,7 @@ from lightning_pp.checkpoint import read_alone
 from lightning_pp.checkpoint.storage.folder import checkpoint_at
 from lightning_pp.checkpoint.storage.location import is_folder
 from lightning_pp.distributed.sizes import Auto, check_size
-from lightning_pp.distributed.watch.standstill import Position
+from lightning_pp.distributed.watch.standstill import Patience, Position
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.activation_checkpointing import ActivationCheckpointing
 from lightning_pp.planning.cuts import CutOptions, names_of
@@ -64,6 +65,7 @@ from lightning_pp.strategy.faults.ends import (
 from lightning_pp.strategy.faults.failed_device import end_device_work
 from lightning_pp.strategy.faults.failed_run import FailedRuns
 from lightning_pp.strategy.faults.preemption import Preemption
+from lightning_pp.strategy.faults.signal_deadline import SignalDeadline
 from lightning_pp.strategy.faults.unequal_data import DataProgress, ShortestLoader, check_num_batches
 from lightning_pp.strategy.lightning.callbacks import adapt_callbacks
 from lightning_pp.strategy.lightning.launcher import RunLauncher
@@ -178,6 +180,11 @@ class PipelineParallelStrategy(MeshStrategy):
             file, a Hugging Face model directory, a checkpoint of any kind, or a ``state_dict``; every rank reads what
             it owns. The names may lack a prefix that all the module's names have.
         process_group_backend: ``"nccl"``, ``"gloo"``, ...; by default what suits the device.
+        deadlock_seconds: The run ends on all ranks, with code 1 and a report of where each stands, when every rank has
+            waited so long in one and the same call for the others, and none runs the user's code.
+        preemption_seconds: A signal ends a run at the next batch. If none begins within so many seconds, all processes
+            end at once, with the signal's code (143 for SIGTERM), and nothing is saved. Longer for batches that take
+            longer.
         timeout: How long a collective or a message may wait, once all processes have met; for that they have half an
             hour. None: ten minutes over NCCL, half an hour over gloo, as torch has it.
         flight_recorder_dirpath: Folder into which each rank writes its latest collectives and messages over NCCL when
@@ -231,6 +238,8 @@ class PipelineParallelStrategy(MeshStrategy):
         initial_weights: str | Path | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = None,
+        deadlock_seconds: float = 60.0,
+        preemption_seconds: float = 25.0,
         flight_recorder_dirpath: str | Path | None = None,
         split_batch: SplitBatch | None = None,
     ) -> None:
@@ -244,6 +253,10 @@ class PipelineParallelStrategy(MeshStrategy):
             flight_recorder_dirpath=flight_recorder_dirpath,
             shards_parameters=sharding != "replicate",
         )
+        for name, seconds in (("deadlock_seconds", deadlock_seconds), ("preemption_seconds", preemption_seconds)):
+            if not seconds > 0:
+                raise ConfigurationError(f"{name}={seconds!r} must be a number of seconds above 0.")
+        self._deadlock_seconds, self._preemption_seconds = deadlock_seconds, preemption_seconds
         # whether sizes fit the number of devices is checked once that is known
         check_size("pipeline_parallel_size", pipeline_parallel_size)
         source = schedule_source(
@@ -398,7 +411,7 @@ class PipelineParallelStrategy(MeshStrategy):
             progress=self._data_progress,
             place=self._stages,
             position=self._position,
-            timeout_s=cast(timedelta, self._timeout).total_seconds(),
+            patience=Patience(cast(timedelta, self._timeout).total_seconds(), self._deadlock_seconds),
         )
         leave_averages_to_strategy(self.lightning_module.trainer)
 
@@ -433,6 +446,9 @@ class PipelineParallelStrategy(MeshStrategy):
             self._num_runs,
             num_batches=lambda: self.engine.num_batches_run,
             wait_for_checkpoint=self.wait_for_checkpoint,
+            deadline=SignalDeadline(
+                self._preemption_seconds, lambda: self.engine.num_batches_run, self._end_without_batch
+            ),
         )
         self._prepare_loops(trainer)
         is_new = self._engine is None or self._engine.module is not module
@@ -738,6 +754,9 @@ class PipelineParallelStrategy(MeshStrategy):
     def teardown(self) -> None:
         """Puts the module's metrics back; its parameters stay where they are, for the next run of the trainer."""
         self.barrier()  # who leaves the run is no longer watched; not after an exception
+        if self._preemption is not None:
+            self._preemption.end()
+            self._preemption = None
         self._failed_runs.end()
         if self._is_interrupted:
             self._loggers.release()  # else the launcher does, when they have been finalized
@@ -753,6 +772,14 @@ class PipelineParallelStrategy(MeshStrategy):
         self.precision_plugin.teardown()
         if not (self._is_interrupted and self._has_device):  # it would wait for the device
             self.accelerator.teardown()
+
+    def _end_without_batch(self, number: signal.Signals) -> None:
+        """Ends all processes: a signal has come, and no other batch."""
+        what = (
+            f"got {number.name}, and no other batch began within preemption_seconds={self._preemption_seconds:g}: the "
+            "run has ended at once, and nothing was saved"
+        )
+        self._failed_runs.end_all(what, self._place(), 128 + number)
 
     @property
     def _has_device(self) -> bool:

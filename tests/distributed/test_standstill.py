@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import HashStore
 
 from lightning_pp.distributed.watch.failures import FailureBoard
-from lightning_pp.distributed.watch.standstill import Position, Stack, Standstill
+from lightning_pp.distributed.watch.standstill import Patience, Position, Stack, Standstill
 
 WAITS = Stack(waits=True, lines=("train.py:88 in <module>", "channels.py:150 in receive"))
 WORKS = Stack(waits=False, lines=("train.py:88 in <module>", "train.py:41 in on_train_batch_end"))
@@ -21,7 +21,9 @@ class Rank:
     def __init__(self, store: HashStore, rank: int, stack: Stack, timeout_s: float = 0.4) -> None:
         self.position = Position("batch 813 of training", "1F0", 0)
         board = FailureBoard(store, 1, 3, rank)
-        self.standstill = Standstill(board, lambda: f"stage {rank}", lambda: self.position, lambda: stack, timeout_s)
+        self.standstill = Standstill(
+            board, lambda: f"stage {rank}", lambda: self.position, lambda: stack, Patience(timeout_s, 60)
+        )
 
 
 def text_of(ranks: list[Rank], capsys: pytest.CaptureFixture[str], until: str) -> str:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -26,29 +24,6 @@ SOON = 10.0
 TIMEOUT_OF_LOOPS = 5
 
 Jobs = Callable[[dict[str, Any], Path], dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def jobs() -> Iterator[Jobs]:
-    process = subprocess.Popen(
-        [sys.executable, str(Path(__file__).parent / "jobs" / "faulty_job.py")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdin is not None and process.stdout is not None
-    stdin, stdout = process.stdin, process.stdout
-
-    def run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
-        stdin.write(json.dumps({**job, "folder": str(folder)}) + "\n")
-        stdin.flush()
-        answer: dict[str, Any] = json.loads(stdout.readline())
-        return answer
-
-    yield run
-    stdin.close()
-    process.wait(30)
-
 
 CAUSES = {
     "exception": r"raised ValueError: the user's own error at .*faulty_job\.py:\d+ in _fail",

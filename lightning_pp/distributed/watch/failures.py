@@ -32,21 +32,25 @@ class RankFailure:
     """How a rank failed.
 
     Attributes:
-        rank: Global rank.
+        rank: Global rank; None if it is that of all ranks.
         place: Where it is: host, pipeline, replica, stages; and what it was doing.
         what: What happened to it, as a part of a sentence: ``raised ValueError: ...``, ``was killed by SIGKILL``.
         lines: The user's lines that led there, outermost first.
         is_gone: Whether its process is no more, or does nothing any more.
+        code: The exit code of processes that are ended for it; other than 1, they are ended at once.
     """
 
-    rank: int
+    rank: int | None
     place: str
     what: str
     lines: tuple[str, ...] = ()
     is_gone: bool = False
+    code: int = 1
 
     def __str__(self) -> str:
         at = f" at {self.lines[-1]}" if self.lines else ""
+        if self.rank is None:
+            return self.what
         return f"rank {self.rank}{f' ({self.place})' if self.place else ''} {self.what}{at}"
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from lightning_pp.distributed.watch.failures import FailureBoard
+from lightning_pp.distributed.watch.failures import FailureBoard, RankFailure
 
 _SILENT_S = 60.0
 _POLL_S = 0.05
@@ -40,10 +40,12 @@ class Stack(NamedTuple):
     Attributes:
         waits: Whether it may wait for others, since it is in none of the user's code.
         lines: ``file:line in function``, outermost first.
+        call: Differs from what it was if the thread has moved.
     """
 
     waits: bool
     lines: tuple[str, ...]
+    call: int = 0
 
 
 class Standing(NamedTuple):
@@ -54,16 +56,31 @@ class Standing(NamedTuple):
         since: How far it had come; as a :class:`Position` is written.
         seconds: For how long it had not moved.
         stack: Of its main thread.
+        waited: For how long that has waited in one and the same call, in seconds.
     """
 
     place: str
     since: str
     seconds: float
     stack: Stack
+    waited: float
 
     def __str__(self) -> str:
         stack = " > ".join(self.stack.lines)
         return f"has not moved since {self.since}, for {self.seconds:.0f} s; its stack: {stack}"
+
+
+class Patience(NamedTuple):
+    """How long ranks may wait.
+
+    Attributes:
+        timeout_s: A collective. A rank that has waited for half of it, and for a minute at most, says once on stderr
+            who keeps it waiting.
+        deadlock_s: All ranks, each in one and the same call; then the run ends.
+    """
+
+    timeout_s: float
+    deadlock_s: float
 
 
 class Standstill:
@@ -74,8 +91,7 @@ class Standstill:
         place: Of this rank.
         position: How far this rank has come.
         stack: What its main thread runs.
-        timeout_s: How long a collective may wait. A rank that has waited for half of it, and for a minute at most, says
-            once on stderr who keeps it waiting.
+        patience: How long ranks may wait.
     """
 
     def __init__(
@@ -84,22 +100,30 @@ class Standstill:
         place: Callable[[], str],
         position: Callable[[], Position],
         stack: Callable[[], Stack],
-        timeout_s: float,
+        patience: Patience,
     ) -> None:
         self._board = board
         self._place = place
         self._position_now = position
         self._stack = stack
-        self.silent_s = min(_SILENT_S, timeout_s / 2)
+        self.silent_s = min(_SILENT_S, patience.timeout_s / 2)
         """For how long a rank has not moved that keeps the others waiting."""
         self._position = position()
         self._moved_at = time.monotonic()
         self._num_answered = 0
         self._is_told = False
         self._question: tuple[int, float] | None = None
+        self._deadlock_s = patience.deadlock_s
+        self._call = 0
+        self._waits_since: float | None = None
+        self._deadlock_question: int | None = None
+        self._asks_at = 0.0
 
-    def look(self) -> None:
+    def look(self) -> RankFailure | None:
         """Notes whether this rank has moved, and answers who has asked; to be called a few times a second.
+
+        Returns:
+            That all ranks wait for each other, if they do: rank 0 asks, which waits as well then.
 
         Raises:
             RuntimeError: The store cannot be reached.
@@ -107,12 +131,42 @@ class Standstill:
         position = self._position_now()
         if position != self._position:
             self._position, self._moved_at, self._is_told = position, time.monotonic(), False
+        stack = self._stack()
+        if not stack.waits or stack.call != self._call:
+            self._call, self._waits_since = stack.call, time.monotonic() if stack.waits else None
         number = self._board.num_asked()
         if number > self._num_answered:
             self._num_answered = number
-            own = (number, self._place(), str(position), time.monotonic() - self._moved_at, *self._stack())
-            self._board.tell("standing", json.dumps(own))
+            self._board.tell("standing", json.dumps((number, *self._own(stack))))
         self._tell_of_silence()
+        return self._deadlock(stack)
+
+    def _own(self, stack: Stack) -> Standing:
+        now = time.monotonic()
+        waited = 0.0 if self._waits_since is None else now - self._waits_since
+        return Standing(self._place(), str(self._position), now - self._moved_at, stack, waited)
+
+    def _deadlock(self, stack: Stack) -> RankFailure | None:
+        """On rank 0: what ends the run, if every rank has waited in one call for so long."""
+        own, now = self._own(stack), time.monotonic()
+        if self._board.rank != 0 or own.waited < self._deadlock_s or now < self._asks_at:
+            self._deadlock_question = None if own.waited < self._deadlock_s else self._deadlock_question
+            return None
+        if self._deadlock_question is None:
+            self._deadlock_question = self._board.ask()
+            self._asks_at = now + min(1.0, self._deadlock_s)
+            return None
+        answers = {0: own, **self._answers(self._deadlock_question)}
+        waited = [0.0 if answer is None else answer.waited for answer in answers.values()]
+        if min(waited) < self._deadlock_s:
+            self._deadlock_question = None
+            self._asks_at = now + max(1.0, self._deadlock_s - min(waited))
+            return None
+        what = (
+            f"every rank has waited for the others for {self._deadlock_s:g} s or longer (deadlock_seconds), each in "
+            f"one call. {in_words(answers)}"
+        )
+        return RankFailure(None, "", what, is_gone=True)
 
     def ask(self, is_settled: Callable[[], bool]) -> dict[int, Standing | None]:
         """Where the other ranks stand; None for one that has not answered within five seconds.
@@ -176,5 +230,5 @@ def _read(told: str | None, number: int) -> Standing | None:
     """An answer to that question or a later one."""
     if told is None:
         return None
-    answered, place, since, seconds, waits, lines = json.loads(told)
-    return Standing(place, since, seconds, Stack(waits, tuple(lines))) if answered >= number else None
+    answered, place, since, seconds, (waits, lines, call), waited = json.loads(told)
+    return Standing(place, since, seconds, Stack(waits, tuple(lines), call), waited) if answered >= number else None

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from lightning_pp.distributed.watch.failures import FailureBoard, RankFailure
 from lightning_pp.distributed.watch.processes import exit_code_of, is_gone, is_stopped, told_by
@@ -133,11 +133,18 @@ class Watchdog:
         self._found = self._found or failure
         return self._found
 
-    def wait_until_known(self) -> None:
-        """Returns when every rank knows of the failure, or has had two seconds, if the store ends with this process."""
-        if not self._store_is_of_rank_0 or self._board.rank != 0:
+    def wait_until_known(self, failure: RankFailure) -> None:
+        """Returns when every rank knows of the failure, or has had two seconds, if the store ends with this process.
+
+        A failure with a code of its own has six seconds, and is waited for on the rank that has told it as well: a rank
+        that only loses its connections would end with another code, and may be held up by the error for two seconds.
+        """
+        keeps_store = self._store_is_of_rank_0 and self._board.rank == 0
+        has_told = failure.code != 1 and failure.rank == self._board.rank
+        if not keeps_store and not has_told:
             return
-        unknown, end = set(range(1, self._board.num_ranks)), time.monotonic() + _STORE_ANSWERS_S
+        unknown = set(range(self._board.num_ranks)) - {self._board.rank}
+        end = time.monotonic() + (_STORE_ANSWERS_S if failure.code == 1 else _END_S)
         with contextlib.suppress(RuntimeError):
             while unknown and time.monotonic() < end:
                 time.sleep(_POLL_S / 4)
@@ -165,7 +172,9 @@ class Watchdog:
             if self._is_without_store():
                 return
             try:
-                self._standstill.look()
+                deadlock = self._standstill.look()
+                if deadlock is not None:
+                    self._board.post(deadlock)
                 self._left.update(map(int, self._board.added(f"left/{self._host}")))
                 self._compare_data()
                 self._found = self._found or self._board.first()
@@ -213,6 +222,9 @@ class Watchdog:
             failure = self._found
             if failure is None:
                 continue
+            if failure.code != 1:
+                self.wait_until_known(failure)
+                end_process(failure)
             since = time.monotonic() if since is None else since
             waited = time.monotonic() - since
             if waited > _WAKE_S and not is_woken:
@@ -220,8 +232,7 @@ class Watchdog:
                 with contextlib.suppress(Exception):  # what is only half made; the end below comes all the same
                     self._wake()
             if waited > _END_S and self._is_gone(failure) and not self._ended.is_set():
-                print(f"lightning_pp: this rank ended because {failure}", file=sys.stderr, flush=True)  # noqa: T201
-                os._exit(1)
+                end_process(failure)
 
     def _take_up(self, failure: RankFailure) -> None:
         """A process is gone or stopped; one that is stopped is ended, or it would stay when all others have ended."""
@@ -229,13 +240,13 @@ class Watchdog:
             self._found = self._found or failure
         else:
             self.post(failure)
-        pid = self._pids.get(failure.rank)
+        pid = None if failure.rank is None else self._pids.get(failure.rank)
         if pid is not None and is_stopped(pid):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
 
     def _is_gone(self, failure: RankFailure) -> bool:
-        pid = self._pids.get(failure.rank)
+        pid = None if failure.rank is None else self._pids.get(failure.rank)
         return failure.is_gone or (pid is not None and is_gone(pid))
 
     def _failure_of_neighbour(self, stopped_since: dict[int, float]) -> RankFailure | None:
@@ -276,6 +287,12 @@ class Watchdog:
                 break
             time.sleep(_POLL_S / 4)
         return rank in self._left or self._found is not None or self._ended.is_set()
+
+
+def end_process(failure: RankFailure) -> NoReturn:
+    """Ends this process at once, wherever its threads are, and says why."""
+    print(f"lightning_pp: this rank ended because {failure}", file=sys.stderr, flush=True)  # noqa: T201
+    os._exit(failure.code)
 
 
 def _stopped(rank: int, pid: int) -> RankFailure:

@@ -17,12 +17,11 @@ from lightning_pp.split.side_effects.module_state import preserved_state
 from lightning_pp.split.unit_calls.compilation import uncompiled
 from lightning_pp.strategy.batch.differences import (
     Around,
-    Observed,
     batch_norm_frozen,
     tell_of_batch_norm,
     tolerance_of,
 )
-from lightning_pp.strategy.batch.part_check import PartCheck, observed
+from lightning_pp.strategy.batch.part_check import Outcome, PartCheck, observed
 from lightning_pp.strategy.batch.preparation import BatchPreparation
 from lightning_pp.strategy.batch.run import BatchRun, StepCall
 from lightning_pp.strategy.parameters.precision import step_dtypes
@@ -72,9 +71,10 @@ class BatchChecks:
 
         Raises:
             SplitError: The step makes something else of microbatches than of a batch.
+            NoLossError: On every rank of the pipeline: a training step returns None for the batch.
         """
         left = self._num_left.get(call.step, 0)
-        if not left:
+        if not left or (call.step == "training_step" and not call.training):  # one that is skipped has been checked
             return False
         self._num_left[call.step] = left - 1
         if len(microbatches) > 1 or self._groups.num_replicas > 1:
@@ -95,8 +95,8 @@ class BatchChecks:
 
     def _observe(
         self, call: StepCall, batch: Any, seed: int, microbatches: Sequence[Microbatch], around: Around
-    ) -> Observed | None:
-        """Runs the step forward on a part of a batch, without a trace; what it made of it, on the last stage."""
+    ) -> Outcome:
+        """Runs the step forward on a part of a batch, without a trace; what came of it, on the last stage."""
         preparation = self._preparation
         with ExitStack() as stack:
             for scope in (
@@ -118,4 +118,9 @@ class BatchChecks:
             for indices in each if run.whole is None else [list(range(len(microbatches)))]:
                 with preparation.metrics.suspended():
                     outputs += self._forward(run, indices)
-            return observed(run, outputs) if self._groups.is_last_stage else None
+            if not self._groups.is_last_stage:
+                return None
+            try:
+                return observed(run, outputs)
+            except Exception as error:  # the other ranks hear of it when outcomes are exchanged
+                return error

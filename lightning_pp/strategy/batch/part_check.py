@@ -6,6 +6,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,7 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_pp.distributed.control import ControlGroups
-from lightning_pp.errors import BatchError, SplitError
+from lightning_pp.errors import BatchError, ConfigurationError, SplitError
 from lightning_pp.split.comparison.consistency import Culprit, Seen, first_culprit, watched
 from lightning_pp.split.comparison.draws import Draws
 from lightning_pp.split.data.microbatch import Microbatch
@@ -29,17 +30,27 @@ from lightning_pp.strategy.batch.differences import (
 from lightning_pp.strategy.batch.run import BatchRun
 from lightning_pp.strategy.batch.scaling import TwoSizes
 from lightning_pp.strategy.batch.whole_batch import END_OF_BATCH
-from lightning_pp.strategy.results.outputs import loss_of
+from lightning_pp.strategy.results.outputs import SKIPPED_IN_PART, NoLossError, loss_of
 
 _log = logging.getLogger(__name__)
 
-Observe = Callable[[Sequence[Microbatch], Around], Observed | None]
-"""Runs the step on slices of the part, within what ``Around`` gives; what came of it, on the last stage."""
+Outcome = Observed | Exception | None
+"""What came of a run, on the last stage; None on the others."""
+Observe = Callable[[Sequence[Microbatch], Around], Outcome]
+"""Runs the step on slices of the part, within what ``Around`` gives."""
 
 
 def observed(run: BatchRun, outputs: Sequence[Any]) -> Observed:
-    """What a run made of its microbatches."""
+    """What a run made of its microbatches.
+
+    Raises:
+        NoLossError: A training step returned None for all of them.
+        ConfigurationError: It did so for some of them.
+    """
     outputs = outputs[: len(run.weights)]
+    num_skipped = sum(output is None for output in outputs)
+    if run.call.training and 0 < num_skipped < len(outputs):
+        raise ConfigurationError(SKIPPED_IN_PART)
     losses = [loss_of(output).detach() for output in outputs] if run.call.training else []
     merged, changes = run.merged(outputs)
     return Observed(
@@ -85,19 +96,22 @@ class PartCheck:
         self._places = [(start / total, part.num_samples / total) for start, part in zip(starts, parts, strict=True)]
 
     def run(self, observe: Observe) -> None:
-        """Raises :class:`SplitError` on every rank of every replica if the two differ on any.
+        """Compares the two; how that ends on the last stage is known to every rank before one of them goes on.
 
         Args:
             observe: Runs the step.
+
+        Raises:
+            SplitError: The two differ, on any replica.
+            NoLossError: A training step returned None for the part, in one piece and in two.
+            ConfigurationError: It returned None for some of them.
         """
         draws = Draws()
         with self._failures_explained():
-            whole = observe([self._sizes.whole], self._of_whole(draws))
-            parts = observe(self._sizes.parts, self._of_parts(draws))
-        mine: list[Difference] = []
-        if whole is not None and parts is not None:
-            mine = find_differences(self._step, whole, parts, self._tolerance)
-        told = self._groups.gather_in_pipeline((draws.differ, mine))
+            whole = _outcome(observe, [self._sizes.whole], self._of_whole(draws))
+            parts = _outcome(observe, self._sizes.parts, self._of_parts(draws))
+        compare = partial(self._compared, whole, parts, draws)
+        told = self._groups.all_or_none(compare, "What a check of a first batch found")
         differences = [difference for _, found in told for difference in found]
         if any(differ for differ, _ in told):
             tell_unchecked(self._step)
@@ -113,6 +127,17 @@ class PartCheck:
             raise SplitError(text)
         others = ", ".join(difference.what for difference in shown[1:])
         rank_zero_warn(text + (f" The same goes for: {others}." if others else ""))
+
+    def _compared(self, whole: Outcome, parts: Outcome, draws: Draws) -> tuple[bool, list[Difference]]:
+        """Whether this rank drew differently in the two, and what differs; raises how one of them ended."""
+        if isinstance(whole, NoLossError) != isinstance(parts, NoLossError) and None not in (whole, parts):
+            raise ConfigurationError(SKIPPED_IN_PART)
+        for outcome in (whole, parts):
+            if isinstance(outcome, Exception):
+                raise outcome
+        if not (isinstance(whole, Observed) and isinstance(parts, Observed)):
+            return draws.differ, []
+        return draws.differ, find_differences(self._step, whole, parts, self._tolerance)
 
     @contextmanager
     def _failures_explained(self) -> Iterator[None]:
@@ -171,6 +196,14 @@ class PartCheck:
         for one in self._groups.gather_in_pipeline(found):
             everywhere.update(one)
         return everywhere[min(everywhere)] if everywhere else None
+
+
+def _outcome(observe: Observe, microbatches: Sequence[Microbatch], around: Around) -> Outcome:
+    """What came of a run; a dry run in which the step returns None ends on every rank alike, before anything is run."""
+    try:
+        return observe(microbatches, around)
+    except NoLossError as error:
+        return error
 
 
 def _line_of(module: pl.LightningModule, step: str) -> str:

@@ -15,8 +15,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_pp.distributed.meeting import among_all_ranks, end_world
 from lightning_pp.distributed.watch.failures import RankFailure, is_about_others
 from lightning_pp.distributed.watch.processes import this_machine
-from lightning_pp.distributed.watch.standstill import Position, Standstill
-from lightning_pp.distributed.watch.watchdog import Progress, Watchdog, board_of
+from lightning_pp.distributed.watch.standstill import Patience, Position, Standstill
+from lightning_pp.distributed.watch.watchdog import Progress, Watchdog, board_of, end_process
 from lightning_pp.runtime.executor import failed_action
 from lightning_pp.strategy._torch_private import store_of_job
 from lightning_pp.strategy.faults.tracebacks import lines_of_user, stack_of_main_thread, tell_shortly
@@ -45,7 +45,7 @@ class FailedRuns:
         progress: Callable[[], Sequence[Progress]],
         place: Callable[[], str],
         position: Callable[[], Position],
-        timeout_s: float,
+        patience: Patience,
     ) -> None:
         """Watches the other ranks from here on; every rank has to call it.
 
@@ -57,7 +57,7 @@ class FailedRuns:
             progress: How far this rank has come in its data.
             place: Where it is: its stages and replica.
             position: How far it has come in all that it does.
-            timeout_s: How long a collective may wait.
+            patience: How long ranks may wait.
         """
         self.end()
         if num_ranks == 1 or not dist.is_initialized():
@@ -81,7 +81,7 @@ class FailedRuns:
             neighbours,
             wake_all,
             exit_codes,
-            Standstill(board, lambda: _on_host(place()), position, stack_of_main_thread, timeout_s),
+            Standstill(board, lambda: _on_host(place()), position, stack_of_main_thread, patience),
             progress,
             store_is_of_rank_0=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
         )
@@ -104,11 +104,13 @@ class FailedRuns:
             return
         if is_about_others(error):
             failure = self._failure_of_others(watchdog, error)
+            if failure is not None and failure.code != 1:
+                end_process(failure)
             if failure is not None:
                 cause = str(failure) if failure.rank != self._rank else f"it {failure.what}"
                 error.args = (f"This rank ended because {cause}.",)
                 tell_shortly(error, f"rank {self._rank} ended because {cause}.")
-                watchdog.wait_until_known()
+                watchdog.wait_until_known(failure)
                 self.end(failed=True)
                 return
             error.args = (f"{error} (No rank has told of a failure of its own.)",)
@@ -119,10 +121,19 @@ class FailedRuns:
         place = _on_host(place, action)
         failure = RankFailure(self._rank, place, what, lines_of_user(error))
         watchdog.post(failure)
-        watchdog.wait_until_known()
+        watchdog.wait_until_known(failure)
         if not isinstance(error, SystemExit):
             tell_shortly(error, f"rank {failure.rank} ({place}) failed.", with_frames=True)
         self.end(failed=True)
+
+    def end_all(self, what: str, place: str, code: int) -> None:
+        """Ends this process, and those of all other ranks as soon as they hear of it, with the exit code ``code``."""
+        failure = RankFailure(self._rank, _on_host(place), what, is_gone=True, code=code)
+        watchdog = self._watchdog
+        if watchdog is not None:
+            failure = watchdog.post(failure)
+            watchdog.wait_until_known(failure)
+        end_process(failure)
 
     @staticmethod
     def _failure_of_others(watchdog: Watchdog, error: BaseException) -> RankFailure | None:

@@ -22,6 +22,7 @@ from lightning_pp.strategy._lightning_private import (
     requeue_by_slurm,
 )
 from lightning_pp.strategy._torch_private import store_of_job
+from lightning_pp.strategy.faults.signal_deadline import SignalDeadline
 
 _REQUEUE = "requeue"
 
@@ -108,6 +109,7 @@ class Preemption:
         number: Of this run among those of the processes.
         num_batches: Batches that this rank has run.
         wait_for_checkpoint: Returns when what was saved is in its place.
+        deadline: Ends the process where the next batch does not come.
     """
 
     def __init__(
@@ -116,19 +118,26 @@ class Preemption:
         number: int,
         num_batches: Callable[[], int],
         wait_for_checkpoint: Callable[[], None],
+        deadline: SignalDeadline,
     ) -> None:
         self._trainer = trainer
         self._wait_for_checkpoint = wait_for_checkpoint
         self._is_past_beginning = False
         store = store_of_job() if dist.is_initialized() and trainer.world_size > 1 else None
         self._end = CommonEnd(store, f"lightning_pp/end/{number}", num_batches, trainer.global_rank)
-        replace_signal_handling(trainer, self._note, self._note_requeue, self._end_fit_if_time)
+        self._deadline = deadline
+        replace_signal_handling(trainer, self._note, self._note_requeue, self._end_fit_if_time, self._deadline.start)
+
+    def end(self) -> None:
+        """The run has ended."""
+        self._deadline.stop()
 
     def end_evaluation_if_time(self) -> None:
         """Before a batch of ``validate``, ``test`` or ``predict``, of which nothing is saved."""
         what = self._trainer.state.fn
         if what is None or what == TrainerFn.FITTING or not self._end.has_come():
             return
+        self._deadline.reached()
         name, rank = self._end.cause
         rank_zero_info(f"{name} on rank {rank}: {what.value} has ended before its last batch.")
         self._leave(name)
@@ -151,6 +160,7 @@ class Preemption:
             self._end.start_over()
             self._is_past_beginning = False
             return
+        self._deadline.reached()
         progress = self._trainer.fit_loop.epoch_loop.batch_progress.current
         told = (
             f"{name} on rank {rank}: training has ended after {progress.completed} batches of epoch "

@@ -18,7 +18,13 @@ WHOLE_TRACEBACK = "LIGHTNING_PP_TRACEBACK"
 _MOST_LINES = 4
 _TOLD = "_lightning_pp_told"
 # where a main thread waits for other ranks, or for a device that does
-_WAIT = ("lightning_pp.", "torch.distributed.", "torch.cuda.")
+_WAIT = (
+    "torch.distributed.",
+    "torch.cuda.",
+    *(f"lightning_pp.{room}" for room in ("distributed.", "runtime.transport.", "sharding.", "strategy.results.")),
+    *(f"lightning_pp.strategy.{room}" for room in ("batch.scaling", "parameters.deferred_updates")),
+)
+_WORK = ("torch.distributed.checkpoint", "lightning_pp.distributed.fingerprints")
 
 
 class _Told(NamedTuple):
@@ -64,7 +70,8 @@ def stack_of_main_thread() -> Stack:
     lines = [line_of(each) for each in frames if is_of_user(each)][:_MOST_LINES]
     if frames and not is_of_user(frames[0]):
         lines.insert(0, line_of(frames[0]))
-    return Stack(innermost.startswith(_WAIT), tuple(reversed(lines)))
+    waits = innermost.startswith(_WAIT) and not innermost.startswith(_WORK)
+    return Stack(waits, tuple(reversed(lines)), hash(tuple((id(each), each.f_lasti) for each in frames)))
 
 
 def _print_shortly(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -247,8 +248,28 @@ def _all_equal(values: Sequence[Any]) -> bool:
         return False
 
 
+SKIPPED_IN_PART = (
+    "training_step returned None for some microbatches of a batch and a loss for others. On one device it would have "
+    "returned one of them for the whole batch: decide by what all of its samples share."
+)
+
+
 class NoLossError(ConfigurationError):
     """A training step has returned None."""
+
+
+@contextmanager
+def none_refused(batch_idx: int) -> Iterator[None]:
+    """Within, stages run the batch; a step that only now returns None ends the run."""
+    try:
+        yield
+    except NoLossError as error:
+        raise ConfigurationError(
+            f"training_step returned None for a microbatch of batch {batch_idx} after units were run, where the "
+            "recorded step returned a loss. The other stages run the batch already. Return None before the first unit "
+            "is called, by batch_idx or by what the batch holds. on_nonfinite='skip' of the strategy skips updates "
+            "where a loss or a gradient is not finite."
+        ) from error
 
 
 def loss_of(output: Any) -> Tensor:

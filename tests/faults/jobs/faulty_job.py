@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,6 +20,7 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -40,6 +42,10 @@ def _loop() -> None:
         time.sleep(0.05)
 
 
+def _signal_soon() -> None:
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+
 def _fail() -> None:
     raise ValueError("the user's own error")
 
@@ -51,6 +57,11 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "SIGSTOP": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "exit(0)": lambda: sys.exit(0),
     "loop": _loop,
+    "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "barrier": dist.barrier,
+    "pause": lambda: time.sleep(4),
+    "barrier and SIGTERM": lambda: (_signal_soon(), dist.barrier()),
+    "loop and SIGTERM": lambda: (_signal_soon(), _loop()),
 }
 
 
@@ -136,6 +147,8 @@ class Job(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if not self.runs:
             self.reached("dry run")
+        elif not torch.is_grad_enabled():
+            self.reached("check")
         return self.blocks(batch).pow(2).mean()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -187,7 +200,9 @@ def strategy_of(job: dict[str, Any]) -> Strategy:
     timeout = timedelta(seconds=job["timeout"])
     if pipeline == 1:
         return DDPStrategy(timeout=timeout)
-    return PipelineParallelStrategy(pipeline, replicas, 2, schedule=schedule, timeout=timeout)
+    return PipelineParallelStrategy(
+        pipeline, replicas, 2, schedule=schedule, timeout=timeout, **job.get("strategy", {})
+    )
 
 
 def run_rank(job: dict[str, Any], rank: int, num_ranks: int, port: int, folder: Path) -> None:
@@ -220,7 +235,11 @@ def train(job: dict[str, Any], num_ranks: int, folder: Path) -> None:
     )
     module = Job(job["fault"], job["place"], job["rank"])
     fail_within_the_runtime(module)
-    trainer.fit(module, DataLoader(Samples(module), 4), DataLoader(Samples(Job("none", "none", -1)), 4))
+    trainer.fit(
+        module,
+        DataLoader(Samples(module), 4, num_workers=job.get("workers", 0)),
+        DataLoader(Samples(Job("none", "none", -1)), 4),
+    )
 
 
 def fork_rank(job: dict[str, Any], rank: int, num_ranks: int, port: int, folder: Path) -> int:
