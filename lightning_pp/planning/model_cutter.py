@@ -188,7 +188,6 @@ class ModelCutter:
             self.sizes.data_parallel_shard,
             self._dtypes,
             whole_batch_loss=self.options.schedule.whole_batch_loss,
-            defers_updates=self.options.batches.optimizer_sync == "deferred",
             optimizer=self._optimizer,
         )
 

@@ -96,7 +96,6 @@ __all__ = [
     "request_dataloader",
     "requeue_by_slurm",
     "results_of",
-    "running_hook",
     "set_average",
     "set_trainer",
     "set_update_count",
@@ -215,11 +214,6 @@ def call_hooks(trainer: pl.Trainer, name: str, *args: Any) -> None:
     """Calls the hook ``name`` of the callbacks, then that of the module."""
     _call_callback_hooks(trainer, name, *args)
     _call_lightning_module_hook(trainer, name, *args)
-
-
-def running_hook(module: pl.LightningModule) -> str | None:
-    """The hook of the module or of a callback that Lightning has called last and not left."""
-    return module._current_fx_name
 
 
 def call_before_update(precision: Precision, function: Callable[[], object]) -> None:

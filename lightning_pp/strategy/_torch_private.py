@@ -9,23 +9,15 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
-from torch.optim import SGD, Optimizer
-from torch.optim import optimizer as optimizer_module
 
 from lightning_pp._private_names import private
 
 for _name in ("_modules", "_non_persistent_buffers_set"):
     private(nn.Module(), _name)
 
-for _name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-    private(SGD([torch.zeros(1)]), _name)
-
-_hooks_before: Mapping[int, Any] = private(optimizer_module, "_global_optimizer_pre_hooks")
-_hooks_after: Mapping[int, Any] = private(optimizer_module, "_global_optimizer_post_hooks")
 _get_default_store: Any = private(distributed_c10d, "_get_default_store")
 _set_pg_timeout: Any = private(distributed_c10d, "_set_pg_timeout")
 
@@ -48,9 +40,3 @@ def children_of(module: nn.Module) -> Mapping[str, nn.Module | None]:
 def is_persistent(module: nn.Module, buffer: str) -> bool:
     """Whether the ``state_dict`` of ``module`` has its buffer ``buffer``."""
     return buffer not in module._non_persistent_buffers_set
-
-
-def step_hooks_of(optimizer: Optimizer) -> list[Any]:
-    """The hooks that run before and after each step of ``optimizer``, those of all optimizers included."""
-    own = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
-    return [*own, *_hooks_before.values(), *_hooks_after.values()]
