@@ -137,7 +137,6 @@ class ScheduleTable:
     def best(self) -> PlannedSchedule | None:
         """The shortest in a row of steps, of those within the limit that are hardly longer than the shortest alone.
 
-        How long they are alone does not count if steps are back to back.
         Among equals the one that sends less, then the one named first.
         """
         fitting = [planned for planned in self.usable if planned.fits]
