@@ -26,10 +26,10 @@ from lightning_pp.long_tasks import LongTask
 from lightning_pp.planning.memory.limit import DeviceMemory
 from lightning_pp.planning.memory.model import MemoryModel
 from lightning_pp.planning.pipeline_options import PipelineOptions
-from lightning_pp.planning.refinement.choice import refine_cuts
+from lightning_pp.planning.refinement.choice import CutChoice
 from lightning_pp.planning.schedules.predictions import Prediction
 from lightning_pp.planning.stage_model import RecordedModel, SplitModel, assign_stages, record_model
-from lightning_pp.planning.tuning import Layout, LayoutRequest, choose_layout_of, decided_by_one, recording_of
+from lightning_pp.planning.tuning import Layout, LayoutRequest, decided_by_one
 from lightning_pp.runtime.compilation import NOTHING_TO_COMPILE, CompiledUnits, is_one_operation
 from lightning_pp.runtime.executor import PipelineExecutor, StepInputs
 from lightning_pp.runtime.timing import StepTimer
@@ -204,7 +204,7 @@ class PipelineEngine:
                 partial(decided_by_one, decides=self.rank == 0 and self.groups.replica == 0, broadcast=broadcast),
             )
             self.split: SplitModel = assign_stages(
-                recording_of(layout.partition, recording),
+                recording,
                 placement=layout.placement,
                 partition=layout.partition,
                 updates=self._updates(step),
@@ -263,7 +263,7 @@ class PipelineEngine:
         all_or_none: Callable[[Callable[[], Any]], Any],
         decided: Callable[[Callable[[], Any]], Any],
     ) -> tuple[RecordedModel, Layout]:
-        """How the model is laid out, and the model with those blocks refined that a cut falls in."""
+        """The recording that is laid out, perhaps with blocks refined that a cut falls in, and how."""
 
         def request_of(recording: RecordedModel) -> LayoutRequest:
             memory = self._device_memory
@@ -278,24 +278,13 @@ class PipelineEngine:
             return found
 
         hooks = {id(recording.fake_parameters): self._update_hooks}
-        layout, refusal = decided(partial(_choose, recording, request_of(recording)))
-        partition = None if layout is None else layout.partition
-        finer = None
-        for placement in request.placements if layout is None else [layout.placement]:
-            finer = finer or refine_cuts(recording, partition, placement, request_of, again, decided)
-        if finer is None:
-            if layout is None:
-                raise refusal
-            self._update_hooks = hooks[id(recording.fake_parameters)]
-            return recording, layout
-        self._update_hooks = hooks[id(finer.recording.fake_parameters)]
-        self._device_memory = request_of(finer.recording).memory
-        rank_zero_info(str(finer.recording.refinement))
-        finer_layout = finer.layout
-        if layout is not None:
-            about_head = finer_layout.about_head or layout.about_head
-            finer_layout = replace(finer_layout, reason=layout.reason, rejected=layout.rejected, about_head=about_head)
-        return replace(finer.recording, about_head=recording.about_head), finer_layout
+        with LongTask("The choice of cuts and schedule", rank_zero_info):
+            chosen, layout = CutChoice(recording, request_of, again, decided).layout()
+        self._update_hooks = hooks[id(chosen.fake_parameters)]
+        self._device_memory = request_of(chosen).memory
+        if chosen.refinement is not None:
+            rank_zero_info(str(chosen.refinement))
+        return chosen, layout
 
     @contextmanager
     def _in_mode_of(self, step: str) -> Iterator[None]:
@@ -774,14 +763,3 @@ def _tell_of_wide_cuts(cuts: Sequence[WideCut]) -> None:
         widest = max(cuts, key=lambda cut: cut.crossing_bytes)
         others = f" So do {len(cuts) - 1} other cuts." if len(cuts) > 1 else ""
         rank_zero_warn(f"Much crosses between stages: {widest}.{others} {ADVICE}")
-
-
-def _choose(recording: RecordedModel, request: LayoutRequest) -> tuple[Layout | None, ConfigurationError | None]:
-    """The layout with whole blocks; why there is none, where that may be for lack of memory."""
-    with LongTask("The choice of cuts and schedule", rank_zero_info):
-        try:
-            return choose_layout_of(recording, request), None
-        except ConfigurationError as error:
-            if request.memory is None:
-                raise
-            return None, error
