@@ -13,10 +13,8 @@ It is simulated twice, with what an F, I and W of a block and a message take on 
 them: with the programs of the steps one after the other, where a rank that is done begins its next step (back to back),
 and where all ranks begin a step together (in step). The modes are the ways to update:
 
-``plain``     without clipping
-``clipped``   with clipping by norm, which no step exceeds
-``deferred``  the same with ``optimizer_sync="deferred"``
-``undone``    the same, but every eighth step exceeds the norm, so that its update is undone
+``plain``    without clipping
+``clipped``  with clipping by norm, which no step exceeds
 """
 
 from __future__ import annotations
@@ -46,13 +44,8 @@ from lightning_pp.schedule import Schedule, StageCosts, build_schedule
 
 SIZES = {2: 8, 4: 12}
 CLIP = 1e3
-MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "plain": ({}, {}),
-    "clipped": ({"gradient_clip_val": CLIP}, {}),
-    "deferred": ({"gradient_clip_val": CLIP}, {"optimizer_sync": "deferred"}),
-    "undone": ({"gradient_clip_val": CLIP}, {"optimizer_sync": "deferred"}),
-}
-"""By name, what goes to the trainer and to the strategy."""
+MODES: dict[str, dict[str, Any]] = {"plain": {}, "clipped": {"gradient_clip_val": CLIP}}
+"""By name, what goes to the trainer."""
 MOST_EXTRA_BUBBLE = 0.01
 UPDATES: list[float] = []
 """When this rank has made its updates, by ``time.perf_counter``."""
@@ -137,28 +130,23 @@ class Beginning(pl.Callback):
 
 def run_fit(schedule: Schedule, mode: str, ms: float, num_steps: int) -> Row:
     """One fit on all ranks."""
-    for_trainer, for_strategy = MODES[mode]
     p, m = len(schedule.programs), schedule.num_microbatches
     block = Block if has_whole_backwards(schedule) else DelayedBlock
     beginning = Beginning(ms)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=p,
-        strategy=PipelineParallelStrategy(
-            p, num_microbatches=m, schedule=schedule.name, check_first_batches=False, **for_strategy
-        ),
+        strategy=PipelineParallelStrategy(p, num_microbatches=m, schedule=schedule.name, check_first_batches=False),
         max_steps=_NUM_WARM + num_steps + 1,
         callbacks=[beginning],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **for_trainer,
+        **MODES[mode],
     )
     torch.manual_seed(0)
     data = torch.randn(_NUM_WARM + num_steps + 2, 2 * m, WIDTH)
-    if mode == "undone":
-        data[7::8] *= 1e6
     trainer.fit(Emulated(schedule.placement.num_stages, block), DataLoader(data.flatten(0, 1), batch_size=2 * m))
     num_sleeps = 3 * m * schedule.placement.num_stages // p
     work = num_sleeps * statistics.mean(end - start for start, end in SLEEPS.intervals)
@@ -229,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows += [Row(**row) for row in rows_of_ranks(run_rank, num_ranks, options)]
     if options.json:
         write_json(options.json, [asdict(row) for row in rows])
-    judged = [row for row in rows if row.mode in ("plain", "deferred")]
+    judged = [row for row in rows if row.mode == "plain"]
     missed = [row for row in judged if row.bubble > row.back_to_back + MOST_EXTRA_BUBBLE]
     return int(options.check and bool(missed))
 

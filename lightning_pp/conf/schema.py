@@ -187,8 +187,6 @@ class PipelineStrategyConf:
         on_nonfinite: What a loss or gradient that is NaN or infinite does: ``error``, ``skip`` or ``ignore``.
         unequal_data: What ranks with different numbers of batches do: ``error``, or ``shortest`` to stop with the
             first.
-        optimizer_sync: When ranks wait for what decides about an update (clipping by norm, skipping): ``immediate``, or
-            ``deferred`` to the next step.
         units: Names or shell patterns of modules that stay whole on one stage; null for those that are found.
         split_points: Units that begin stages 1, 2, ...; null for the cut with the shortest step.
         unit_weights: Names or shell patterns of units, each with a factor for its cost in the cut.
@@ -231,7 +229,6 @@ class PipelineStrategyConf:
     check_first_batches: bool = True
     on_nonfinite: str = "error"
     unequal_data: str = "error"
-    optimizer_sync: str = "immediate"
     units: list[str] | None = None
     split_points: list[str] | None = None
     unit_weights: Any = None  # a dict of names to numbers: of a typed one that is None nothing can be set

@@ -62,17 +62,6 @@ class MessageLine:
         """
         return self._start(_listen)
 
-    def add_up(self, produce: Callable[[], float]) -> Future[float]:
-        """Adds numbers up over the pipeline, after the messages so far; every rank of it calls this.
-
-        Args:
-            produce: Gives this rank's number, in another thread.
-
-        Returns:
-            The sum in float64, the same on every rank, or what ``produce`` raised, or :class:`RankStoppedError`.
-        """
-        return self._queue(_add_up, self.groups, produce)
-
     def _start(self, work: Callable[..., None], *args: Any) -> Future[Any]:
         self._number += 1
         return self._queue(work, self.groups, 2 * (self._number % _TAG_RANGE), *args)
@@ -161,21 +150,6 @@ def _listen(message: Future[Any], groups: ControlGroups, tag: int) -> None:
             message.set_exception(content)
         else:
             message.set_result(content)
-
-
-def _add_up(message: Future[float], groups: ControlGroups, produce: Callable[[], float]) -> None:
-    try:
-        total = torch.tensor(produce(), dtype=torch.float64, device="cpu")
-    except Exception as error:
-        message.set_exception(error)
-        return
-    try:
-        if groups.pipeline is not None:
-            dist.all_reduce(total, group=groups.pipeline)
-    except RuntimeError as error:
-        message.set_exception(RankStoppedError(f"A sum over the pipeline's ranks did not come about: {error}"))
-    else:
-        message.set_result(float(total))
 
 
 def _receive(num_bytes: int, groups: ControlGroups, tag: int) -> bytes:

@@ -12,14 +12,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pp.distributed.sizes import ParallelSizes
-from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.memory.limit import DeviceMemory
 from lightning_pp.planning.memory.model import MemoryModel
 from lightning_pp.planning.pipeline_options import PipelineOptions
-from lightning_pp.planning.refinement.choice import refine_cuts
+from lightning_pp.planning.refinement.choice import CutChoice
 from lightning_pp.planning.schedules.source import ScheduleSource
 from lightning_pp.planning.stage_model import RecordedModel, SplitModel, assign_stages, record_model
-from lightning_pp.planning.tuning import ChosenCuts, LayoutRequest, choose_cuts_of, choose_layout_of
+from lightning_pp.planning.tuning import LayoutRequest
 from lightning_pp.planning.unit_times.measure import UnitTimes
 from lightning_pp.schedule import Placement
 from lightning_pp.split.data.microbatch import Microbatch, batch_size_of
@@ -129,37 +128,14 @@ class ModelCutter:
         """
         asked = self._request(source=source)
         recording = self.recording(asked.fewest_stages if placement in asked.placements else placement.num_stages)
-        try:
-            chosen = choose_cuts_of(recording, self._request(recording, source), placement)
-        except ConfigurationError:
-            finer = None
-            if self._refines and self.options.device_memory_gib is not None:
-                finer = self._refined_cut(recording, None, placement, source)
-            if finer is None:
-                raise
-            chosen = finer
-        else:
-            if self._refines:
-                chosen = self._refined_cut(recording, chosen, placement, source) or chosen
-        split = assign_stages(chosen.recording, placement=placement, partition=chosen.partition)
+        cut, chosen = self._choice(recording, source).cuts(placement)
+        split = assign_stages(cut, placement=placement, partition=chosen.partition)
         return Cut(split, chosen.costs is not None, chosen.about_head)
 
-    def _refined_cut(
-        self, recording: RecordedModel, chosen: ChosenCuts | None, placement: Placement, source: ScheduleSource | None
-    ) -> ChosenCuts | None:
-        """What takes the place of ``chosen`` with cuts inside of blocks; None if nothing does."""
+    def _choice(self, recording: RecordedModel, source: ScheduleSource | None = None) -> CutChoice:
         num_stages = next(made_for for made_for, one in self._recordings if one is recording)
-        finer = refine_cuts(
-            recording,
-            None if chosen is None else chosen.partition,
-            placement,
-            lambda recording: self._request(recording, source),
-            partial(self._with_refined, num_stages),
-        )
-        if finer is None:
-            return None
-        about_head = finer.layout.about_head or ("" if chosen is None else chosen.about_head)
-        return ChosenCuts(finer.recording, finer.layout.partition, None, about_head)
+        again = partial(self._with_refined, num_stages) if self._refines else None
+        return CutChoice(recording, lambda recording: self._request(recording, source), again)
 
     def placement(self) -> Placement:
         """Where training would put the stages.
@@ -170,15 +146,7 @@ class ModelCutter:
         request = self._request()
         if len(request.placements) == 1:
             return request.placements[0]
-        recording = self.recording(request.fewest_stages)
-        try:
-            return choose_layout_of(recording, self._request(recording)).placement
-        except ConfigurationError:
-            if self._refines and self.options.device_memory_gib is not None:
-                for placement in request.placements:
-                    if self._refined_cut(recording, None, placement, None) is not None:
-                        return placement
-            raise
+        return self._choice(self.recording(request.fewest_stages)).layout()[1].placement
 
     @property
     def memory_model(self) -> MemoryModel:
@@ -188,7 +156,6 @@ class ModelCutter:
             self.sizes.data_parallel_shard,
             self._dtypes,
             whole_batch_loss=self.options.schedule.whole_batch_loss,
-            defers_updates=self.options.batches.optimizer_sync == "deferred",
             optimizer=self._optimizer,
         )
 

@@ -21,7 +21,6 @@ from lightning_pp.split.unit_calls.units import units_that_hold
 
 OnNonFinite = Literal["error", "skip", "ignore"]
 UnequalData = Literal["error", "shortest"]
-OptimizerSync = Literal["immediate", "deferred"]
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,6 @@ class BatchOptions:
         check_first_batches: Whether a run's first batches are compared with parts of them.
         on_nonfinite: What a loss or a gradient comes to that is not finite: ``"error"``, ``"skip"`` or ``"ignore"``.
         unequal_data: What different numbers of batches come to: ``"error"`` or ``"shortest"``.
-        optimizer_sync: When ranks wait for what decides about an update: before it, ``"immediate"``, or in the next
-            step, ``"deferred"``.
 
     Raises:
         ConfigurationError: A value is not of its kind.
@@ -46,12 +43,10 @@ class BatchOptions:
     check_first_batches: bool = True
     on_nonfinite: OnNonFinite = "error"
     unequal_data: UnequalData = "error"
-    optimizer_sync: OptimizerSync = "immediate"
 
     def __post_init__(self) -> None:
         check_size("num_microbatches", self.num_microbatches)
-        choices = (("on_nonfinite", OnNonFinite), ("unequal_data", UnequalData), ("optimizer_sync", OptimizerSync))
-        for name, known in choices:
+        for name, known in (("on_nonfinite", OnNonFinite), ("unequal_data", UnequalData)):
             if getattr(self, name) not in get_args(known):
                 raise ConfigurationError(
                     f"{name}={getattr(self, name)!r} is unknown; it is one of {', '.join(get_args(known))}."

@@ -141,10 +141,6 @@ class RecordedModel:
         """Parts that its head is cut into; 0 where it is whole."""
         return sum(isinstance(unit, HeadPart) for unit in self.units.values())
 
-    def with_refinement(self, refinement: Refinement) -> RecordedModel:
-        """The same with the reason for its units."""
-        return replace(self, refinement=refinement)
-
     @property
     def num_parameters(self) -> dict[str, int]:
         """Parameters in each unit."""

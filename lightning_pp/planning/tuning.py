@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from lightning_pp.errors import ConfigurationError, ScheduleError, SplitError
 from lightning_pp.planning.cuts import CutOptions, best_partition, costs_of_other_cuts, measured_unit_costs
@@ -14,19 +14,16 @@ from lightning_pp.planning.memory.limit import DeviceMemory
 from lightning_pp.planning.schedules.given_costs import GivenCosts
 from lightning_pp.planning.schedules.options import ScheduleOptions
 from lightning_pp.planning.schedules.predictions import Prediction
-from lightning_pp.planning.stage_costs import assumed_speed, estimated_costs, estimated_times
-from lightning_pp.planning.stage_model import RecordedModel
+from lightning_pp.planning.stage_costs import assumed_speed, estimated_costs
 from lightning_pp.schedule import Placement, Schedule, StageCosts
 from lightning_pp.split.cut.partition import Partition
-from lightning_pp.split.cut.unit_costs import UnitCost, stage_costs
+from lightning_pp.split.cut.unit_costs import UnitCost
 from lightning_pp.split.record.step_record import StepRecord
 
 _log = logging.getLogger(__name__)
 
 # More stages on a rank mean more messages and more actions than the estimate knows of.
 _WORTH_MORE_STAGES = 0.98
-# A head in parts has a whole copy of its weight, with its gradient, on each stage that has a part.
-WORTH_A_SPLIT_HEAD = 0.97
 
 T = TypeVar("T")
 
@@ -101,104 +98,6 @@ class LayoutRequest:
         return None
 
 
-def choose_layout_of(recording: RecordedModel, request: LayoutRequest) -> Layout:
-    """As :func:`choose_layout`; where a head may be cut or whole, as :func:`choose_cuts_of` says for each placement.
-
-    Raises:
-        ConfigurationError, SplitError, ScheduleError: As :func:`choose_layout` says.
-    """
-
-    def on(placement: Placement) -> Layout:
-        return layout_of(choose_cuts_of(recording, request, placement), request, placement)
-
-    return _best_layout(on, request)
-
-
-def about_head(recording: RecordedModel, is_split: bool, split_time: float, whole_time: float) -> str:
-    """What cutting a head comes to, in a sentence."""
-    head = recording.record.split_head
-    number = sum(call.unit.startswith(f"{head}[") for call in recording.record.calls)
-    if is_split:
-        verdict = f"is cut along its classes into {number} parts: with it whole, a step is planned to take"
-        return f"The head {head!r} {verdict} {whole_time / split_time:.2f} times as long."
-    verdict = f"stays whole on one stage: in {number} parts, a step is planned to take"
-    return f"The head {head!r} {verdict} {split_time / whole_time:.2f} times as long."
-
-
-def is_cut_of(partition: Partition, recording: RecordedModel) -> bool:
-    """Whether ``partition`` is of the units that the step of ``recording`` calls."""
-    return set(partition.unit_costs) == set(recording.record.first_calls())
-
-
-def recording_of(partition: Partition, recording: RecordedModel) -> RecordedModel:
-    """``recording``, or the one with its head whole if ``partition`` is of that."""
-    whole = recording.whole
-    return whole if whole is not None and is_cut_of(partition, whole) else recording
-
-
-class ChosenCuts(NamedTuple):
-    """Cuts for one placement.
-
-    Attributes:
-        recording: What they are of.
-        partition: Which stage each unit is on.
-        costs: Measured costs of its units, in milliseconds, if any.
-        about_head: What cutting the head comes to, a sentence; empty where that was no question.
-    """
-
-    recording: RecordedModel
-    partition: Partition
-    costs: Mapping[str, UnitCost] | None
-    about_head: str
-
-
-def choose_cuts_of(recording: RecordedModel, request: LayoutRequest, placement: Placement) -> ChosenCuts:
-    """As :func:`choose_cuts`; where a head may be cut or whole, what makes the step shorter."""
-    found = []
-    failures: list[Exception] = []
-    for one in filter(None, (recording, recording.whole)):
-        try:
-            cuts = choose_cuts(one.record, one.num_parameters, _request_for(one, request), placement)
-        except (ConfigurationError, SplitError) as error:
-            failures.append(error)
-            continue
-        found.append(ChosenCuts(one, *cuts, one.about_head))
-    if not found:
-        raise failures[-1]
-    if len(found) == 1:
-        return found[0]
-    split, whole = found
-    if (split.costs is None) != (whole.costs is None):
-        return split if split.costs is not None else whole
-    program = request.options.source.program_to_cut_by(placement, request.num_microbatches)
-    times = [request.options.source.step_time(program, _times_of(cuts, request, placement)) for cuts in found]
-    is_split = times[0] < WORTH_A_SPLIT_HEAD * times[1]
-    return (split if is_split else whole)._replace(about_head=about_head(recording, is_split, *times))
-
-
-def _times_of(cuts: ChosenCuts, request: LayoutRequest, placement: Placement) -> StageCosts:
-    """Estimated times, of messages too; where costs are given, F, I and W by what is known of units."""
-    partition, speeds = cuts.partition, request.cut.speeds_of_stages(placement)
-    if request.options.costs is not None:
-        return stage_costs(partition.unit_costs, partition.stage_of_unit, speeds)
-    return estimated_times(cuts.recording.record, partition, assumed_speed(request.device_type), speeds)
-
-
-def _request_for(recording: RecordedModel, request: LayoutRequest) -> LayoutRequest:
-    """``request`` with its limit of memory, if any, for another recording of the step."""
-    return request if request.memory is None else replace(request, memory=request.memory.of(recording))
-
-
-def layout_of(cuts: ChosenCuts, request: LayoutRequest, placement: Placement) -> Layout:
-    """The layout with cuts that are chosen.
-
-    Raises:
-        ConfigurationError, ScheduleError: As :func:`choose_layout` says.
-    """
-    layout = _layout(cuts.recording.record, cuts[1:3], _request_for(cuts.recording, request), placement)
-    return replace(layout, about_head=cuts.about_head)
-
-
 def choose_layout(record: StepRecord, num_parameters: Mapping[str, int], request: LayoutRequest) -> Layout:
     """Chooses cuts, placement and first schedule.
 
@@ -216,14 +115,12 @@ def choose_layout(record: StepRecord, num_parameters: Mapping[str, int], request
         ConfigurationError, SplitError: The step cannot be cut into so many stages.
         ScheduleError: No schedule keeps the memory limit; the message says the smallest that works.
     """
-
-    def on(placement: Placement) -> Layout:
-        return _layout(record, choose_cuts(record, num_parameters, request, placement), request, placement)
-
-    return _best_layout(on, request)
+    return best_layout(
+        lambda on: layout_of(record, choose_cuts(record, num_parameters, request, on), request, on), request
+    )
 
 
-def _best_layout(on: Callable[[Placement], Layout], request: LayoutRequest) -> Layout:
+def best_layout(on: Callable[[Placement], Layout], request: LayoutRequest) -> Layout:
     """The one with the shortest step, of those ``on`` the placements of ``request``."""
     found: list[Layout] = []
     failures: list[Exception] = []
@@ -242,7 +139,7 @@ def _best_layout(on: Callable[[Placement], Layout], request: LayoutRequest) -> L
     best = found[0]
     for layout in found[1:]:
         worth = _WORTH_MORE_STAGES if layout.placement.num_stages > best.placement.num_stages else 1.0
-        if step_ms(layout, request) < worth * step_ms(best, request):
+        if _step_ms(layout, request) < worth * _step_ms(best, request):
             best = layout
     if not request.options.source.is_searched:
         return best
@@ -255,12 +152,12 @@ def _best_layout(on: Callable[[Placement], Layout], request: LayoutRequest) -> L
     return replace(best, reason=reason, rejected=(*others, *rejected))
 
 
-def step_ms(layout: Layout, request: LayoutRequest) -> float:
+def _step_ms(layout: Layout, request: LayoutRequest) -> float:
     """The time of a step in a row of overlapping ones."""
     return request.options.source.step_time(layout.start, layout.costs)
 
 
-def _layout(
+def layout_of(
     record: StepRecord,
     cuts: tuple[Partition, Mapping[str, UnitCost] | None],
     request: LayoutRequest,

@@ -23,7 +23,6 @@ from lightning_pp.runtime.transport.channels import Transport
 from lightning_pp.runtime.transport.route import Route, Stop, plan_route
 from lightning_pp.runtime.whole_batch import TailRun, WholeBatch
 from lightning_pp.schedule import Action, ActionKind, Schedule
-from lightning_pp.schedule.simulation.ahead import forwards_ahead
 from lightning_pp.split.data.tree import map_leaves
 from lightning_pp.split.record.plan import StepPlan
 from lightning_pp.split.record.step_record import Value
@@ -52,10 +51,6 @@ class StepInputs:
         is_timed: Whether the times of the actions are taken.
         label: Makes a context around each action, and around each wait for other stages, of its name
             (:func:`label_of`), for a profiler; None for none.
-        settle: Settles the update before this step, after the step's forwards ahead
-            (:func:`~lightning_pp.schedule.simulation.ahead.forwards_ahead`); returns whether the weights are those that
-            they were run with, the same on every rank. Otherwise the step is begun anew. None: there is nothing to
-            settle.
     """
 
     plans: Sequence[StepPlan]
@@ -69,7 +64,6 @@ class StepInputs:
     on_outputs: Callable[[list[Any]], None] | None = None
     is_timed: bool = True
     label: Callable[[str], AbstractContextManager[Any]] | None = None
-    settle: Callable[[], bool] | None = None
 
 
 class PipelineExecutor:
@@ -89,7 +83,6 @@ class PipelineExecutor:
             W: empty the queue into the parameters' gradients
             B: I and W in one, nothing queued but by modules that keep their weight gradients back
             UNSHARD, RESHARD, REDUCE: handed to who shards the stages; collectives run beside the rest
-            after the forwards ahead, with an update that is not settled: settle it; if it was undone, begin anew
         wait until the values that were sent have left; gradients may take until the next step
 
     There is no other collective in it, and no rank waits for what it does not need: one that is done starts the next
@@ -120,7 +113,6 @@ class PipelineExecutor:
         self._recomputation = recomputation
         self._runners: dict[int, StageRunner] = {}
         self._programs: dict[tuple[Any, ...], _Program] = {}
-        self._ahead: tuple[Schedule, tuple[int, ...]] | None = None
         self._running: Action | _Entry | None = None
 
     @property
@@ -141,14 +133,7 @@ class PipelineExecutor:
             with ``whole_batch`` the first entry is what it returned for the batch, and the others are None), and the
             timer of this rank's actions; reading it may wait for the device.
         """
-        program = self._program(schedule, inputs.plans, inputs.settle is not None)
-        step = None
-        while step is None:
-            step = self._attempt(program, inputs)
-        return step.outputs, step.timer
-
-    def _attempt(self, program: _Program, inputs: StepInputs) -> _Step | None:
-        """Runs the step, or its forwards ahead alone: then it is to be begun anew, and None is returned."""
+        program = self._program(schedule, inputs.plans)
         step = _Step(inputs, self._transport, self._device)
         step.timer.sent_bytes = program.sent_bytes
         self._transport.begin(program.route)
@@ -159,11 +144,6 @@ class PipelineExecutor:
                 if program.splits_backward:
                     stack.enter_context(weight_gradients_deferrable())
                 for entry in program.entries:
-                    if entry is program.first_settled and inputs.settle is not None:
-                        if not inputs.settle():
-                            step.take_back(program.route)
-                            return None
-                        self._transport.go_on(program.route)
                     self._running = entry
                     if inputs.label is None:
                         step.carry_out(entry)
@@ -177,28 +157,27 @@ class PipelineExecutor:
             raise
         finally:
             self._running = None
-        return step
+        return step.outputs, step.timer
 
     def drain(self) -> None:
         """Returns when the other ranks have received what was sent; to be called before this process ends."""
         self._transport.drain()
 
-    def _program(self, schedule: Schedule, plans: Sequence[StepPlan], settles: bool) -> _Program:
-        key = (settles, id(schedule), *map(id, plans))
+    def _program(self, schedule: Schedule, plans: Sequence[StepPlan]) -> _Program:
+        key = (id(schedule), *map(id, plans))
         program = self._programs.get(key)
         if program is None:
             if len(self._programs) >= _MOST_PROGRAMS:
                 self._programs.clear()
-            program = self._programs[key] = self._lay_out(schedule, plans, settles)
+            program = self._programs[key] = self._lay_out(schedule, plans)
         return program
 
-    def _lay_out(self, schedule: Schedule, plans: Sequence[StepPlan], settles: bool) -> _Program:
+    def _lay_out(self, schedule: Schedule, plans: Sequence[StepPlan]) -> _Program:
         route = plan_route(
             schedule,
             plans,
             self._rank,
             receives_occupy_device=not self._transport.matches_by_tag,
-            ahead=self._forwards_ahead(schedule) if settles else None,
         )
         # microbatches whose backward is I and W; the others pay nothing for a split
         split = {
@@ -225,13 +204,7 @@ class PipelineExecutor:
                 )
             )
         # the objects are kept with what came of them, so that their ids stay theirs
-        first_settled = None if route.num_ahead is None else entries[route.num_ahead]
-        return _Program((schedule, *plans), route, entries, bool(split), sent_bytes, first_settled)
-
-    def _forwards_ahead(self, schedule: Schedule) -> tuple[int, ...]:
-        if self._ahead is None or self._ahead[0] is not schedule:
-            self._ahead = (schedule, forwards_ahead(schedule))
-        return self._ahead[1]
+        return _Program((schedule, *plans), route, entries, bool(split), sent_bytes)
 
     def _runner(self, stage: int) -> StageRunner:
         if stage not in self._runners:
@@ -382,11 +355,6 @@ class _Step:
             self._sharded.finish()
         self._transport.finish()
 
-    def take_back(self, route: Route) -> None:
-        """Drops what the forwards ahead leave behind; returns when nothing of it is under way on any rank."""
-        self._in_flight.clear()
-        self._transport.take_back(route)
-
     def abandon(self) -> None:
         """Drops what a step that raised leaves behind."""
         for kept in self._in_flight.values():
@@ -445,7 +413,6 @@ class _Program:
     entries: list[_Entry | Action]
     splits_backward: bool
     sent_bytes: Mapping[int, int]
-    first_settled: _Entry | Action | None
 
 
 def _detached(leaf: Any) -> Any:

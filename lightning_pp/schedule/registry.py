@@ -35,7 +35,6 @@ class ScheduleRequest:
         whole_batch_loss: Whether no backward may start before the last forward of the last stage; families that search
             look at it, programs of the others are changed afterwards.
         search_seconds: How long families that search may try; None: as long as their effort takes.
-        back_to_back: Whether a rank begins its next step when it is done with one, whatever the others do.
     """
 
     num_ranks: int
@@ -49,7 +48,6 @@ class ScheduleRequest:
     sharding: Sharding | None = None
     whole_batch_loss: bool = False
     search_seconds: float | None = None
-    back_to_back: bool = False
 
 
 @dataclass(frozen=True)
@@ -132,7 +130,6 @@ def build_schedule(
     sharding: Sharding | None = None,
     whole_batch_loss: bool = False,
     search_seconds: float | None = None,
-    back_to_back: bool = False,
 ) -> Schedule:
     """Make the schedule ``name``, or read it if the name ends with ``.csv``.
 
@@ -157,8 +154,6 @@ def build_schedule(
         search_seconds: With ``auto``, try no further than so many seconds of wall time, and take the best until then;
             what is found depends on the machine. The hand-made schedules are always built and compared, which is not
             counted; nothing is begun that the time left does not allow at 4 µs an action.
-        back_to_back: With ``auto``, a rank begins its next step when it is done with one, whatever the others do: take
-            the schedule with the shortest :meth:`Schedule.time_in_a_row`, however long a step alone would be.
 
     Raises:
         ScheduleError: The name is unknown, a size cannot work, the file does not fit the sizes, or the schedule needs
@@ -186,7 +181,6 @@ def build_schedule(
                 sharding,
                 whole_batch_loss,
                 search_seconds,
-                back_to_back,
             ),
         )
     _check_placement(schedule, placement, name)

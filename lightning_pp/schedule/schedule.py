@@ -66,7 +66,7 @@ class Schedule(Programs):
     def time_in_a_row(self, costs: StageCosts | None = None) -> float:
         """Milliseconds from a step to the next, in a row of steps in which each rank begins the next when it is done.
 
-        Steps are like that with ``optimizer_sync="deferred"`` of the strategy, and where nothing is clipped by norm or
+        Steps are like that where nothing is clipped by norm or
         skipped. Without gathers and reductions it is at most the longest span of a step alone: begun so much later on
         each rank, a step meets nothing of the one before.
 

@@ -98,7 +98,6 @@ __all__ = [
     "request_dataloader",
     "requeue_by_slurm",
     "results_of",
-    "running_hook",
     "set_average",
     "set_trainer",
     "set_update_count",
@@ -203,12 +202,6 @@ def call_hooks(trainer: pl.Trainer, name: str, *args: Any) -> None:
     """Calls the hook ``name`` of the callbacks, then that of the module."""
     _call_callback_hooks(trainer, name, *args)
     _call_lightning_module_hook(trainer, name, *args)
-
-
-@uses("lightning.pytorch.LightningModule._current_fx_name")
-def running_hook(module: pl.LightningModule) -> str | None:
-    """The hook of the module or of a callback that Lightning has called last and not left."""
-    return module._current_fx_name
 
 
 @uses("lightning.pytorch.plugins.precision.Precision._after_closure")

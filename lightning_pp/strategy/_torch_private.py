@@ -11,12 +11,9 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 
 from lightning_pp._private_names import private, uses
 
-_hooks_before: Mapping[int, Any] = private("torch.optim.optimizer._global_optimizer_pre_hooks")
-_hooks_after: Mapping[int, Any] = private("torch.optim.optimizer._global_optimizer_post_hooks")
 _get_default_store: Any = private("torch.distributed.distributed_c10d._get_default_store")
 _set_timeout: Any = private(
     "torch.distributed.set_timeout",  # since torch 2.15
@@ -44,10 +41,3 @@ def children_of(module: nn.Module) -> Mapping[str, nn.Module | None]:
 def is_persistent(module: nn.Module, buffer: str) -> bool:
     """Whether the ``state_dict`` of ``module`` has its buffer ``buffer``."""
     return buffer not in module._non_persistent_buffers_set
-
-
-@uses("torch.optim.Optimizer._optimizer_step_pre_hooks", "torch.optim.Optimizer._optimizer_step_post_hooks")
-def step_hooks_of(optimizer: Optimizer) -> list[Any]:
-    """The hooks that run before and after each step of ``optimizer``, those of all optimizers included."""
-    own = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
-    return [*own, *_hooks_before.values(), *_hooks_after.values()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -14,7 +13,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
@@ -28,10 +26,10 @@ from lightning_pp.long_tasks import LongTask
 from lightning_pp.planning.memory.limit import DeviceMemory
 from lightning_pp.planning.memory.model import MemoryModel
 from lightning_pp.planning.pipeline_options import PipelineOptions
-from lightning_pp.planning.refinement.choice import refine_cuts
+from lightning_pp.planning.refinement.choice import CutChoice
 from lightning_pp.planning.schedules.predictions import Prediction
 from lightning_pp.planning.stage_model import RecordedModel, SplitModel, assign_stages, record_model
-from lightning_pp.planning.tuning import Layout, LayoutRequest, choose_layout_of, decided_by_one, recording_of
+from lightning_pp.planning.tuning import Layout, LayoutRequest, decided_by_one
 from lightning_pp.runtime.compilation import NOTHING_TO_COMPILE, CompiledUnits, is_one_operation
 from lightning_pp.runtime.executor import PipelineExecutor, StepInputs
 from lightning_pp.runtime.timing import StepTimer
@@ -42,8 +40,6 @@ from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.data.row_references import lengths_noted
 from lightning_pp.split.dry_run.run import DryRun
 from lightning_pp.split.dry_run.weight_updates import Updates
-from lightning_pp.split.side_effects.module_state import WatchedModule
-from lightning_pp.strategy._lightning_private import running_hook
 from lightning_pp.strategy.autotune.compiled_backward import CompiledBackward
 from lightning_pp.strategy.autotune.plan_facts import plan_facts
 from lightning_pp.strategy.autotune.profiling import tuned_programs
@@ -54,15 +50,12 @@ from lightning_pp.strategy.batch.run import BatchRun, StepCall
 from lightning_pp.strategy.batch.whole_batch import ending_with_batch
 from lightning_pp.strategy.connection import Connection
 from lightning_pp.strategy.lightning.gradient_norms import GradientNorms
-from lightning_pp.strategy.lightning.settling import refuse_own_updates, settled_before_hooks
-from lightning_pp.strategy.parameters.deferred_updates import DeferredUpdates
 from lightning_pp.strategy.parameters.device_speed import flops_per_byte_of
 from lightning_pp.strategy.parameters.finite_gradients import FiniteGradients
 from lightning_pp.strategy.parameters.gradients import StageGradients
 from lightning_pp.strategy.parameters.precision import scaled, step_dtypes
 from lightning_pp.strategy.parameters.whole_module import make_whole
 from lightning_pp.strategy.results.finite_losses import LossCheck
-from lightning_pp.strategy.results.host_copies import HostCopies
 from lightning_pp.strategy.results.metrics import PipelineMetrics
 from lightning_pp.strategy.results.outputs import SKIPPED_IN_PART, NoLossError, loss_of, none_refused
 from lightning_pp.strategy.results.reports import BatchReport
@@ -146,7 +139,6 @@ class PipelineEngine:
         self._communicators_bytes = communicators_bytes
         self._compiled_units: CompiledUnits | None = None
         self._compiled_backward: CompiledBackward | None = None
-        self.deferred: DeferredUpdates | None = None
         self._device_memory: DeviceMemory | None = None
         self._update_hooks: UpdateHooks
         self._connection = Connection(mesh, sizes, device, timeout)
@@ -212,7 +204,7 @@ class PipelineEngine:
                 partial(decided_by_one, decides=self.rank == 0 and self.groups.replica == 0, broadcast=broadcast),
             )
             self.split: SplitModel = assign_stages(
-                recording_of(layout.partition, recording),
+                recording,
                 placement=layout.placement,
                 partition=layout.partition,
                 updates=self._updates(step),
@@ -271,7 +263,7 @@ class PipelineEngine:
         all_or_none: Callable[[Callable[[], Any]], Any],
         decided: Callable[[Callable[[], Any]], Any],
     ) -> tuple[RecordedModel, Layout]:
-        """How the model is laid out, and the model with those blocks refined that a cut falls in."""
+        """The recording that is laid out, perhaps with blocks refined that a cut falls in, and how."""
 
         def request_of(recording: RecordedModel) -> LayoutRequest:
             memory = self._device_memory
@@ -286,24 +278,13 @@ class PipelineEngine:
             return found
 
         hooks = {id(recording.fake_parameters): self._update_hooks}
-        layout, refusal = decided(partial(_choose, recording, request_of(recording)))
-        partition = None if layout is None else layout.partition
-        finer = None
-        for placement in request.placements if layout is None else [layout.placement]:
-            finer = finer or refine_cuts(recording, partition, placement, request_of, again, decided)
-        if finer is None:
-            if layout is None:
-                raise refusal
-            self._update_hooks = hooks[id(recording.fake_parameters)]
-            return recording, layout
-        self._update_hooks = hooks[id(finer.recording.fake_parameters)]
-        self._device_memory = request_of(finer.recording).memory
-        rank_zero_info(str(finer.recording.refinement))
-        finer_layout = finer.layout
-        if layout is not None:
-            about_head = finer_layout.about_head or layout.about_head
-            finer_layout = replace(finer_layout, reason=layout.reason, rejected=layout.rejected, about_head=about_head)
-        return replace(finer.recording, about_head=recording.about_head), finer_layout
+        with LongTask("The choice of cuts and schedule", rank_zero_info):
+            chosen, layout = CutChoice(recording, request_of, again, decided).layout()
+        self._update_hooks = hooks[id(chosen.fake_parameters)]
+        self._device_memory = request_of(chosen).memory
+        if chosen.refinement is not None:
+            rank_zero_info(str(chosen.refinement))
+        return chosen, layout
 
     @contextmanager
     def _in_mode_of(self, step: str) -> Iterator[None]:
@@ -365,7 +346,6 @@ class PipelineEngine:
             step_dtypes(self._precision),
             trains=step == "training_step",
             whole_batch_loss=self._options.schedule.whole_batch_loss,
-            defers_updates=self._options.batches.optimizer_sync == "deferred",
             optimizer=optimizer,
         )
         limit_gib, updates = self._options.device_memory_gib, self._updates(step)
@@ -413,9 +393,6 @@ class PipelineEngine:
         self.finite = FiniteGradients(
             options.batches.on_nonfinite, self.split, self.rank, self.device, lambda: self._trainer
         )
-        if options.batches.optimizer_sync == "deferred":
-            self.deferred = DeferredUpdates(self.finite, self.gradients, self._add_up)
-            self._watched = WatchedModule(self.module, self.split.units_of(self.rank))
         self._programs.sharding = self.gradients.sharding
         if self._compile_options is not None:
             if all(map(is_one_operation, self.split.units.values())):
@@ -487,30 +464,7 @@ class PipelineEngine:
         rank with an error never joins.
         """
         self._failed = True
-        if self.deferred is not None:
-            self.deferred.forget()
         self._connection.abandon()
-
-    def defer_updates(self, optimizers: Sequence[Optimizer]) -> None:
-        """With ``optimizer_sync="deferred"``, has this fit's updates settled later; after all other code is in place.
-
-        Raises:
-            ConfigurationError: The updates of these optimizers, or of this module, cannot be.
-        """
-        if self.deferred is not None:
-            refuse_own_updates(self.module)
-
-            def clips_last() -> bool:
-                return running_hook(self.module) == "configure_gradient_clipping"
-
-            for optimizer in optimizers:
-                self.deferred.install(self._precision, optimizer, clips_last)
-            self._attached.enter_context(settled_before_hooks(self._trainer, self.module, self.settle))
-
-    def settle(self) -> None:
-        """Waits until the last update is known to be right, or makes it so; every rank calls it at the same place."""
-        if self.deferred is not None and not self._failed:
-            self.deferred.settle()
 
     def _recover(self) -> None:
         """Brings the ranks together again, if one of them has failed since the last run."""
@@ -590,7 +544,6 @@ class PipelineEngine:
 
     def evaluate(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forward of one batch; returns what the user's step would have returned for it."""
-        self.settle()
         return self._run(step, args, kwargs, 1.0, trains=False, reduce=False)
 
     def _run(
@@ -651,7 +604,6 @@ class PipelineEngine:
 
     def _forward(self, run: BatchRun, indices: Sequence[int]) -> list[Any]:
         """Runs microbatches of a batch for its check; what the last stage's step returned for each."""
-        self.settle()
         return self._execute(run, indices, trains=False)
 
     def _execute(
@@ -696,7 +648,6 @@ class PipelineEngine:
                     on_outputs,
                     is_timed=trains and self._is_looked_at,
                     label=self.label,
-                    settle=self._settling(self.deferred) if trains and self.deferred is not None else None,
                 ),
             )
         if not trains:
@@ -705,40 +656,6 @@ class PipelineEngine:
         self.gradients.end(reduce=reduce)
         self._note_training(run, schedule, timer)
         return outputs
-
-    def _settling(self, deferred: DeferredUpdates) -> Callable[[], bool]:
-        """What settles the last update after a step's forwards ahead; these may leave nothing behind but in buffers."""
-        is_watched = deferred.is_unsettled
-        if is_watched:
-            self._watched.begin()
-
-        def settle() -> bool:
-            nonlocal is_watched
-            if is_watched and (changed := self._watched.first_change()) is not None:
-                raise ConfigurationError(
-                    f"A forward has changed {changed}. With optimizer_sync='deferred' some forwards are run again when "
-                    "an update was undone, and this would be changed twice. Use optimizer_sync='immediate'."
-                )
-            is_watched = False
-            if is_as_it_was := deferred.settle():
-                self._watched.end()
-            else:
-                self._watched.put_back()
-            return is_as_it_was
-
-        return settle
-
-    def _add_up(self, number: Tensor) -> Future[float]:
-        """Adds ``number`` of each rank of the pipeline up in a thread, which waits for the device as well."""
-        copies = HostCopies()
-        copy = copies.copy(number)
-        copies.end()
-
-        def own() -> float:
-            copies.wait()
-            return float(copy)
-
-        return self._connection.messages.add_up(own)
 
     @property
     def _is_looked_at(self) -> bool:
@@ -842,14 +759,3 @@ def _tell_of_wide_cuts(cuts: Sequence[WideCut]) -> None:
         widest = max(cuts, key=lambda cut: cut.crossing_bytes)
         others = f" So do {len(cuts) - 1} other cuts." if len(cuts) > 1 else ""
         rank_zero_warn(f"Much crosses between stages: {widest}.{others} {ADVICE}")
-
-
-def _choose(recording: RecordedModel, request: LayoutRequest) -> tuple[Layout | None, ConfigurationError | None]:
-    """The layout with whole blocks; why there is none, where that may be for lack of memory."""
-    with LongTask("The choice of cuts and schedule", rank_zero_info):
-        try:
-            return choose_layout_of(recording, request), None
-        except ConfigurationError as error:
-            if request.memory is None:
-                raise
-            return None, error

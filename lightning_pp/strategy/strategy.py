@@ -6,7 +6,7 @@ import copy
 import gc
 import logging
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from os import PathLike
@@ -32,7 +32,6 @@ from lightning_pp.planning.cuts import CutOptions, names_of
 from lightning_pp.planning.pipeline_options import (
     BatchOptions,
     OnNonFinite,
-    OptimizerSync,
     PipelineOptions,
     UnequalData,
 )
@@ -137,13 +136,6 @@ class PipelineParallelStrategy(MeshStrategy):
         unequal_data: What happens when ranks have different numbers of batches. ``"error"``: the run ends and tells
             both numbers. ``"shortest"``: every rank stops where the first runs out of data, in each loader; for data
             without a length the ranks ask each other before each batch.
-        optimizer_sync: When ranks wait for the norm by which gradients are clipped, and for whether an update is
-            skipped. ``"immediate"``: before the update, for the last rank. ``"deferred"``: in the next step. Each rank
-            updates at once and goes on; where the norm then says that gradients are clipped or the update is skipped,
-            it is undone, made again, and the forwards since then are run again. Weights are the same, bit for bit.
-            Meanwhile a rank holds copies of its parameters, gradients and optimizer state. For one replica, optimizers
-            of ``torch.optim``, and schedules whose ranks end one after the other (``zb_h2``, ``zb_v``,
-            ``interleaved_zb``). ``auto`` then takes the shortest step in a row of steps.
         units: Names or shell patterns of modules that live whole on one stage; by default discovered.
         split_points: Names of the units that start stages 1, 2, ...; by default the cut with the shortest step, by
             measured costs that are given, else by FLOPs and parameters, inside of blocks where that is at least 2 %
@@ -220,7 +212,6 @@ class PipelineParallelStrategy(MeshStrategy):
         check_first_batches: bool = True,
         on_nonfinite: OnNonFinite = "error",
         unequal_data: UnequalData = "error",
-        optimizer_sync: OptimizerSync = "immediate",
         units: Sequence[str] | str | None = None,
         split_points: Sequence[str] | str | None = None,
         unit_weights: Mapping[str, float] | None = None,
@@ -259,20 +250,11 @@ class PipelineParallelStrategy(MeshStrategy):
         self._deadlock_seconds, self._preemption_seconds = deadlock_seconds, preemption_seconds
         # whether sizes fit the number of devices is checked once that is known
         check_size("pipeline_parallel_size", pipeline_parallel_size)
-        source = schedule_source(
-            schedule,
-            stages_per_rank,
-            whole_batch_loss,
-            exact_search,
-            search_seconds,
-            back_to_back=optimizer_sync == "deferred",
-        )
+        source = schedule_source(schedule, stages_per_rank, whole_batch_loss, exact_search, search_seconds)
         source.check_sizes(pipeline_parallel_size)
         self.options = PipelineOptions(
             ScheduleOptions(source, memory_limit_gib, given_costs(costs), num_profiled_batches, save_costs),
-            BatchOptions(
-                num_microbatches, split_batch, check_first_batches, on_nonfinite, unequal_data, optimizer_sync
-            ),
+            BatchOptions(num_microbatches, split_batch, check_first_batches, on_nonfinite, unequal_data),
             CutOptions(names_of(split_points), unit_weights, rank_speeds, names_of(units), split_head),
             ShardingSettings(sharding, unshard_budget, cpu_offload, data_parallel_replicate_size),
             activation_checkpointing,
@@ -484,7 +466,6 @@ class PipelineParallelStrategy(MeshStrategy):
         if is_fitting:
             finetune_whole_module(trainer, self._of_all_parameters)
             average_own_part(trainer, module, self._checkpoints)
-            engine.defer_updates(optimizers)
         if is_new and self._initial_weights is not None:
             self._checkpoints.load_initial_weights(self._initial_weights)
         self.barrier()
@@ -594,18 +575,6 @@ class PipelineParallelStrategy(MeshStrategy):
         return output
 
     @with_stages
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        """Updates this rank's parameters; with ``optimizer_sync="deferred"`` the update may be undone yet."""
-        output = super().optimizer_step(optimizer, closure, *args, **kwargs)
-        if self.engine.deferred is not None:
-            schedulers = [config.scheduler for config in self.lr_scheduler_configs]
-            if all(type(scheduler).__module__.startswith("torch.optim.") for scheduler in schedulers):
-                self.engine.deferred.after_update()
-            else:  # it may look at anything
-                self.engine.settle()
-        return output
-
-    @with_stages
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Runs a validation batch through the pipeline."""
         output: STEP_OUTPUT = self._evaluate("validation_step", args, kwargs)
@@ -654,13 +623,11 @@ class PipelineParallelStrategy(MeshStrategy):
     @with_stages
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """This rank's part of the model, or with ``save_distributed_checkpoint=False`` all of it, on rank 0."""
-        self._settle()
         return self._checkpoints.model_state()
 
     @with_stages
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """With ``save_distributed_checkpoint=False`` the optimizer's state as one device would have it, on rank 0."""
-        self._settle()
         return self._checkpoints.optimizer_state(optimizer)
 
     @with_stages
@@ -668,8 +635,6 @@ class PipelineParallelStrategy(MeshStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         """Writes a checkpoint; every rank takes part. After an exception nothing is written."""
-        if not self._is_interrupted:
-            self._settle()
         self._checkpoints.save(checkpoint, filepath, storage_options)
 
     def wait_for_checkpoint(self) -> None:
@@ -703,7 +668,6 @@ class PipelineParallelStrategy(MeshStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads weights and optimizer state, as ``on_load_checkpoint`` has left them, into this rank's part."""
         assert self.lightning_module is not None
-        self._settle()
         resume_callbacks(self.lightning_module.trainer, checkpoint.get("callbacks", {}))
         self._checkpoints.load(checkpoint, strict=strict)
 
@@ -830,15 +794,6 @@ class PipelineParallelStrategy(MeshStrategy):
         self._before_first_batch()
         if not self.is_plain:
             self._checkpoints.data.begin()
-
-    def on_train_end(self) -> None:
-        """The last update is settled when training ends."""
-        self._settle()
-
-    def _settle(self) -> None:
-        """Settles an update of ``optimizer_sync="deferred"``, if there is a pipeline yet."""
-        if self._engine is not None:
-            self._engine.settle()
 
     def on_validation_start(self) -> None:
         """Compares how many batches the ranks have, of each loader; from here on errors of loggers are warnings."""

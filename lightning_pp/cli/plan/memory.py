@@ -19,7 +19,7 @@ class RankBytes:
         parameters: Between steps, whole or a shard.
         gathered: What is gathered or cast of them during a step, besides.
         gradients: While microbatches add to them.
-        optimizer_state: What the optimizer keeps; with ``optimizer_sync="deferred"`` also what undoes an update.
+        optimizer_state: What the optimizer keeps.
         activations: The most that microbatches hold at a time; what a checkpointed unit holds while it runs again
             included.
         buffers: What is received ahead of need, and what is being sent.
@@ -80,7 +80,7 @@ class PlanMemory:
                     state.parameters_bytes,
                     state.gathered_parameters_bytes,
                     state.gradients_bytes,
-                    state.optimizer_state_bytes + state.update_copies_bytes,
+                    state.optimizer_state_bytes,
                     (rank.activations_bytes or 0) + rank.recomputed_bytes,
                     rank.edge_buffers_bytes,
                     rank.peak_bytes,

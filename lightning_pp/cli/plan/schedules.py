@@ -59,8 +59,7 @@ class PlannedSchedule:
         schedule: Its programs.
         cut: The stages.
         step_time: Of a step alone, from the first start to the last end on any rank.
-        time_in_a_row: Of a step in a row of steps: the longest span of a rank, or from one to the next if back to back
-            (``optimizer_sync="deferred"``).
+        time_in_a_row: Of a step in a row of steps: the longest span of a rank, where steps overlap.
         bubble_fraction: ``1 - work / time_in_a_row``, the zero-bubble papers' definition.
         rank_bubbles: ``1 - work / span`` of each rank.
         peak_microbatches: The most that microbatches hold on each rank, in what one holds on all its stages after F.
@@ -138,14 +137,13 @@ class ScheduleTable:
     def best(self) -> PlannedSchedule | None:
         """The shortest in a row of steps, of those within the limit that are hardly longer than the shortest alone.
 
-        How long they are alone does not count if steps are back to back.
         Among equals the one that sends less, then the one named first.
         """
         fitting = [planned for planned in self.usable if planned.fits]
         if not fitting:
             return None
         longest = (1 + _MAKESPAN_TOLERANCE) * min(planned.step_time for planned in fitting)
-        short = [planned for planned in fitting if planned.step_time <= longest or planned.source.back_to_back]
+        short = [planned for planned in fitting if planned.step_time <= longest]
         return min(short, key=lambda planned: (round(planned.time_in_a_row, 9), planned.cut.summary.sent_bytes))
 
     def named(self, name: str, placement: Placement | None = None) -> PlannedSchedule | None:
@@ -217,7 +215,6 @@ class Planner:
                 name,
                 whole_batch_loss=configured.whole_batch_loss,
                 search_seconds=seconds,
-                back_to_back=configured.back_to_back,
             )
             source = source.with_stages_per_rank(configured.stages_per_rank)
             placements = source.placements(self._num_ranks)

@@ -261,7 +261,6 @@ class DeviceMemory:
             "parameters that are gathered or cast": state.gathered_parameters_bytes,
             "gradients": state.gradients_bytes,
             "optimizer state": state.optimizer_state_bytes,
-            "copies to undo an update by": state.update_copies_bytes,
             "communicators": need.communicators_bytes,
         }
         if need.running_bytes >= need.reducing_bytes:

@@ -51,7 +51,6 @@ class MemoryModel:
         *,
         trains: bool = True,
         whole_batch_loss: bool = False,
-        defers_updates: bool = False,
         optimizer: Optimizer | None = None,
     ) -> MemoryModel:
         """For the sharding and the precision of a run.
@@ -62,7 +61,6 @@ class MemoryModel:
             dtypes: Of computation and of gradients.
             trains: Whether the step is a training step.
             whole_batch_loss: The strategy's argument.
-            defers_updates: Whether updates are settled in the next step.
             optimizer: Asked for its state; without one AdamW's is assumed.
         """
         is_whole = settings.mode == "replicate" or (num_shards == 1 and not settings.cpu_offload)
@@ -73,7 +71,6 @@ class MemoryModel:
             settings.unshard_budget,
             _ASSUMED_OPTIMIZER_BYTES if trains else 0.0,
             settings.cpu_offload,
-            defers_updates and trains,
         )
         model = cls(state, trains, "no optimizer: AdamW is assumed" if trains else "", whole_batch_loss)
         return model if optimizer is None else model.with_optimizer(optimizer)

@@ -1,30 +1,24 @@
-"""Whether cuts inside blocks make a step shorter, and which blocks they fall in."""
+"""The choice of cuts: a head whole or in parts, blocks whole or cut inside, on one placement or the best of several."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from lightning_pp.errors import ConfigurationError, ScheduleError, SplitError
 from lightning_pp.planning.refinement.blocks import refinable, what_differs
+from lightning_pp.planning.stage_costs import assumed_speed, estimated_times
 from lightning_pp.planning.stage_model import RecordedModel, Refinement
-from lightning_pp.planning.tuning import (
-    WORTH_A_SPLIT_HEAD,
-    ChosenCuts,
-    Layout,
-    LayoutRequest,
-    about_head,
-    choose_cuts,
-    layout_of,
-    recording_of,
-    step_ms,
-)
+from lightning_pp.planning.tuning import Layout, LayoutRequest, best_layout, choose_cuts, layout_of
 from lightning_pp.schedule import Placement
 from lightning_pp.split.cut.partition import Partition
-from lightning_pp.split.cut.unit_costs import estimate_unit_costs, weighted
+from lightning_pp.split.cut.unit_costs import UnitCost, estimate_unit_costs, stage_costs, weighted
 
+# A head in parts has a whole copy of its weight, with its gradient, on each stage that has a part.
+_WORTH_A_SPLIT_HEAD = 0.97
 # A step has to get shorter by this much: the code of a block that is cut runs on every stage, on fakes.
 _WORTH_A_REFINEMENT = 0.98
 
@@ -34,126 +28,261 @@ Decided = Callable[[Callable[[], Any]], Any]
 Request = Callable[[RecordedModel], LayoutRequest]
 
 
-class Refined(NamedTuple):
-    """A model with units refined, and how it is laid out.
+@dataclass(frozen=True)
+class Cuts:
+    """Cuts of one recording for one placement.
 
     Attributes:
-        recording: The model; its ``refinement`` says why.
-        layout: With cuts inside of blocks.
+        partition: Which stage each unit is on.
+        costs: Measured costs of its units, in milliseconds, if any.
+        step_ms: A step of the schedule that cuts are chosen by, by which candidates are compared.
+        about_head: How a head in parts compares with a whole one, a sentence; empty where that was no question.
+        refinement: Which blocks are cut inside, and why; None for none.
     """
 
-    recording: RecordedModel
-    layout: Layout
+    partition: Partition
+    costs: Mapping[str, UnitCost] | None
+    step_ms: float
+    about_head: str = ""
+    refinement: Refinement | None = None
 
 
-class _Finer(NamedTuple):
-    """A model with units refined, and their names."""
+class CutChoice:
+    """Chooses the cuts of a model; training, its plan and the search of plans ask the same.
 
-    recording: RecordedModel
-    names: tuple[str, ...]
-
-
-def refine_cuts(
-    recording: RecordedModel,
-    partition: Partition | None,
-    placement: Placement,
-    request: Request,
-    record: Record,
-    decided: Decided = lambda compute: compute(),
-) -> Refined | None:
-    """The model with those units refined that a cut is to fall in; None where it is best as it is.
-
-    Training decides by this, and whoever says beforehand what training will do. First all units that may be are
-    refined, and the model is cut. Then those that a cut has come to fall in are, and no others; that is taken if a
-    step, in the schedule that training would begin with, is estimated to take 2 % less. A head that may be in parts or
-    whole is tried both ways. Where whole blocks do not keep the limit of memory, cuts inside of them are taken that do,
-    however long a step is. Where the user names units or cuts, or gives costs, nothing is refined.
+    On a placement the candidates are the head whole or in parts, each with blocks whole and with those blocks refined
+    that a cut falls in. The estimated time of a step decides: a head in parts has to make it 3 % shorter, cuts inside
+    of blocks 2 %. Where whole blocks do not keep the limit of memory, cuts inside of them are taken that do, however
+    long a step is. Where the user names units or cuts, or gives costs, no block is refined. Among placements the first
+    schedule of each with whole blocks decides (:func:`best_layout`).
 
     Args:
         recording: The model, with the units that it was found to have.
-        partition: Its cuts, or those of it with its head whole; None where none keep the limit of memory.
-        placement: Which rank holds which stages.
         request: What cuts are chosen from, for a recording.
-        record: Records the step again. Called on every rank, if ``decided`` is.
-        decided: Gives what its argument returns on the rank that decides, on every rank.
+        record: Records the step again; None: blocks stay whole. It is called on every rank, if ``decided`` is.
+        decided: Returns on every rank what its argument returns on the rank that decides.
     """
-    chosen, slowest = None, math.inf
-    if partition is not None:
-        chosen = recording_of(partition, recording)
-        slowest = _slowest(partition, placement, request(chosen))
-    heads = [one for one in (recording, recording.whole) if one is not None]
-    finer = [_refined(one, slowest, placement, request, record, decided) for one in heads]
-    if not any(finer):
-        return None
-    found: tuple[int, Layout, Refinement] | None = decided(lambda: _best(heads, finer, chosen, placement, request))
-    if found is None:
-        return None
-    which, layout, refinement = found
-    best = finer[which]
-    assert best is not None
-    return Refined(best.recording.with_refinement(refinement), layout)
+
+    def __init__(
+        self,
+        recording: RecordedModel,
+        request: Request,
+        record: Record | None,
+        decided: Decided = lambda compute: compute(),
+    ) -> None:
+        self._heads = [one for one in (recording, recording.whole) if one is not None]
+        self._request = request
+        self._record = record
+        self._decided = decided
+        self._made: dict[tuple[int, Placement], tuple[RecordedModel, Cuts]] = {}  # which keep their ids
+
+    def layout(self) -> tuple[RecordedModel, Layout]:
+        """The recording that is laid out, and how.
+
+        Raises:
+            ConfigurationError, SplitError, ScheduleError: As :func:`~lightning_pp.planning.tuning.choose_layout` says.
+        """
+        whole, refusal = self._decided(self._best_layout)
+        placements = self._request(self._heads[0]).placements if whole is None else [whole.placement]
+        for placement in placements:
+            found = self._refined(placement)
+            if found is None:
+                continue
+            try:
+                layout: Layout = self._decided(partial(self._layout, *found, placement))
+            except (ConfigurationError, SplitError, ScheduleError):
+                continue
+            if whole is not None:
+                about_head = layout.about_head or whole.about_head
+                layout = replace(layout, reason=whole.reason, rejected=whole.rejected, about_head=about_head)
+            return found[0], layout
+        if whole is None:
+            raise refusal
+        return next(one for one in self._heads if _is_of(whole.partition, one)), whole
+
+    def cuts(self, placement: Placement) -> tuple[RecordedModel, Cuts]:
+        """The recording that is cut for ``placement``, and its cuts.
+
+        Raises:
+            ConfigurationError, SplitError: There are none.
+        """
+        try:
+            whole = self._whole_blocks(placement)
+        except ConfigurationError:
+            found = None if self._request(self._heads[0]).memory is None else self._refined(placement)
+            if found is None:
+                raise
+            return found
+        recording, cuts = self._refined(placement) or whole
+        return recording, replace(cuts, about_head=cuts.about_head or whole[1].about_head)
+
+    def _best_layout(self) -> tuple[Layout | None, ConfigurationError | None]:
+        """The layout with whole blocks; why there is none, where that may be for lack of memory."""
+        request = self._request(self._heads[0])
+        try:
+            return best_layout(lambda on: self._layout(*self._whole_blocks(on), on), request), None
+        except ConfigurationError as error:
+            if request.memory is None:
+                raise
+            return None, error
+
+    def _layout(self, recording: RecordedModel, cuts: Cuts, placement: Placement) -> Layout:
+        layout = layout_of(recording.record, (cuts.partition, cuts.costs), self._request(recording), placement)
+        return replace(layout, about_head=cuts.about_head)
+
+    def _whole_blocks(self, placement: Placement) -> tuple[RecordedModel, Cuts]:
+        """The better one of a head in parts and whole."""
+        found: list[tuple[RecordedModel, Cuts]] = []
+        failures: list[Exception] = []
+        for one in self._heads:
+            try:
+                found.append((one, self._cuts_of(one, placement)))
+            except (ConfigurationError, SplitError) as error:
+                failures.append(error)
+        if not found:
+            raise failures[-1]
+        if len(found) == 1:
+            return found[0]
+        measured = [pair for pair in found if pair[1].costs is not None]
+        if len(measured) == 1:
+            return measured[0]
+        times = [cuts.step_ms for _, cuts in found]
+        recording, cuts = found[_head_for(times)]
+        return recording, replace(cuts, about_head=_about_head(self._heads[0], times))
+
+    def _refined(self, placement: Placement) -> tuple[RecordedModel, Cuts] | None:
+        """Cuts inside of blocks; None where it is best to have blocks whole."""
+        if self._record is None:
+            return None
+        slowest = self._decided(lambda: self._slowest(placement))
+        finer = [self._refined_head(one, slowest, placement) for one in self._heads]
+        if not any(finer):
+            return None
+        found: tuple[int, Cuts] | None = self._decided(lambda: self._best_refined(finer, placement))
+        if found is None:
+            return None
+        which, cuts = found
+        best = finer[which]
+        assert best is not None
+        return replace(best[0], refinement=cuts.refinement, about_head=self._heads[0].about_head), cuts
+
+    def _best_refined(
+        self, finer: Sequence[tuple[RecordedModel, Sequence[str]] | None], placement: Placement
+    ) -> tuple[int, Cuts] | None:
+        """Which of ``finer`` is taken, and its cuts; None where whole blocks are best."""
+        before = [_step_ms(self._cuts_or_none(one, placement)) for one in self._heads]
+        cuts = [None if one is None else self._cuts_or_none(one[0], placement) for one in finer]
+        after = [_step_ms(one) for one in cuts]
+        times = [min(pair) for pair in zip(before, after, strict=True)]
+        which = _head_for(times)
+        before_ms = self._before(placement)[1]
+        best, names = cuts[which], finer[which]
+        if best is None or names is None or after[which] > _WORTH_A_REFINEMENT * before_ms:
+            return None
+        if len(times) == 2 and max(times) < math.inf:
+            best = replace(best, about_head=_about_head(self._heads[0], times))
+        return which, replace(best, refinement=Refinement(tuple(names[1]), before_ms, after[which]))
+
+    def _refined_head(
+        self, whole: RecordedModel, slowest: float, placement: Placement
+    ) -> tuple[RecordedModel, Sequence[str]] | None:
+        """``whole`` with those units refined that a cut is to fall in, and their names.
+
+        First all units that may be are refined, and the model is cut; then those that a cut has come to fall in.
+        """
+        names: Sequence[str] = self._decided(lambda: _worth_trying(whole, slowest, placement, self._request(whole)))
+        finest = self._recorded_alike(whole, names)
+        if finest is None:
+            return None
+        names = self._decided(lambda: _cut_in(finest, names, self._cuts_or_none(finest, placement)))
+        finer = self._recorded_alike(whole, names)
+        return None if finer is None else (finer, names)
+
+    def _recorded_alike(self, whole: RecordedModel, names: Sequence[str]) -> RecordedModel | None:
+        """The refined model, if its step does nothing otherwise on the rank that decides, and can be had on all."""
+        finer = None if not names or self._record is None else self._record(names, whole.num_head_parts)
+        if finer is None:
+            return None
+        return finer if self._decided(lambda: what_differs(whole, finer, names)) is None else None
+
+    def _before(self, placement: Placement) -> tuple[RecordedModel | None, float]:
+        """What is cut with whole blocks, and the time of a step; infinite where no such cut keeps the limit."""
+        try:
+            recording, cuts = self._whole_blocks(placement)
+        except (ConfigurationError, SplitError):
+            return None, math.inf
+        return recording, cuts.step_ms
+
+    def _slowest(self, placement: Placement) -> float:
+        """The time of the slowest rank with whole blocks: FLOPs on a rank of speed 1."""
+        recording, _ = self._before(placement)
+        if recording is None:
+            return math.inf
+        partition = self._cuts_of(recording, placement).partition
+        speeds = self._request(recording).cut.rank_speeds or [1.0] * placement.num_ranks
+        times = [0.0] * placement.num_ranks
+        for unit, cost in partition.unit_costs.items():
+            rank = placement.rank_of_stage[partition.stage_of_unit[unit]]
+            times[rank] += cost.total / speeds[rank]
+        return max(times)
+
+    def _cuts_or_none(self, recording: RecordedModel, placement: Placement) -> Cuts | None:
+        try:
+            return self._cuts_of(recording, placement)
+        except (ConfigurationError, SplitError):
+            return None
+
+    def _cuts_of(self, recording: RecordedModel, placement: Placement) -> Cuts:
+        """The best cuts of ``recording``, and the time of a step with them; found once."""
+        key = id(recording), placement
+        if key not in self._made:
+            request = self._request(recording)
+            partition, costs = choose_cuts(recording.record, recording.num_parameters, request, placement)
+            step_ms = _time_of_step(recording, partition, request, placement)
+            self._made[key] = recording, Cuts(partition, costs, step_ms, recording.about_head)
+        return self._made[key][1]
 
 
-def _best(
-    heads: Sequence[RecordedModel],
-    finer: Sequence[_Finer | None],
-    chosen: RecordedModel | None,
-    placement: Placement,
-    request: Request,
-) -> tuple[int, Layout, Refinement] | None:
-    """Which of ``finer`` is taken, how it is laid out, and why; None where ``chosen`` is best."""
-    before = [_step_ms(_laid_out(one, placement, request), request(one)) for one in heads]
-    layouts = [None if one is None else _laid_out(one.recording, placement, request) for one in finer]
-    after = [_step_ms(layout, request(one)) for one, layout in zip(heads, layouts, strict=True)]
-    times = [min(pair) for pair in zip(before, after, strict=True)]
-    is_split = len(heads) == 2 and times[0] < WORTH_A_SPLIT_HEAD * times[1]
-    which = 0 if is_split else len(heads) - 1
-    best, layout = finer[which], layouts[which]
-    before_ms = next((time for one, time in zip(heads, before, strict=True) if one is chosen), math.inf)
-    if best is None or layout is None or after[which] > _WORTH_A_REFINEMENT * before_ms:
-        return None
-    if len(heads) == 2 and max(times) < math.inf:
-        layout = replace(layout, about_head=about_head(heads[0], is_split, *times))
-    return which, layout, Refinement(best.names, before_ms, after[which])
+def _time_of_step(
+    recording: RecordedModel, partition: Partition, request: LayoutRequest, placement: Placement
+) -> float:
+    """Of the schedule that cuts are chosen by, messages counted; where costs are given, by what is known of units."""
+    source, speeds = request.options.source, request.cut.speeds_of_stages(placement)
+    if request.options.costs is not None:
+        times = stage_costs(partition.unit_costs, partition.stage_of_unit, speeds)
+    elif recording.record.failure is not None:
+        return 0.0  # it ends before there is anything to compare
+    else:
+        times = estimated_times(
+            recording.record,
+            partition,
+            assumed_speed(request.device_type),
+            speeds,
+            whole_batch_loss=request.options.whole_batch_loss,
+        )
+    return source.step_time(source.program_to_cut_by(placement, request.num_microbatches), times)
 
 
-def _refined(
-    whole: RecordedModel, slowest: float, placement: Placement, request: Request, record: Record, decided: Decided
-) -> _Finer | None:
-    """``whole`` with those units refined that a cut is to fall in, if a step could be shorter than with ``slowest``."""
-    names = decided(lambda: _worth_trying(whole, slowest, placement, request(whole)))
-    if not names:
-        return None
-    finest = _recorded_alike(whole, names, record, decided)
-    if finest is None:
-        return None
-    names = decided(lambda: _cut_in(finest, names, placement, request(finest)))
-    if not names:
-        return None
-    finer = _recorded_alike(whole, names, record, decided)
-    if finer is None:
-        return None
-    return _Finer(finer, tuple(names))
+def _head_for(times: Sequence[float]) -> int:
+    """Whether the head is in parts (0) or whole, by the times of a step with each."""
+    return 0 if len(times) == 2 and times[0] < _WORTH_A_SPLIT_HEAD * times[1] else len(times) - 1
 
 
-def _recorded_alike(
-    whole: RecordedModel, names: Collection[str], record: Record, decided: Decided
-) -> RecordedModel | None:
-    """The refined model, if its step does nothing otherwise on the rank that decides, and can be had on every rank."""
-    finer = record(names, whole.num_head_parts)
-    if finer is None:
-        return None
-    return finer if decided(lambda: what_differs(whole, finer, names)) is None else None
+def _about_head(recording: RecordedModel, times: Sequence[float]) -> str:
+    """How a step with a head in parts compares with one with it whole, in a sentence."""
+    split_time, whole_time = times
+    head = recording.record.split_head
+    number = sum(call.unit.startswith(f"{head}[") for call in recording.record.calls)
+    if _head_for(times) == 0:
+        verdict = f"is cut along its classes into {number} parts: with it whole, a step is planned to take"
+        return f"The head {head!r} {verdict} {whole_time / split_time:.2f} times as long."
+    verdict = f"stays whole on one stage: in {number} parts, a step is planned to take"
+    return f"The head {head!r} {verdict} {split_time / whole_time:.2f} times as long."
 
 
-def _slowest(partition: Partition, placement: Placement, request: LayoutRequest) -> float:
-    """The time of the slowest rank: FLOPs on a rank of speed 1."""
-    speeds = request.cut.rank_speeds or [1.0] * placement.num_ranks
-    times = [0.0] * placement.num_ranks
-    for unit, cost in partition.unit_costs.items():
-        rank = placement.rank_of_stage[partition.stage_of_unit[unit]]
-        times[rank] += cost.total / speeds[rank]
-    return max(times)
+def _is_of(partition: Partition, recording: RecordedModel) -> bool:
+    """Whether ``partition`` is of the units that the step of ``recording`` calls."""
+    return set(partition.unit_costs) == set(recording.record.first_calls())
 
 
 def _worth_trying(recording: RecordedModel, slowest: float, placement: Placement, request: LayoutRequest) -> list[str]:
@@ -174,32 +303,17 @@ def _worth_trying(recording: RecordedModel, slowest: float, placement: Placement
     return names if at_least < _WORTH_A_REFINEMENT * slowest else []
 
 
-def _cut_in(
-    recording: RecordedModel, names: Collection[str], placement: Placement, request: LayoutRequest
-) -> list[str]:
+def _cut_in(recording: RecordedModel, names: Collection[str], cuts: Cuts | None) -> list[str]:
     """Those of the refined units that a cut falls in."""
-    try:
-        partition, _ = choose_cuts(recording.record, recording.num_parameters, request, placement)
-    except (ConfigurationError, SplitError):
+    if cuts is None:
         return []
-    called = recording.record.first_calls()
-    found = []
-    for name in names:
-        stages = {partition.stage_of_unit[unit] for unit in called if unit.startswith(f"{name}.")}
-        if len(stages) > 1:
-            found.append(name)
-    return found
+    stages: dict[str, set[int]] = {name: set() for name in names}
+    for unit in recording.record.first_calls():
+        for name in names:
+            if unit.startswith(f"{name}."):
+                stages[name].add(cuts.partition.stage_of_unit[unit])
+    return [name for name in names if len(stages[name]) > 1]
 
 
-def _laid_out(recording: RecordedModel, placement: Placement, request: Request) -> Layout | None:
-    """As training would lay it out; None where it cannot."""
-    asked = request(recording)
-    try:
-        cuts = choose_cuts(recording.record, recording.num_parameters, asked, placement)
-        return layout_of(ChosenCuts(recording, *cuts, ""), asked, placement)
-    except (ConfigurationError, SplitError, ScheduleError):
-        return None
-
-
-def _step_ms(layout: Layout | None, request: LayoutRequest) -> float:
-    return math.inf if layout is None else step_ms(layout, request)
+def _step_ms(cuts: Cuts | None) -> float:
+    return math.inf if cuts is None else cuts.step_ms

@@ -59,14 +59,11 @@ class ScheduleSource(ABC):
         stages_per_rank: Stages on each rank that the user asks for, or None.
         whole_batch_loss: Whether the code after the last unit runs once, on the outputs of all microbatches joined;
             every rank runs its forwards first then.
-        back_to_back: Whether a rank begins its next step when it is done with one, whatever the others do, as with
-            ``optimizer_sync="deferred"``.
     """
 
     name: str
     stages_per_rank: int | None = None
     whole_batch_loss: bool = False
-    back_to_back: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if not isinstance(self.whole_batch_loss, bool):
@@ -143,11 +140,8 @@ class ScheduleSource(ABC):
         """:meth:`program` of one kind of source."""
 
     def step_time(self, schedule: Schedule, costs: StageCosts) -> float:
-        """The time of a step in a row, in the unit of ``costs``: from one to the next if back to back.
-
-        Else the longest span of a rank, which is that of steps that overlap without being simulated in a row.
-        """
-        return schedule.time_in_a_row(costs) if self.back_to_back else max(schedule.simulate(costs).span_ms)
+        """The time of a step in a row of overlapping ones, in the unit of ``costs``: the longest span of a rank."""
+        return max(schedule.simulate(costs).span_ms)
 
     def program_to_cut_by(self, placement: Placement, num_microbatches: int) -> Schedule:
         """The schedule whose step cuts are to make short, before the costs of stages are known."""
@@ -336,7 +330,6 @@ class Searched(ScheduleSource):
             search_seconds=None if request.on_every_rank else self.search_seconds,
             sharding=request.sharding,
             whole_batch_loss=self.whole_batch_loss,
-            back_to_back=self.back_to_back,
             **request.sizes_and_limits(),
         ).validate(costs=request.costs, memory_limit=request.memory_limit)
 
@@ -386,10 +379,8 @@ def schedule_source(
     whole_batch_loss: bool = False,
     exact_search: bool = False,
     search_seconds: float | None = None,
-    *,
-    back_to_back: bool = False,
 ) -> ScheduleSource:
-    """What ``schedule=`` names; the arguments are the strategy's, but for ``back_to_back``, which follows from them.
+    """What ``schedule=`` names; the arguments are the strategy's.
 
     Raises:
         ScheduleError: There is no such schedule, its file is not right, or it cannot have so many stages a rank.
@@ -397,15 +388,11 @@ def schedule_source(
     """
     name = str(schedule)
     if is_schedule_file(name):
-        source: ScheduleSource = FromFile(
-            name, stages_per_rank, whole_batch_loss, back_to_back=back_to_back, written=Schedule.from_csv(name)
-        )
+        source: ScheduleSource = FromFile(name, stages_per_rank, whole_batch_loss, written=Schedule.from_csv(name))
     elif schedule_family(name).is_search:
-        return Searched(
-            name, stages_per_rank, whole_batch_loss, exact_search, search_seconds, back_to_back=back_to_back
-        )
+        return Searched(name, stages_per_rank, whole_batch_loss, exact_search, search_seconds)
     else:
-        source = Named(name, stages_per_rank, whole_batch_loss, back_to_back=back_to_back)
+        source = Named(name, stages_per_rank, whole_batch_loss)
     if exact_search:
         raise ConfigurationError(f"exact_search=True is for schedule='auto'; the schedule is {name!r}.")
     if search_seconds is not None:

@@ -151,29 +151,6 @@ class Transport:
         for message in route.first_posts:
             self._post(message)
 
-    def go_on(self, route: Route) -> None:
-        """The step goes on after its forwards ahead; posts the receives that have waited for that."""
-        for message in route.posts_after:
-            self._post(message)
-
-    def take_back(self, route: Route) -> None:
-        """The step is begun anew after its forwards ahead, on all ranks; returns when nothing of it is under way."""
-        for message in route.unused_ahead:
-            if message.tag not in self._posted:
-                self._post(message)
-            work, _ = self._posted.pop(message.tag)
-            if work is not None:
-                try:
-                    work.wait()
-                except RuntimeError as error:
-                    raise RankStoppedError(
-                        f"Pipeline rank {self._rank} waited in vain for pipeline rank {message.sender} (global rank "
-                        f"{self._ranks[message.sender]}) to send what it had begun to before the step was begun anew: "
-                        f"{error}"
-                    ) from error
-        self._handed_over.clear()
-        self._sends.wait()
-
     def post(self, stop: Stop) -> None:
         """Posts the receives that are due before the action; :meth:`receive` does where it has any of its own."""
         for message in stop.posts:

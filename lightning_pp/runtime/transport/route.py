@@ -61,20 +61,12 @@ class Route:
         stops: This rank's actions.
         receipts: Tag of each incoming message to the number of messages that its sender is known to have received
             from this rank, in the order in which this rank sends them, once the message is here.
-        num_ahead: With how many stops the step may be begun and yet be begun anew: those of the forwards ahead. None
-            where it is never begun anew.
-        posts_after: The messages to post receives for once it is known that the step goes on.
-        unused_ahead: What forwards ahead of other ranks send here, and none of this rank's takes: what has to be
-            received, too, before the step is begun anew.
     """
 
     incoming: dict[int, tuple[Message, ...]]
     first_posts: tuple[Message, ...]
     stops: tuple[Stop, ...]
     receipts: dict[int, int]
-    num_ahead: int | None = None
-    posts_after: tuple[Message, ...] = ()
-    unused_ahead: tuple[Message, ...] = ()
 
 
 # how many messages beyond those that it has come to a rank has posted a receive for, on each channel
@@ -87,7 +79,6 @@ def plan_route(
     rank: int,
     *,
     receives_occupy_device: bool = False,
-    ahead: Sequence[int] | None = None,
 ) -> Route:
     """Derives from the programs of all ranks what ``rank`` sends and receives.
 
@@ -98,9 +89,6 @@ def plan_route(
         receives_occupy_device: Whether a posted receive is work that the device has begun and waits in, as over NCCL.
             Whatever drains the device then waits for the message: loading a kernel for the first time, freeing memory,
             making another communicator. So a receive is posted ahead only where nobody can come to wait in a circle.
-        ahead: For each rank the number of its forwards ahead
-            (:func:`~lightning_pp.schedule.simulation.ahead.forwards_ahead`), with which the step may be begun anew;
-            None: it never is.
     """
     messages = _Messages(schedule, plans)
     stops = tuple(
@@ -110,16 +98,7 @@ def plan_route(
     incoming, receipts = _incoming(schedule, messages, rank, stops)
     first_stops = _first_stops_to_post(schedule, messages, rank) if receives_occupy_device else {}
     first_posts, stops = _with_posts(stops, incoming, first_stops)
-    route = Route(incoming, first_posts, stops, receipts)
-    if ahead is None:
-        return route
-    sent_ahead = {
-        message.tag
-        for program, number in zip(schedule.programs, ahead, strict=True)
-        for action in program[:number]
-        for message in messages.of(action, sent=True)
-    }
-    return _begun_anew(route, ahead[rank], sent_ahead)
+    return Route(incoming, first_posts, stops, receipts)
 
 
 class _Messages:
@@ -171,34 +150,6 @@ def _incoming(
         if ordered:
             incoming[other] = tuple(ordered)
     return incoming, receipts
-
-
-def _begun_anew(route: Route, num_ahead: int, sent_ahead: set[int]) -> Route:
-    """``route`` for a step that may be begun anew: until that is decided, no receive is posted for other messages.
-
-    Args:
-        route: The route of a step that is not.
-        num_ahead: The forwards ahead of this rank.
-        sent_ahead: The tags of what those of all ranks send.
-    """
-    before, after = route.stops[:num_ahead], route.stops[num_ahead:]
-    used = {message.tag for stop in before for message in stop.arrivals}
-
-    def posts(messages: Sequence[Message]) -> tuple[Message, ...]:
-        return tuple(message for message in messages if message.tag in sent_ahead)
-
-    early = [*route.first_posts, *(message for stop in before for message in stop.posts)]
-    stops = (*(replace(stop, posts=posts(stop.posts)) for stop in before), *after)
-    # in the order of their sender, as all receives are
-    unused = [message for each in route.incoming.values() for message in posts(each) if message.tag not in used]
-    return replace(
-        route,
-        first_posts=posts(route.first_posts),
-        stops=stops,
-        num_ahead=num_ahead,
-        posts_after=tuple(message for message in early if message.tag not in sent_ahead),
-        unused_ahead=tuple(unused),
-    )
 
 
 def _first_stops_to_post(schedule: Schedule, messages: _Messages, rank: int) -> dict[int, int]:

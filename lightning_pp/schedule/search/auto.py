@@ -11,7 +11,6 @@ the same request gives the same schedule on every machine, unless it has a bound
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -32,7 +31,7 @@ from lightning_pp.schedule.search.problem import Orders, Problem
 from lightning_pp.schedule.search.timing import Length, Objective, earliest, length_of
 from lightning_pp.schedule.sharding import insert_sharding, with_last_split
 from lightning_pp.schedule.simulation.memory import exceeds, peaks_of
-from lightning_pp.schedule.simulation.simulate import step_length, time_in_a_row
+from lightning_pp.schedule.simulation.simulate import step_length
 
 _MAKESPAN_TOLERANCE = 0.005
 _SCREENING_ACTIONS = 500_000
@@ -108,7 +107,7 @@ def build_auto(request: ScheduleRequest) -> Schedule:
     if (
         candidates and request.sharding is None
     ):  # else what is best depends on gathers, which only the full simulation knows
-        objective = _objective((candidate.length.makespan for candidate in candidates), request)
+        objective = _objective(candidate.length.makespan for candidate in candidates)
         candidates = sorted(candidates, key=lambda candidate: objective.of(candidate.length))[:_NUM_SIMULATED]
     found = [candidate.problem.schedule_of(candidate.orders, f"auto ({candidate.origin})") for candidate in candidates]
     return merge_where_nobody_waits(_best(found + _as_found(hand_made), request, deadline), request.costs)
@@ -160,15 +159,14 @@ def _best(schedules: list[Schedule], request: ScheduleRequest, deadline: Deadlin
         sharded = schedule
         if sharding is not None:
             sharded = insert_sharding(schedule, sharding).schedule if has_windows else with_last_split(schedule)
-        makespan, span = step_length(sharded, request.costs)
-        lengths.append((makespan, time_in_a_row(sharded, request.costs) if request.back_to_back else span))
-    objective = _objective((makespan for makespan, _ in lengths), request)
+        lengths.append(step_length(sharded, request.costs))
+    objective = _objective(makespan for makespan, _ in lengths)
     scores = [objective.score(makespan, span) for makespan, span in lengths]
     return schedules[scores.index(min(scores))]
 
 
-def _objective(makespans: Iterable[float], request: ScheduleRequest) -> Objective:
-    return Objective(math.inf if request.back_to_back else (1 + _MAKESPAN_TOLERANCE) * min(makespans))
+def _objective(makespans: Iterable[float]) -> Objective:
+    return Objective((1 + _MAKESPAN_TOLERANCE) * min(makespans))
 
 
 def _placements(request: ScheduleRequest) -> list[Placement]:
@@ -280,7 +278,7 @@ def _greedy_candidates(request: ScheduleRequest, problems: list[Problem], deadli
                 screened.append((_measured(few, orders, "").length, index, policy))
     if not screened:
         return
-    objective = _objective((length.makespan for length, _, _ in screened), request)
+    objective = _objective(length.makespan for length, _, _ in screened)
     screened.sort(key=lambda entry: objective.of(entry[0]))
     num_built = max(2, min(8, _BUILDING_ACTIONS // problems[0].num_actions))
     for _, index, policy in screened[:num_built]:
@@ -312,7 +310,7 @@ def _improve(candidates: list[_Candidate], deadline: Deadline, request: Schedule
     num_rounds = max(2, _JUSTIFYING_ACTIONS // num_actions)
     num_justified = max(1, min(4, num_rounds // 4))
     improved: list[_Candidate] = []
-    for objective in (Objective(), _objective((candidate.length.makespan for candidate in candidates), request)):
+    for objective in (Objective(), _objective(candidate.length.makespan for candidate in candidates)):
         best = sorted(candidates + improved, key=lambda candidate: objective.of(candidate.length))
         for candidate in best[:num_justified]:
             if not deadline.allows(PASSES_OF_A_ROUND * num_actions):
@@ -329,7 +327,7 @@ def _improve(candidates: list[_Candidate], deadline: Deadline, request: Schedule
         if num_steps < _MIN_CLIMBING_STEPS or not deadline.allows(2 * num_actions):
             continue
         if objective.longest_makespan:
-            objective = _objective((candidate.length.makespan for candidate in candidates + improved), request)
+            objective = _objective(candidate.length.makespan for candidate in candidates + improved)
         is_first = not objective.longest_makespan
         if is_first and num_actions <= _SMALLEST:
             for temperature, num_starts in _ROUNDS_OF_SMALLEST:

@@ -83,8 +83,6 @@ class StateMemory:
         optimizer_state_bytes: What the optimizer keeps of its own.
         host_bytes: With offloading, what lies on the host instead: parameters of units, their reduced gradients and
             their optimizer state, none of which the other numbers have.
-        update_copies_bytes: Copies of parameters, gradients and optimizer state, by which an update can be undone until
-            it is settled. They are counted as if they were there all the time; it is only in a step's first forwards.
     """
 
     parameters_bytes: int
@@ -93,13 +91,12 @@ class StateMemory:
     reduced_gradients_bytes: int
     optimizer_state_bytes: int
     host_bytes: int = 0
-    update_copies_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         """What there is while microbatches run: everything but the reduced gradients."""
         beside_parameters = self.gathered_parameters_bytes + self.gradients_bytes + self.optimizer_state_bytes
-        return self.parameters_bytes + beside_parameters + self.update_copies_bytes
+        return self.parameters_bytes + beside_parameters
 
 
 @dataclass(frozen=True)
@@ -116,7 +113,6 @@ class StateSizes:
             chooses, see :meth:`~lightning_pp.schedule.sharding.Sharding.budget_of`.
         optimizer_bytes: Of the optimizer's state for each element, see :func:`optimizer_bytes_per_parameter`.
         cpu_offload: Whether what is sharded lies on the host between its uses.
-        defers_updates: Whether what an update changes is copied before it.
 
     Raises:
         ConfigurationError: ``sharding`` is unknown, ``num_shards`` is below 1, or above 1 with ``replicate``, which
@@ -129,7 +125,6 @@ class StateSizes:
     unshard_budget: int | None = None
     optimizer_bytes: float = 0.0
     cpu_offload: bool = False
-    defers_updates: bool = False
 
     def __post_init__(self) -> None:
         sharding, number = self.sharding, self.num_shards
@@ -152,7 +147,6 @@ class StateSizes:
         offloaded = set(gathered) if self.cpu_offload else set()
         on_device = [parameter for parameter in parameters if parameter not in offloaded]
         gradients_bytes = sum(p.num_elements * self._gradient_dtype(p).itemsize for p in trainable)
-        copied_bytes = self._kept(trainable) + gradients_bytes + self._optimizer_state(trainable)
         return StateMemory(
             parameters_bytes=self._kept(on_device),
             gathered_parameters_bytes=self._gathered_at_a_time(gathered, stages),
@@ -160,7 +154,6 @@ class StateSizes:
             reduced_gradients_bytes=self._reduced(on_device),
             optimizer_state_bytes=self._optimizer_state(on_device),
             host_bytes=self._kept(offloaded) + self._reduced(offloaded) + self._optimizer_state(offloaded),
-            update_copies_bytes=copied_bytes if self.defers_updates else 0,
         )
 
     def _kept(self, parameters: Iterable[ParameterSize]) -> int:

@@ -19,10 +19,9 @@ from lightning_pp.split._torch_private import (
     buffers_of,
     forward_hooks_of,
     forward_pre_hooks_of,
-    version_of,
 )
 from lightning_pp.split.side_effects.generators import putting_back
-from lightning_pp.split.side_effects.reach import PLAIN, Reached, class_containers, reached_from
+from lightning_pp.split.side_effects.reach import Reached, class_containers, reached_from
 
 Changes = Callable[[], list[tuple[str, str, Any]]]
 
@@ -136,65 +135,6 @@ class RehearsedState:
             for registered, keys in hooks:
                 for key in set(registered).difference(keys) if len(registered) != len(keys) else ():
                     del registered[key]
-
-
-class WatchedModule:
-    """Puts the buffers of a module back, and tells what else runs leave behind: parameters, attributes of its units.
-
-    Args:
-        module: The module; its parameters are watched, and its buffers kept.
-        units: Modules in it, by name; their attributes are watched too, and what these hold.
-    """
-
-    def __init__(self, module: nn.Module, units: Mapping[str, nn.Module]) -> None:
-        self._module = module
-        self._attributes = [
-            (inner, vars(child)) for name, unit in units.items() for inner, child in unit.named_modules(prefix=name)
-        ]
-        self._before: list[dict[str, Any]] = []
-        self._held: list[tuple[str, Reached]] = []
-        self._parameters: list[tuple[str, Tensor, int]] = []
-        self._buffers: list[tuple[Tensor, Tensor]] = []
-
-    def begin(self) -> None:
-        """From here on changes are told, and can be undone in buffers."""
-        self._before = [attributes.copy() for _, attributes in self._attributes]
-        self._held = [
-            (f"{name}.{key}", reached)
-            for (name, _), before in zip(self._attributes, self._before, strict=True)
-            for key, value in before.items()
-            if (key not in _OF_TORCH or key == BUFFERS) and type(value) not in PLAIN and key not in _SKIPPED
-            for reached in reached_from(value, key)
-        ]
-        self._parameters = [(name, each, version_of(each)) for name, each in self._module.named_parameters()]
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in self._module.buffers()]
-
-    def put_back(self) -> None:
-        """Makes the buffers what they were at :meth:`begin`.
-
-        Not all that writes into them counts as a new version of them: a batch norm's update of its averages does not.
-        """
-        with torch.no_grad():
-            for buffer, content in self._buffers:
-                buffer.copy_(content)
-        self.end()
-
-    def end(self) -> None:
-        """Lets go of what is kept."""
-        self._before, self._held, self._parameters, self._buffers = [], [], [], []
-
-    def first_change(self) -> str | None:
-        """The name of a parameter or an attribute that is not as it was at :meth:`begin`; None if all are."""
-        for name, parameter, version in self._parameters:
-            if version_of(parameter) != version:
-                return name
-        for (name, now), before in zip(self._attributes, self._before, strict=True):
-            if len(now) == len(before) and not any(map(is_not, now.values(), before.values())):
-                continue
-            for key in now.keys() | before.keys():
-                if key not in _SKIPPED and (key not in now or key not in before or now[key] is not before[key]):
-                    return f"{name}.{key}"
-        return next((name for name, reached in self._held if reached.is_changed), None)
 
 
 def _is_kept_as_is(key: str, value: Any) -> bool:

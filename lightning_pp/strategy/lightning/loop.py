@@ -52,7 +52,6 @@ class PipelineOptimization(AutomaticOptimization):
     one number, for clipping by norm    all ranks                               the same, with clipping by norm
     one number, whether to update       all ranks                               the same, with ``on_nonfinite="skip"``
                                                                                 and without clipping by norm
-    one number, in place of these two   ranks of a pipeline, aside              ``optimizer_sync="deferred"``
     gather of sample counts             last stages of the replicas             every batch, with replicas
     one number, of microbatches         replicas of a stage                     every batch whose program gathers shards
     gather of logged values             last stages of the replicas, aside      every batch, with replicas

@@ -45,7 +45,7 @@ from lightning_pp.strategy._torch_private import set_timeout, store_of_job
 from lightning_pp.strategy.device_queues import use_all_queues
 from lightning_pp.strategy.faults.failed_device import refuse_aborted_groups
 from lightning_pp.strategy.faults.flight_recorder import record_nccl
-from lightning_pp.strategy.lightning.callers import line_of_user, user_reading
+from lightning_pp.strategy.lightning.callers import line_of_user
 from lightning_pp.strategy.lightning.launcher import RunLauncher
 
 T = TypeVar("T")
@@ -93,7 +93,6 @@ class MeshStrategy(ParallelStrategy):
                 f"timeout={timeout!r} must be positive and at most {_LONGEST_TIMEOUT.days} days; None is ten minutes "
                 "over NCCL and half an hour over gloo."
             )
-        self._told: set[str] = set()
         super().__init__()
         self.num_nodes = 1  # set by the trainer
         self._pipeline_parallel_size = pipeline_parallel_size
@@ -128,59 +127,8 @@ class MeshStrategy(ParallelStrategy):
 
     @property
     def num_ranks(self) -> int:
-        """Processes of the job: stages times replicas."""
-        return super().world_size
-
-    @property
-    def world_size(self) -> int:
-        """:attr:`num_ranks`; the number of replicas for user code that reads ``trainer.world_size``.
-
-        That code scales a learning rate or shards data, and on as many devices without a pipeline all would see data of
-        their own. It is told so once for each line.
-        """
-        line = user_reading("world_size")
-        if line is None or self.sizes.pipeline == 1:
-            return self.num_ranks
-        size = self.sizes.data_parallel
-        self._tell_once(
-            f"trainer.world_size is {size} at {line}: the number of replicas, by which data and learning rates go, not "
-            f"the {self.num_ranks} processes, of which each {self.sizes.pipeline} work on one batch. Write "
-            "trainer.strategy.data_parallel_size for the one, trainer.strategy.num_ranks for the other.",
-        )
-        return size
-
-    @property
-    def global_rank(self) -> int:
-        """This process's number; user code that reads ``trainer.global_rank`` is told once what data go by."""
-        rank = super().global_rank
-        line = user_reading("global_rank")
-        if line is not None and self.sizes.pipeline > 1:
-            self._tell_once(
-                f"trainer.global_rank is the number of the process ({rank}) at {line}. Each {self.sizes.pipeline} "
-                "processes work on one batch: if data or seeds go by it, write trainer.strategy.data_parallel_rank.",
-            )
-        return rank
-
-    @property
-    def parallel_devices(self) -> list[torch.device] | None:
-        """Devices of this node; user code that reads ``trainer.num_devices`` is told once what learning rates go by."""
-        line = user_reading("device_ids", "num_devices")
-        if line is not None and self.sizes.pipeline > 1:
-            self._tell_once(
-                f"trainer.num_devices counts all devices of a node at {line}, also the {self.sizes.pipeline} that work "
-                "on one batch: if a learning rate or a batch size goes by it, write "
-                "trainer.strategy.data_parallel_size.",
-            )
-        return super().parallel_devices
-
-    @parallel_devices.setter
-    def parallel_devices(self, parallel_devices: list[torch.device] | None) -> None:
-        ParallelStrategy.parallel_devices.fset(self, parallel_devices)  # type: ignore[attr-defined]
-
-    def _tell_once(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
-            rank_zero.rank_zero_warn(text)
+        """Processes of the job, stages times replicas: ``trainer.world_size``, whoever asks."""
+        return self.world_size
 
     @property
     def is_plain(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import lightning.pytorch as pl
 import torch
@@ -54,7 +53,6 @@ class FiniteGradients:
         self._norm: float | None = None
         self._own: Finding | None = None
         self._loss: str | None = None
-        self._place: str | None = None
         self._num_skipped = 0
         self._is_on = False
 
@@ -66,29 +64,8 @@ class FiniteGradients:
         if self._is_on:
             call_before_update(precision, self.decide)
 
-    @contextmanager
-    def speaking_of(self, place: str) -> Iterator[None]:
-        """Within, what is told is told of the batch that :meth:`where` has called ``place``."""
-        self._place = place
-        try:
-            yield
-        finally:
-            self._place = None
-
-    @property
-    def skips(self) -> bool:
-        """Whether ranks have to agree before each update on whether it is made."""
-        return self._is_on and self.mode == "skip"
-
-    @property
-    def is_told(self) -> bool:
-        """Whether all ranks know something of this update already: that a loss is not finite, or a norm."""
-        return self._loss is not None or self._norm is not None
-
     def where(self) -> str:
         """The batch under way."""
-        if self._place is not None:
-            return self._place
         trainer = self._trainer()
         number = max(0, trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1)
         return f"batch {number} of epoch {trainer.current_epoch} (step {trainer.global_step})"

@@ -174,19 +174,6 @@ class StageGradients:
         if isinstance(self._units, ShardedUnits):
             self._units.take_apart()
 
-    @property
-    def are_plain(self) -> bool:
-        """Whether the gradients of an update are ordinary tensors of this rank, which nobody else writes into."""
-        return self._units is None and self._wide is None
-
-    def own_square(self, parameters: Iterable[nn.Parameter] | None = None) -> Tensor:
-        """This rank's part of the square of the norm of gradients, by default all; float64, on its device.
-
-        No collective, and no wait for the device.
-        """
-        own = self._module.parameters() if parameters is None else parameters
-        return own_square(self._counted(list(own)), self._data_parallel)
-
     def squares(self) -> list[float]:
         """This rank's parts of squared gradient norms: of all that it counts in the norm of the model, then by stage.
 

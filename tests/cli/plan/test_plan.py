@@ -415,15 +415,6 @@ def test_unreadable_or_unfitting_costs_are_named(tmp_path: Path, capsys: pytest.
     assert "has costs of 4 stages, and the pipeline that is configured has 2" in capsys.readouterr().err
 
 
-def test_deferred_updates_are_planned_as_steps_back_to_back() -> None:
-    plan, _ = planned("schedules=[1f1b,zb_h2]", "strategy.schedule=zb_h2", "strategy.optimizer_sync=deferred")
-    for one in plan.table.usable:
-        assert one.time_in_a_row == one.schedule.time_in_a_row(one.cut.costs)
-        work = one.schedule.simulate(one.cut.costs).work_ms
-        assert one.bubble_fraction == pytest.approx(1 - sum(work) / len(work) / one.time_in_a_row)
-    assert plan.table.best is min(plan.table.usable, key=lambda one: one.time_in_a_row)
-
-
 def test_schedule_that_needs_more_stages_than_there_are_units_is_left_out_with_the_reason() -> None:
     plan, text = planned("trainer.devices=6", "schedules=[1f1b,zb_v]", "strategy.num_microbatches=8")
     assert [one.name for one in plan.table.unusable] == ["zb_v"]

@@ -212,43 +212,6 @@ def test_evaluation_is_that_of_one_device(pool: WorkerPool, schedule: str) -> No
         torch.testing.assert_close(predicted, expected)
 
 
-class Clipped(Blocks):
-    """Four batches, of which the gradients of the third are clipped."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(3)
-        super().__init__()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.loss(batch) * (100.0 if batch_idx == 2 else 1.0)
-
-
-def clipped_weights(sync: str) -> tuple[dict[str, Tensor], int]:
-    """In a worker of three: the weights that this rank has after a training, and how many updates were made again."""
-    x = torch.randn(24, 8, generator=torch.Generator().manual_seed(1))
-    strategy = PipelineParallelStrategy(3, 1, 3, schedule="zb_h2", optimizer_sync=sync)  # type: ignore[arg-type]
-    module = Clipped()
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=3, strategy=strategy, max_epochs=1, logger=False, gradient_clip_val=20.0,
-        enable_checkpointing=False, enable_progress_bar=False,
-    )  # fmt: skip
-    with channels_of(ChannelTransport):
-        trainer.fit(module, DataLoader(TensorDataset(x, x.sum(-1).tanh()), batch_size=6))
-    deferred = strategy.engine.deferred
-    weights = {name: value.detach() for name, value in module.named_parameters() if type(value) is nn.Parameter}
-    return weights, 0 if deferred is None else deferred.num_redone
-
-
-def test_steps_that_are_begun_anew(pool: WorkerPool) -> None:
-    """What was sent ahead is received, and channels carry what follows in order."""
-    immediate = pool.run(clipped_weights, "immediate", world_size=3, timeout=120)
-    deferred = pool.run(clipped_weights, "deferred", world_size=3, timeout=120)
-    for (expected, _), (weights, num_redone) in zip(immediate, deferred, strict=True):
-        assert num_redone == 1
-        assert weights.keys() == expected.keys()
-        assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
-
-
 class Typed(nn.Module):
     """Hands on numbers of which NCCL knows nothing: 16-bit integers, and complex ones."""
 

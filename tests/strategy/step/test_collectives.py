@@ -1,4 +1,4 @@
-"""Lightning's words for processes mean replicas to the user's code, and all ranks to Lightning's own."""
+"""Collectives in hooks go among replicas, and what Lightning decides together goes over all ranks."""
 
 from __future__ import annotations
 
@@ -119,48 +119,28 @@ def test_one_replica_may_gather_in_a_step(pool: WorkerPool) -> None:
 
 
 class Scales(Blocks):
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[int] = []
+    """Its learning rate goes by the number of replicas."""
 
     def configure_optimizers(self) -> Any:
-        self.sizes.append(self.trainer.world_size)  # the line that the message names
-        return torch.optim.SGD(self.parameters(), lr=0.1 * self.sizes[-1])
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.sizes.append(self.trainer.world_size)
+        self.sizes = [self.trainer.world_size, self.trainer.global_rank, self.trainer.num_devices]
+        return torch.optim.SGD(self.parameters(), lr=0.1 * self.trainer.strategy.data_parallel_size)  # type: ignore[union-attr]
 
 
-def scales(replicas: int | None) -> tuple[list[int], float, list[str], int]:
+def scales(replicas: int) -> tuple[list[int], float, list[int]]:
     module = Scales()
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        run = trainer(2 * replicas if replicas else 1, strategy(replicas, 2) if replicas else "auto")
-        run.fit(module, loader())
-    lines = [str(warning.message) for warning in told if "trainer.world_size is" in str(warning.message)]
-    return module.sizes, run.optimizers[0].param_groups[0]["lr"], lines, run.strategy.world_size  # type: ignore[attr-defined]
+    run = trainer(2 * replicas, strategy(replicas, 2))
+    run.fit(module, loader())
+    asked = [run.strategy.world_size, run.strategy.num_ranks]  # type: ignore[attr-defined]
+    return module.sizes, run.optimizers[0].param_groups[0]["lr"], asked
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_world_size_is_the_number_of_replicas_to_users(pool: WorkerPool, replicas: int) -> None:
-    for rank, (sizes, lr, told, world_size) in enumerate(pool.run(scales, replicas, world_size=2 * replicas)):
-        assert set(sizes) == {replicas} and len(sizes) >= 4
+def test_who_asks_for_processes_and_devices_is_told_their_number(pool: WorkerPool, replicas: int) -> None:
+    """The trainer answers as with every strategy, whoever asks; the strategy knows the replicas."""
+    for rank, (sizes, lr, asked) in enumerate(pool.run(scales, replicas, world_size=2 * replicas)):
+        assert sizes == [2 * replicas, rank, 2 * replicas]
+        assert asked == [2 * replicas] * 2
         assert lr == 0.1 * replicas
-        assert world_size == 2 * replicas  # asked of the strategy itself
-        if rank == 0:  # once for each line
-            assert len(told) == 2, told
-            pattern = rf"trainer.world_size is {replicas} at .*test_collectives.py:{line_of(Scales)} in configure_optim"
-            assert re.search(pattern, told[0]) and "trainer.strategy.data_parallel_size" in told[0]
-
-
-def scales_on_one_device() -> float:
-    run = trainer(1, "auto")
-    run.fit(Scales(), loader())
-    return float(run.optimizers[0].param_groups[0]["lr"])
-
-
-def test_one_replica_has_the_learning_rate_of_one_device(pool: WorkerPool) -> None:
-    assert pool.run(scales_on_one_device, world_size=1) == [0.1]
 
 
 def monitored(folder: str) -> tuple[int, str, int]:
@@ -175,28 +155,6 @@ def monitored(folder: str) -> tuple[int, str, int]:
 def test_lightnings_own_collectives_span_all_ranks(pool: WorkerPool, tmp_path: Any) -> None:
     first, second = pool.run(monitored, str(tmp_path), world_size=2, timeout=90)
     assert first == second and first[0] == 2 and Path(first[1]).exists() and first[2] == 2
-
-
-class AsksWhoItIs(Blocks):
-    def configure_optimizers(self) -> Any:
-        self.answers = [self.trainer.global_rank, self.trainer.num_devices]  # the line that the message names
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def asks(replicas: int) -> tuple[list[int], list[str]]:
-    module = AsksWhoItIs()
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        trainer(2 * replicas, strategy(replicas, 2)).fit(module, loader())
-    return module.answers, [str(warning.message) for warning in told if "_parallel_" in str(warning.message)]
-
-
-def test_who_asks_for_ranks_and_devices_is_told_of_replicas(pool: WorkerPool) -> None:
-    for rank, (answers, told) in enumerate(pool.run(asks, 1, world_size=2)):
-        assert answers == [rank, 2]
-        if rank == 0:
-            assert [text.split()[0] for text in told] == ["trainer.global_rank", "trainer.num_devices"], told
-            assert all(f"test_collectives.py:{line_of(AsksWhoItIs)} in configure_optimizers" in text for text in told)
 
 
 class Stream(IterableDataset[Any]):
