@@ -31,11 +31,11 @@ from emulated_runs import CPU, SLEEPS, Block, DelayedBlock, Ours, has_whole_back
 from torch import Tensor, nn
 
 from lightning_pp.planning.cuts import CutOptions
-from lightning_pp.planning.refinement.choice import refine_cuts
+from lightning_pp.planning.refinement.choice import CutChoice
 from lightning_pp.planning.schedules.options import ScheduleOptions
 from lightning_pp.planning.schedules.source import schedule_source
 from lightning_pp.planning.stage_model import RecordedModel, record_model
-from lightning_pp.planning.tuning import LayoutRequest, choose_layout
+from lightning_pp.planning.tuning import LayoutRequest
 from lightning_pp.runtime.transport.channels import Transport
 from lightning_pp.schedule import Schedule, StageCosts
 
@@ -132,11 +132,7 @@ def make_plan(model: str, schedule: str, ms: float) -> Plan:
             split_head=num_head_parts or False,
         )
 
-    whole = record()
-    layout = choose_layout(whole.record, whole.num_parameters, request)
-    finer = refine_cuts(whole, layout.partition, layout.placement, lambda _: request, record)
-    if finer is not None:
-        layout = finer.layout
+    recording, layout = CutChoice(record(), lambda _: request, record).layout()
     stages = layout.costs.per_stage(layout.placement.num_stages)
     factor = ms / statistics.mean(stages.forward)
     costs = [
@@ -146,8 +142,7 @@ def make_plan(model: str, schedule: str, ms: float) -> Plan:
         )
     ]
     step = layout.start.simulate(StageCosts(*map(list, zip(*costs, strict=True))))
-    refinement = None if finer is None else finer.recording.refinement
-    num_blocks = 0 if refinement is None else len(refinement.blocks)
+    num_blocks = 0 if recording.refinement is None else len(recording.refinement.blocks)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "program.csv"
         layout.start.to_csv(path)

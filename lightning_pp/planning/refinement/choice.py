@@ -35,7 +35,7 @@ class Cuts:
     Attributes:
         partition: Which stage each unit is on.
         costs: Measured costs of its units, in milliseconds, if any.
-        step_ms: A step of the schedule that cuts are chosen by, by which candidates are compared.
+        step_ms: The estimated time of a step, by which candidates are compared.
         about_head: How a head in parts compares with a whole one, a sentence; empty where that was no question.
         refinement: Which blocks are cut inside, and why; None for none.
     """
@@ -246,7 +246,10 @@ class CutChoice:
 def _time_of_step(
     recording: RecordedModel, partition: Partition, request: LayoutRequest, placement: Placement
 ) -> float:
-    """Of the schedule that cuts are chosen by, messages counted; where costs are given, by what is known of units."""
+    """Of the schedule that training begins with, messages counted; where costs are given, by what is known of units.
+
+    Where that is searched for, of one made by hand.
+    """
     source, speeds = request.options.source, request.cut.speeds_of_stages(placement)
     if request.options.costs is not None:
         times = stage_costs(partition.unit_costs, partition.stage_of_unit, speeds)
@@ -260,7 +263,10 @@ def _time_of_step(
             speeds,
             whole_batch_loss=request.options.whole_batch_loss,
         )
-    return source.step_time(source.program_to_cut_by(placement, request.num_microbatches), times)
+    number = request.num_microbatches
+    if source.is_searched:
+        return source.step_time(source.program_to_cut_by(placement, number), times)
+    return source.step_time(source.program(placement, number, times), times)
 
 
 def _head_for(times: Sequence[float]) -> int:

@@ -156,7 +156,8 @@ class PartCheck:
                 )
                 if hasattr(error, "add_note"):
                     error.add_note(note)
-                else:  # Python 3.10
+                else:  # Python 3.10, which prints no notes
+                    vars(error).setdefault("__notes__", []).append(note)
                     _log.error(note)
             raise
 

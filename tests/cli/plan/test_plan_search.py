@@ -23,7 +23,7 @@ from lightning_pp.cli.plan.search.run import search_plans
 from lightning_pp.cli.plan.search.space import Layout, ShardingChoice, words_of
 from lightning_pp.cli.problems import UserError
 from lightning_pp.errors import ConfigurationError, SplitError
-from lightning_pp.planning import model_cutter
+from lightning_pp.planning.refinement.choice import CutChoice
 from lightning_pp.schedule import StageCosts, available_schedules, build_schedule
 
 SMALL = [
@@ -61,7 +61,7 @@ def alone(search: Search, words: list[str], *overrides: str) -> Plan:
 @pytest.fixture(autouse=True)
 def whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans alone cut between whole blocks, as a search does."""
-    monkeypatch.setattr(model_cutter, "refine_cuts", lambda *args: None)
+    monkeypatch.setattr(CutChoice, "_refined", lambda *args: None)
 
 
 @cache
