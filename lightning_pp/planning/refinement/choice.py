@@ -98,7 +98,8 @@ class CutChoice:
             return found[0], layout
         if whole is None:
             raise refusal
-        return next(one for one in self._heads if _is_of(whole.partition, one)), whole
+        # a replica whose batch calls other units has none with those of the rank that decides
+        return next((one for one in self._heads if _is_of(whole.partition, one)), self._heads[0]), whole
 
     def cuts(self, placement: Placement) -> tuple[RecordedModel, Cuts]:
         """The recording that is cut for ``placement``, and its cuts.
