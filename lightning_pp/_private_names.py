@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pkgutil import resolve_name
 from typing import Any, NoReturn, TypeVar
 
-# the versions with which the whole suite has passed: see docs/start/versions.md
+# the versions that pip takes; docs/start/versions.md says with which the suite was run
 TRIED = {"torch": "2.13 to 2.15", "lightning": "2.6.4 to 2.6.6", "torchmetrics": "1.9", "omegaconf": "2.3"}
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -89,7 +89,7 @@ def _tell(path: str) -> NoReturn:
     package = path.partition(".")[0]
     raise ImportError(
         f"lightning_pp needs {path}, a private name that {package} {version(package)} does not have. "
-        f"Install {package} {TRIED[package]}, with which it was tested."
+        f"Install {package} {TRIED[package]}."
     )
 
 

@@ -22,7 +22,7 @@ _WAIT = (
     "torch.distributed.",
     "torch.cuda.",
     *(f"lightning_pp.{room}" for room in ("distributed.", "runtime.transport.", "sharding.", "strategy.results.")),
-    *(f"lightning_pp.strategy.{room}" for room in ("batch.scaling", "parameters.deferred_updates")),
+    "lightning_pp.strategy.batch.scaling",
 )
 _WORK = ("torch.distributed.checkpoint", "lightning_pp.distributed.fingerprints")
 
