@@ -104,7 +104,7 @@ def test_one_process_started_anew_meets_those_that_wait(server: TCPStore, killed
 
     def agree(rank: int) -> str:
         if rank != killed:
-            return agreed_name(LauncherStore(client(server)), rank, 3, timedelta(seconds=3))
+            return agreed_name(LauncherStore(client(server)), rank, 3, LONG)
         try:
             return agreed_name(mortal, rank, 3, LONG)
         except KilledError:
