@@ -12,11 +12,9 @@ from lightning_pp.telemetry.report import Measurements, PipelineReport, StageInf
 from lightning_pp.telemetry.sums import RankSums, StageSums, longest_span_bubble
 from lightning_pp.telemetry.throughput import BatchClock, Throughput, count_tokens
 from lightning_pp.telemetry.timeline.html import html_timeline
-from lightning_pp.telemetry.timeline.raster import png_timeline, raster_timeline
 from lightning_pp.telemetry.timeline.recorded import RecordedStep
 from lightning_pp.telemetry.timeline.recording import StepRecorder
 from lightning_pp.telemetry.timeline.step import Timeline
-from lightning_pp.telemetry.timeline.svg import svg_timeline
 from lightning_pp.telemetry.timeline.text import text_timeline
 from lightning_pp.telemetry.timeline.trace import chrome_trace
 
@@ -45,10 +43,7 @@ __all__ = [
     "count_tokens",
     "html_timeline",
     "longest_span_bubble",
-    "png_timeline",
-    "raster_timeline",
     "read_memory_gib",
     "read_peak_memory_gib",
-    "svg_timeline",
     "text_timeline",
 ]

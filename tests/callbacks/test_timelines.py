@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from page_reading import data_of, view_of
-from PIL import Image
 from pool import WorkerPool
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from timelines_fit import (
@@ -79,16 +77,9 @@ def test_page_and_trace_have_the_program_and_the_same_times(folder: Path, data: 
                     assert any((process, name, at + by) in ends for by in (-1, 0, 1)), (view, name)
 
 
-def test_tensorboard_shows_images_and_text(folder: Path) -> None:
-    events = EventAccumulator(str(folder), size_guidance={"images": 0, "tensors": 0}).Reload()
-    assert set(events.Tags()["images"]) == {"pp/timeline", "pp/timeline_planned"}
-    images = events.Images("pp/timeline")
-    assert [event.step for event in images] == [3, 6]
-    for event in images:
-        image = Image.open(io.BytesIO(event.encoded_image_string))
-        assert image.size == (event.width, event.height) and event.width > 2000
-        colors = {color for _, color in image.convert("RGB").getcolors(1 << 24)}
-        assert {(0x3B, 0x6F, 0xB6), (0x4F, 0xB3, 0xC4), (0x5A, 0xA0, 0x5F)} <= colors  # F, I and W
+def test_tensorboard_shows_text(folder: Path) -> None:
+    events = EventAccumulator(str(folder), size_guidance={"tensors": 0}).Reload()
+    assert not events.Tags()["images"]
     (tag,) = [tag for tag in events.Tags()["tensors"] if tag.startswith("pp/timeline")]
     text = events.Tensors(tag)[-1].tensor_proto.string_val[0].decode()
     assert "rank 1 (stage 1)" in text and "zb_h1, 4 microbatches" in text

@@ -19,7 +19,7 @@ from virtual_time import run_in_virtual_time
 
 from lightning_pp.runtime.timing import ActionTimes
 from lightning_pp.schedule import Schedule, Sharding, StageCosts, build_schedule, insert_sharding
-from lightning_pp.telemetry import RecordedStep, Timeline, chrome_trace, html_timeline, raster_timeline
+from lightning_pp.telemetry import RecordedStep, Timeline, chrome_trace, html_timeline
 from lightning_pp.telemetry.timeline.recorded import measured_costs
 
 SCHEDULES = ["gpipe", "1f1b", "zb_h1", "zb_v", "interleaved_1f1b"]
@@ -252,19 +252,3 @@ def test_arrows_go_from_the_sender_to_who_needs_the_message(name: str) -> None:
     ranks = timeline.schedule.placement.rank_of_stage
     boundaries = sum(ranks[stage] != ranks[stage + 1] for stage in range(len(ranks) - 1))
     assert len(arrows) == 2 * boundaries * timeline.schedule.num_microbatches
-
-
-# ---------------------------------------------------------------- pixels
-
-
-def test_pixels_are_the_colours_of_the_actions() -> None:
-    timeline = recorded("zb_h1").measured
-    pixels = raster_timeline(timeline)
-    assert pixels.dtype == "uint8" and pixels.shape[2] == 3
-    colors = {"F": (0x3B, 0x6F, 0xB6), "I": (0x4F, 0xB3, 0xC4), "W": (0x5A, 0xA0, 0x5F), "B": (0x7A, 0x63, 0xAD)}
-    for rank, times in enumerate(timeline.ranks):
-        for moment in times:
-            if moment.action.microbatch % 2 == 0:  # type: ignore[operator]
-                # 2 pixels to one of the picture, in the corner of the action, where no number stands
-                left = 2 * (60 + moment.start_ms * 1000 / timeline.span_ms) + 3
-                assert tuple(pixels[2 * (44 + 28 * rank) + 3, round(left)]) == colors[moment.action.kind.value]

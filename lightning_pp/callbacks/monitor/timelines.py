@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
@@ -17,11 +16,8 @@ from lightning_pp.telemetry import (
     MeasurablePipeline,
     RecordedStep,
     StepRecorder,
-    Timeline,
     chrome_trace,
     html_timeline,
-    png_timeline,
-    raster_timeline,
     text_timeline,
 )
 
@@ -118,27 +114,13 @@ def _write_files(
 
 
 def _log(logger: Logger, steps: Sequence[RecordedStep], found: Sequence[RecordedStep], step: int) -> None:
-    """A page of ``steps`` to W&B, an image of the latest that was found to TensorBoard; others show neither."""
+    """A page of ``steps`` to W&B, the latest that was found as text to TensorBoard; others show neither."""
     if isinstance(logger, WandbLogger):
         import wandb
 
         logger.log_metrics({_TAG: wandb.Html(html_timeline(steps))}, step=step)
     elif isinstance(logger, TensorBoardLogger) and found:
         latest = found[-1]
-        for tag, timeline in ((_TAG, latest.measured), (f"{_TAG}_planned", latest.planned)):
-            _add_picture(logger.experiment, tag, timeline, latest.step)
         text = text_timeline(latest.measured, width=140, colors=False)
         # an indented block is code in Markdown
         logger.experiment.add_text(_TAG, "\n".join(f"    {line}" for line in text.splitlines()), latest.step)
-
-
-def _add_picture(writer: Any, tag: str, timeline: Timeline, step: int) -> None:
-    """Adds an image to TensorBoard; as a file that is made here, since its own way takes five times as long."""
-    try:
-        from tensorboard.compat.proto.summary_pb2 import Summary
-    except ImportError:  # the writer is that of tensorboardX
-        writer.add_image(tag, raster_timeline(timeline), step, dataformats="HWC")
-        return
-    png = png_timeline(timeline)
-    image = Summary.Image(height=png.height, width=png.width, colorspace=3, encoded_image_string=png.data)
-    writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=tag, image=image)]), step)

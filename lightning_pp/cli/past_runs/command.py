@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from html import escape
 from pathlib import Path
 
 from rich.console import Console
@@ -16,7 +17,7 @@ from lightning_pp.cli.past_runs.comparison import Comparison, Pair
 from lightning_pp.cli.past_runs.run_file import RunFile, read_run_file
 from lightning_pp.cli.problems import UserError
 from lightning_pp.cli.report import stage_table
-from lightning_pp.telemetry import svg_timeline, text_timeline
+from lightning_pp.telemetry import html_timeline, text_timeline
 from lightning_pp.versions import version_line
 
 _WIDTH = 140
@@ -132,7 +133,8 @@ def _change(pair: Pair) -> str:
 def _save_html(console: Console, runs: Sequence[RunFile], path: Path) -> None:
     """What was printed, and the timelines as pictures, in one page that needs nothing else."""
     page = console.export_html()
-    pictures = "".join(f"<p>{run.folder}</p>{svg_timeline(run.timeline)}" for run in runs)
+    frame = '<p>{}</p><iframe width="100%" height="400" srcdoc="{}"></iframe>'
+    pictures = "".join(frame.format(escape(str(run.folder)), escape(html_timeline(run.timeline))) for run in runs)
     path.write_text(page.replace("</body>", f"{pictures}</body>"), encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""The files of a plan: everything as JSON, the pictures, the program as CSV."""
+"""The files of a plan: everything as JSON, a page, the program as CSV."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from lightning_pp.cli.plan.schedules import ModelCut, PlannedSchedule
 from lightning_pp.cli.problems import UserError
 from lightning_pp.planning.schedules.given_costs import ARE_ALONE
 from lightning_pp.planning.unit_times.measure import UnitTimes
-from lightning_pp.telemetry import html_timeline, svg_timeline
+from lightning_pp.telemetry import html_timeline
 
 _FORMAT = "lightning_pp.plan/1"
 
 
 def write_files(plan: Plan, folder: Path) -> list[Path]:
-    """Writes ``plan.json``, the program as CSV, its pictures and, if units ran alone, their times as ``costs.json``.
+    """Writes ``plan.json``, the program as CSV, its page and, if units ran alone, their times as ``costs.json``.
 
     Returns:
         What was written.
@@ -28,12 +28,10 @@ def write_files(plan: Plan, folder: Path) -> list[Path]:
     Raises:
         UserError: The folder cannot be written to.
     """
-    timeline = plan.timeline
     contents = {
         "plan.json": json.dumps(plan_as_json(plan), indent=2) + "\n",
         "schedule.csv": plan.shown.schedule.csv_text(),
-        "schedule.svg": svg_timeline(timeline),
-        "schedule.html": html_timeline(timeline),
+        "schedule.html": html_timeline(plan.timeline),
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)

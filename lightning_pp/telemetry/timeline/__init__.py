@@ -1,1 +1,1 @@
-"""One step of all ranks as a picture: text, SVG, HTML, trace."""
+"""One step of all ranks as a picture: text, a page, a trace."""

@@ -11,11 +11,20 @@ from importlib.resources import files
 from typing import Any
 
 from lightning_pp.runtime.timing import ActionTimes
-from lightning_pp.schedule import Schedule
-from lightning_pp.telemetry.timeline.drawing import COLORS
+from lightning_pp.schedule import ActionKind, Schedule
 from lightning_pp.telemetry.timeline.recorded import RecordedStep
 from lightning_pp.telemetry.timeline.step import Timeline, compute_actions, name_of_kind, sharding_actions
 
+# the zero-bubble papers' colours: F blue, I cyan, W green
+COLORS = {
+    ActionKind.F: "#3b6fb6",
+    ActionKind.I: "#4fb3c4",
+    ActionKind.W: "#5aa05f",
+    ActionKind.B: "#7a63ad",
+    ActionKind.UNSHARD: "#e39b33",
+    ActionKind.RESHARD: "#666666",
+    ActionKind.REDUCE: "#c8553d",
+}
 _FORMAT = "lightning_pp.timeline/1"
 _LEAST_TICKS = 1e5  # in the span of a step
 _LARGEST_TICK = 1e-3
