@@ -2,55 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import replace
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins.precision import Precision
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch.distributed.device_mesh import DeviceMesh
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_pp.checkpoint import RankPart
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.distributed.fingerprints import Fingerprint, check_same_batch, check_same_given, fingerprint
-from lightning_pp.distributed.sizes import ParallelSizes
 from lightning_pp.distributed.watch.failures import RankStoppedError
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.long_tasks import LongTask
-from lightning_pp.planning.memory.limit import DeviceMemory
-from lightning_pp.planning.memory.model import MemoryModel
-from lightning_pp.planning.pipeline_options import PipelineOptions
-from lightning_pp.planning.refinement.choice import CutChoice
 from lightning_pp.planning.schedules.predictions import Prediction
-from lightning_pp.planning.stage_model import RecordedModel, SplitModel, assign_stages, record_model
-from lightning_pp.planning.tuning import Layout, LayoutRequest, decided_by_one
 from lightning_pp.runtime.compilation import NOTHING_TO_COMPILE, CompiledUnits, is_one_operation
 from lightning_pp.runtime.executor import PipelineExecutor, StepInputs
 from lightning_pp.runtime.timing import StepTimer
 from lightning_pp.schedule import Schedule, StageCosts
 from lightning_pp.sharding import CollectiveTimes
-from lightning_pp.split.cut.wide_cuts import ADVICE, WideCut, wide_cuts
 from lightning_pp.split.data.microbatch import Microbatch
-from lightning_pp.split.data.row_references import lengths_noted
 from lightning_pp.split.dry_run.run import DryRun
-from lightning_pp.split.dry_run.weight_updates import Updates
 from lightning_pp.strategy.autotune.compiled_backward import CompiledBackward
 from lightning_pp.strategy.autotune.plan_facts import plan_facts
-from lightning_pp.strategy.autotune.profiling import tuned_programs
+from lightning_pp.strategy.autotune.profiling import TunedPrograms
 from lightning_pp.strategy.batch.checks import BatchChecks
-from lightning_pp.strategy.batch.cutter import BatchCutter
 from lightning_pp.strategy.batch.preparation import BatchPreparation
 from lightning_pp.strategy.batch.run import BatchRun, StepCall
-from lightning_pp.strategy.batch.whole_batch import ending_with_batch
-from lightning_pp.strategy.connection import Connection
 from lightning_pp.strategy.lightning.gradient_norms import GradientNorms
-from lightning_pp.strategy.parameters.device_speed import flops_per_byte_of
 from lightning_pp.strategy.parameters.finite_gradients import FiniteGradients
 from lightning_pp.strategy.parameters.gradients import StageGradients
 from lightning_pp.strategy.parameters.precision import scaled, step_dtypes
@@ -59,12 +40,11 @@ from lightning_pp.strategy.results.finite_losses import LossCheck
 from lightning_pp.strategy.results.metrics import PipelineMetrics
 from lightning_pp.strategy.results.outputs import SKIPPED_IN_PART, NoLossError, loss_of, none_refused
 from lightning_pp.strategy.results.reports import BatchReport
+from lightning_pp.strategy.setup import LaidOutModel, Surroundings
 from lightning_pp.strategy.step.data import reads_streams, warn_of_equal_streams
-from lightning_pp.strategy.step.dry_steps import first_arguments, recorded_step
+from lightning_pp.strategy.step.dry_steps import recorded_step
 from lightning_pp.strategy.step.frozen import FrozenParameters
 from lightning_pp.strategy.step.outside_steps import OutsideSteps
-from lightning_pp.strategy.step.refusals import raise_own, refuse_carried_state, refuse_unrecorded
-from lightning_pp.strategy.step.update_hooks import UpdateHooks
 from lightning_pp.telemetry import StepPrediction
 from lightning_pp.telemetry.diagnosis.evidence import PlanFacts
 
@@ -96,53 +76,29 @@ class PipelineEngine:
 
     Args:
         trainer: The trainer.
-        module: The user's module.
-        mesh: The whole mesh.
-        data_parallel: Of it, the replicas at this rank's place, as one axis.
-        sizes: Their sizes.
-        device: Where this rank computes.
-        precision: The precision plugin; its contexts are entered around the step of each microbatch.
-        options: What the user says of the pipeline.
-        timeout: How long a collective may wait.
-        compile_options: Keyword arguments for ``torch.compile`` of each unit; None to leave units as they are.
-        communicators_bytes: What the communicators of collectives have taken of a device. Those of channels between
-            neighbours are opened, and added, where there is a limit of memory.
+        surroundings: Where the pipeline runs, and what is asked of it.
+        model: The model, whole; what other ranks own is dropped, and nothing may hold whole parameters from here on.
+        programs: The schedules.
     """
 
     def __init__(
-        self,
-        *,
-        trainer: pl.Trainer,
-        module: pl.LightningModule,
-        mesh: DeviceMesh,
-        data_parallel: DeviceMesh,
-        sizes: ParallelSizes,
-        device: torch.device,
-        precision: Precision,
-        options: PipelineOptions,
-        timeout: timedelta | None,
-        compile_options: Mapping[str, Any] | None = None,
-        communicators_bytes: int = 0,
+        self, trainer: pl.Trainer, surroundings: Surroundings, model: LaidOutModel, programs: TunedPrograms
     ) -> None:
-        self.module = module
-        self.mesh = mesh
-        self.sizes = sizes
-        self.device = device
-        self.rank = mesh.get_local_rank("pipeline")
-        self.replica = data_parallel.get_local_rank()
-        self._data_parallel = data_parallel
+        self.module = surroundings.module
+        self.mesh = surroundings.mesh
+        self.sizes = surroundings.sizes
+        self.device = surroundings.device
+        self.rank = surroundings.rank
+        self.replica = surroundings.replica
+        self.split = model.split
+        self.placement = model.layout.placement
         self._trainer = trainer
-        self._precision = precision
-        self._options = options
-        self._cutter = BatchCutter(options.num_microbatches, sizes.pipeline, options.batches.split_batch, module)
-        self._compile_options = compile_options
-        self._communicators_bytes = communicators_bytes
-        self._compiled_units: CompiledUnits | None = None
-        self._compiled_backward: CompiledBackward | None = None
-        self._device_memory: DeviceMemory | None = None
-        self._update_hooks: UpdateHooks
-        self._connection = Connection(mesh, sizes, device, timeout)
-        self._seed = 0
+        self._model = model
+        self._precision = surroundings.precision
+        self._options = surroundings.options
+        self._connection = model.connection
+        self._programs = programs
+        self._seed = model.seed
         self._num_batches_run = {True: 0, False: 0}  # training, evaluation
         self.num_batches_trained = 0  # in this process
         self._fingerprint: Fingerprint | None = None
@@ -155,219 +111,33 @@ class PipelineEngine:
         self.label: Callable[[str], AbstractContextManager[Any]] | None = None  # around actions, for a profiler
         self.last_num_samples = 0
         self.last_model_flops = 0.0
-
-    @property
-    def groups(self) -> ControlGroups:
-        """Joins the ranks of the pipeline and the replicas of this rank."""
-        return self._connection.groups
-
-    # ---------------------------------------------------------------- building
-
-    def build(
-        self,
-        batch: Any,
-        step: str,
-        *,
-        broadcast: Callable[[Any], Any],
-        all_or_none: Callable[[Callable[[], Any]], Any],
-        is_everywhere: Callable[[bool], bool],
-        beforehand: AbstractContextManager[Optimizer | None],
-        has_several_loaders: bool = False,
-    ) -> None:
-        """Cuts the module by a dry run of ``step`` on ``batch`` and drops what this rank does not own.
-
-        Args:
-            batch: A whole batch on the device.
-            step: Name of the module's step.
-            broadcast: Returns rank 0's argument on every rank.
-            all_or_none: Calls the user's code, and raises on every rank if it does on one.
-            is_everywhere: Whether its argument is true on every rank.
-            beforehand: Around the dry run; gives the user's optimizer over the whole module, to ask it for what it
-                keeps of a parameter. It must not outlive the context, for it holds all parameters.
-            has_several_loaders: Whether the step is told which of several loaders a batch is from.
-        """
-        microbatches = self._cut(batch, for_training=step == "training_step")
-        speed = flops_per_byte_of(self.device, self._precision.precision)
-        request = self._options.layout_request(self.sizes.pipeline, len(microbatches), self.device.type, speed)
-        self._seed = broadcast(int(torch.initial_seed() % (1 << 40)))
-        if self._options.device_memory_gib is not None:
-            self._communicators_bytes += self._connection.open_neighbours()
-        arguments = first_arguments(self.module, step, has_several_loaders=has_several_loaders)
-        with self._in_mode_of(step):
-            record = partial(self._record, batch, microbatches, step, arguments, request.fewest_stages)
-            recording = self._recorded_by_all(record, step, beforehand, all_or_none, is_everywhere)
-            recording, layout = self._laid_out(
-                recording,
-                request,
-                record,
-                all_or_none,
-                partial(decided_by_one, decides=self.rank == 0 and self.groups.replica == 0, broadcast=broadcast),
-            )
-            self.split: SplitModel = assign_stages(
-                recording,
-                placement=layout.placement,
-                partition=layout.partition,
-                updates=self._updates(step),
-            )
-        for text in filter(None, dict.fromkeys((recording.about_head, layout.about_head))):
-            rank_zero_info(text)
-        if self.split.record.failure is None:
-            _tell_of_wide_cuts(wide_cuts(self.split.step_plan()))
-        self.placement = layout.placement
-        self._start = layout.start
-        self._num_microbatches = len(microbatches)
-        self._connection.set_last_stage(self.placement.rank_of_stage[-1])
         self.metrics = PipelineMetrics(self.module, self.groups)
-        self._programs = tuned_programs(
-            self._options.schedule,
-            layout,
-            self.split,
-            self.mesh,
-            self._data_parallel,
-            self.groups,
-            self.device,
-            broadcast,
-        )
-        self._keep_own_part()
-
-    def _recorded_by_all(
-        self,
-        record: Callable[[], RecordedModel],
-        step: str,
-        beforehand: AbstractContextManager[Optimizer | None],
-        all_or_none: Callable[[Callable[[], Any]], Any],
-        is_everywhere: Callable[[bool], bool],
-    ) -> RecordedModel:
-        """What ``record`` gives, once it is known that it did the same on every rank; otherwise every rank raises."""
-
-        def look() -> RecordedModel:
-            with beforehand as optimizer, LongTask(f"The dry run of {step}", rank_zero_info):
-                recording = record()
-                self._device_memory = self._limit_of_memory(recording, step, optimizer)
-                del optimizer
-            return recording
-
-        recording: RecordedModel = all_or_none(look)
-        failure = recording.record.failure
-        if is_everywhere(failure is not None):
-            refuse_unrecorded(step, failure, self._options)
-        else:
-            all_or_none(lambda: raise_own(failure))
-        return recording
-
-    def _laid_out(
-        self,
-        recording: RecordedModel,
-        request: LayoutRequest,
-        record: Callable[..., RecordedModel],
-        all_or_none: Callable[[Callable[[], Any]], Any],
-        decided: Callable[[Callable[[], Any]], Any],
-    ) -> tuple[RecordedModel, Layout]:
-        """The recording that is laid out, perhaps with blocks refined that a cut falls in, and how."""
-
-        def request_of(recording: RecordedModel) -> LayoutRequest:
-            memory = self._device_memory
-            return replace(request, memory=None if memory is None else memory.of(recording))
-
-        def again(names: Collection[str], num_head_parts: int) -> RecordedModel | None:
-            try:
-                found: RecordedModel = all_or_none(partial(record, names, num_head_parts))
-            except Exception:  # of the user's code, too, which is not run so then; on every rank, if on one
-                return None
-            hooks[id(found.fake_parameters)] = self._update_hooks
-            return found
-
-        hooks = {id(recording.fake_parameters): self._update_hooks}
-        with LongTask("The choice of cuts and schedule", rank_zero_info):
-            chosen, layout = CutChoice(recording, request_of, again, decided).layout()
-        self._update_hooks = hooks[id(chosen.fake_parameters)]
-        self._device_memory = request_of(chosen).memory
-        if chosen.refinement is not None:
-            rank_zero_info(str(chosen.refinement))
-        return chosen, layout
-
-    @contextmanager
-    def _in_mode_of(self, step: str) -> Iterator[None]:
-        """Within, all modules are in the mode that ``step`` runs in."""
-        modes = [(child, child.training) for child in self.module.modules()]
-        if step != "training_step":
-            self.module.eval()
-        try:
-            yield
-        finally:
-            for child, mode in modes:
-                child.training = mode
-
-    def _record(
-        self,
-        batch: Any,
-        microbatches: Sequence[Microbatch],
-        step: str,
-        arguments: Sequence[Any],
-        num_stages: int,
-        refined: Collection[str] = (),
-        num_head_parts: int | None = None,
-    ) -> RecordedModel:
-        """A dry run of ``step`` on the first microbatch, with units for ``num_stages``; ``refined`` in parts."""
-        trains = step == "training_step"
-        split_head = self._options.split_head if num_head_parts is None else num_head_parts or False
-        recorded = self._recorded_step(step, microbatches[0], arguments, trains=trains)
-        if self._options.schedule.whole_batch_loss and step != "predict_step":
-            recorded = ending_with_batch(recorded)
-        with lengths_noted(batch, len(microbatches)):
-            recording = record_model(
-                self.module,
-                device=self.device,
-                step=recorded,
-                with_gradients=trains,
-                patterns=self._options.cut.units,
-                num_stages=num_stages,
-                compute_dtype=step_dtypes(self._precision).compute,
-                activation_checkpointing=self._options.activation_checkpointing,
-                may_fail=True,
-                split_head=split_head if trains else False,
-                refined={*refined, *self._options.refined_units(self.module)},
-            )
-        refuse_carried_state(self.module, step, recording.record, len(microbatches))
-        self._update_hooks = UpdateHooks(self.module, recording.fake_parameters, batch)
-        return recording
-
-    def _updates(self, step: str) -> Updates:
-        """What hooks write into parameters, in training."""
-        return self._update_hooks.updates if step == "training_step" else {}
-
-    def _limit_of_memory(self, recording: RecordedModel, step: str, optimizer: Optimizer | None) -> DeviceMemory | None:
-        """What a rank may hold altogether, and how it is counted; None for no limit."""
-        if self._options.device_memory_gib is None:
-            return None
-        model = MemoryModel.of(
-            self._options.sharding,
-            self.sizes.data_parallel_shard,
-            step_dtypes(self._precision),
-            trains=step == "training_step",
-            whole_batch_loss=self._options.schedule.whole_batch_loss,
-            optimizer=optimizer,
-        )
-        limit_gib, updates = self._options.device_memory_gib, self._updates(step)
-        return DeviceMemory(limit_gib, model, recording, updates, self._communicators_bytes)
-
-    def _keep_own_part(self) -> None:
-        """Drops what other ranks own, and makes what runs batches; from here on nothing may hold whole parameters."""
-        options = self._options
-        self.split.fake_parameters.release(self.split.owned_by(self.rank))
+        fake_parameters = self.split.fake_parameters
+        fake_parameters.release(self.split.owned_by(self.rank))
         self.gradients = StageGradients(
             self.split,
             self.mesh,
-            self._data_parallel,
+            surroundings.data_parallel,
             self.rank,
             self.device,
-            options.sharding,
+            self._options.sharding,
             self.groups,
             step_dtypes(self._precision),
         )
-        self._frozen = FrozenParameters(self.module, self.split.fake_parameters)
-        self._outside_steps = OutsideSteps(self.module, self.split.fake_parameters.mode)
-        self._preparation = BatchPreparation(
+        self._programs.sharding = self.gradients.sharding
+        self._frozen = FrozenParameters(self.module, fake_parameters)
+        self._outside_steps = OutsideSteps(self.module, fake_parameters.mode)
+        self._preparation = self._new_preparation()
+        self._checks = self._new_checks()
+        self.finite = FiniteGradients(
+            self._options.batches.on_nonfinite, self.split, self.rank, self.device, lambda: self._trainer
+        )
+        self._compiled_units, self._compiled_backward = self._compiled(surroundings.compile_options)
+        self._executor = self._new_executor()
+        self._connection.align_generators()
+
+    def _new_preparation(self) -> BatchPreparation:
+        return BatchPreparation(
             self.module,
             self.split,
             self.metrics,
@@ -375,36 +145,38 @@ class PipelineEngine:
             self._precision,
             self.rank,
             self.device,
-            self._cutter,
+            self._model.cutter,
             self._frozen,
-            lambda call, microbatch: self._recorded_step(
-                call.step, microbatch, call.rest, call.kwargs, trains=call.training
-            ),
-            ends_with_batch=options.schedule.whole_batch_loss,
+            self._recorded_step,
+            ends_with_batch=self._options.schedule.whole_batch_loss,
         )
-        self._checks = BatchChecks(
+
+    def _new_checks(self) -> BatchChecks:
+        return BatchChecks(
             self._preparation,
             self.groups,
             self._precision,
             self.device,
             self._forward,
-            is_on=options.batches.check_first_batches,
+            is_on=self._options.batches.check_first_batches,
         )
-        self.finite = FiniteGradients(
-            options.batches.on_nonfinite, self.split, self.rank, self.device, lambda: self._trainer
-        )
-        self._programs.sharding = self.gradients.sharding
-        if self._compile_options is not None:
-            if all(map(is_one_operation, self.split.units.values())):
-                rank_zero_warn(NOTHING_TO_COMPILE)
-            self._compiled_units = CompiledUnits(self.split.units_of(self.rank), self._compile_options)
-            self._compiled_backward = CompiledBackward(self.groups, self._compiled_units)
-        self._make_executor()
-        self._connection.align_generators()
 
-    def _make_executor(self) -> None:
+    def _compiled(self, options: Mapping[str, Any] | None) -> tuple[CompiledUnits | None, CompiledBackward | None]:
+        if options is None:
+            return None, None
+        if all(map(is_one_operation, self.split.units.values())):
+            rank_zero_warn(NOTHING_TO_COMPILE)
+        units = CompiledUnits(self.split.units_of(self.rank), options)
+        return units, CompiledBackward(self.groups, units)
+
+    @property
+    def groups(self) -> ControlGroups:
+        """Joins the ranks of the pipeline and the replicas of this rank."""
+        return self._connection.groups
+
+    def _new_executor(self) -> PipelineExecutor:
         transport = self._connection.new_transport()
-        self._executor = PipelineExecutor(self.rank, self.split.units, transport, self.device, self.split.recomputation)
+        return PipelineExecutor(self.rank, self.split.units, transport, self.device, self.split.recomputation)
 
     def random_state(self) -> dict[str, int]:
         """What the random numbers of the next training batch depend on."""
@@ -421,7 +193,7 @@ class PipelineEngine:
         self._recover()
         self._num_batches_before = self.num_batches_run
         self._attached.enter_context(self._outside_steps.watched())
-        self._attached.enter_context(self._update_hooks.attached(self.groups))
+        self._attached.enter_context(self._model.update_hooks.attached(self.groups))
         norms = GradientNorms(self.module, self.split.fake_parameters, self.groups, self.gradients.clip_by_norm)
         self._attached.enter_context(norms.in_place_of_others())
         self.metrics.attach()
@@ -434,7 +206,7 @@ class PipelineEngine:
         self.metrics.detach()
         if self._compiled_units is not None:
             self._compiled_units.detach()
-        if not self._failed and hasattr(self, "_executor"):
+        if not self._failed:
             self._executor.drain()
             self._connection.drain()
 
@@ -446,7 +218,7 @@ class PipelineEngine:
     @property
     def running_action(self) -> str:
         """The action (``1F3``) that this rank runs; empty outside of a batch. To be read from any thread."""
-        return self._executor.running_action if hasattr(self, "_executor") else ""
+        return self._executor.running_action
 
     @property
     def channels(self) -> list[Any]:
@@ -477,7 +249,7 @@ class PipelineEngine:
             if self._compiled_backward is not None:
                 self._compiled_backward.start_over()
             if self.device.type == "cpu":
-                self._make_executor()
+                self._executor = self._new_executor()
             self._connection.align_generators()
 
     @property
@@ -497,7 +269,7 @@ class PipelineEngine:
 
     def plan_facts(self) -> PlanFacts:
         """What a diagnosis asks of the plan."""
-        return plan_facts(self.split, self._options, self._device_memory, self.device.type)
+        return plan_facts(self.split, self._options, self._model.memory, self.device.type)
 
     def facts(self) -> dict[str, int | str | bool]:
         """What the pipeline's options became, and the model's size, by name; the same on every rank."""
@@ -508,8 +280,8 @@ class PipelineEngine:
             "data_parallel_size": sizes.data_parallel,
             "data_parallel_replicate_size": sizes.data_parallel_replicate,
             "world_size": self.mesh.size(),
-            "num_microbatches": self._num_microbatches,
-            "schedule": self._programs.schedule_of(self._num_microbatches).name,
+            "num_microbatches": self._model.num_microbatches,
+            "schedule": self._programs.schedule_of(self._model.num_microbatches).name,
             "placement": placement.kind,
             "num_stages": placement.num_stages,
             "costs_from": self._programs.costs_from,
@@ -521,7 +293,7 @@ class PipelineEngine:
 
     def predictions(self) -> list[Prediction]:
         """The schedule that is run, and those in whose place it is, by the costs that it was chosen by."""
-        return self._programs.predictions(self._num_microbatches)
+        return self._programs.predictions(self._model.num_microbatches)
 
     def prediction_of(self, schedule: Schedule) -> StepPrediction:
         """What the costs by which schedules are chosen say of a step of ``schedule``."""
@@ -573,7 +345,7 @@ class PipelineEngine:
 
     def _prepare(self, call: StepCall, batch: Any, factor: float) -> BatchRun:
         """Cuts the batch, and checks it if it is one of the first; losses are multiplied by ``factor``."""
-        microbatches = self._cut(batch, for_training=call.training)
+        microbatches = self._model.cutter.cut(batch, for_training=call.training)
         if call.training and self._failed:
             self.gradients.abandon()
             self._failed = False
@@ -709,9 +481,6 @@ class PipelineEngine:
         self.finite.note_loss(report.nonfinite)
         return output
 
-    def _cut(self, batch: Any, *, for_training: bool) -> list[Microbatch]:
-        return self._cutter.cut(batch, for_training=for_training)
-
     def _compare_ranks(self, call: StepCall, batch: Any) -> None:
         """In the first batches of an epoch; later ones are checked by the report that ends a batch anyway."""
         mine = self._fingerprint
@@ -726,36 +495,22 @@ class PipelineEngine:
         elif call.training and self.sizes.pipeline > 1:
             self._frozen.check(call.batch_idx)
 
-    def _recorded_step(
-        self,
-        step: str,
-        microbatch: Microbatch,
-        rest: Sequence[Any],
-        kwargs: dict[str, Any] | None = None,
-        *,
-        trains: bool,
-    ) -> Callable[[DryRun], Any]:
+    def _recorded_step(self, call: StepCall, microbatch: Microbatch) -> Callable[[DryRun], Any]:
         return recorded_step(
             self.module,
-            step,
+            call.step,
             microbatch.data,
-            rest,
-            kwargs,
+            call.rest,
+            call.kwargs,
             precision=self._precision,
             device=self.device,
-            trains=trains,
-            around=self.gradients.dry if hasattr(self, "gradients") else nullcontext,
+            trains=call.training,
+            around=self.gradients.dry,
         )
 
     def check_memory(self, optimizers: Sequence[Optimizer]) -> None:
         """Raises :class:`ConfigurationError` if training with them takes more than ``device_memory_gib``."""
-        if self._device_memory is not None:
+        memory = self._model.memory
+        if memory is not None:
             for optimizer in optimizers:
-                self._device_memory.check_split(self.split, optimizer, self._start)
-
-
-def _tell_of_wide_cuts(cuts: Sequence[WideCut]) -> None:
-    if cuts:
-        widest = max(cuts, key=lambda cut: cut.crossing_bytes)
-        others = f" So do {len(cuts) - 1} other cuts." if len(cuts) > 1 else ""
-        rank_zero_warn(f"Much crosses between stages: {widest}.{others} {ADVICE}")
+                memory.check_split(self.split, optimizer, self._model.layout.start)

@@ -82,6 +82,7 @@ from lightning_pp.strategy.parameters.optimizers import (
     update_as_shards,
 )
 from lightning_pp.strategy.parameters.precision import agree_on_scale
+from lightning_pp.strategy.setup import PipelineSetup, Surroundings
 from lightning_pp.strategy.step.data import first_batch, has_no_batches, seed_workers_by
 from lightning_pp.strategy.step.refusals import refuse_unsupported
 
@@ -277,6 +278,7 @@ class PipelineParallelStrategy(MeshStrategy):
         self._is_plain: bool | None = None
         self._needs_engine = bool(compile or meta_init or async_checkpoint or initial_weights is not None)
         self._engine: PipelineEngine | None = None
+        self._setup: PipelineSetup | None = None
         self.runs_no_batch = False
         """Whether the run under way is over no batches (``limit_val_batches=0``), so that there is no pipeline yet."""
         self._num_runs = 0
@@ -493,18 +495,17 @@ class PipelineParallelStrategy(MeshStrategy):
 
     def _build(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.model = self.precision_plugin.convert_module(module)
-        engine = PipelineEngine(
-            trainer=trainer,
-            module=module,
-            mesh=self.device_mesh,
-            data_parallel=self.data_parallel_mesh,
-            sizes=self.sizes,
-            device=self.root_device,
-            precision=self.precision_plugin,
-            options=self.options,
-            timeout=self._timeout,
-            compile_options=self._compile_options,
-            communicators_bytes=self.communicators_bytes,
+        surroundings = Surroundings(
+            module,
+            self.device_mesh,
+            self.data_parallel_mesh,
+            self.sizes,
+            self.root_device,
+            self.precision_plugin,
+            self.options,
+            self._timeout,
+            self._compile_options,
+            self.communicators_bytes,
         )
         step = {
             TrainerFn.FITTING: "training_step",
@@ -518,22 +519,21 @@ class PipelineParallelStrategy(MeshStrategy):
                 "parameters are on other ranks. Use the trainer that split it, call gather_module() of its strategy on "
                 "every rank, or make a new module and load a checkpoint."
             )
-        self._engine = engine
+        self._engine = None
+        setup = self._setup = PipelineSetup(surroundings, self)
         try:
             first = self.all_or_none(lambda: first_batch(trainer, self.data_parallel_rank))
             with first.as_hooks_left_it():
-                engine.build(
+                model = setup.lay_out(
                     first.batch,
                     step,
-                    broadcast=self.broadcast,
-                    all_or_none=self.all_or_none,
-                    is_everywhere=self.reduce_boolean_decision,
-                    beforehand=self._optimizers_beforehand(trainer),
+                    self._optimizers_beforehand(trainer),
                     has_several_loaders=first.has_several_loaders,
                 )
-        except BaseException:
-            self._engine = None
-            raise
+                programs = setup.programs(model)
+                self._engine = PipelineEngine(trainer, surroundings, model, programs)
+        finally:
+            self._setup = None
         vars(module)["_split_by_pipeline"] = True
 
     @contextmanager
@@ -706,8 +706,8 @@ class PipelineParallelStrategy(MeshStrategy):
         end_at_once_when_interrupted_again(exception, self.launcher)
         self._failed_runs.note(exception, self._place())
         refuse_code_zero(exception, self.global_rank)
-        if self._engine is not None and not isinstance(exception, SIGTERMException):
-            self._engine.abandon()
+        if not isinstance(exception, SIGTERMException):
+            self._abandon()
         if self._has_device and not isinstance(exception, SIGTERMException):
             end_device_work(self._channels(), exception)
         self._checkpoints.give_up()
@@ -749,22 +749,30 @@ class PipelineParallelStrategy(MeshStrategy):
     def _has_device(self) -> bool:
         return self.root_device.type != "cpu"
 
+    def _abandon(self) -> None:
+        """Ends what other ranks wait for, of the pipeline or of its set-up."""
+        if self._engine is not None:
+            self._engine.abandon()
+        elif self._setup is not None:
+            self._setup.connection.abandon()
+
     def _channels(self) -> list[Any]:
-        return [] if self._engine is None else self._engine.channels
+        if self._engine is None:
+            return [] if self._setup is None else self._setup.connection.channels
+        return self._engine.channels
 
     def _wake(self) -> None:
         """Another rank has failed, and this one may wait for it: from a thread, ends what it may wait in."""
-        if self._engine is not None:
-            self._engine.abandon()
+        self._abandon()
         if self._has_device:
             end_device_work(self._channels())
 
     def _stages(self) -> str:
         """Where this rank is: ``stage 1 of pipeline 0``; empty before that is known."""
-        if self._engine is None or self._sizes is None:
+        if self._sizes is None or (self._engine is None and self._setup is None):
             return ""
         stages = ""
-        if hasattr(self._engine, "placement"):
+        if self._engine is not None:
             numbers = self._engine.placement.stages_of_rank(self.pipeline_rank)
             stages = f"stage{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))} of "
         return f"{stages}pipeline {self.data_parallel_rank}"
@@ -772,7 +780,8 @@ class PipelineParallelStrategy(MeshStrategy):
     def _place(self) -> str:
         """Where this rank is, and how far it has come."""
         stages = self._stages()
-        return stages and f"{stages}, after {self.engine.num_batches_trained} training batches"
+        number = 0 if self._engine is None else self._engine.num_batches_trained
+        return stages and f"{stages}, after {number} training batches"
 
     def _position(self) -> Position:
         """How far this rank has come in all that it does; read from a thread."""

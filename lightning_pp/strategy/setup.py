@@ -1,0 +1,333 @@
+"""What is known of a pipeline before it runs: the step recorded on every rank, and the model laid out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any, Protocol
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from lightning_pp.distributed.sizes import ParallelSizes
+from lightning_pp.long_tasks import LongTask
+from lightning_pp.planning.memory.limit import DeviceMemory
+from lightning_pp.planning.memory.model import MemoryModel
+from lightning_pp.planning.pipeline_options import PipelineOptions
+from lightning_pp.planning.refinement.choice import CutChoice
+from lightning_pp.planning.stage_model import RecordedModel, SplitModel, assign_stages, record_model
+from lightning_pp.planning.tuning import Layout, LayoutRequest, decided_by_one
+from lightning_pp.split.cut.wide_cuts import ADVICE, WideCut, wide_cuts
+from lightning_pp.split.data.microbatch import Microbatch
+from lightning_pp.split.data.row_references import lengths_noted
+from lightning_pp.split.dry_run.weight_updates import Updates
+from lightning_pp.strategy.autotune.profiling import TunedPrograms, tuned_programs
+from lightning_pp.strategy.batch.cutter import BatchCutter
+from lightning_pp.strategy.batch.whole_batch import ending_with_batch
+from lightning_pp.strategy.connection import Connection
+from lightning_pp.strategy.parameters.device_speed import flops_per_byte_of
+from lightning_pp.strategy.parameters.precision import step_dtypes
+from lightning_pp.strategy.step.dry_steps import first_arguments, recorded_step
+from lightning_pp.strategy.step.refusals import raise_own, refuse_carried_state, refuse_unrecorded
+from lightning_pp.strategy.step.update_hooks import UpdateHooks
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Where a pipeline runs, and what is asked of it.
+
+    Attributes:
+        module: The user's module.
+        mesh: The whole mesh.
+        data_parallel: Of it, the replicas at this rank's place, as one axis.
+        sizes: Their sizes.
+        device: Where this rank computes.
+        precision: The precision plugin; its contexts are entered around the step of each microbatch.
+        options: What the user says of the pipeline.
+        timeout: How long a collective may wait.
+        compile_options: Keyword arguments for ``torch.compile`` of each unit; None to leave units as they are.
+        communicators_bytes: What the communicators of collectives have taken of a device. Those of channels between
+            neighbours are opened, and added, where there is a limit of memory.
+    """
+
+    module: pl.LightningModule
+    mesh: DeviceMesh
+    data_parallel: DeviceMesh
+    sizes: ParallelSizes
+    device: torch.device
+    precision: Precision
+    options: PipelineOptions
+    timeout: timedelta | None
+    compile_options: Mapping[str, Any] | None = None
+    communicators_bytes: int = 0
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the pipeline."""
+        return self.mesh.get_local_rank("pipeline")
+
+    @property
+    def replica(self) -> int:
+        """Which replica it belongs to."""
+        return self.data_parallel.get_local_rank()
+
+
+class AllRanks(Protocol):
+    """What ranks decide together before there is a pipeline; a strategy does it."""
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Rank 0's argument, on every rank."""
+
+    def all_or_none(self, work: Callable[[], Any]) -> Any:
+        """What the user's code, ``work``, returns; if it raises on one rank, every rank raises."""
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether the argument is true on every rank."""
+
+
+@dataclass(frozen=True)
+class LaidOutModel:
+    """A model assigned to stages, whole on every rank yet.
+
+    Attributes:
+        split: Its stages.
+        layout: Why they are so, and the first schedule.
+        update_hooks: The user's hooks that write into parameters.
+        memory: What a rank may hold altogether; None for no limit.
+        cutter: Cuts batches.
+        num_microbatches: Of the first batch.
+        seed: Of this run's random numbers, the same on every rank.
+        connection: Joins the ranks; it knows the last stage.
+    """
+
+    split: SplitModel
+    layout: Layout
+    update_hooks: UpdateHooks
+    memory: DeviceMemory | None
+    cutter: BatchCutter
+    num_microbatches: int
+    seed: int
+    connection: Connection
+
+
+class PipelineSetup:
+    """Records the user's step and lays the model out; every rank has to make it.
+
+    Args:
+        surroundings: Where the pipeline is to run.
+        ranks: What all ranks decide together.
+
+    Attributes:
+        connection: Joins the ranks.
+    """
+
+    def __init__(self, surroundings: Surroundings, ranks: AllRanks) -> None:
+        self.connection = Connection(surroundings.mesh, surroundings.sizes, surroundings.device, surroundings.timeout)
+        self._given = surroundings
+        self._ranks = ranks
+        self._options = surroundings.options
+        self.module = surroundings.module
+        self.device = surroundings.device
+        self._precision = surroundings.precision
+        self._cutter = BatchCutter(
+            self._options.num_microbatches, surroundings.sizes.pipeline, self._options.batches.split_batch, self.module
+        )
+        self._communicators_bytes = surroundings.communicators_bytes
+        self._device_memory: DeviceMemory | None = None
+        self._update_hooks: UpdateHooks
+
+    def lay_out(
+        self,
+        batch: Any,
+        step: str,
+        beforehand: AbstractContextManager[Optimizer | None],
+        *,
+        has_several_loaders: bool = False,
+    ) -> LaidOutModel:
+        """Assigns the module to stages by a dry run of ``step`` on ``batch``.
+
+        Args:
+            batch: A whole batch on the device.
+            step: Name of the module's step.
+            beforehand: Around the dry run; gives the user's optimizer over the whole module, to ask it for what it
+                keeps of a parameter. It must not outlive the context, for it holds all parameters.
+            has_several_loaders: Whether the step is told which of several loaders a batch is from.
+        """
+        microbatches = self._cutter.cut(batch, for_training=step == "training_step")
+        speed = flops_per_byte_of(self.device, self._precision.precision)
+        request = self._options.layout_request(self._given.sizes.pipeline, len(microbatches), self.device.type, speed)
+        seed = self._ranks.broadcast(int(torch.initial_seed() % (1 << 40)))
+        if self._options.device_memory_gib is not None:
+            self._communicators_bytes += self.connection.open_neighbours()
+        arguments = first_arguments(self.module, step, has_several_loaders=has_several_loaders)
+        with self._in_mode_of(step):
+            record = partial(self._record, batch, microbatches, step, arguments, request.fewest_stages)
+            recording, layout = self._laid_out(self._recorded_by_all(record, step, beforehand), request, record)
+            split = assign_stages(
+                recording, placement=layout.placement, partition=layout.partition, updates=self._updates(step)
+            )
+        for text in filter(None, dict.fromkeys((recording.about_head, layout.about_head))):
+            rank_zero_info(text)
+        if split.record.failure is None:
+            _tell_of_wide_cuts(wide_cuts(split.step_plan()))
+        self.connection.set_last_stage(layout.placement.rank_of_stage[-1])
+        return LaidOutModel(
+            split, layout, self._update_hooks, self._device_memory, self._cutter, len(microbatches), seed,
+            self.connection,
+        )  # fmt: skip
+
+    def programs(self, model: LaidOutModel) -> TunedPrograms:
+        """The schedules of a model that is laid out; every rank asks for them."""
+        given = self._given
+        return tuned_programs(
+            self._options.schedule,
+            model.layout,
+            model.split,
+            given.mesh,
+            given.data_parallel,
+            self.connection.groups,
+            self.device,
+            self._ranks.broadcast,
+        )
+
+    def _recorded_by_all(
+        self,
+        record: Callable[[], RecordedModel],
+        step: str,
+        beforehand: AbstractContextManager[Optimizer | None],
+    ) -> RecordedModel:
+        """What ``record`` gives, once it is known that it did the same on every rank; otherwise every rank raises."""
+
+        def look() -> RecordedModel:
+            with beforehand as optimizer, LongTask(f"The dry run of {step}", rank_zero_info):
+                recording = record()
+                self._device_memory = self._limit_of_memory(recording, step, optimizer)
+                del optimizer
+            return recording
+
+        recording: RecordedModel = self._ranks.all_or_none(look)
+        failure = recording.record.failure
+        if self._ranks.reduce_boolean_decision(failure is not None):
+            refuse_unrecorded(step, failure, self._options)
+        else:
+            self._ranks.all_or_none(lambda: raise_own(failure))
+        return recording
+
+    def _laid_out(
+        self,
+        recording: RecordedModel,
+        request: LayoutRequest,
+        record: Callable[..., RecordedModel],
+    ) -> tuple[RecordedModel, Layout]:
+        """The recording that is laid out, perhaps with blocks refined that a cut falls in, and how."""
+
+        def request_of(recording: RecordedModel) -> LayoutRequest:
+            memory = self._device_memory
+            return replace(request, memory=None if memory is None else memory.of(recording))
+
+        def again(names: Collection[str], num_head_parts: int) -> RecordedModel | None:
+            try:
+                found: RecordedModel = self._ranks.all_or_none(partial(record, names, num_head_parts))
+            except Exception:  # of the user's code, too, which is not run so then; on every rank, if on one
+                return None
+            hooks[id(found.fake_parameters)] = self._update_hooks
+            return found
+
+        hooks = {id(recording.fake_parameters): self._update_hooks}
+        decides = self._given.rank == 0 and self._given.replica == 0
+        decided = partial(decided_by_one, decides=decides, broadcast=self._ranks.broadcast)
+        with LongTask("The choice of cuts and schedule", rank_zero_info):
+            chosen, layout = CutChoice(recording, request_of, again, decided).layout()
+        self._update_hooks = hooks[id(chosen.fake_parameters)]
+        self._device_memory = request_of(chosen).memory
+        if chosen.refinement is not None:
+            rank_zero_info(str(chosen.refinement))
+        return chosen, layout
+
+    @contextmanager
+    def _in_mode_of(self, step: str) -> Iterator[None]:
+        """Within, all modules are in the mode that ``step`` runs in."""
+        modes = [(child, child.training) for child in self.module.modules()]
+        if step != "training_step":
+            self.module.eval()
+        try:
+            yield
+        finally:
+            for child, mode in modes:
+                child.training = mode
+
+    def _record(
+        self,
+        batch: Any,
+        microbatches: Sequence[Microbatch],
+        step: str,
+        arguments: Sequence[Any],
+        num_stages: int,
+        refined: Collection[str] = (),
+        num_head_parts: int | None = None,
+    ) -> RecordedModel:
+        """A dry run of ``step`` on the first microbatch, with units for ``num_stages``; ``refined`` in parts."""
+        trains = step == "training_step"
+        split_head = self._options.split_head if num_head_parts is None else num_head_parts or False
+        recorded = recorded_step(
+            self.module,
+            step,
+            microbatches[0].data,
+            arguments,
+            None,
+            precision=self._precision,
+            device=self.device,
+            trains=trains,
+        )
+        if self._options.schedule.whole_batch_loss and step != "predict_step":
+            recorded = ending_with_batch(recorded)
+        with lengths_noted(batch, len(microbatches)):
+            recording = record_model(
+                self.module,
+                device=self.device,
+                step=recorded,
+                with_gradients=trains,
+                patterns=self._options.cut.units,
+                num_stages=num_stages,
+                compute_dtype=step_dtypes(self._precision).compute,
+                activation_checkpointing=self._options.activation_checkpointing,
+                may_fail=True,
+                split_head=split_head if trains else False,
+                refined={*refined, *self._options.refined_units(self.module)},
+            )
+        refuse_carried_state(self.module, step, recording.record, len(microbatches))
+        self._update_hooks = UpdateHooks(self.module, recording.fake_parameters, batch)
+        return recording
+
+    def _updates(self, step: str) -> Updates:
+        """What hooks write into parameters, in training."""
+        return self._update_hooks.updates if step == "training_step" else {}
+
+    def _limit_of_memory(self, recording: RecordedModel, step: str, optimizer: Optimizer | None) -> DeviceMemory | None:
+        """What a rank may hold altogether, and how it is counted; None for no limit."""
+        if self._options.device_memory_gib is None:
+            return None
+        model = MemoryModel.of(
+            self._options.sharding,
+            self._given.sizes.data_parallel_shard,
+            step_dtypes(self._precision),
+            trains=step == "training_step",
+            whole_batch_loss=self._options.schedule.whole_batch_loss,
+            optimizer=optimizer,
+        )
+        limit_gib, updates = self._options.device_memory_gib, self._updates(step)
+        return DeviceMemory(limit_gib, model, recording, updates, self._communicators_bytes)
+
+
+def _tell_of_wide_cuts(cuts: Sequence[WideCut]) -> None:
+    if cuts:
+        widest = max(cuts, key=lambda cut: cut.crossing_bytes)
+        others = f" So do {len(cuts) - 1} other cuts." if len(cuts) > 1 else ""
+        rank_zero_warn(f"Much crosses between stages: {widest}.{others} {ADVICE}")
