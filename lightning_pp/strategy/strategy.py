@@ -750,16 +750,18 @@ class PipelineParallelStrategy(MeshStrategy):
         return self.root_device.type != "cpu"
 
     def _abandon(self) -> None:
-        """Ends what other ranks wait for, of the pipeline or of its set-up."""
-        if self._engine is not None:
-            self._engine.abandon()
-        elif self._setup is not None:
-            self._setup.connection.abandon()
+        """Ends what other ranks wait for, of the pipeline or of its set-up; from any thread."""
+        setup, engine = self._setup, self._engine  # in this order, for a set-up is left when its engine is there
+        if engine is not None:
+            engine.abandon()
+        elif setup is not None:
+            setup.connection.abandon()
 
     def _channels(self) -> list[Any]:
-        if self._engine is None:
-            return [] if self._setup is None else self._setup.connection.channels
-        return self._engine.channels
+        setup, engine = self._setup, self._engine  # as in _abandon
+        if engine is not None:
+            return engine.channels
+        return [] if setup is None else setup.connection.channels
 
     def _wake(self) -> None:
         """Another rank has failed, and this one may wait for it: from a thread, ends what it may wait in."""
