@@ -94,6 +94,6 @@ def step_seeded(seed: int, device: torch.device) -> Iterator[None]:
     not move them.
     """
     with generators_untouched(device):
-        seed_torch(seed % (1 << 63), device)
+        seed_torch(seed % (1 << 63), device, starts_step=True)
         seed_python(seed)
         yield

@@ -17,7 +17,7 @@ from lightning_pp.sharding.clip import clip_by_norm_, clip_by_value_, global_nor
 from lightning_pp.sharding.fsdp import ShardedUnits
 from lightning_pp.sharding.replicated import ReplicatedGradients, broadcast_parameters, broadcast_values
 from lightning_pp.sharding.replicated_units import ReplicatedUnits
-from lightning_pp.sharding.shard_updates import end_update, forget_shards, update_shards
+from lightning_pp.sharding.shard_updates import end_update, forget_shards, is_elementwise, update_shards
 from lightning_pp.sharding.shared import SharedParameters
 from lightning_pp.sharding.stages import ShardedStages
 from lightning_pp.sharding.units.collective_times import CollectiveClock, CollectiveSums, CollectiveTimes
@@ -39,6 +39,7 @@ __all__ = [
     "end_update",
     "forget_shards",
     "global_norm",
+    "is_elementwise",
     "never_sharded",
     "update_shards",
 ]

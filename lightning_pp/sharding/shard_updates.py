@@ -50,8 +50,7 @@ def update_shards(optimizer: Optimizer) -> None:
     """
     if optimizer in _updates:
         return
-    is_differentiable = any(group.get("differentiable") for group in optimizer.param_groups)
-    if type(optimizer) in _ELEMENTWISE and not is_differentiable:
+    if is_elementwise(optimizer):
         _updates[optimizer] = _ShardUpdates(optimizer)
         return
     for group in optimizer.param_groups:
@@ -64,6 +63,11 @@ def update_shards(optimizer: Optimizer) -> None:
                     f"parameters of this rank are sharded and {num_whole} are whole, and torch does not mix them. "
                     f"Leave out {flag}=True."
                 )
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether it is one of torch's whose update of an element depends on that element's gradient and state alone."""
+    return type(optimizer) in _ELEMENTWISE and not any(group.get("differentiable") for group in optimizer.param_groups)
 
 
 def end_update(optimizer: Optimizer) -> None:

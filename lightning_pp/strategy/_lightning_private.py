@@ -70,6 +70,7 @@ __all__ = [
     "SubprocessScriptLauncher",
     "accumulates",
     "allow_compiled_modules",
+    "ask_for_loaders_again",
     "averaging_options",
     "call_before_update",
     "call_hooks",
@@ -506,3 +507,9 @@ def set_update_count(metric: Metric, count: int) -> None:
 def keywords_for(metric: Metric, keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Those of ``keywords`` that ``update`` of ``metric`` takes."""
     return metric._filter_kwargs(**keywords)
+
+
+@uses("lightning.pytorch.loops.fit_loop._FitLoop._combined_loader")
+def ask_for_loaders_again(trainer: pl.Trainer) -> None:
+    """Has the training ask for its loaders when it begins, though something has asked for them before."""
+    trainer.fit_loop._combined_loader = None

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from lightning_pp._private_names import private, uses
 
@@ -19,6 +20,8 @@ _set_timeout: Any = private(
     "torch.distributed.set_timeout",  # since torch 2.15
     "torch.distributed.distributed_c10d._set_pg_timeout",
 )
+
+_SpectralNorm: Any = private("torch.nn.utils.parametrizations._SpectralNorm")
 
 
 def store_of_job() -> Any:
@@ -41,3 +44,10 @@ def children_of(module: nn.Module) -> Mapping[str, nn.Module | None]:
 def is_persistent(module: nn.Module, buffer: str) -> bool:
     """Whether the ``state_dict`` of ``module`` has its buffer ``buffer``."""
     return buffer not in module._non_persistent_buffers_set
+
+
+@uses("torch.nn.Module._forward_pre_hooks")
+def spectral_norms_of(module: nn.Module) -> list[Any]:
+    """What normalises a weight of ``module`` by power iterations: itself, as a parametrization, or hooks of it."""
+    hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]
+    return [module, *hooks] if isinstance(module, _SpectralNorm) else hooks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from lightning_pp.strategy.autotune.compiled_backward import CompiledBackward
 from lightning_pp.strategy.autotune.plan_facts import plan_facts
 from lightning_pp.strategy.autotune.profiling import TunedPrograms
 from lightning_pp.strategy.batch.checks import BatchChecks
+from lightning_pp.strategy.batch.power_iterations import PowerIterations
 from lightning_pp.strategy.batch.preparation import BatchPreparation
 from lightning_pp.strategy.batch.run import BatchRun, StepCall
 from lightning_pp.strategy.lightning.gradient_norms import GradientNorms
@@ -190,6 +191,7 @@ class PipelineEngine:
         """Takes over metrics and units for a run of the trainer; every rank has to call it."""
         self._trainer = trainer
         self._checks.start()
+        self._power_iterations = PowerIterations(self.module)
         self._recover()
         self._num_batches_before = self.num_batches_run
         self._attached.enter_context(self._outside_steps.watched())
@@ -307,7 +309,9 @@ class PipelineEngine:
 
     def train(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, accumulate: int, reduce: bool) -> Any:
         """Forward and backward of one batch; returns what the user's step would have returned for it."""
-        return self._run("training_step", args, kwargs, 1.0 / accumulate, trains=True, reduce=reduce)
+        output = self._run("training_step", args, kwargs, 1.0 / accumulate, trains=True, reduce=reduce)
+        self._model.update_hooks.run_postponed()
+        return output
 
     def _skip(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A batch for which the training step returns None: only what it logs and keeps."""
@@ -403,9 +407,10 @@ class PipelineEngine:
 
         def run_step(microbatch: int, stage: int) -> Any:
             index = indices[microbatch]
-            return run.scopes.run(partial(run.call_step, index, stage), index, stage)
+            with self._power_iterations.first_of(stage) if trains else nullcontext():
+                return run.scopes.run(partial(run.call_step, index, stage), index, stage)
 
-        with run.scopes.of_batch(), none_refused(run.call.batch_idx):
+        with self._power_iterations.frozen(), run.scopes.of_batch(), none_refused(run.call.batch_idx):
             outputs, timer = self._executor.run(
                 schedule,
                 StepInputs(

@@ -82,6 +82,7 @@ from lightning_pp.strategy.parameters.optimizers import (
     update_as_shards,
 )
 from lightning_pp.strategy.parameters.precision import agree_on_scale
+from lightning_pp.strategy.parameters.stage_updates import update_as_stage
 from lightning_pp.strategy.setup import PipelineSetup, Surroundings
 from lightning_pp.strategy.step.data import first_batch, has_no_batches, seed_workers_by
 from lightning_pp.strategy.step.refusals import refuse_unsupported
@@ -448,18 +449,21 @@ class PipelineParallelStrategy(MeshStrategy):
             if is_fitting:
                 self._reset_optimizers_and_schedulers()
                 self.all_or_none(lambda: set_up_one_optimizer(self, trainer))
-            optimizers = training_ones(self.optimizers) if is_fitting else []
+            # after a fit, validation and test keep its optimizers, which the next checkpoint has
+            optimizers = training_ones(self.optimizers) if is_fitting or not is_new else []
             self._kept_optimizers.complete(optimizers, engine.split.fake_parameters)
             part = rank_part(engine.split, self.device_mesh, optimizers)
             self._kept_optimizers.note(optimizers, part.catalog.optimizer_groups)
+        keep_parameters(optimizers, list(engine.module.parameters()))
         if is_fitting:
             if self._checkpoints.is_sharded:
                 warn_of_folders_left_out(trainer.loggers)
             engine.check_memory(optimizers)
-            keep_parameters(self.optimizers, list(engine.module.parameters()))
             if not self.options.sharding.cpu_offload:  # states are made where their parameters are
                 optimizers_to_device(self.optimizers, self.root_device)
             self.all_or_none(lambda: update_as_shards(self.optimizers))
+            if self.sizes.pipeline > 1:
+                update_as_stage(training_ones(self.optimizers))
             PipelineOptimization.install(trainer)
         self.setup_precision_plugin()
         engine.gradients.install_clipping(self.precision_plugin, engine.finite.note_norm)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,13 +12,19 @@ from lightning_pp.checkpoint.storage.location import Location
 from lightning_pp.errors import CheckpointError
 
 
-def check_model(path: Location, saved: Mapping[str, Any], catalog: ParameterCatalog, strict: bool) -> None:
+def check_model(
+    path: Location, saved: Mapping[str, Any], catalog: ParameterCatalog, own: Collection[str], strict: bool
+) -> None:
     """Compare the names and shapes in a checkpoint with those of the model.
+
+    A hook may have put into ``saved`` what this rank has of the model. So names are missing where this rank owns one of
+    them; every name has an owner.
 
     Args:
         path: The checkpoint, for the message.
         saved: What the checkpoint has for each name; of tensors only the shape is looked at.
         catalog: The unsplit module.
+        own: Canonical names of what this rank owns.
         strict: Whether missing and unexpected names are errors; other shapes always are.
 
     Raises:
@@ -28,7 +34,8 @@ def check_model(path: Location, saved: Mapping[str, Any], catalog: ParameterCata
     expected = {name: catalog.shapes.get(catalog.canonical_name(name)) for name in catalog.names}
     problems = []
     if strict:
-        if missing := [name for name in catalog.names if name not in shapes]:
+        missing = [name for name in catalog.names if name not in shapes]
+        if any(catalog.canonical_name(name) in own for name in missing):
             problems.append(
                 f"{len(missing)} of the model's {len(catalog.names)} names are missing: {enumerate_names(missing)}"
             )
@@ -58,8 +65,8 @@ def check_num_optimizers(path: Location, num_saved: int, num_optimizers: int) ->
     """
     if num_saved == 0 < num_optimizers:
         raise CheckpointError(
-            f"{path} has no optimizer state (it was saved with save_weights_only=True), so training cannot resume from "
-            "it; load its weights before the run instead of passing it as ckpt_path"
+            f"{path} has no optimizer state (as with save_weights_only=True, or of a Trainer that has not trained), so "
+            "training cannot resume from it; load its weights before the run instead of passing it as ckpt_path"
         )
     if num_saved != num_optimizers:
         raise CheckpointError(

@@ -49,7 +49,7 @@ def load_weights(
         location = folder.checkpoint_at(path)
         found, reader = _open(location, weights_only, ranks.share)
         saved = _by_name_of_model(found, part.catalog)
-        check_model(location, saved, part.catalog, strict)
+        check_model(location, saved, part.catalog, part.destinations().keys(), strict)
     load_state(saved, part, reader)
 
 

@@ -58,7 +58,7 @@ class OpenedCheckpoint(ABC):
             saved = content.get(MODEL)
             if not isinstance(saved, Mapping):
                 raise CheckpointError(f"{self.path} has no 'state_dict' left after on_load_checkpoint; keep it")
-            check_model(self.path, saved, catalog, strict)
+            check_model(self.path, saved, catalog, part.destinations().keys(), strict)
         groups = self.checked_groups(num_optimizers, catalog, content) if num_optimizers else []
         load_state(saved, part, self.reader)
         if not num_optimizers:

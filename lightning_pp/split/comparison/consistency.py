@@ -18,7 +18,7 @@ from lightning_pp.split.record.reduction import Kind
 from lightning_pp.split.record.source_lines import user_line
 from lightning_pp.split.reductions.functions import kind_of
 from lightning_pp.split.reductions.recording import tensors_given
-from lightning_pp.split.reductions.scaling import degree_of
+from lightning_pp.split.reductions.scaling import degree_of, set_degree
 from lightning_pp.split.unit_calls.interception import OutsideUnits, running_unit
 
 
@@ -78,21 +78,25 @@ class Seen:
         share: Share of the samples, with which values that grow with the batch are made to stand for all of it.
         units: Name of a unit, and the how-manieth of its calls, to the tensors it was given and gave.
         functions: Outside of units: name, line, tensors given and given back of each torch function.
+        moved: Names of the buffers that the step wrote into.
     """
 
     share: float = 1.0
     units: dict[tuple[str, int], tuple[list[Tensor], list[Tensor]]] = field(default_factory=dict)
     functions: list[tuple[str, str, list[Tensor], list[Tensor]]] = field(default_factory=list)
+    moved: set[str] = field(default_factory=set)
 
 
 @contextmanager
-def watched(seen: Seen, units: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Around one run of a step: notes what units and the code between them give.
+def watched(seen: Seen, module: nn.Module, units: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Around one run of a step: notes what units and the code between them give, and which buffers they write into.
 
     Args:
         seen: Gets it.
-        units: Names and modules of the units.
+        module: The whole model.
+        units: Names and modules of its units.
     """
+    before = {name: (buffer, buffer._version) for name, buffer in module.named_buffers()}
     names = {id(unit): name for name, unit in units.items()}
     times: dict[str, int] = {}
 
@@ -100,7 +104,7 @@ def watched(seen: Seen, units: Mapping[str, nn.Module]) -> Iterator[None]:
         name = names.get(id(module))
         if name is not None:
             times[name] = times.get(name, -1) + 1
-            seen.units[name, times[name]] = (tensors_of((args, kwargs)), tensors_of(output))
+            seen.units[name, times[name]] = (_as_now((args, kwargs)), _as_now(output))
 
     hook = register_module_forward_hook(note, with_kwargs=True)
     try:
@@ -108,6 +112,12 @@ def watched(seen: Seen, units: Mapping[str, nn.Module]) -> Iterator[None]:
             yield
     finally:
         hook.remove()
+        now = {name: (buffer, buffer._version) for name, buffer in module.named_buffers()}
+        seen.moved |= {name for name, (buffer, version) in now.items() if _differs(before.get(name), buffer, version)}
+
+
+def _differs(before: tuple[Tensor, int] | None, buffer: Tensor, version: int) -> bool:
+    return before is None or before[0] is not buffer or before[1] != version
 
 
 class _Functions(OutsideUnits):
@@ -119,10 +129,19 @@ class _Functions(OutsideUnits):
         kwargs = kwargs or {}
         if running_unit() or kind_of(func) is Kind.READING:
             return func(*args, **kwargs)
-        given = list(tensors_given(args, kwargs))
+        given = _as_now(list(tensors_given(args, kwargs)))
         result = func(*args, **kwargs)
-        self._seen.functions.append((getattr(func, "__name__", str(func)), user_line(), given, tensors_of(result)))
+        self._seen.functions.append((getattr(func, "__name__", str(func)), user_line(), given, _as_now(result)))
         return result
+
+
+def _as_now(tree: Any) -> list[Tensor]:
+    """Copies of the tensors in ``tree``, which the step may write into later."""
+    copies = []
+    for tensor in tensors_of(tree):
+        copies.append(tensor.detach().clone())
+        set_degree(copies[-1], degree_of(tensor))
+    return copies
 
 
 def _of_whole(tensors: Sequence[Tensor], share: float) -> list[Tensor]:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_pp.split._torch_private import TorchDispatchMode, schema_of, tree_leaves
+from lightning_pp.split.record.source_lines import user_line
+from lightning_pp.split.side_effects.generators import is_seeded_here, torch_generators
 from lightning_pp.split.unit_calls.interception import running_unit
 
 Stretch = int | str | None
@@ -21,11 +23,14 @@ class Draws:
 
     Attributes:
         differ: Whether something was drawn that has no rows to share out, such as places in the batch.
+        repeated: The user's line that draws the same numbers for each part of a batch; empty for none.
     """
 
     def __init__(self) -> None:
         self._drawn: dict[Stretch, list[Tensor]] = {}
+        self._states: dict[tuple[Stretch, int], Tensor] = {}
         self.differ = False
+        self.repeated = ""
 
     def on_whole(self, stage: int | None, *, is_end: bool = False) -> TorchDispatchMode:
         """Around the step on the whole, on one stage: notes what is drawn.
@@ -51,6 +56,36 @@ class Draws:
         """The whole has drawn ``tensor``."""
         self._drawn.setdefault(stretch, []).append(tensor.detach().clone())
 
+    def has_rows(self, stretch: Stretch, index: int, tensor: Tensor) -> bool:
+        """Whether the whole has drawn more, in the place where a part has drawn ``tensor``."""
+        drawn = self._drawn.get(stretch, [])
+        return index < len(drawn) and drawn[index].shape != tensor.shape
+
+    def note_repeated(
+        self,
+        stretch: Stretch,
+        index: int,
+        device: torch.device,
+        generator: torch.Generator | None,
+        state: Tensor | None,
+    ) -> None:
+        """Finds out whether a part has drawn what every part draws.
+
+        Args:
+            stretch: What draws.
+            index: The how-manieth tensor of it.
+            device: Where that is.
+            generator: What it is drawn from; None for the default generator.
+            state: Of ``generator``, before the draw.
+        """
+        if generator is None or state is None or any(generator is each for each in torch_generators(device)):
+            repeats = not is_seeded_here(device)
+        else:
+            before = self._states.setdefault((stretch, index), state)
+            repeats = before is not state and torch.equal(before, state)
+        if repeats and not self.repeated:
+            self.repeated = user_line()
+
     def share_out(self, stretch: Stretch, index: int, tensor: Tensor, part: tuple[float, float]) -> None:
         """Overwrites ``tensor``, the ``index``-th that a part has drawn, with its rows of what the whole drew."""
         drawn = self._drawn.get(stretch, [])
@@ -71,15 +106,18 @@ class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._indices: dict[Stretch, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded not in func.tags or not _drops_out(func, args, kwargs or {}):
-            return result
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags or not _drops_out(func, args, kwargs):
+            return func(*args, **kwargs)
+        generator: torch.Generator | None = kwargs.get("generator")
+        state = None if generator is None else generator.get_state()
+        result = func(*args, **kwargs)
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and type(tensor) is Tensor:
-                self._settle(func, tensor)
+                self._settle(func, tensor, generator, state)
         return result
 
-    def _settle(self, func: Any, tensor: Tensor) -> None:
+    def _settle(self, func: Any, tensor: Tensor, generator: torch.Generator | None, state: Tensor | None) -> None:
         if schema_of(func).name == _PERMUTATION:  # no part can have its share of one, so nothing is mixed
             tensor.copy_(torch.arange(len(tensor), device=tensor.device))
             return
@@ -89,6 +127,8 @@ class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         index = self._indices.get(stretch, 0)
         self._indices[stretch] = index + 1
+        if self._stage is not None and self._draws.has_rows(stretch, index, tensor):
+            self._draws.note_repeated(stretch, index, tensor.device, generator, state)
         self._draws.share_out(stretch, index, tensor, self._part)
 
 

@@ -109,12 +109,19 @@ class ReductionRecorder(OutsideUnits):
             depends,
             given,
             tuple(map(self._depends_on_units, tensors)),
-            tuple(result.shape) if isinstance(result, Tensor) else None,
+            _shapes_of(result),
             tuple(numbers_given(args, kwargs)),
             result.detach().clone() if is_plain and kind not in (Kind.PRODUCT, Kind.QUOTIENT, Kind.ADDITION) else None,
         )
         self.reductions.append(reduction)
         return result
+
+
+def _shapes_of(result: Any) -> Any:
+    """The shape of a tensor, those of several (values and places), None of what is neither."""
+    if isinstance(result, tuple):
+        return tuple(map(_shapes_of, result))
+    return tuple(result.shape) if isinstance(result, Tensor) else None
 
 
 INTEGERS = ("__int__", "__index__")

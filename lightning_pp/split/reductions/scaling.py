@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,25 @@ _OWN_COUNT = "_pp_own_count"
 
 Count = tuple[Tensor | float, ...] | None
 """What one call counts in a microbatch, in parts that are added up over the batch; None: it is not known."""
+
+
+_as_they_are: list[None] = []
+_running: list[ScaledStep] = []
+
+
+@contextmanager
+def values_as_they_are() -> Iterator[None]:
+    """Within, as in the update of a metric, sums and counts are the microbatch's own, which add up by themselves."""
+    _as_they_are.append(None)
+    try:
+        yield
+    finally:
+        _as_they_are.pop()
+
+
+def of_whole_batch(tree: Any) -> Any:
+    """``tree`` as :meth:`ScaledStep.of_whole_batch` makes it for the step that runs; as it is where none is scaled."""
+    return _running[-1].of_whole_batch(tree) if _running else tree
 
 
 class Scale(NamedTuple):
@@ -88,6 +108,17 @@ class ScaledStep(OutsideUnits):
             Kind.NUMBER: self._tensor_of_number,
         }
 
+    def __enter__(self) -> ScaledStep:
+        """Follows what runs from here on."""
+        super().__enter__()  # type: ignore[no-untyped-call]
+        _running.append(self)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Follows nothing any more."""
+        _running.remove(self)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
     def of_whole_batch(self, tree: Any) -> Any:
         """``tree`` with tensors that stand for the whole batch: their weighted mean over microbatches is its value."""
         before, self._is_paused = self._is_paused, True
@@ -110,7 +141,7 @@ class ScaledStep(OutsideUnits):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one function."""
         kwargs = kwargs or {}
-        if self._is_paused or running_unit():
+        if self._is_paused or _as_they_are or running_unit():
             return func(*args, **kwargs)
         kind = kind_of(func)
         if kind is Kind.READING:
@@ -149,7 +180,7 @@ class ScaledStep(OutsideUnits):
                 setattr(result, _EXTREME, getattr(args[0], _EXTREME))
             return result
         if kind is Kind.LINEAR and len(degrees) == 1:
-            return _with_degree(func(*args, **kwargs), degrees.pop())
+            return set_degree(func(*args, **kwargs), degrees.pop())
         name = func.__name__
         if name.endswith("_") and not name.endswith("__") and isinstance(args[0], Tensor):
             self._make_normal(args[0])
@@ -163,7 +194,7 @@ class ScaledStep(OutsideUnits):
             total = self._total(place, (whole,))
             if total is not None:
                 result = _with_own_count(_like(result, total[0], self._share**degree), result)
-        return _with_degree(result, degree)
+        return set_degree(result, degree)
 
     def _mean(self, place: Place, fact: Fact, func: Any, args: Any, kwargs: Any) -> Any:
         if not fact.is_counted:
@@ -212,27 +243,27 @@ class ScaledStep(OutsideUnits):
         is_quotient = fact.kind is Kind.QUOTIENT
         if is_quotient and kwargs.get("rounding_mode") is not None:
             return func(*self._all_normal(args, degrees), **kwargs)
-        return _with_degree(func(*args, **kwargs), left - right if is_quotient else left + right)
+        return set_degree(func(*args, **kwargs), left - right if is_quotient else left + right)
 
     def _addition(self, place: Place, fact: Fact, func: Any, args: Any, kwargs: Any) -> Any:
         args, degrees = self._with_degrees(place, fact, args)
         counting = [degree for degree, value in zip(degrees, args, strict=True) if not _is_zero(value)]
         if fact.adds_samples:
-            return _with_degree(func(*args, **kwargs), min(counting, default=0) + 1)
+            return set_degree(func(*args, **kwargs), min(counting, default=0) + 1)
         if not any(counting):
             return func(*args, **kwargs)
         if len(set(counting)) == 1:
-            return _with_degree(func(*args, **kwargs), counting[0])
+            return set_degree(func(*args, **kwargs), counting[0])
         if func.__name__.endswith("_") and not func.__name__.endswith("__"):
             self._make_normal(args[0])
             degrees = [0.0, *degrees[1:]]
-        return _with_degree(func(*self._all_normal(args, degrees), **kwargs), 0)
+        return set_degree(func(*self._all_normal(args, degrees), **kwargs), 0)
 
     def _tensor_of_number(self, place: Place, fact: Fact, func: Any, args: Any, kwargs: Any) -> Any:
         if sum(map(is_number, args)) != 1 or len(fact.degrees) != 1:
             return func(*args, **kwargs)
         args, degrees = self._with_degrees(place, fact, args, of_any_tensor=True)
-        return _with_degree(func(*args, **kwargs), max(degrees, key=abs, default=0))
+        return set_degree(func(*args, **kwargs), max(degrees, key=abs, default=0))
 
     # ---------------------------------------------------------------- degrees and totals
 
@@ -271,7 +302,7 @@ class ScaledStep(OutsideUnits):
         degree = degree_of(tensor)
         if degree != 0:
             tensor.mul_(self._share**-degree)
-            _with_degree(tensor, 0)
+            set_degree(tensor, 0)
 
     def _all_normal(self, arguments: Any, degrees: list[float] | None = None) -> Any:
         if isinstance(arguments, dict):
@@ -315,13 +346,14 @@ def degree_of(value: Any) -> float:
     return getattr(value, _DEGREE, 0.0) if isinstance(value, Tensor) else 0.0
 
 
-def _with_degree(result: Any, degree: float) -> Any:
+def set_degree(result: Any, degree: float) -> Any:
+    """Notes that ``result``, or each tensor in it, grows with that power of the number of samples; returns it."""
     if isinstance(result, Tensor):
         if degree != 0 or hasattr(result, _DEGREE):
             setattr(result, _DEGREE, float(degree))
     elif isinstance(result, (list, tuple)):
         for entry in result:
-            _with_degree(entry, degree)
+            set_degree(entry, degree)
     return result
 
 

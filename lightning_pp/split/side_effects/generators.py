@@ -20,6 +20,8 @@ def _of_cuda(device: torch.device) -> Sequence[torch.Generator]:
     return [torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]]
 
 
+_seeds: set[int] = set()  # that a step has had so far
+
 OF_DEVICES: dict[str, Callable[[torch.device], Sequence[torch.Generator]]] = {"cuda": _of_cuda}
 """For each kind of device that has generators of its own, what gives those of one device."""
 
@@ -30,14 +32,23 @@ def torch_generators(device: torch.device) -> list[torch.Generator]:
     return [torch.default_generator, *(of_device(device) if of_device is not None else ())]
 
 
-def seed_torch(seed: int, device: torch.device) -> None:
-    """Seeds :func:`torch_generators`.
+def seed_torch(seed: int, device: torch.device, *, starts_step: bool = False) -> None:
+    """Seeds :func:`torch_generators`; with ``starts_step`` earlier seeds are forgotten.
 
     ``torch.manual_seed`` seeds those of every kind of device, and formats the stack for each kind that is not there,
     which takes longer than most code between units.
     """
+    if starts_step:
+        _seeds.clear()
+    _seeds.add(seed)
     for generator in torch_generators(device):
         generator.manual_seed(seed)
+
+
+def is_seeded_here(device: torch.device) -> bool:
+    """Whether the default generator of ``device`` has a seed of the running step's, and none of the user's."""
+    generators = [generator for generator in torch_generators(device) if generator.device.type == device.type]
+    return all(generator.initial_seed() in _seeds for generator in generators)
 
 
 def seed_python(seed: int) -> None:

@@ -61,6 +61,7 @@ class BatchChecks:
         self._forward = forward
         self._is_on = is_on
         self._num_left: dict[str, int] = {}
+        self._told: set[str] = set()
 
     def start(self) -> None:
         """A run of the trainer begins."""
@@ -90,7 +91,9 @@ class BatchChecks:
             dtypes = [parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()]
             compute = step_dtypes(self._precision).compute
             tolerance = tolerance_of([*dtypes, *([] if compute is None else [compute])], self._device)
-            check = PartCheck(module, call.step, sizes, self._groups, self._preparation.split.units, tolerance)
+            check = PartCheck(
+                module, call.step, sizes, self._groups, self._preparation.split.units, tolerance, self._told
+            )
             check.run(partial(self._observe, call, sizes.whole.data, seed))
 
     def _observe(

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from lightning_pp.split.comparison.consistency import Culprit, is_close
 from lightning_pp.split.data.tree import leaves_of
+from lightning_pp.strategy.results.attributes import Left
 from lightning_pp.strategy.results.log_calls import LogCall
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -44,6 +45,7 @@ class Observed:
         weights: Share of each microbatch.
         logs: What it logged.
         changes: By attribute of the module, what became of it.
+        left: The same, to be made again.
     """
 
     output: Any
@@ -52,6 +54,7 @@ class Observed:
     weights: Sequence[float]
     logs: Sequence[LogCall]
     changes: Mapping[str, Any]
+    left: Left
 
     @property
     def loss(self) -> float:
@@ -70,6 +73,7 @@ class Difference:
         whole: Of the whole in one piece.
         parts: Of the whole, from its parts.
         of_parts: Of each part alone, for a loss.
+        is_attribute: Whether it is what the step leaves in an attribute.
     """
 
     what: str
@@ -78,6 +82,7 @@ class Difference:
     whole: float
     parts: float
     of_parts: tuple[float, ...] = ()
+    is_attribute: bool = False
 
 
 def tolerance_of(dtypes: Sequence[torch.dtype], device: torch.device) -> float:
@@ -110,7 +115,7 @@ def _of_attributes(step: str, whole: Observed, parts: Observed, tolerance: float
     for name, value in whole.changes.items():
         found = _first_other(value, parts.changes.get(name), tolerance)
         if found is not None:
-            yield Difference(f"The attribute {name!r} that {step} changes", False, True, *found)
+            yield Difference(f"The attribute {name!r} that {step} changes", False, True, *found, is_attribute=True)
 
 
 def _of_logs(step: str, whole: Observed, parts: Observed, tolerance: float) -> Iterator[Difference]:
@@ -165,12 +170,29 @@ def _numbers(leaf: Any, other: Any) -> tuple[Tensor, Tensor] | None:
     return None
 
 
-def text_about(difference: Difference, culprit: Culprit | None, sizes: Sequence[int], line: str) -> str:
+def text_about_attributes(whats: Sequence[str], line: str) -> str:
+    """What to tell the user of attributes that neither loss nor logs nor outputs of the step depend on.
+
+    Args:
+        whats: The attributes, as subjects of a sentence.
+        line: Where the step is.
+    """
+    others = "".join(f" The same goes for: {what}." for what in whats[1:])
+    return (
+        f"{whats[0]} ({line}) has another value after microbatches than after the batch. The step's loss, logs and "
+        f"outputs do not depend on it, so training goes on. What else reads it should expect that.{others}"
+    )
+
+
+def text_about(
+    difference: Difference, culprit: Culprit | None, moved: Sequence[str], sizes: Sequence[int], line: str
+) -> str:
     """What to tell the user of a difference.
 
     Args:
         difference: What differs.
         culprit: Where samples were coupled first, if that was found.
+        moved: Names of the buffers that the step writes into.
         sizes: Samples of the parts.
         line: Where the step is.
     """
@@ -179,6 +201,14 @@ def text_about(difference: Difference, culprit: Culprit | None, sizes: Sequence[
         f"{difference.what} ({line}) depends on how the batch is cut: it is {difference.whole:.6g} for {total} samples "
         f"in one piece and {difference.parts:.6g} for the same samples as {cut}, as a pipeline computes it."
     )
+    if moved:
+        names = ", ".join(map(repr, moved[:3])) + (f" and {len(moved) - 3} more" if len(moved) > 3 else "")
+        reason = (
+            f"The step writes into {'buffers' if len(moved) > 1 else 'a buffer'} of the module ({names}): a pipeline "
+            "does so in every microbatch, and the next microbatch reads what the one before has left; one device does "
+            "so once for the batch. Do this in on_train_batch_end, or set num_microbatches=1."
+        )
+        return f"{told} {reason} {_TURN_OFF}"
     return f"{told} {_reason(difference, culprit)} {_TURN_OFF}"
 
 

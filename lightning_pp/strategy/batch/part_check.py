@@ -26,10 +26,12 @@ from lightning_pp.strategy.batch.differences import (
     find_differences,
     tell_unchecked,
     text_about,
+    text_about_attributes,
 )
 from lightning_pp.strategy.batch.run import BatchRun
 from lightning_pp.strategy.batch.scaling import TwoSizes
 from lightning_pp.strategy.batch.whole_batch import END_OF_BATCH
+from lightning_pp.strategy.results.attributes import Left
 from lightning_pp.strategy.results.outputs import SKIPPED_IN_PART, NoLossError, loss_of
 
 _log = logging.getLogger(__name__)
@@ -60,6 +62,7 @@ def observed(run: BatchRun, outputs: Sequence[Any]) -> Observed:
         run.weights,
         run.logs.merge(run.weights, run.num_samples),
         run.attributes.values_by_name(changes),
+        Left(run.attributes.places, changes),
     )
 
 
@@ -73,6 +76,7 @@ class PartCheck:
         groups: Join the ranks.
         units: Names and modules of the units.
         tolerance: How far values may be apart, relatively.
+        told: What has been told of attributes so far; gets more.
     """
 
     def __init__(
@@ -83,7 +87,9 @@ class PartCheck:
         groups: ControlGroups,
         units: Mapping[str, nn.Module],
         tolerance: float,
+        told: set[str],
     ) -> None:
+        self._told = told
         self._module = module
         self._step = step
         self._sizes = sizes
@@ -119,10 +125,17 @@ class PartCheck:
         of_replicas = self._groups.gather(differences, "the check of a first batch")
         if not any(of_replicas):
             return
-        culprit = self._culprit(observe)
+        are_harmless = _are_of_attributes(of_replicas) and not self._attributes_matter(observe, whole, parts)
+        culprit, moved = (None, ()) if are_harmless else self._culprit(observe)
         shown = differences or next(found for found in of_replicas if found)
         sizes = [part.num_samples for part in self._sizes.parts]
-        text = text_about(shown[0], culprit, sizes, _line_of(self._module, self._step))
+        where = _line_of(self._module, self._step)
+        if are_harmless:
+            if new := [difference.what for difference in shown if difference.what not in self._told]:
+                rank_zero_warn(text_about_attributes(new, where))
+            self._told.update(new)
+            return
+        text = text_about(shown[0], culprit, moved, sizes, where)
         if any(difference.ends_run for found in of_replicas for difference in found):
             raise SplitError(text)
         others = ", ".join(difference.what for difference in shown[1:])
@@ -135,9 +148,38 @@ class PartCheck:
         for outcome in (whole, parts):
             if isinstance(outcome, Exception):
                 raise outcome
+        if draws.repeated:
+            raise SplitError(
+                f"{draws.repeated} draws the same random numbers for every microbatch, and on one device every row of "
+                "the batch has its own: the step seeds the generator that it draws from, or starts from the same state "
+                "for each microbatch. Seed it outside of the step and draw from torch's default generator, or set "
+                "num_microbatches=1."
+            )
         if not (isinstance(whole, Observed) and isinstance(parts, Observed)):
             return draws.differ, []
         return draws.differ, find_differences(self._step, whole, parts, self._tolerance)
+
+    def _attributes_matter(self, observe: Observe, whole: Outcome, parts: Outcome) -> bool:
+        """Whether the step gives something else after the whole has left its attributes than after the parts have."""
+        mine = (whole.left, parts.left) if isinstance(whole, Observed) and isinstance(parts, Observed) else None
+        left = next(each for each in self._groups.gather_in_pipeline(mine) if each is not None)
+        draws = Draws()
+
+        def after(changes: Left, on_whole: Around) -> Around:
+            @contextmanager
+            def around(index: int, stage: int | None) -> Iterator[None]:
+                changes.apply(self._module)
+                with on_whole(index, stage):
+                    yield
+
+            return around
+
+        first = _outcome(observe, [self._sizes.whole], after(left[0], self._of_whole(draws)))
+        again = Draws()  # of as many rows, so that the same generators draw the same
+        second = _outcome(observe, [self._sizes.whole], after(left[1], self._of_whole(again)))
+        told = self._groups.all_or_none(partial(self._compared, first, second, draws), "What attributes do")
+        matters = any(not difference.is_attribute for _, found in told for difference in found)
+        return any(self._groups.gather(matters, "what attributes do"))
 
     @contextmanager
     def _failures_explained(self) -> Iterator[None]:
@@ -167,25 +209,36 @@ class PartCheck:
     def _of_parts(self, draws: Draws) -> Around:
         return lambda index, stage: draws.on_part(stage, *self._places[index], is_end=index == END_OF_BATCH)
 
-    def _culprit(self, observe: Observe) -> Culprit | None:
-        """Runs both again, watched; where samples were coupled first, by any stage of the pipeline."""
+    def _culprit(self, observe: Observe) -> tuple[Culprit | None, Sequence[str]]:
+        """Runs both again, watched, each part with the buffers as they were before the batch.
+
+        Returns:
+            Where samples were coupled first; and, where the parts make the whole with those buffers, the names of the
+            buffers that the step writes into.
+        """
         draws = Draws()
         of_whole: dict[int, Seen] = {}
         of_parts: list[dict[int, Seen]] = [{} for _ in self._sizes.parts]
+        buffers = {name: buffer.detach().clone() for name, buffer in self._module.named_buffers()}
 
         def around(context: Any, seen: dict[int, Seen], stage: int | None, share: float) -> ExitStack:
             stack = ExitStack()
+            for name, buffer in self._module.named_buffers():  # as before the batch, whatever a part has left
+                if name in buffers:
+                    buffer.detach().copy_(buffers[name])
             stack.enter_context(context)
             if stage is not None:
-                stack.enter_context(watched(seen.setdefault(stage, Seen(share)), self._units))
+                stack.enter_context(watched(seen.setdefault(stage, Seen(share)), self._module, self._units))
             return stack
 
         on_whole, on_parts = self._of_whole(draws), self._of_parts(draws)
-        observe([self._sizes.whole], lambda index, stage: around(on_whole(index, stage), of_whole, stage, 1.0))
-        observe(
+        whole = observe([self._sizes.whole], lambda index, stage: around(on_whole(index, stage), of_whole, stage, 1.0))
+        parts = observe(
             self._sizes.parts,
             lambda index, stage: around(on_parts(index, stage), of_parts[index], stage, self._places[index][1]),
         )
+        outcomes = self._groups.all_or_none(partial(self._compared, whole, parts, draws), "What a check found again")
+        are_equal = not any(found for _, found in outcomes)
         weights = [share for _, share in self._places]
         found: dict[int, Culprit] = {}
         for stage, seen in of_whole.items():
@@ -194,9 +247,16 @@ class PartCheck:
             if culprit is not None:
                 found[stage] = culprit
         everywhere: dict[int, Culprit] = {}
-        for one in self._groups.gather_in_pipeline(found):
+        moved = sorted({name for seen in of_whole.values() for name in seen.moved})
+        told = self._groups.gather_in_pipeline((found, moved))
+        for one, _ in told:
             everywhere.update(one)
-        return everywhere[min(everywhere)] if everywhere else None
+        all_moved = sorted({name for _, names in told for name in names}) if are_equal else []
+        return everywhere[min(everywhere)] if everywhere else None, all_moved
+
+
+def _are_of_attributes(of_replicas: Sequence[Sequence[Difference]]) -> bool:
+    return all(difference.is_attribute for found in of_replicas for difference in found)
 
 
 def _outcome(observe: Observe, microbatches: Sequence[Microbatch], around: Around) -> Outcome:

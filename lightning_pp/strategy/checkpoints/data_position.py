@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pp.errors import CheckpointError
+from lightning_pp.strategy._lightning_private import ask_for_loaders_again
 from lightning_pp.strategy.step.first_look import watch
 from lightning_pp.strategy.step.loader_state import (
     epochs_of,
@@ -101,6 +102,8 @@ class DataPosition:
             return
         self._resumed, self._num_resumed = state, 0
         self._current = list(state["now"])
+        if state["num_batches"]:
+            ask_for_loaders_again(self._trainer)
         # until the first batch: Lightning sees no state, and warns of batches that come again
         warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
         self._ignored = warnings.filters[0]
@@ -127,8 +130,7 @@ class DataPosition:
                     f"The checkpoint was saved after {self._resumed['num_batches']} batches of epoch "
                     f"{self._resumed['epoch']}, and the training data cannot be restored there: something asked for "
                     "the loaders before it was loaded, as trainer.estimated_stepping_batches in configure_optimizers "
-                    "does. "
-                    "Compute the number of steps in another way, or resume from the end of an epoch."
+                    "does. Compute the number of steps in another way, or resume from the end of an epoch."
                 )
             self.put_current()
             if self._resumed["num_batches"] == 0:

@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_pp.errors import CheckpointError
+from lightning_pp.strategy.checkpoints.callback_states import fingerprints_of, give_back, states_of_ranks
 from lightning_pp.strategy.checkpoints.data_position import DataPosition
 
 if TYPE_CHECKING:
@@ -29,24 +31,40 @@ def own_run_state(checkpoint: Mapping[str, Any], engine: PipelineEngine, data: D
     Raises:
         CheckpointError: On all ranks: a weight is not finite, and the strategy is to look at that.
     """
-    loaders = (_loader_states(checkpoint), data.state()) if engine.rank == 0 else None
+    loaders = _pickled(_loader_states(checkpoint), data.state()) if engine.rank == 0 else b""
+    callbacks = checkpoint.get("callbacks", {})
+    mine = (engine.rank, engine.replica, loaders, engine.finite.bad_weight(), fingerprints_of(callbacks))
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (engine.rank, engine.replica, pickle.dumps(loaders), engine.finite.bad_weight()))
-    if bad := [weight for _, _, _, weight in gathered if weight is not None]:
+    dist.all_gather_object(gathered, mine)
+    if bad := [weight for _, _, _, weight, _ in gathered if weight is not None]:
         raise CheckpointError(
             f"{bad[0]} Nothing is saved, so that no good checkpoint is replaced by it: go on from the last one. "
             "on_nonfinite='ignore' saves such weights, too."
         )
-    of_replica = {replica: state for rank, replica, state, _ in gathered if rank == 0}
+    of_replica = {replica: state for rank, replica, state, *_ in gathered if rank == 0}
     own: dict[str, Any] = {"random": engine.random_state()}
+    if kept := states_of_ranks(callbacks, [fingerprints for *_, fingerprints in gathered], engine.module):
+        own["callbacks"] = kept
     states = [pickle.loads(of_replica[replica]) for replica in sorted(of_replica)]
     if len({pickle.dumps(state) for state, _ in states}) > 1:
         own["loaders"] = [state for state, _ in states]
-    if states[0][1] is not None:
+    if all(position is not None for _, position in states):
         positions = [position for _, position in states]
         own["data"] = positions if len(set(of_replica.values())) > 1 else positions[:1]
         own["num_replicas"] = len(states)
     return {RUN_STATE: own}
+
+
+def _pickled(loaders: Any, position: Any) -> bytes:
+    """Both for the other replicas; without what cannot be pickled, which is told."""
+    try:
+        return pickle.dumps((loaders, position))
+    except Exception as error:
+        rank_zero_warn(
+            f"Where the training data stand is not in the checkpoint, since it cannot be pickled "
+            f"({type(error).__name__}: {error}). A training that is resumed within an epoch begins its data again."
+        )
+        return pickle.dumps(([], None))
 
 
 def restore_run_state(checkpoint: Mapping[str, Any], engine: PipelineEngine, data: DataPosition) -> None:
@@ -55,6 +73,8 @@ def restore_run_state(checkpoint: Mapping[str, Any], engine: PipelineEngine, dat
     if not isinstance(own, Mapping):
         return
     engine.load_random_state(own["random"])
+    if kept := own.get("callbacks"):
+        give_back(kept, checkpoint["callbacks"], engine.module)
     if positions := own.get("data"):
         data.resume(positions[engine.replica if engine.replica < len(positions) else 0])
         num_batches, earlier, now = positions[0]["num_batches"], own["num_replicas"], engine.sizes.data_parallel

@@ -47,6 +47,7 @@ from lightning_pp.strategy.faults.failed_device import refuse_aborted_groups
 from lightning_pp.strategy.faults.flight_recorder import record_nccl
 from lightning_pp.strategy.lightning.callers import line_of_user
 from lightning_pp.strategy.lightning.launcher import RunLauncher
+from lightning_pp.strategy.parameters.stage_updates import end_stage_update
 
 T = TypeVar("T")
 
@@ -449,11 +450,12 @@ class MeshStrategy(ParallelStrategy):
             yield
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        """Lightning's, after which the optimizer has its sharded parameters again, also where the update failed."""
+        """Lightning's; then the optimizer has its groups and sharded parameters again, also where the update failed."""
         try:
             return super().optimizer_step(optimizer, closure, *args, **kwargs)
         finally:
             end_update(optimizer)
+            end_stage_update(optimizer)
 
     @property
     def _is_interrupted(self) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -57,9 +57,11 @@ class StepAttributes:
 
     Attributes:
         names: Of the attributes, dotted.
+        places: The module names and attributes.
     """
 
     def __init__(self, module: nn.Module, names: Sequence[tuple[str, str]]) -> None:
+        self.places = names
         self.names = [f"{name}.{attribute}" if name else attribute for name, attribute in names]
         self._attributes: list[_Attribute] = []
         seen: set[int] = set()
@@ -107,6 +109,22 @@ class StepAttributes:
         """Makes ``changes``, the last stage's, on this rank."""
         for change, attribute in zip(changes, self._attributes, strict=False):
             attribute.apply(change)
+
+
+class Left(NamedTuple):
+    """What a step has left in attributes, without having been kept; can be sent to other ranks.
+
+    Attributes:
+        places: Module names and attributes.
+        changes: Of each, as :meth:`StepAttributes.merged` gives them.
+    """
+
+    places: Sequence[tuple[str, str]]
+    changes: Sequence[_Changes]
+
+    def apply(self, module: nn.Module) -> None:
+        """Makes the changes."""
+        StepAttributes(module, self.places).apply(self.changes)
 
 
 class _Attribute:

@@ -22,10 +22,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import CatMetric, Metric, MetricCollection, SumMetric
+from torchmetrics.aggregation import BaseAggregator
 
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.split.data.tree import map_leaves
+from lightning_pp.split.reductions.scaling import of_whole_batch, values_as_they_are
 from lightning_pp.strategy._lightning_private import (
     computing_locally,
     forget_computed,
@@ -70,12 +72,15 @@ class PipelineMetrics:
             # a copy of a metric comes with torchmetrics' own `compute`, and needs ours again
             if isinstance(metric, Metric) and not isinstance(metric.compute, InPlaceOf):
                 vars(metric)["compute"] = self._intercepted(metric, metric.compute)
+                vars(metric)["update"] = _unscaled(metric, metric.update)
 
     def detach(self) -> None:
         """Gives all metrics their own ``compute`` back."""
         for metric in _metrics_in(self._module):
             if isinstance(metric, Metric) and isinstance(metric.compute, InPlaceOf):
                 vars(metric)["compute"] = metric.compute.original
+                if isinstance(metric.update, InPlaceOf):
+                    vars(metric)["update"] = metric.update.original
 
     @property
     def are_there(self) -> bool:
@@ -261,6 +266,19 @@ def _silently(respond: Callable[..., Any]) -> Callable[..., None]:
 
 def _do_nothing() -> None:
     pass
+
+
+def _unscaled(metric: Metric, update: Callable[..., None]) -> InPlaceOf:
+    """Lets a metric add up the sums and counts of microbatches; those that average or compare get the batch's."""
+    adds_up = not isinstance(metric, BaseAggregator) or isinstance(metric, (SumMetric, CatMetric))
+
+    def update_with_own_values(*args: Any, **kwargs: Any) -> None:
+        if not adds_up:
+            args, kwargs = of_whole_batch((args, kwargs))
+        with values_as_they_are():
+            update(*args, **kwargs)
+
+    return InPlaceOf(update_with_own_values, update)
 
 
 def _metrics_in(module: nn.Module) -> list[Metric | MetricCollection]:

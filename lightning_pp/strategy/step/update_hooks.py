@@ -15,6 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_pp.distributed.control import ControlGroups
+from lightning_pp.errors import ConfigurationError
 from lightning_pp.split.data.tree import own_copy
 from lightning_pp.split.dry_run.weight_updates import Updates, updates_by
 from lightning_pp.split.fakes.parameters import FakeParameters
@@ -22,9 +23,10 @@ from lightning_pp.strategy._lightning_private import results_of
 from lightning_pp.strategy.lightning.patching import replaced
 from lightning_pp.strategy.step.dry_steps import logging_to
 
+_BEFORE_ZERO_GRAD = "on_before_zero_grad"
 _HOOKS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
     "on_train_batch_start": lambda batch: (batch, 0),
-    "on_before_zero_grad": lambda batch: (None,),
+    _BEFORE_ZERO_GRAD: lambda batch: (None,),
     "on_after_backward": lambda batch: (),
     "on_train_batch_end": lambda batch: ({"loss": torch.zeros(())}, batch, 0),
 }
@@ -56,7 +58,9 @@ _LOG_TRAINING = (
 class UpdateHooks:
     """The hooks that write into parameters, found by running them on fakes.
 
-    Only modules with parameters that do not train are looked at: an average of weights has no gradient.
+    Only modules with parameters that do not train are looked at: an average of weights has no gradient. But
+    ``on_before_zero_grad`` is always looked at: on one device it runs between forward and backward. A pipeline has no
+    such moment, so it runs before both, and after both where it writes into parameters.
 
     Args:
         module: The user's module.
@@ -68,13 +72,16 @@ class UpdateHooks:
         self._module = module
         self._fake_parameters = fake_parameters
         self._names: list[str] = []
+        self._postponed: list[Callable[[], Any]] = []
         updates: dict[str, frozenset[str]] = {}
         for name, arguments in _HOOKS.items():
             if getattr(type(module), name, None) is getattr(pl.LightningModule, name):
                 continue
-            if not _has_averages(module):
+            if not _has_averages(module) and name != _BEFORE_ZERO_GRAD:
                 continue
             found = self._updates_of(name, arguments(own_copy(batch)))
+            if name == _BEFORE_ZERO_GRAD:
+                _refuse_trained(found, module)
             if any(found.values()):
                 self._names.append(name)
             for target, sources in found.items():
@@ -104,6 +111,12 @@ class UpdateHooks:
         to_compare = set(_LOG_TRAINING)
 
         def run(name: str, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if name == _BEFORE_ZERO_GRAD and name in self._names:
+                self._postponed.append(partial(run_now, name, hook, *args, **kwargs))
+                return None
+            return run_now(name, hook, *args, **kwargs)
+
+        def run_now(name: str, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             fake_parameters = self._fake_parameters
             sees_all = name in self._names
             with fake_parameters.all_parameters() if sees_all else nullcontext():
@@ -122,6 +135,21 @@ class UpdateHooks:
         }
         with replaced(self._module, **hooks):
             yield
+
+    def run_postponed(self) -> None:
+        """After forward and backward of a batch: runs ``on_before_zero_grad``, if it has to wait for them."""
+        while self._postponed:
+            self._postponed.pop(0)()
+
+
+def _refuse_trained(updates: Updates, module: pl.LightningModule) -> None:
+    parameters = dict(module.named_parameters())
+    if own := [name for name, sources in updates.items() if not sources and parameters[name].requires_grad]:
+        raise ConfigurationError(
+            f"on_before_zero_grad of {type(module).__name__} writes into parameters that train ({own[0]!r}"
+            f"{f' and {len(own) - 1} more' if len(own) > 1 else ''}). On one device it does so between forward and "
+            "backward, and a pipeline has no moment between the two. Do this in on_train_batch_end."
+        )
 
 
 def _has_averages(module: pl.LightningModule) -> bool:

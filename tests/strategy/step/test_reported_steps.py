@@ -1,0 +1,308 @@
+"""Steps, hooks and optimizers as public code has them: each trains as on one device, or is refused with its reason."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from parity_run import Layout
+from pipelined_fit import trainer
+from pool import WorkerPool
+from small_models import Blocks
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+NUM_BATCHES = 6
+
+
+class Step(Blocks):
+    """Trains by momentum; subclasses add to the loss of what the blocks give."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        h = x
+        for block in self.blocks:
+            h = h + torch.tanh(block(h))
+        return nn.functional.mse_loss(self.head(h).squeeze(-1), y) + self.extra(h, x, batch_idx)
+
+    def extra(self, h: Tensor, x: Tensor, batch_idx: int) -> Any:
+        return 0.0
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
+
+
+# ---------------------------------------------------------------- as on one device
+
+
+class MomentumEncoder(Step):
+    """Its target is moved between the forward and the backward of one device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = nn.Linear(8, 8).requires_grad_(False)
+
+    def extra(self, h: Tensor, x: Tensor, batch_idx: int) -> Tensor:
+        return (h - self.target(x)).square().mean()
+
+    @torch.no_grad()
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        for mean, weight in zip(self.target.parameters(), self.blocks[0].parameters(), strict=True):
+            mean.data = 0.9 * mean.data + 0.1 * weight.data
+
+
+class ReadsGradients(Step):
+    """Looks at gradients of the update before, at the moment when they are there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        grad = self.blocks[0].weight.grad
+        self.seen.append(0.0 if grad is None or grad.is_meta else float(grad.shape[0]))
+
+
+class FirstOfEachGroup(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        assert all(group["params"][0].dim() for group in self.param_groups)
+        return super().step(closure)
+
+
+class GroupsByLayer(Step):
+    def configure_optimizers(self) -> Any:
+        parts = [*self.blocks, self.head]
+        groups = [{"params": part.parameters(), "lr": 0.1 / (1 + number)} for number, part in enumerate(parts)]
+        optimizer = FirstOfEachGroup(groups, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class OwnAdam(torch.optim.Adam):
+    """Of no class that is known."""
+
+
+class ByOwnAdam(Step):
+    def configure_optimizers(self) -> Any:
+        return OwnAdam(self.parameters(), 1e-2)
+
+
+class ByAdafactor(Step):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters())
+
+
+def _several(name: str, function: Callable[[Tensor], Tensor]) -> type[Step]:
+    def extra(self: Step, h: Tensor, x: Tensor, batch_idx: int) -> Tensor:
+        return 0.1 * function(h).mean()
+
+    return type(name, (Step,), {"extra": extra})
+
+
+SEVERAL = [
+    _several("Max", lambda h: h.max(dim=1)[0]),
+    _several("Min", lambda h: h.min(1).values),
+    _several("Sort", lambda h: h.sort(dim=1)[0].square()),
+    _several("TopK", lambda h: h.topk(3, dim=1)[0]),
+    _several("Median", lambda h: h.median(dim=1)[0]),
+    _several("KthValue", lambda h: h.kthvalue(2, dim=1)[0]),
+    _several("AMinMax", lambda h: torch.aminmax(h, dim=1).max),
+    _several("CumMax", lambda h: h.cummax(dim=1)[0]),
+    _several("VarMean", lambda h: torch.var_mean(h, dim=1)[0]),
+]
+
+
+class KeepsLists(Step):
+    """Leaves what differs with the size of a microbatch, and reads none of it in the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last_size = 0
+        self.seen: list[Any] = []
+
+    def extra(self, h: Tensor, x: Tensor, batch_idx: int) -> float:
+        self.last_size = len(h)
+        self.seen.append({"size": len(h), "worst": float(h.detach().abs().max())})
+        return 0.0
+
+
+class MaskOfFeatures(Step):
+    """Seeds a generator and draws what is the same for all rows."""
+
+    def extra(self, h: Tensor, x: Tensor, batch_idx: int) -> Tensor:
+        drawn = torch.rand(8, generator=torch.Generator().manual_seed(batch_idx), dtype=h.dtype)
+        return (h * (drawn > 0.3)).abs().mean()
+
+
+AS_ONE_DEVICE = [
+    MomentumEncoder, ReadsGradients, GroupsByLayer, ByOwnAdam, ByAdafactor, *SEVERAL, KeepsLists, MaskOfFeatures
+]  # fmt: skip
+
+
+# ---------------------------------------------------------------- refused
+
+
+class ClampsWeights(Step):
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            parameter.data.clamp_(-0.2, 0.2)
+
+
+class SeedsAGenerator(Step):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        generator = torch.Generator().manual_seed(batch_idx)
+        return super().training_step((x + torch.randn(x.shape, generator=generator, dtype=x.dtype), y), batch_idx)
+
+
+class SeedsAtItsEnd(Step):
+    def extra(self, h: Tensor, x: Tensor, batch_idx: int) -> Tensor:
+        generator = torch.Generator().manual_seed(7)
+        return (h * torch.rand(h.shape, generator=generator, dtype=h.dtype)).mean()
+
+
+class SeedsTorch(Step):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        torch.manual_seed(batch_idx)
+        return super().training_step((x + torch.randn_like(x), y), batch_idx)
+
+
+class OverAll(torch.optim.Optimizer):
+    """Divides by the norm of all gradients."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in held]).norm()
+        for p in held:
+            p.add_(p.grad / (1 + norm), alpha=-0.1)
+        return loss
+
+
+class UpdatesOverAll(Step):
+    def configure_optimizers(self) -> Any:
+        return OverAll(self.parameters())
+
+
+class Codebook(Step):
+    """A mean that goes into the loss, and moves with each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("code", torch.ones(8))
+
+    def extra(self, h: Tensor, x: Tensor, batch_idx: int) -> Tensor:
+        distance = (h - self.code.clone()).square().mean()
+        self.code.mul_(0.9).add_(0.1 * h.detach().mean(0))
+        return distance
+
+
+class CountsAndCouples(Step):
+    """Moves a buffer, which does no harm, and takes a deviation over the batch, which does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def extra(self, h: Tensor, x: Tensor, batch_idx: int) -> Tensor:
+        self.count.add_(1)
+        return (h - h.std(0)).square().mean()
+
+
+class ScaleThatMoves(Step):
+    """An attribute that differs with the size of a microbatch, and that the next loss is made with."""
+
+    scale = 1.0
+
+    def extra(self, h: Tensor, x: Tensor, batch_idx: int) -> Tensor:
+        loss = (self.scale * h).square().mean()
+        self.scale = 0.9 * self.scale + 0.1 * float(h.detach().std())
+        return loss
+
+
+REFUSED = [
+    (ClampsWeights, r"on_before_zero_grad of ClampsWeights writes into parameters that train \('blocks.0.weight'"),
+    (SeedsAGenerator, r"reported_steps.py:\d+ in training_step draws the same random numbers for every microbatch"),
+    (SeedsAtItsEnd, r"test_reported_steps.py:\d+ in extra draws the same random numbers for every microbatch"),
+    (SeedsTorch, r"test_reported_steps.py:\d+ in training_step draws the same random numbers for every microbatch"),
+    (UpdatesOverAll, "OverAll computes over several parameters at once"),
+    (Codebook, r"The step writes into a buffer of the module \('code'\)"),
+    (CountsAndCouples, r"The samples are coupled in .*test_reported_steps.py:\d+ in extra by `std`"),
+    (ScaleThatMoves, r"The attribute 'scale' that training_step changes .* depends on how the batch is cut"),
+]  # fmt: skip
+
+
+class Losses(pl.Callback):
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.found.append(float(outputs["loss"]))
+
+
+def fitted(kind: type[Step], layout: Layout | None) -> list[float]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(8 * NUM_BATCHES, 8, generator=generator, dtype=torch.float64)
+    data = DataLoader(TensorDataset(x, x.sum(-1).tanh()), batch_size=8)
+    losses, options = Losses(), {"precision": "64-true"}
+    run = (
+        trainer(1, "auto", callbacks=[losses], **options)
+        if layout is None
+        else trainer(layout.world_size, layout.strategy(), callbacks=[losses], **options)
+    )
+    run.fit(kind(), data)
+    return losses.found
+
+
+def train_all(layout: Layout | None) -> list[list[float]]:
+    """In a worker: the losses of each module."""
+    return [fitted(kind, layout) for kind in AS_ONE_DEVICE]
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout("zb_h1", 2, num_microbatches=4), Layout("1f1b", 3, num_microbatches=2)], ids=str
+)
+def test_as_on_one_device(pool: WorkerPool, layout: Layout) -> None:
+    expected = pool.run(train_all, None, world_size=1, timeout=120)[0]
+    for found in pool.run(train_all, layout, world_size=layout.world_size, timeout=280):
+        for kind, losses, alone in zip(AS_ONE_DEVICE, found, expected, strict=True):
+            assert losses == pytest.approx(alone, rel=1e-9), kind.__name__
+
+
+@pytest.mark.parametrize("kind", range(len(REFUSED)), ids=[kind.__name__ for kind, _ in REFUSED])
+def test_refused_by_the_line(pool: WorkerPool, kind: int) -> None:
+    report = pool.run(
+        fitted, REFUSED[kind][0], Layout("zb_h1", 2, num_microbatches=4), world_size=2, expect_failure=True
+    )
+    told = [failure.message for failure in report.failures if failure is not None]
+    assert len(told) == 2 and any(re.search(REFUSED[kind][1], text) for text in told), told
+
+
+def keep_lists(layout: Layout) -> tuple[list[str], Any]:
+    """In a worker: what is warned of, and what the module has in the end."""
+    module = KeepsLists()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run = trainer(layout.world_size, layout.strategy())
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(16, 8, generator=generator)
+        run.fit(module, DataLoader(TensorDataset(x, x.sum(-1)), batch_size=8))
+    return [str(each.message) for each in told], module.last_size
+
+
+def test_an_attribute_that_reaches_nothing_is_told_once(pool: WorkerPool) -> None:
+    found = pool.run(keep_lists, Layout("zb_h1", 2, num_microbatches=4), world_size=2)
+    told = [text for text in found[0][0] if "has another value after microbatches" in text]
+    assert len(told) == 1 and "'last_size'" in told[0] and "test_reported_steps.py" in told[0], found[0][0]
