@@ -25,7 +25,7 @@ from lightning_pp.doctor.checks import all_checks
 from lightning_pp.doctor.findings import Status
 from lightning_pp.doctor.report import as_data, print_report, worst_of, write_json
 from lightning_pp.doctor.run import LONGEST_S, Options, default_device_type, examine
-from lightning_pp.doctor.teams import OwnProcesses, Team, team_of
+from lightning_pp.doctor.teams import LauncherTeam, Team, team_of
 from lightning_pp.versions import version_line
 
 
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(team: Team, options: Options, path: Path) -> int:
     console = Console(stderr=False, width=None if sys.stdout.isatty() else 120, quiet=not team.is_leader)
-    if team.is_leader and not isinstance(team, OwnProcesses):
+    if team.is_leader and isinstance(team, LauncherTeam):
         console.print(
             f"Each of the {team.num_ranks} processes of the launcher watches one rank of each check. Ranks have "
             "processes of their own, since they may hang, fail or be killed."

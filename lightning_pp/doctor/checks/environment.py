@@ -17,18 +17,10 @@ from lightning_pp.doctor.findings import Check, Finding, Rank, Status
 
 _PACKAGES = ("lightning-pp", "torch", "lightning", "hydra-core", "omegaconf", "wandb", "nvidia-nccl-cu12", "triton")
 _PREFIXES = (
-    "NCCL_",
-    "CUDA_",
-    "TORCH_NCCL_",
-    "TORCH_DISTRIBUTED_",
-    "PYTORCH_",
-    "GLOO_",
-    "OMP_",
-    "UCX_",
-    "FI_",
-    "SLURM_J",
+    *("NCCL_", "CUDA_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "PYTORCH_"),
+    *("GLOO_", "OMP_", "UCX_", "FI_", "SLURM_J"),
 )
-_FEWEST = {"torch": (2, 11), "lightning": (2, 6, 4)}
+_FEWEST = {"torch": (2, 13), "lightning": (2, 6, 4)}
 _LEAST_SHM_BYTES = 1 << 30
 _BASE = "lightning_pp is tested with the versions of its constraints.txt: pip install -c constraints.txt . there."
 
