@@ -1,9 +1,7 @@
-"""Writes the page on configuration from the schema and the groups: ``python docs/tools/configuration_reference.py``."""
+"""Writes the page on configuration from groups and schema: ``python docs/tools/configuration_reference.py``."""
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields
 from enum import Enum
@@ -14,6 +12,7 @@ from omegaconf import MISSING as REQUIRED
 from omegaconf import OmegaConf
 
 from lightning_pp.conf import schema
+from lightning_pp.conf.fields import helps
 from lightning_pp.conf.search_path import yaml_folders
 
 DOCUMENT = Path(__file__).parents[1] / "training" / "configuration.md"
@@ -22,7 +21,7 @@ GROUPS = ("trainer", "strategy", "schedule", "model", "optimizer", "data", "logg
 COMMANDS = {"lightning-pp": schema.CommandConf, "lightning-pp-plan": schema.PlanConf}
 HEAD = """# Configuration reference
 
-<!-- made by python docs/tools/configuration_reference.py from conf/ and its schema: change it there -->
+<!-- made by python docs/tools/configuration_reference.py from conf/, its schema, and docstrings of what it builds -->
 
 Every value of a run, by config group. `lightning-pp GROUP=OPTION` chooses an option, `lightning-pp GROUP.FIELD=VALUE`
 changes a value, and `lightning-pp --cfg job` prints what comes out. [Recipes and configuration](recipes.md) tells how
@@ -60,14 +59,9 @@ def options(group: str) -> list[Option]:
     return [_option(path) for path in sorted((CONF / group).glob("*.yaml"))]
 
 
-def helps(conf: type) -> dict[str, str]:
-    """What the docstrings of a schema class and its parents say of each field."""
-    found: dict[str, str] = {}
-    for each in reversed(conf.__mro__):
-        _, _, attributes = (inspect.getdoc(each) or "").partition("Attributes:\n")
-        for name, text in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE):
-            found[name] = " ".join(text.split()).replace("``", "`")
-    return found
+def meaning_of(conf: type, field: Field[Any]) -> str:
+    """What a field of a schema is for: made of a class, as that says, or as the schema's own docstring says."""
+    return str(field.metadata.get("help") or helps(conf)[field.name])
 
 
 def _option(path: Path) -> Option:
@@ -110,9 +104,10 @@ def _registered(group: str) -> dict[str, type]:
 
 def _class(conf: type, title: str) -> str:
     target = next((each.default for each in fields(conf) if each.name == "_target_"), None)
-    meanings = helps(conf)
     heading = f"### {title} of `{target}`" if target else f"## {title}"
-    rows = [row for each in fields(conf) if not each.name.startswith("_") for row in _rows(each, meanings[each.name])]
+    rows = [
+        row for each in fields(conf) if not each.name.startswith("_") for row in _rows(each, meaning_of(conf, each))
+    ]
     return "\n".join([heading, "", "| field | type | default | meaning |", "|---|---|---|---|", *rows]) + "\n"
 
 
@@ -123,10 +118,14 @@ def _rows(field: Field[Any], meaning: str) -> Iterator[str]:
         yield f"| `{field.name}` | {_type(str(field.type))} | {_default(default)} | {meaning} |"
         return
     yield f"| `{field.name}` | group | as below | {meaning} |"
-    inner = helps(type(default))
     for each in fields(default):
         if not each.name.startswith("_"):
-            row = (f"`{field.name}.{each.name}`", _type(str(each.type)), _default(each.default), inner[each.name])
+            row = (
+                f"`{field.name}.{each.name}`",
+                _type(str(each.type)),
+                _default(each.default),
+                meaning_of(type(default), each),
+            )
             yield f"| {' | '.join(row)} |"
 
 

@@ -22,7 +22,7 @@ class PredictionWriter(BasePredictionWriter):
     holds ``{"indices": [...], "predictions": ...}``, tensors on the CPU, and appears when it is whole.
 
     Args:
-        folder: Of the files.
+        folder: Of the files with predictions, one for each batch.
 
     Raises:
         ConfigurationError: When predicting begins: the folder holds predictions already.

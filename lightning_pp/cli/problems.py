@@ -47,26 +47,15 @@ def user_errors(*also: type[Exception]) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except InstantiationException as error:
-        cause = error.__cause__
-        if full_errors_wanted() or cause is None:
-            raise
-        known = (*OWN_ERRORS, MisconfigurationException, ValueError, TypeError, OSError, ImportError)
-        if isinstance(cause, known):
-            raise UserError(f"{cause}") from error
-        raise
-    except OWN_ERRORS as error:
-        if full_errors_wanted():
-            raise
-        raise UserError(str(error)) from error
-    except OmegaConfBaseException as error:
-        if full_errors_wanted():
-            raise
-        raise UserError(str(error)) from error
     except Exception as error:
-        if full_errors_wanted() or not isinstance(error, (*also, MisconfigurationException)):
+        cause: BaseException | None = error
+        known: tuple[type[Exception], ...] = (*OWN_ERRORS, MisconfigurationException, OmegaConfBaseException, *also)
+        if isinstance(error, InstantiationException):
+            cause = error.__cause__
+            known = (*OWN_ERRORS, MisconfigurationException, ValueError, TypeError, OSError, ImportError)
+        if full_errors_wanted() or not isinstance(cause, known):
             raise
-        raise UserError(str(error)) from error
+        raise UserError(str(cause)) from error
 
 
 def full_errors_wanted() -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,7 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lightning_pp.telemetry import PipelineReport, StageReport
+from lightning_pp.telemetry import Diagnosis, PipelineReport, StageReport
+
+WIDTH = 140
 
 
 @dataclass
@@ -81,23 +83,36 @@ def summarise_units(units: Sequence[str]) -> str:
     return ", ".join(parts)
 
 
-def print_summary(summary: RunSummary, console: Console | None = None) -> None:
-    """Print a summary; where the output is no terminal, wide enough that no path or table is broken."""
+def wide(console: Console | None = None) -> Console:
+    """``console``; where it is no terminal, one so wide that no path or table is broken."""
     console = console or Console()
-    if not console.is_terminal:
-        console = Console(file=console.file, width=140)
-    report = summary.report
+    return console if console.is_terminal else Console(file=console.file, width=WIDTH, record=console.record)
+
+
+def print_timeline(console: Console, picture: str, diagnosis: Diagnosis | None) -> None:
+    """Print a step as a picture, and what to change."""
+    console.print(Text.from_ansi(picture), soft_wrap=True)
+    console.print()
+    if diagnosis is not None:
+        console.print(Text(diagnosis.text), soft_wrap=True)
+        console.print()
+
+
+def print_facts(console: Console, facts: Mapping[str, str], width: int = 18) -> None:
+    """Print a line for each fact, its name in a column of ``width``."""
+    for name, value in facts.items():
+        console.print(Text.assemble((f"{name:<{width}}", "bold"), value), soft_wrap=True)
+
+
+def print_summary(summary: RunSummary, console: Console | None = None) -> None:
+    """Print a summary."""
+    console, report = wide(console), summary.report
     console.print()
     if report is not None:
         console.print(stage_table(report.stages))
         console.print()
-        console.print(Text.from_ansi(report.timeline_text), soft_wrap=True)
-        console.print()
-        if report.diagnosis is not None:
-            console.print(Text(report.diagnosis.text), soft_wrap=True)
-            console.print()
-    for name, value in facts(summary).items():
-        console.print(Text.assemble((f"{name:<18}", "bold"), value), soft_wrap=True)
+        print_timeline(console, report.timeline_text, report.diagnosis)
+    print_facts(console, facts(summary))
 
 
 def facts(summary: RunSummary) -> dict[str, str]:

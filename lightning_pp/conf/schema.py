@@ -2,6 +2,7 @@
 
 ``_target_`` names what each group builds. Fields carry the defaults of what they build; the YAML files beside this one
 hold only what differs. ``Any`` stands where OmegaConf has no type for what Lightning accepts (number, list, word).
+What this package defines is not written here: :func:`conf_of` reads its arguments, defaults and help from the class.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
+
+from lightning_pp.conf.fields import conf_of
 
 
 class Mode(Enum):
@@ -34,7 +37,7 @@ class TrainerConf:
         num_nodes: Machines that train together; each has as many devices.
         precision: In which numbers to compute: ``32-true``, ``64-true``, ``bf16-true``, ``bf16-mixed``, or ``16-mixed``
             on CUDA.
-        fast_dev_run: True for one batch of each kind and no logger, to find mistakes; a number for as many.
+        fast_dev_run: true for one batch of each kind and no logger, to find mistakes; a number for as many.
         max_epochs: Epochs to train at most; -1 for no end; null for what ``max_steps`` says, or 1000 epochs without
             either.
         min_epochs: Epochs to train at least, whatever wants to stop earlier.
@@ -154,201 +157,23 @@ class TimeoutConf:
     """How long a collective or a message may take before the job is given up.
 
     Attributes:
-        seconds: None: ten minutes over NCCL, half an hour over gloo, as torch has it.
+        seconds: null: ten minutes over NCCL, half an hour over gloo, as torch has it.
     """
 
     _target_: str = "lightning_pp.conf.builders.timeout"
     seconds: float | None = None
 
 
-@dataclass
-class PipelineStrategyConf:
-    """``lightning_pp.PipelineParallelStrategy``, where each argument is told at more length.
-
-    Attributes:
-        pipeline_parallel_size: Ranks along the pipeline; ``auto`` for all that data parallelism leaves.
-        data_parallel_size: Replicas of the pipeline; ``auto`` for all that the pipeline leaves.
-        num_microbatches: Slices of a batch, along dimension 0; ``auto`` for 2 to 4 per rank of the pipeline.
-        split_batch: A function that cuts a batch: ``{_target_: hydra.utils.get_method, path: my_module.split_graphs}``.
-        schedule: Name of a schedule, ``auto`` for one that is searched with measured costs, or the path of a CSV file.
-        stages_per_rank: Stages on each rank; null for what is usual for the schedule.
-        costs: JSON file of measured costs of the stages, from ``save_costs`` of an earlier run; nothing is measured
-            then.
-        save_costs: JSON file to write measured costs to.
-        num_profiled_batches: Training batches that are measured, after two that warm up.
-        memory_limit_gib: GiB that a rank may hold of microbatches between forward and weight gradient.
-        device_memory_gib: GiB that a rank may hold altogether, by the estimate of a dry run; cuts and ``auto`` keep to
-            it.
-        exact_search: Whether OR-tools' CP-SAT finishes the search of ``auto``; for small pipelines.
-        search_seconds: How long the search of ``auto`` may try, seconds; null for as long as its effort takes.
-        whole_batch_loss: For a loss that is no mean or sum over samples: the code after the last unit runs once, on all
-            microbatches.
-        check_first_batches: Whether the first batches are checked for losses that couple samples.
-        on_nonfinite: What a loss or gradient that is NaN or infinite does: ``error``, ``skip`` or ``ignore``.
-        unequal_data: What ranks with different numbers of batches do: ``error``, or ``shortest`` to stop with the
-            first.
-        units: Names or shell patterns of modules that stay whole on one stage; null for those that are found.
-        split_points: Units that begin stages 1, 2, ...; null for the cut with the shortest step.
-        unit_weights: Names or shell patterns of units, each with a factor for its cost in the cut.
-        rank_speeds: How fast each rank of the pipeline is, compared with the others.
-        split_head: Parts along its classes that a last projection with a cross entropy is cut into; false for none,
-            ``auto`` if it costs more than a stage.
-        sharding: What data-parallel ranks share of a stage: ``replicate``, ``shard_grad_op`` or ``full_shard``.
-        unshard_budget: With ``full_shard`` the most bytes of gathered parameters on a rank.
-        cpu_offload: Whether parameters, gradients and optimizer states are on the host between uses.
-        data_parallel_replicate_size: How many of the data-parallel ranks hold the same shards (HSDP).
-        compile: True, or options of ``torch.compile``: every unit by itself, but no single layers of torch.
-        activation_checkpointing: True for repeated blocks, or names and patterns of units: they run again in backward.
-        save_distributed_checkpoint: True for a folder of shards, false for one file that a plain Trainer resumes from.
-        async_checkpoint: Whether checkpoints are written while training goes on.
-        meta_init: Whether ``configure_model`` runs without memory for parameters, and ranks make their own part only.
-        initial_weights: What to start from: a safetensors file, a Hugging Face directory or a checkpoint, by path or
-            URL.
-        process_group_backend: ``nccl`` or ``gloo``; null for what suits the device.
-        timeout: How long a collective or a message may take.
-        deadlock_seconds: How long all ranks may wait for each other before the run ends.
-        preemption_seconds: How long the next batch may take to begin after a signal, before the run ends unsaved.
-        flight_recorder_dirpath: Folder for the records of NCCL's flight recorder after a time-out; null for none.
-    """
-
-    _target_: str = "lightning_pp.PipelineParallelStrategy"
-    pipeline_parallel_size: int | str = "auto"
-    data_parallel_size: int | str = "auto"
-    num_microbatches: int | str = "auto"
-    split_batch: Any = None  # a function: {_target_: hydra.utils.get_method, path: my_package.my_module.split_graphs}
-    schedule: str = "zb_h1"
-    stages_per_rank: int | None = None
-    costs: Any = None
-    save_costs: str | None = None
-    num_profiled_batches: int = 8
-    memory_limit_gib: float | None = None
-    device_memory_gib: float | None = None
-    exact_search: bool = False
-    search_seconds: float | None = None
-    whole_batch_loss: bool = False
-    check_first_batches: bool = True
-    on_nonfinite: str = "error"
-    unequal_data: str = "error"
-    units: list[str] | None = None
-    split_points: list[str] | None = None
-    unit_weights: Any = None  # a dict of names to numbers: of a typed one that is None nothing can be set
-    rank_speeds: list[float] | None = None
-    split_head: Any = "auto"  # a number, or false
-    sharding: str = "shard_grad_op"
-    unshard_budget: int | None = None
-    cpu_offload: bool = False
-    data_parallel_replicate_size: int = 1
-    compile: Any = False
-    activation_checkpointing: Any = False
-    save_distributed_checkpoint: bool = True
-    async_checkpoint: bool = False
-    meta_init: bool = False
-    initial_weights: str | None = None
-    process_group_backend: str | None = None
-    timeout: TimeoutConf = field(default_factory=TimeoutConf)
-    deadlock_seconds: float = 60.0
-    preemption_seconds: float = 25.0
-    flight_recorder_dirpath: str | None = None
-
-
-@dataclass
-class ByteGPTConf:
-    """``lightning_pp.recipes.byte_gpt.ByteGPT``.
-
-    Attributes:
-        num_layers: Transformer blocks.
-        dim: Width of the model.
-        num_heads: Attention heads; divides ``dim``.
-        max_seq_len: Longest sequence that there are positions for.
-        dropout: Probability of dropping an activation.
-        learning_rate: At its peak, after the warm-up.
-        num_warmup_steps: Optimizer steps until then.
-        weight_decay: Of matrices.
-        optimizer: What the group ``optimizer`` gives; null is AdamW.
-    """
-
-    _target_: str = "lightning_pp.recipes.byte_gpt.ByteGPT"
-    num_layers: int = 8
-    dim: int = 128
-    num_heads: int = 4
-    max_seq_len: int = 128
-    dropout: float = 0.0
-    learning_rate: float = 3e-3
-    num_warmup_steps: int = 20
-    weight_decay: float = 0.1
-    optimizer: Any = None
-
-
-@dataclass
-class CausalLMConf:
-    """``lightning_pp.recipes.causal_lm.CausalLM``.
-
-    Attributes:
-        model_type: An architecture of transformers, with fresh weights; or else ``directory``.
-        config: Arguments of its configuration class; with ``directory``, in place of values of its ``config.json``.
-        directory: A model directory on this machine.
-        weights: Whether each process reads its weights; false with ``strategy.initial_weights``.
-        lora: Arguments of ``peft.LoraConfig``; null trains all parameters.
-        learning_rate: At its peak, after the warm-up.
-        num_warmup_steps: Optimizer steps until then.
-        weight_decay: Of matrices.
-        activation_checkpointing: Compute the activations of blocks again in backward.
-        optimizer: What the group ``optimizer`` gives; null is AdamW.
-    """
-
-    _target_: str = "lightning_pp.recipes.causal_lm.CausalLM"
-    model_type: str | None = None
-    config: dict[str, Any] = field(default_factory=dict)
-    directory: str | None = None
-    weights: bool = True
-    lora: Any = None  # a dict: of a typed one that is None nothing can be set
-    learning_rate: float = 6e-4
-    num_warmup_steps: int = 100
-    weight_decay: float = 0.1
-    activation_checkpointing: bool = False
-    optimizer: Any = None
-
-
-@dataclass
-class Seq2SeqLMConf(CausalLMConf):
-    """``lightning_pp.recipes.seq2seq.Seq2SeqLM``; the fields are those of :class:`CausalLMConf`."""
-
-    _target_: str = "lightning_pp.recipes.seq2seq.Seq2SeqLM"
-
-
-@dataclass
-class ImageClassifierConf(CausalLMConf):
-    """``lightning_pp.recipes.images.ImageClassifier``; the fields are those of :class:`CausalLMConf`."""
-
-    _target_: str = "lightning_pp.recipes.images.ImageClassifier"
-
-
-@dataclass
-class TwoTowerConf:
-    """``lightning_pp.recipes.two_tower.TwoTower``.
-
-    Attributes:
-        num_layers: Transformer blocks of each tower.
-        dim: Width of the towers.
-        num_heads: Attention heads; divides ``dim``.
-        max_seq_len: Longest half of a text; ``data.seq_len`` is both halves.
-        temperature: Similarities are divided by it.
-        learning_rate: At its peak, after the warm-up.
-        num_warmup_steps: Optimizer steps until then.
-        weight_decay: Of matrices.
-        optimizer: What the group ``optimizer`` gives; null is AdamW.
-    """
-
-    _target_: str = "lightning_pp.recipes.two_tower.TwoTower"
-    num_layers: int = 4
-    dim: int = 128
-    num_heads: int = 4
-    max_seq_len: int = 64
-    temperature: float = 0.05
-    learning_rate: float = 1e-3
-    num_warmup_steps: int = 20
-    weight_decay: float = 0.1
-    optimizer: Any = None
+PipelineParallelStrategyConf = conf_of(
+    "lightning_pp.PipelineParallelStrategy", {"timeout": ("TimeoutConf", TimeoutConf)}
+)
+# of a typed mapping that is null nothing can be set
+_CONFIG = {"config": ("dict[str, Any]", dict)}
+ByteGPTConf = conf_of("lightning_pp.recipes.byte_gpt.ByteGPT")
+CausalLMConf = conf_of("lightning_pp.recipes.causal_lm.CausalLM", _CONFIG)
+Seq2SeqLMConf = conf_of("lightning_pp.recipes.seq2seq.Seq2SeqLM", _CONFIG)
+ImageClassifierConf = conf_of("lightning_pp.recipes.images.ImageClassifier", _CONFIG)
+TwoTowerConf = conf_of("lightning_pp.recipes.two_tower.TwoTower")
 
 
 @dataclass
@@ -400,136 +225,13 @@ class AdafactorConf:
     d: float = 1.0
 
 
-@dataclass
-class ByteTextConf:
-    """``lightning_pp.recipes.byte_text.ByteTextDataModule``.
-
-    Attributes:
-        files: Paths and patterns of text files; none: the sources of the running Python's standard library.
-        batch_size: Sequences in a batch of a data-parallel rank.
-        seq_len: Bytes in a sequence.
-        num_train_crops: Sequences in an epoch.
-        num_val_crops: Sequences of a validation.
-        val_fraction: The last part of the text, which is not trained on.
-        max_bytes: Text beyond that is not read.
-        seed: Chooses the sequences of an epoch.
-        num_workers: Processes that load.
-    """
-
-    _target_: str = "lightning_pp.recipes.byte_text.ByteTextDataModule"
-    files: list[str] = field(default_factory=list)
-    batch_size: int = 16
-    seq_len: int = 128
-    num_train_crops: int = 65536
-    num_val_crops: int = 64
-    val_fraction: float = 0.05
-    max_bytes: int = 4194304
-    seed: int = 0
-    num_workers: int = 0
-
-
-@dataclass
-class SpanCorruptionConf(ByteTextConf):
-    """``lightning_pp.recipes.seq2seq.SpanCorruptionDataModule``: the fields of :class:`ByteTextConf`, and its own.
-
-    Attributes:
-        num_spans: Spans that are left out of each sequence.
-        span_length: Bytes of a span.
-    """
-
-    _target_: str = "lightning_pp.recipes.seq2seq.SpanCorruptionDataModule"
-    num_spans: int = 8
-    span_length: int = 3
-
-
-@dataclass
-class TokensConf:
-    """``lightning_pp.recipes.tokens.TokenDataModule``.
-
-    Attributes:
-        directory: The folder that ``lightning-pp-data`` made.
-        batch_size: Rows in a batch of a data-parallel rank.
-        seq_len: Tokens of a row.
-        documents: ``joined`` (windows over all documents), ``masked`` (windows in which no document sees another) or
-            ``separate`` (a document a row, of its own length).
-        pad_to_multiple: For ``separate``: of which lengths are a multiple.
-        val_fraction: Share of the documents, from the end, that is not trained on.
-        num_val_batches: Most batches of a validation.
-        num_workers: Processes that load.
-    """
-
-    _target_: str = "lightning_pp.recipes.tokens.TokenDataModule"
-    directory: str = MISSING
-    batch_size: int = 16
-    seq_len: int = 1024
-    documents: str = "joined"
-    pad_to_multiple: int = 64
-    val_fraction: float = 0.01
-    num_val_batches: int = 16
-    num_workers: int = 0
-
-
-@dataclass
-class StreamConf:
-    """``lightning_pp.recipes.streams.StreamDataModule``.
-
-    Attributes:
-        path: What ``datasets.load_dataset`` reads: ``json``, ``parquet`` or ``text`` with ``data_files``, a folder, or
-            a dataset of a hub.
-        name: Of a dataset that has several configurations.
-        data_files: A path or pattern, a list of them, or ``{train: ..., validation: ...}`` with those of each split.
-        split: To train on.
-        val_split: To validate, test and predict on; null for no validation.
-        text_field: What holds the text of a document.
-        tokenizer: ``byte``, a ``tokenizer.json``, or a directory with a tokenizer.
-        end: Token that ends each document; null for the tokenizer's own, empty for none.
-        batch_size: Rows in a batch of a data-parallel rank.
-        seq_len: Tokens of a row.
-        shuffle_buffer: Documents from which the next one is drawn, anew in each epoch; 0 for the order of the files.
-        seed: Of these draws.
-        num_val_batches: Most batches of a validation.
-        num_workers: Processes that load for training; each reads files of its own.
-    """
-
-    _target_: str = "lightning_pp.recipes.streams.StreamDataModule"
-    path: str = MISSING
-    name: str | None = None
-    data_files: Any = None
-    split: str = "train"
-    val_split: str | None = None
-    text_field: str = "text"
-    tokenizer: str = "byte"
-    end: str | None = None
-    batch_size: int = 16
-    seq_len: int = 1024
-    shuffle_buffer: int = 0
-    seed: int = 0
-    num_val_batches: int = 16
-    num_workers: int = 0
-
-
-@dataclass
-class ImagesConf:
-    """``lightning_pp.recipes.images.ImageDataModule``.
-
-    Attributes:
-        folder: Has ``train`` and ``val``, each with ``images.npy`` and ``labels.npy``; null draws images.
-        batch_size: Images in a batch of a data-parallel rank.
-        image_size: Height and width of drawn images.
-        num_classes: Of drawn images.
-        num_train_images: Drawn images of an epoch.
-        num_val_images: Drawn images of a validation.
-        num_workers: Processes that load.
-    """
-
-    _target_: str = "lightning_pp.recipes.images.ImageDataModule"
-    folder: str | None = None
-    batch_size: int = 64
-    image_size: int = 224
-    num_classes: int = 10
-    num_train_images: int = 10000
-    num_val_images: int = 256
-    num_workers: int = 0
+ByteTextDataModuleConf = conf_of("lightning_pp.recipes.byte_text.ByteTextDataModule")
+SpanCorruptionDataModuleConf = conf_of(
+    "lightning_pp.recipes.seq2seq.SpanCorruptionDataModule", base=ByteTextDataModuleConf
+)
+TokenDataModuleConf = conf_of("lightning_pp.recipes.tokens.TokenDataModule")
+StreamDataModuleConf = conf_of("lightning_pp.recipes.streams.StreamDataModule")
+ImageDataModuleConf = conf_of("lightning_pp.recipes.images.ImageDataModule")
 
 
 @dataclass
@@ -630,84 +332,10 @@ class CheckpointConf:
     verbose: bool = False
 
 
-@dataclass
-class PipelineMonitorConf:
-    """``lightning_pp.PipelineMonitor``.
-
-    Attributes:
-        every_n_steps: Optimizer steps from one entry to the next; null for ``trainer.log_every_n_steps``.
-        log_timeline: Whether timelines are written, at least at the end of a fit.
-        timeline_every_n_steps: Optimizer steps from one timeline to the next; null for the end only.
-        timeline_dirpath: Folder of the timelines; null for one in the logger's folder.
-        peak_tflops: What one device can do at most, in TFLOP/s; null for what Lightning knows of the GPU.
-    """
-
-    _target_: str = "lightning_pp.PipelineMonitor"
-    every_n_steps: int | None = None
-    log_timeline: bool = True
-    timeline_every_n_steps: int | None = None
-    timeline_dirpath: str | None = None
-    peak_tflops: float | None = None
-
-
-@dataclass
-class PipelineProfilerConf:
-    """``lightning_pp.PipelineProfiler``.
-
-    Attributes:
-        wait: Batches before a window.
-        warmup: Batches for which the profiler runs and keeps nothing.
-        active: Batches in a window.
-        repeat: Windows; 0 for as many as the fit has.
-        ranks: ``all``, or the numbers of the processes to profile.
-        dirpath: Folder of the traces; null for one in the logger's folder.
-        nvtx: NVTX ranges for Nsight Systems in place of traces.
-        record_shapes: Whether shapes are recorded.
-        profile_memory: Whether allocations are recorded.
-        with_stack: Whether lines of code are recorded.
-    """
-
-    _target_: str = "lightning_pp.PipelineProfiler"
-    wait: int = 10
-    warmup: int = 2
-    active: int = 3
-    repeat: int = 1
-    ranks: Any = "all"
-    dirpath: str | None = None
-    nvtx: bool = False
-    record_shapes: bool = False
-    profile_memory: bool = False
-    with_stack: bool = False
-
-
-@dataclass
-class MemorySnapshotsConf:
-    """``lightning_pp.MemorySnapshots``.
-
-    Attributes:
-        every_n_steps: Optimizer steps from one snapshot to the next; null for only when memory runs out.
-        max_entries: The most allocations and releases that are kept.
-        ranks: ``all``, or the numbers of the processes to record.
-        dirpath: Folder of the snapshots; null for one in the logger's folder.
-    """
-
-    _target_: str = "lightning_pp.MemorySnapshots"
-    every_n_steps: int | None = None
-    max_entries: int = 100000
-    ranks: Any = "all"
-    dirpath: str | None = None
-
-
-@dataclass
-class PredictionWriterConf:
-    """``lightning_pp.callbacks.PredictionWriter``.
-
-    Attributes:
-        folder: Of the files with predictions, one for each batch.
-    """
-
-    _target_: str = "lightning_pp.callbacks.PredictionWriter"
-    folder: str = MISSING
+PipelineMonitorConf = conf_of("lightning_pp.PipelineMonitor")
+PipelineProfilerConf = conf_of("lightning_pp.PipelineProfiler")
+MemorySnapshotsConf = conf_of("lightning_pp.MemorySnapshots")
+PredictionWriterConf = conf_of("lightning_pp.callbacks.PredictionWriter")
 
 
 @dataclass
@@ -804,6 +432,36 @@ class PlanConf(RunConf):
     out: str | None = None
 
 
+_GROUPS: dict[str, dict[str, type[Any]]] = {
+    "trainer": {"trainer": TrainerConf},
+    "launcher": {"local_launcher": LocalLauncherConf, "torchrun": TorchrunConf},
+    "strategy": {"pipeline": PipelineParallelStrategyConf},
+    "model": {
+        "byte_gpt": ByteGPTConf,
+        "causal_lm": CausalLMConf,
+        "seq2seq": Seq2SeqLMConf,
+        "image_classifier": ImageClassifierConf,
+        "two_tower": TwoTowerConf,
+    },
+    "optimizer": {"adamw": AdamWConf, "sgd": SGDConf, "adafactor": AdafactorConf},
+    "data": {
+        "byte_text": ByteTextDataModuleConf,
+        "span_corruption": SpanCorruptionDataModuleConf,
+        "tokens": TokenDataModuleConf,
+        "stream": StreamDataModuleConf,
+        "images": ImageDataModuleConf,
+    },
+    "logger": {"wandb": WandbConf, "csv": CSVLoggerConf},
+    "callbacks": {
+        "checkpoint": CheckpointConf,
+        "prediction_writer": PredictionWriterConf,
+        "pipeline_monitor": PipelineMonitorConf,
+        "pipeline_profiler": PipelineProfilerConf,
+        "memory_snapshots": MemorySnapshotsConf,
+    },
+}
+
+
 def register() -> None:
     """Put the schema into Hydra's ConfigStore: ``run_schema``, and ``<group>/<name>_schema`` for each group.
 
@@ -813,46 +471,7 @@ def register() -> None:
     store = ConfigStore.instance()
     store.store(name="run_schema", node=CommandConf)
     store.store(name="plan_schema", node=PlanConf)
-    store.store(group="trainer", name="trainer_schema", node=TrainerConf)
-    store.store(group="launcher", name="local_launcher_schema", node=LocalLauncherConf)
-    store.store(group="launcher", name="torchrun_schema", node=TorchrunConf)
-    store.store(group="strategy", name="pipeline_schema", node=PipelineStrategyConf)
-    store.store(group="model", name="byte_gpt_schema", node=ByteGPTConf)
-    store.store(group="model", name="causal_lm_schema", node=CausalLMConf)
-    store.store(group="model", name="seq2seq_schema", node=Seq2SeqLMConf)
-    store.store(group="model", name="image_classifier_schema", node=ImageClassifierConf)
-    store.store(group="model", name="two_tower_schema", node=TwoTowerConf)
-    for name, node in (("adamw", AdamWConf), ("sgd", SGDConf), ("adafactor", AdafactorConf)):
-        store.store(group="optimizer", name=f"{name}_schema", node=node, package="model.optimizer")
-    store.store(group="data", name="byte_text_schema", node=ByteTextConf)
-    store.store(group="data", name="span_corruption_schema", node=SpanCorruptionConf)
-    store.store(group="data", name="tokens_schema", node=TokensConf)
-    store.store(group="data", name="stream_schema", node=StreamConf)
-    store.store(group="data", name="images_schema", node=ImagesConf)
-    store.store(group="logger", name="wandb_schema", node=WandbConf)
-    store.store(group="logger", name="csv_schema", node=CSVLoggerConf)
-    store.store(group="callbacks", name="checkpoint_schema", node=CheckpointConf, package="callbacks.checkpoint")
-    store.store(
-        group="callbacks",
-        name="prediction_writer_schema",
-        node=PredictionWriterConf,
-        package="callbacks.prediction_writer",
-    )
-    store.store(
-        group="callbacks",
-        name="pipeline_monitor_schema",
-        node=PipelineMonitorConf,
-        package="callbacks.pipeline_monitor",
-    )
-    store.store(
-        group="callbacks",
-        name="pipeline_profiler_schema",
-        node=PipelineProfilerConf,
-        package="callbacks.pipeline_profiler",
-    )
-    store.store(
-        group="callbacks",
-        name="memory_snapshots_schema",
-        node=MemorySnapshotsConf,
-        package="callbacks.memory_snapshots",
-    )
+    for group, confs in _GROUPS.items():
+        for name, conf in confs.items():
+            package = {"optimizer": "model.optimizer", "callbacks": f"callbacks.{name}"}.get(group)
+            store.store(group=group, name=f"{name}_schema", node=conf, package=package)

@@ -24,8 +24,8 @@ from rich.console import Console
 from lightning_pp.doctor.checks import all_checks
 from lightning_pp.doctor.findings import Status
 from lightning_pp.doctor.report import as_data, print_report, worst_of, write_json
-from lightning_pp.doctor.run import LONGEST_S, Options, default_device_type, examine
-from lightning_pp.doctor.teams import OwnProcesses, Team, team_of
+from lightning_pp.doctor.run import LONGEST_S, Options, examine
+from lightning_pp.doctor.teams import LauncherTeam, Team, team_of
 from lightning_pp.versions import version_line
 
 
@@ -33,13 +33,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the command; the exit code."""
     parser = _parser()
     asked = parser.parse_args(arguments)
-    device_type = asked.device or default_device_type()
-    if device_type == "cuda" and default_device_type() != "cuda":
+    num_devices = torch.cuda.device_count()
+    device_type = asked.device or ("cuda" if num_devices else "cpu")
+    if device_type == "cuda" and not num_devices:
         parser.error("there is no CUDA device on this host that torch can use; see nvidia-smi, or take --device cpu")
     if asked.devices is not None and asked.devices < 1:
         parser.error(f"--devices {asked.devices} must be at least 1")
-    if device_type == "cuda" and (asked.devices or 0) > torch.cuda.device_count():
-        parser.error(f"--devices {asked.devices} is more than the {torch.cuda.device_count()} that this host has")
+    if device_type == "cuda" and (asked.devices or 0) > num_devices:
+        parser.error(f"--devices {asked.devices} is more than the {num_devices} that this host has")
     num_tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
     if num_tasks > 1 and "RANK" not in os.environ:
         parser.error(
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(team: Team, options: Options, path: Path) -> int:
     console = Console(stderr=False, width=None if sys.stdout.isatty() else 120, quiet=not team.is_leader)
-    if team.is_leader and not isinstance(team, OwnProcesses):
+    if team.is_leader and isinstance(team, LauncherTeam):
         console.print(
             f"Each of the {team.num_ranks} processes of the launcher watches one rank of each check. Ranks have "
             "processes of their own, since they may hang, fail or be killed."

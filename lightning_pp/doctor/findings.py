@@ -173,12 +173,6 @@ class Row:
     outcomes: tuple[Outcome, ...] = ()
 
 
-def worst(findings: Sequence[Finding]) -> Status:
-    """The worst status."""
-    order = list(Status)
-    return max((finding.status for finding in findings), key=order.index, default=Status.OK)
-
-
 def _shortened(text: str, most: int = 400) -> str:
     text = " ".join(text.split())
     return text if len(text) <= most else f"{text[:most]} ..."

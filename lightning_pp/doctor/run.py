@@ -5,9 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-import torch
 
 from lightning_pp.doctor.checks import all_checks
 from lightning_pp.doctor.child import Job, Prepare
@@ -82,6 +79,7 @@ def _rows(number: int, check: Check, team: Team, options: Options, limit_s: floa
         found = f"Left out: the checks before it took {options.longest_s:.0f} s."
         finding = Finding(Status.WARNING, found, f"Run it by itself: --only {check.name}.")
         return [Row(check.title, check.shows, finding, 0.0)]
+    folder.mkdir(parents=True, exist_ok=True)  # on a host that does not see the leader's
     jobs = [
         Job(
             check.title,
@@ -90,7 +88,7 @@ def _rows(number: int, check: Check, team: Team, options: Options, limit_s: floa
             options.device_type,
             options.is_quick,
             folder,
-            _output_of(folder, rank),
+            folder / f"output-{rank}.txt",
             options.prepare,
         )
         for rank, environment in of_ranks.items()
@@ -101,13 +99,3 @@ def _rows(number: int, check: Check, team: Team, options: Options, limit_s: floa
         return []
     seconds = round(time.monotonic() - began, 1)
     return [Row(check.title, check.shows, finding, seconds, tuple(outcomes)) for finding in check.findings(outcomes)]
-
-
-def _output_of(folder: Path, rank: int) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)  # on a host that does not see the leader's
-    return folder / f"output-{rank}.txt"
-
-
-def default_device_type() -> str:
-    """``"cuda"`` where there is a device."""
-    return "cuda" if torch.cuda.device_count() else "cpu"

@@ -6,10 +6,9 @@ import os
 import pickle
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,30 +19,28 @@ from lightning_pp.distributed.launcher_store import store_of_attempt
 from lightning_pp.doctor.findings import Outcome
 
 _SLACK = timedelta(seconds=90)
+_PREFIX = "lightning_pp_doctor_"
 _OWN_OF_LAUNCHER = (
     *("LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
     *("NODE_RANK",),
 )
 
 
-class Team(Protocol):
-    """The processes that watch.
+class Team:
+    """All ranks on this host, watched by this process.
+
+    Args:
+        num_ranks: Of each check.
 
     Attributes:
-        num_ranks: Of each check.
-        num_ranks_here: On this node.
+        num_ranks: The same.
         is_leader: Whether this process judges and prints.
-        ranks: Those that this process watches.
     """
 
-    num_ranks: int
-    is_leader: bool
-
-    @property
-    def num_ranks_here(self) -> int: ...
-
-    @property
-    def ranks(self) -> Sequence[int]: ...
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self.is_leader = True
+        self._kept: list[Any] = []
 
     def begin(self, number: int, limit_s: float) -> tuple[dict[int, dict[str, str]], Path, float]:
         """Before the processes of a check start.
@@ -53,38 +50,10 @@ class Team(Protocol):
             limit_s: The seconds that it has; the leader's count.
 
         Returns:
-            The variables of each of its ranks here, a folder for all, and the leader's ``limit_s``.
+            The variables of each rank that this process watches, a folder for all, and the leader's ``limit_s``.
         """
-
-    def share(self, number: int, outcomes: Sequence[Outcome], limit_s: float) -> list[Outcome]:
-        """How the processes of all ranks ended, on the leader; elsewhere nothing."""
-
-    def end(self) -> None:
-        """All checks are done."""
-
-
-@dataclass
-class OwnProcesses:
-    """All ranks on this host, watched by this process."""
-
-    num_ranks: int
-    is_leader: bool = True
-    _kept: list[Any] = field(default_factory=list)
-
-    @property
-    def num_ranks_here(self) -> int:
-        """All of them."""
-        return self.num_ranks
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """All of them."""
-        return range(self.num_ranks)
-
-    def begin(self, number: int, limit_s: float) -> tuple[dict[int, dict[str, str]], Path, float]:
-        """See :class:`Team`."""
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        folder = tempfile.TemporaryDirectory(prefix="lightning_pp_doctor_")
+        folder = tempfile.TemporaryDirectory(prefix=_PREFIX)
         self._kept = [store, folder]  # those of the check before go
         of_ranks = {
             rank: {
@@ -96,20 +65,20 @@ class OwnProcesses:
                 "LOCAL_RANK": str(rank),
                 **_met_at("127.0.0.1", store.port, rank, self.num_ranks),
             }
-            for rank in self.ranks
+            for rank in range(self.num_ranks)
         }
         return of_ranks, Path(folder.name), limit_s
 
     def share(self, number: int, outcomes: Sequence[Outcome], limit_s: float) -> list[Outcome]:
-        """See :class:`Team`."""
+        """How the processes of all ranks ended, on the leader; elsewhere nothing."""
         return list(outcomes)
 
     def end(self) -> None:
-        """See :class:`Team`."""
+        """All checks are done."""
         self._kept.clear()
 
 
-class ProcessesOfLauncher:
+class LauncherTeam(Team):
     """One rank for each process of ``torchrun`` or another launcher, on its host and with its device.
 
     Every check needs processes that may hang, fail or be killed, so that each process of the launcher starts one, and
@@ -119,43 +88,29 @@ class ProcessesOfLauncher:
     def __init__(self) -> None:
         of_attempt = store_of_attempt(timedelta(minutes=10))
         store, rank, num_ranks = next(iter(rendezvous("env://")))
+        super().__init__(int(num_ranks))
         self._store: Any = PrefixStore("lightning_pp/doctor", of_attempt or store)
         self._rank = int(rank)
-        self.num_ranks = int(num_ranks)
         self.is_leader = rank == 0
-        self._kept: list[Any] = []
-
-    @property
-    def num_ranks_here(self) -> int:
-        """Those of this node, as the launcher says."""
-        return int(os.environ.get("LOCAL_WORLD_SIZE", self.num_ranks))
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """The one that this process stands for."""
-        return [self._rank]
 
     def begin(self, number: int, limit_s: float) -> tuple[dict[int, dict[str, str]], Path, float]:
-        """See :class:`Team`."""
+        num_ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", self.num_ranks))
         if self.is_leader:
             server = TCPStore(os.environ["MASTER_ADDR"], 0, is_master=True, wait_for_workers=False)
             # a folder of one host would not be seen by the others; the working folder of a job usually is
-            is_one_node = self.num_ranks_here == self.num_ranks
-            folder = tempfile.TemporaryDirectory(
-                prefix="lightning_pp_doctor_", dir=None if is_one_node else os.getcwd()
-            )
+            is_one_node = num_ranks_here == self.num_ranks
+            folder = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=None if is_one_node else os.getcwd())
             self._kept = [server, folder]
             self._store.set(f"{number}/begin", pickle.dumps((server.port, folder.name, limit_s)))
         self._store.set_timeout(timedelta(minutes=10))  # the leader may yet wait for a rank of the check before
         port, name, limit_s = pickle.loads(self._store.get(f"{number}/begin"))
         mine = {name: os.environ[name] for name in _OWN_OF_LAUNCHER if name in os.environ}
         mine["LOCAL_RANK"] = os.environ.get("LOCAL_RANK", str(self._rank))
-        mine.setdefault("LOCAL_WORLD_SIZE", str(self.num_ranks_here))
+        mine.setdefault("LOCAL_WORLD_SIZE", str(num_ranks_here))
         mine |= _met_at(os.environ["MASTER_ADDR"], port, self._rank, self.num_ranks)
         return {self._rank: mine}, Path(name), limit_s
 
     def share(self, number: int, outcomes: Sequence[Outcome], limit_s: float) -> list[Outcome]:
-        """See :class:`Team`."""
         self._store.set(f"{number}/outcome/{self._rank}", pickle.dumps(outcomes[0]))
         if not self.is_leader:
             return []
@@ -169,10 +124,9 @@ class ProcessesOfLauncher:
         return found
 
     def end(self) -> None:
-        """See :class:`Team`: the leader may be who serves the store, and goes last."""
         self._store.set_timeout(_SLACK)
         self._store.set(f"end/{self._rank}", b"")
-        for rank in range(self.num_ranks) if self.is_leader else ():
+        for rank in range(self.num_ranks) if self.is_leader else ():  # it may be who serves the store, and goes last
             self._store.get(f"end/{rank}")
         self._kept.clear()
 
@@ -184,8 +138,8 @@ def team_of(devices: int | None) -> Team:
         devices: Ranks of each check; None: one for each CUDA device, or two on a CPU. Not with a launcher.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ:
-        return ProcessesOfLauncher()
-    return OwnProcesses(devices or torch.cuda.device_count() or 2)
+        return LauncherTeam()
+    return Team(devices or torch.cuda.device_count() or 2)
 
 
 def _met_at(address: str, port: int, rank: int, num_ranks: int) -> dict[str, str]:

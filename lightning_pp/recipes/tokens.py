@@ -118,7 +118,7 @@ class TokenDataModule(L.LightningDataModule):
     Training is shuffled, anew in each epoch. A resumed training goes on with the batch that would have come next.
 
     Args:
-        directory: The folder.
+        directory: The folder that ``lightning-pp-data`` made.
         batch_size: Rows in a batch of a data-parallel rank.
         seq_len: Tokens of a row T.
         documents: ``joined``: rows are windows of all documents one after the other. ``masked``: the same, and the

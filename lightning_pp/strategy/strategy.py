@@ -110,7 +110,7 @@ class PipelineParallelStrategy(MeshStrategy):
             placement and first order by costs estimated from the step's FLOPs; after the first batches, an order that
             is searched for with the measured costs. No result depends on it.
         stages_per_rank: Stages on each rank; by default what is usual for the schedule, and with ``"auto"`` 1 or 2.
-        costs: Costs of the stages, or a file of them (``save_costs`` of an earlier run): nothing is measured then.
+        costs: Costs of the stages, or a JSON file of them (``save_costs`` of an earlier run): nothing is measured then.
             ``held_after_forward`` and ``held_after_input`` are GiB; left at 1.0, bytes are estimated.
         save_costs: A JSON file that rank 0 writes measured costs to, with any schedule.
         num_profiled_batches: Training batches that are measured, after two that warm up.
@@ -142,7 +142,7 @@ class PipelineParallelStrategy(MeshStrategy):
         split_points: Names of the units that start stages 1, 2, ...; by default the cut with the shortest step, by
             measured costs that are given, else by FLOPs and parameters, inside of blocks where that is at least 2 %
             shorter. A name may be that of a block's child: the block is cut there.
-        unit_weights: Name or shell pattern of units to a factor for their cost in that balance.
+        unit_weights: Name or shell pattern of units to a factor for their cost in the cut.
         rank_speeds: For each rank of the pipeline how fast it is compared with the others, where devices differ.
         split_head: Whether a last ``nn.Linear`` whose logits go into one cross entropy is cut along its classes into
             parts that several stages share: the number of parts, False, or ``"auto"``: if it costs more than a stage
@@ -168,8 +168,8 @@ class PipelineParallelStrategy(MeshStrategy):
             False: one plain ``.ckpt`` file that a ``Trainer()`` on one device resumes from.
         async_checkpoint: Write checkpoints while training goes on; see :meth:`wait_for_checkpoint`.
         meta_init: Run ``configure_model`` without memory for parameters, as ``trainer.init_module(empty_init=True)``
-            does: a rank gives memory to what it owns, filled by ``_init_weights`` or ``reset_parameters``. The values
-            are not those of one device, which draws them one after the other.
+            does: a rank allocates what it owns and initialises it by ``_init_weights`` or ``reset_parameters``. The
+            values are not those of one device, which draws them one after the other.
         initial_weights: What to start from in place of the module's own values, by path or URL: a ``.safetensors``
             file, a Hugging Face model directory, a checkpoint of any kind, or a ``state_dict``; every rank reads what
             it owns. The names may lack a prefix that all the module's names have.
@@ -185,7 +185,8 @@ class PipelineParallelStrategy(MeshStrategy):
             one of them times out, by torch's flight recorder; None: nothing is recorded.
         split_batch: ``split_batch(batch, n)`` cuts a batch, on the device, into at most ``n`` microbatches, where
             cutting along dimension 0 is not right (graphs, objects): a list of :class:`lightning_pp.BatchPart`, or of
-            data whose tensors all have one length along dimension 0. The same on every rank of a pipeline.
+            data whose tensors all have one length along dimension 0. The same on every rank of a pipeline. In a
+            configuration: ``{_target_: hydra.utils.get_method, path: my_module.split_graphs}``.
 
     Raises:
         ConfigurationError: The sizes' product is not the number of devices, the sharding is unknown, the budget is less

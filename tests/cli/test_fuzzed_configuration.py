@@ -25,17 +25,19 @@ from lightning_pp.cli.run import Run
 from lightning_pp.conf import build
 from lightning_pp.conf.schema import (
     ByteGPTConf,
-    ByteTextConf,
+    ByteTextDataModuleConf,
     CheckpointConf,
     PipelineMonitorConf,
-    PipelineStrategyConf,
+    PipelineParallelStrategyConf,
     RunConf,
     TrainerConf,
 )
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.schedule import available_schedules
 
-FIELDS = {name: value for name, value in vars(PipelineStrategyConf()).items() if name not in ("_target_", "timeout")}
+FIELDS = {
+    name: value for name, value in vars(PipelineParallelStrategyConf()).items() if name not in ("_target_", "timeout")
+}
 WORDS = [*available_schedules(), "auto", "error", "skip", "ignore", "full_shard", "shard_grad_op", "no_shard", "gloo"]
 
 numbers = st.one_of(st.integers(-3, 9), st.sampled_from([10**12, -(10**12), 2**70]), st.floats())
@@ -73,7 +75,7 @@ def _named(name: str, value: Any, text: str) -> bool:
 @given(fields=overrides)
 def test_fields_of_the_strategy(fields: dict[str, Any]) -> None:
     def make() -> Any:
-        config = OmegaConf.structured(PipelineStrategyConf)
+        config = OmegaConf.structured(PipelineParallelStrategyConf)
         for name, value in fields.items():
             OmegaConf.update(config, name, value)
         return build(config)
@@ -85,7 +87,7 @@ def test_fields_of_the_strategy(fields: dict[str, Any]) -> None:
 @given(seconds=st.one_of(numbers, words, st.none()))
 def test_timeouts(seconds: Any) -> None:
     def make() -> Any:
-        config = OmegaConf.structured(PipelineStrategyConf)
+        config = OmegaConf.structured(PipelineParallelStrategyConf)
         OmegaConf.update(config, "timeout.seconds", seconds)
         return build(config)
 
@@ -94,7 +96,7 @@ def test_timeouts(seconds: Any) -> None:
 
 @pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf"), 1e300, 1e12])
 def test_a_timeout_that_nobody_can_wait_is_refused(seconds: float) -> None:
-    config = OmegaConf.structured(PipelineStrategyConf)
+    config = OmegaConf.structured(PipelineParallelStrategyConf)
     config.timeout.seconds = seconds
     with pytest.raises(InstantiationException) as caught:
         build(config)
@@ -104,9 +106,9 @@ def test_a_timeout_that_nobody_can_wait_is_refused(seconds: float) -> None:
 # what the command line may be given: every name that is there and some that are not, values of all types
 NAMES = [
     *(f"trainer.{field.name}" for field in dataclasses.fields(TrainerConf)),
-    *(f"strategy.{field.name}" for field in dataclasses.fields(PipelineStrategyConf)),
+    *(f"strategy.{field.name}" for field in dataclasses.fields(PipelineParallelStrategyConf)),
     *(f"model.{field.name}" for field in dataclasses.fields(ByteGPTConf)),
-    *(f"data.{field.name}" for field in dataclasses.fields(ByteTextConf)),
+    *(f"data.{field.name}" for field in dataclasses.fields(ByteTextDataModuleConf)),
     *(f"callbacks.checkpoint.{field.name}" for field in dataclasses.fields(CheckpointConf)),
     *(f"callbacks.pipeline_monitor.{field.name}" for field in dataclasses.fields(PipelineMonitorConf)),
     *(field.name for field in dataclasses.fields(RunConf)),

@@ -10,16 +10,12 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_pp import PipelineParallelStrategy
 from lightning_pp.distributed.groups import group_of_two
 from lightning_pp.doctor.checks import groups
-from lightning_pp.planning.memory.limit import Need
 from lightning_pp.runtime.transport.channels import Transport
-from lightning_pp.strategy.connection import Connection
 from lightning_pp.strategy.faults.failed_run import FailedRuns
-from lightning_pp.strategy.parameters.gradients import StageGradients
 
 
 class Channel:
@@ -70,19 +66,6 @@ class Done:
         pass
 
 
-def zeros_in_place_of(num_sends: int) -> None:
-    sends, number = Transport.send, 0
-
-    def send(transport: Transport, stop: Any, tensors: Mapping[Any, Tensor]) -> None:
-        nonlocal number
-        number += 1
-        if number == num_sends:
-            tensors = {value: torch.zeros_like(tensor) for value, tensor in tensors.items()}
-        sends(transport, stop, tensors)
-
-    Transport.send = send  # type: ignore[method-assign]
-
-
 def wrong_gradients() -> None:
     sends = Transport.send
 
@@ -91,34 +74,6 @@ def wrong_gradients() -> None:
         sends(transport, stop, {value: 1.05 * t if larger else t for value, t in tensors.items()})
 
     Transport.send = send  # type: ignore[method-assign]
-
-
-def generators_apart() -> None:
-    Connection.align_generators = lambda connection: None  # type: ignore[method-assign]
-
-
-def host_that_waits() -> None:
-    finish = Transport.finish
-
-    def waiting(transport: Transport) -> None:
-        finish(transport)
-        float(torch.ones(1)) + torch.ones(1).item()
-
-    Transport.finish = waiting  # type: ignore[method-assign]
-
-
-def half_the_estimate() -> None:
-    whole = Need.peak_bytes.fget  # type: ignore[attr-defined]
-    Need.peak_bytes = property(lambda need: whole(need) / 2)  # type: ignore[assignment]
-
-
-def no_clipping() -> None:
-    StageGradients.clip_by_norm = lambda *_, **__: torch.zeros(())  # type: ignore[method-assign]
-
-
-def forgotten_states() -> None:
-    loads = Optimizer.load_state_dict
-    Optimizer.load_state_dict = lambda self, state: loads(self, {**state, "state": {}})  # type: ignore[method-assign]
 
 
 def no_names() -> None:
@@ -152,18 +107,12 @@ def no_notice() -> None:
 FAULTS: dict[str, Callable[[], None]] = {
     "environment": old_torch,
     "channels": damaged_messages,
-    "rounds": lambda: zeros_in_place_of(57),
     "parity": wrong_gradients,
-    "generators": generators_apart,
-    "host-waits": host_that_waits,
-    "memory": half_the_estimate,
-    "updates": no_clipping,
     "failures (an exception)": no_names,
 }
 # other faults of the same checks, and those that keep ranks waiting
 MORE_FAULTS: dict[str, Callable[[], None]] = {
     "queued-receives": lost_message,
-    "updates": forgotten_states,
     "failures (SIGKILL)": no_end,
     "failures (out of memory)": no_notice,
 }

@@ -18,7 +18,7 @@ from lightning_pp.doctor.checks.failures import judge_ends
 from lightning_pp.doctor.command import main
 from lightning_pp.doctor.findings import Outcome, Row, Status
 from lightning_pp.doctor.run import Options, examine
-from lightning_pp.doctor.teams import OwnProcesses
+from lightning_pp.doctor.teams import Team
 from lightning_pp.planning.hardware.links import links_measured
 
 ON_A_CPU = {check.title for check in all_checks() if not check.why_cuda_only}
@@ -32,7 +32,7 @@ def statuses(path: Path) -> dict[str, set[str]]:
 
 
 def examined(plant: Any, faults: Any, limit_s: float = float("inf")) -> dict[str, list[Row]]:
-    rows = examine(OwnProcesses(2), Options(only=list(faults), is_quick=True, limit_s=limit_s, prepare=plant))
+    rows = examine(Team(2), Options(only=list(faults), is_quick=True, limit_s=limit_s, prepare=plant))
     return {title: [row for row in rows if row.check == title] for title in faults}
 
 
@@ -56,38 +56,29 @@ def test_two_processes_that_are_well(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.nightly
 def test_four_processes_that_are_well(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
-    only = [
-        word for name in ("channels", "queued-receives", "rounds", "parity", "updates") for word in ("--only", name)
-    ]
+    only = [word for name in ("channels", "queued-receives", "parity") for word in ("--only", name)]
     assert main(["--device", "cpu", "--devices", "4", "--quick", "--json", str(path), *only]) == 0
     data = json.loads(path.read_text())
     assert data["num_ranks"] == 4
     of_check = {finding["check"]: finding for finding in data["findings"] if finding["status"] != "not applicable"}
-    assert set(of_check) == {"channels", "queued-receives", "rounds", "parity", "updates"}
+    assert set(of_check) == {"channels", "queued-receives", "parity"}
     assert len(of_check["channels"]["details"]) == 4
     assert sum(len(rank["links"]) for rank in of_check["channels"]["details"]) == 6  # pairs of four ranks
     inside, between = links_measured(path)
     assert inside is not None and inside.bytes_per_s > 0 and inside.latency_ms > 0 and between is None
     assert {case["replicas"] for case in of_check["parity"]["details"][0]} == {1, 2}
-    for rank in (*of_check["parity"]["details"], of_check["updates"]["details"]):
+    for rank in of_check["parity"]["details"]:
         # sums in another order leave something, so that nothing at all would mean that nothing was compared
-        assert any(
-            part["difference"] > 0 for case in rank for part in (case.values() if "case" not in case else [case])
-        )
+        assert any(case["difference"] > 0 for case in rank)
 
 
 @pytest.mark.nightly
 def test_planted_faults_are_found() -> None:
     rows = examined(plant, FAULTS)
     expected = {
-        "environment": r"Rank 1 has torch 2\.9\.1\+cu126, not 2\.11",
+        "environment": r"Rank 1 has torch 2\.9\.1\+cu126, not 2\.13",
         "channels": "Other bytes arrived than were sent: rank 0 to 1, 1 to 0",
-        "rounds": r"In round \d+ \d[FIB]\d of rank \d received 0 from rank \d in place of \d+",
         "parity": r"Not as on one device after 3 steps: zb_h1 in 32-true by 0\.0\d+ \(\S+ on rank 0\); 1f1b in bf16",
-        "generators": "differs after on_after_batch_transfer|drew other numbers",
-        "host-waits": r"The host waits [23] times for the device in a step: .*executor\.py:\d+",
-        "memory": "The estimate is too low",
-        "updates": r"Not as on one device with fused AdamW and clipping: \S+ on rank \d differs",
         "failures (an exception)": "Rank 0 ended without saying that rank 1 failed",
     }
     assert set(expected) == set(FAULTS)
@@ -112,16 +103,9 @@ def test_a_message_that_is_lost_is_found_within_the_limit() -> None:
     assert "receives.py" in row.outcomes[0].output and "queue_two" in row.outcomes[0].output  # where it hangs
 
 
-@pytest.mark.parametrize(
-    ("title", "text"),
-    [
-        ("updates", r"Not as on one device after a save in shards and a resume: \S+ on rank \d differs"),
-        ("failures (out of memory)", "Rank 0 ended as if nothing had happened when rank 1 failed"),
-    ],
-)
-def test_other_planted_faults_are_found(title: str, text: str) -> None:
-    row = failure_of(title)
-    assert re.search(text, row.finding.found), row
+def test_a_rank_that_goes_on_is_found() -> None:
+    row = failure_of("failures (out of memory)")
+    assert "Rank 0 ended as if nothing had happened when rank 1 failed" in row.finding.found, row
 
 
 @pytest.mark.nightly
@@ -157,10 +141,6 @@ def test_what_is_known_of_variables_and_devices() -> None:
 
 
 def test_what_is_made_of_measurements_on_devices() -> None:
-    slow, fast = {"alone_ms": 1.0, "beside_ms": 1.5}, {"alone_ms": 1.0, "beside_ms": 1.01}
-    (finding,) = receives.judge_products([fast, slow])
-    assert finding.status is Status.WARNING and "NCCL_MAX_P2P_NCHANNELS" in finding.advice
-    assert receives.judge_products([fast, fast])[0].status is Status.OK
     (finding,) = receives.judge_posted([{"loading a kernel": 2.01, "pinned memory": 0.01}, None])
     assert finding.status is Status.OK and "pinned memory went on. Loading a kernel waited" in finding.found
 
@@ -204,7 +184,7 @@ def test_one_process_is_told_what_it_lacks(tmp_path: Path) -> None:
 
 
 def test_what_has_no_time_left_is_told() -> None:
-    rows = examine(OwnProcesses(2), Options(only=["channels"], longest_s=0.0))
+    rows = examine(Team(2), Options(only=["channels"], longest_s=0.0))
     assert [row.finding.status for row in rows] == [Status.WARNING]
     assert rows[0].finding.advice == "Run it by itself: --only channels."
 

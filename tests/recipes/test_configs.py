@@ -22,7 +22,8 @@ from rich.console import Console
 from lightning_pp import PipelineParallelStrategy
 from lightning_pp.cli.plan.run import make_plan
 from lightning_pp.conf import Mode, build, schema
-from lightning_pp.conf.schema import PipelineStrategyConf, PlanConf, RunConf
+from lightning_pp.conf.fields import helps
+from lightning_pp.conf.schema import PipelineParallelStrategyConf, PlanConf, RunConf
 from lightning_pp.conf.search_path import yaml_folders
 from lightning_pp.recipes.token_files import TokenWriter
 
@@ -258,14 +259,49 @@ def test_optimizer_of_the_group_trains_a_recipe(pool: WorkerPool, base: Path) ->
     "conf", [c for c in vars(schema).values() if is_dataclass(c) and c.__module__ == schema.__name__]
 )
 def test_every_field_has_help(conf: type) -> None:
-    text = "".join(inspect.getdoc(each) or "" for each in conf.__mro__)
-    own = [field.name for field in fields(conf) if not field.name.startswith("_")]
-    assert not [name for name in own if not re.search(rf"^ +{name}: \S", text, re.MULTILINE)]
+    told = {field.name: field.metadata.get("help") or helps(conf).get(field.name, "") for field in fields(conf)}
+    own = {name: text for name, text in told.items() if not name.startswith("_")}
+    assert all(own.values()), own
+    # in the words of YAML, not of Python's docstrings
+    assert not [text for text in own.values() if re.search(r"``|:\w+:`|(?<!=)\b(None|True|False)\b", text)]
 
 
-def test_the_schema_has_the_arguments_of_the_strategy_and_their_defaults() -> None:
+def test_fields_of_the_strategy_are_checked_by_the_types_that_yaml_has() -> None:
     arguments = inspect.signature(PipelineParallelStrategy).parameters
-    schema = {field.name: field.default for field in fields(PipelineStrategyConf) if field.name != "_target_"}
-    assert set(schema) == set(arguments)
-    for name in set(schema) - {"timeout"}:  # a group of its own, since YAML has no timedelta
-        assert schema[name] == arguments[name].default, name
+    kinds = {field.name: field.type for field in fields(PipelineParallelStrategyConf) if field.name != "_target_"}
+    assert set(kinds) == set(arguments)
+    told = {
+        "int | str": ["pipeline_parallel_size", "data_parallel_size", "num_microbatches"],
+        "str": ["schedule", "on_nonfinite", "unequal_data", "sharding"],
+        "str | None": ["save_costs", "initial_weights", "process_group_backend", "flight_recorder_dirpath"],
+        "list[str] | None": ["units", "split_points"],
+        "list[float] | None": ["rank_speeds"],
+        "Any": ["costs", "unit_weights", "compile", "activation_checkpointing", "split_batch"],
+        "bool | int | str": ["split_head"],
+        "TimeoutConf": ["timeout"],
+        "bool": [name for name, argument in arguments.items() if argument.annotation == "bool"],
+        "int": ["num_profiled_batches", "data_parallel_replicate_size"],
+        "int | None": ["stages_per_rank", "unshard_budget"],
+        "float": ["deadlock_seconds", "preemption_seconds"],
+        "float | None": ["memory_limit_gib", "device_memory_gib", "search_seconds"],
+    }
+    assert kinds == {name: kind for kind, names in told.items() for name in names}
+
+
+def test_help_is_the_docstring_in_the_words_of_yaml() -> None:
+    class Documented:
+        """Something.
+
+        Args:
+            size: Whole; ``"auto"``: found, by :func:`lightning_pp.schedule.build_schedule`. None: none, and
+                True as ``f(x=True)``.
+            other: More.
+
+        Raises:
+            ValueError: Never.
+        """
+
+    assert helps(Documented) == {
+        "size": "Whole; `auto`: found, by `build_schedule`. null: none, and true as `f(x=True)`.",
+        "other": "More.",
+    }

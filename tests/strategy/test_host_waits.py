@@ -8,6 +8,7 @@ from unittest import mock
 import lightning.pytorch as pl
 import pytest
 import torch
+from host_waits import HostWaits
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities import grad_norm
 from pipelined_fit import loader
@@ -15,7 +16,6 @@ from pool import WorkerPool
 from small_models import Blocks
 
 from lightning_pp import PipelineParallelStrategy
-from lightning_pp.doctor.checks.host_waits import HostWaits
 from lightning_pp.runtime.executor import PipelineExecutor
 from lightning_pp.strategy.step import refusals
 

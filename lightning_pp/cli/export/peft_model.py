@@ -59,7 +59,7 @@ class PeftCheckpoint:
         self.is_wrapped = hasattr(model, "get_base_model")
         self.base = model.get_base_model() if self.is_wrapped else model
 
-    def adapter_weights(self, dtype: torch.dtype | None) -> AdapterWeights:
+    def adapter_weights(self, dtype: torch.dtype | None) -> PeftWeights:
         """The adapter's tensors under the names that ``PeftModel.from_pretrained`` reads.
 
         Args:
@@ -80,7 +80,7 @@ class PeftCheckpoint:
                 f"them: {enumerate_names(others)}. Write the whole model: --merge"
             )
         left_out = [name for name, tensor in self.tensors.items() if id(tensor) not in taken]
-        return AdapterWeights(found, left_out, dtype)
+        return PeftWeights(found, left_out, dtype)
 
     def _adapter_state(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         from peft import get_peft_model_state_dict
@@ -124,8 +124,8 @@ class PeftCheckpoint:
         return MergedWeights(self, dtype)
 
 
-class AdapterWeights:
-    """Tensors to write, by name; see :class:`lightning_pp.checkpoint.export.ToWrite`.
+class PeftWeights:
+    """Tensors of a model of PEFT to write, by name; see :class:`lightning_pp.checkpoint.export.ToWrite`.
 
     Args:
         tensors: By the names to write.
@@ -145,12 +145,15 @@ class AdapterWeights:
         return {name: (tuple(tensor.shape), _cast(tensor, self._dtype)) for name, tensor in self._tensors.items()}
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor, cast."""
-        tensor = _real(self._tensors[name])
-        return tensor.detach().to(_cast(tensor, self._dtype))
+        """The tensor, whole and cast."""
+        tensor = self._whole(name)
+        return tensor.detach().to(_cast(tensor, self._dtype)).contiguous()
+
+    def _whole(self, name: str) -> torch.Tensor:
+        return _real(self._tensors[name])
 
 
-class MergedWeights:
+class MergedWeights(PeftWeights):
     """The tensors of a base model, each with what the adapter adds to it.
 
     Args:
@@ -164,35 +167,26 @@ class MergedWeights:
 
     def __init__(self, checkpoint: PeftCheckpoint, dtype: torch.dtype | None) -> None:
         self._checkpoint = checkpoint
-        self._dtype = dtype
         self._layers, self._replaced = _wrapped_modules(checkpoint)
         self._merged: tuple[str, Mapping[str, torch.Tensor]] = ("", {})
         with torch.device("meta"):
             target = type(checkpoint.base)(checkpoint.base.config)
         expected = target.state_dict(keep_vars=True)
         self._sources = {name: self._source(name) for name in expected}
-        self.tied = self._tied(expected)
-        self.names = {name: name for name in expected if name not in self.tied}
+        tied = self._tied(expected)
         found = {name: tuple(self._stored(name).shape) for name in expected if self._is_stored(name)}
         kind = type(checkpoint.base).__name__
         check_fit(found | self._unexpected(), _shapes(expected), checkpoint.source, kind)
-        self.left_out: list[str] = []
+        super().__init__({name: self._stored(name) for name in expected if name not in tied}, [], dtype)
+        self.tied = tied
 
-    def specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of what is written."""
-        stored = {name: self._stored(name) for name in self.names}
-        return {name: (tuple(tensor.shape), _cast(tensor, self._dtype)) for name, tensor in stored.items()}
-
-    def read(self, name: str) -> torch.Tensor:
-        """The tensor, merged and cast."""
+    def _whole(self, name: str) -> torch.Tensor:
         layer = _holder(name, self._layers)
         if layer is None:
-            tensor = _real(self._stored(name))
-        else:
-            if self._merged[0] != layer:
-                self._merged = (layer, self._merge(layer))
-            tensor = self._merged[1][name.removeprefix(f"{layer}.")]
-        return tensor.detach().to(_cast(tensor, self._dtype)).contiguous()
+            return super()._whole(name)
+        if self._merged[0] != layer:
+            self._merged = (layer, self._merge(layer))
+        return self._merged[1][name.removeprefix(f"{layer}.")]
 
     def _merge(self, path: str) -> Mapping[str, torch.Tensor]:
         """The state of one layer, after PEFT has merged it."""

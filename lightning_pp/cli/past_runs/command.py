@@ -16,11 +16,10 @@ from rich.text import Text
 from lightning_pp.cli.past_runs.comparison import Comparison, Pair
 from lightning_pp.cli.past_runs.run_file import RunFile, read_run_file
 from lightning_pp.cli.problems import UserError
-from lightning_pp.cli.report import stage_table
+from lightning_pp.cli.report import WIDTH, print_facts, print_timeline, stage_table, wide
 from lightning_pp.telemetry import html_timeline, text_timeline
 from lightning_pp.versions import version_line
 
-_WIDTH = 140
 _EPILOG = """\
 RUN_DIR is the output folder of a training by lightning-pp (outputs/DAY/TIME, or a job's folder of a sweep).
 
@@ -42,9 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             found = runs[0].content if len(runs) == 1 else Comparison(*runs).to_dict()
             sys.stdout.write(json.dumps(found, indent=2) + "\n")
             return
-        console = Console(record=options.html is not None)
-        if not console.is_terminal:
-            console = Console(record=options.html is not None, width=_WIDTH)
+        console = wide(Console(record=options.html is not None))
         for run in runs if len(runs) == 1 else ():
             show(run, console)
         if len(runs) == 2:
@@ -58,16 +55,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def show(run: RunFile, console: Console) -> None:
     """Prints what the run printed at its end."""
-    pipeline, diagnosis = run.pipeline, run.diagnosis
+    pipeline = run.pipeline
     console.print(Text(f"{run.folder}", "bold"), soft_wrap=True)
     console.print(stage_table(run.stages))
     console.print()
-    picture = text_timeline(run.timeline, width=min(max(console.width, 60), _WIDTH))
-    console.print(Text.from_ansi(picture), soft_wrap=True)
-    console.print()
-    if diagnosis is not None:
-        console.print(Text(diagnosis.text), soft_wrap=True)
-        console.print()
+    picture = text_timeline(run.timeline, width=min(max(console.width, 60), WIDTH))
+    print_timeline(console, picture, run.diagnosis)
     lines = {"step": f"{pipeline['step_ms']:.1f} ms", "bubble": f"{pipeline['bubble_fraction']:.1%}"}
     if pipeline["tokens_per_s"] is not None:
         lines["tokens per second"] = f"{pipeline['tokens_per_s']:,.0f}"
@@ -75,8 +68,7 @@ def show(run: RunFile, console: Console) -> None:
     if pipeline["first_loss"] is not None and pipeline["last_loss"] is not None:
         lines["loss"] = f"{pipeline['first_loss']:.3f} at the start, {pipeline['last_loss']:.3f} at the end"
     lines |= {name: f"{value:.4g}" for name, value in sorted(run.content["metrics"].items()) if name.startswith("val")}
-    for name, value in lines.items():
-        console.print(Text.assemble((f"{name:<20}", "bold"), value), soft_wrap=True)
+    print_facts(console, lines, 20)
 
 
 def show_comparison(comparison: Comparison, console: Console) -> None:
@@ -99,17 +91,12 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
         console.print()
     if len(first.stages) != len(second.stages):
         console.print(Text(f"A has {len(first.stages)} stages, B has {len(second.stages)}."))
-    for text in (comparison.speed_text(),):
-        if text is not None:
-            console.print(Text(text), soft_wrap=True)
-            console.print()
+    if (speed := comparison.speed_text()) is not None:
+        console.print(Text(speed), soft_wrap=True)
+        console.print()
     for name, run in (("A", first), ("B", second)):
         console.print(Text.assemble((f"{name}  ", "bold"), f"bubble {run.pipeline['bubble_fraction']:.1%}"))
-        console.print(Text.from_ansi(text_timeline(run.timeline, width=min(console.width, _WIDTH))), soft_wrap=True)
-        console.print()
-        if run.diagnosis is not None:
-            console.print(Text(run.diagnosis.text), soft_wrap=True)
-            console.print()
+        print_timeline(console, text_timeline(run.timeline, width=min(console.width, WIDTH)), run.diagnosis)
 
 
 def _table(title: str, *headings: str) -> Table:

@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader
 from lightning_pp.cli.plan.report import print_check
 from lightning_pp.cli.plan.run import build_without_memory, explained
 from lightning_pp.cli.problems import UserError
+from lightning_pp.cli.report import wide
 from lightning_pp.distributed.sizes import ParallelSizes
 from lightning_pp.planning.cuts import CutOptions
 from lightning_pp.planning.model_cutter import ModelCutter
@@ -55,9 +56,7 @@ def run_check(arguments: Sequence[str], console: Console | None = None) -> int:
         UserError: The module cannot be cut, or something asked for cannot be had.
     """
     options = _parsed(arguments)
-    console = console or Console()
-    if not console.is_terminal:
-        console = Console(file=console.file, width=140)
+    console = wide(console)
     kind = _named(options.check, "--check")
     if not (isinstance(kind, type) and issubclass(kind, L.LightningModule)):
         raise UserError(f"--check {options.check} names {_described(kind)}, not a LightningModule class")

@@ -133,10 +133,7 @@ def print_check(console: Console, cutter: ModelCutter, split: SplitModel, about:
 
 def print_stages(console: Console, cutter: ModelCutter, summary: CutSummary, verdict: str) -> None:
     """Prints the stages as a tree."""
-    shapes = ", ".join(
-        f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-        for tensor in tensors_of(cutter.microbatch.data)[:3]
-    )
+    shapes = ", ".join(map(_shape, tensors_of(cutter.microbatch.data)[:3]))
     batch = f"{cutter.batch_size} samples" if cutter.batch_size is not None else "its"
     console.print()
     console.print(

@@ -22,6 +22,7 @@ from lightning_pp.cli.plan.memory import PlanMemory
 from lightning_pp.cli.plan.report import Plan, print_check, print_plan
 from lightning_pp.cli.plan.schedules import PlannedSchedule, Planner, ScheduleTable, smallest_need
 from lightning_pp.cli.problems import UserError, full_errors_wanted, user_errors
+from lightning_pp.cli.report import wide
 from lightning_pp.conf.targets import build, check_targets_of_run
 from lightning_pp.errors import BatchError, ConfigurationError, SplitError
 from lightning_pp.long_tasks import LongTask
@@ -72,12 +73,6 @@ def make_plan(config: DictConfig, console: Console | None = None) -> Plan | None
     request = request_of(config)
     with told("building data and model") as tell:
         return _plan(request, console, tell)
-
-
-def wide(console: Console | None) -> Console:
-    """``console``, with a fixed width where it is no terminal."""
-    console = console or Console()
-    return console if console.is_terminal else Console(file=console.file, width=140)
 
 
 @contextmanager

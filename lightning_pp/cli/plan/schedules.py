@@ -18,19 +18,15 @@ from lightning_pp.schedule import BubbleFraction, Placement, Schedule, StageCost
 # As the search for schedules: the shortest longest span among makespans within this of the shortest.
 _MAKESPAN_TOLERANCE = 0.005
 _GIB = float(1 << 30)
-ORDER = (
-    "gpipe",
-    "1f1b",
-    "interleaved_1f1b",
-    "interleaved_zb",
-    "zb_h1",
-    "zb_h2",
-    "zb_v",
-    "v_half",
-    "v_min",
+_ORDER = (
+    *("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zb", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min"),
     "dualpipe_v",
 )
-"""In which schedules are compared and told."""
+
+
+def known_schedules() -> list[str]:
+    """All schedules, in the order in which they are compared and told."""
+    return sorted(available_schedules(), key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
 
 
 @dataclass(frozen=True)
@@ -205,8 +201,7 @@ class Planner:
         """
         table = ScheduleTable()
         configured = self._cutter.options.schedule.source
-        known = sorted(available_schedules(), key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
-        for name in dict.fromkeys([*(names or known), configured.name]):
+        for name in dict.fromkeys([*(names or known_schedules()), configured.name]):
             # without the exact solver, which takes long
             seconds = (
                 configured.search_seconds if isinstance(configured, Searched) and name == configured.name else None

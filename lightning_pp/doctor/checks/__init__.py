@@ -2,35 +2,13 @@
 
 from __future__ import annotations
 
-from lightning_pp.doctor.checks import (
-    channels,
-    environment,
-    failures,
-    generators,
-    host_waits,
-    memory,
-    parity,
-    receives,
-    rounds,
-    updates,
-)
+from lightning_pp.doctor.checks import channels, environment, failures, parity, receives
 from lightning_pp.doctor.findings import Check
 
 
 def all_checks() -> list[Check]:
     """In the order in which they run."""
-    return [
-        *environment.CHECKS,
-        *channels.CHECKS,
-        *receives.CHECKS,
-        *rounds.CHECKS,
-        *parity.CHECKS,
-        *generators.CHECKS,
-        *host_waits.CHECKS,
-        *memory.CHECKS,
-        *updates.CHECKS,
-        *failures.CHECKS,
-    ]
+    return [*environment.CHECKS, *channels.CHECKS, *receives.CHECKS, *parity.CHECKS, *failures.CHECKS]
 
 
 def check_titled(title: str) -> Check:

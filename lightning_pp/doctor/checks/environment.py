@@ -17,18 +17,10 @@ from lightning_pp.doctor.findings import Check, Finding, Rank, Status
 
 _PACKAGES = ("lightning-pp", "torch", "lightning", "hydra-core", "omegaconf", "wandb", "nvidia-nccl-cu12", "triton")
 _PREFIXES = (
-    "NCCL_",
-    "CUDA_",
-    "TORCH_NCCL_",
-    "TORCH_DISTRIBUTED_",
-    "PYTORCH_",
-    "GLOO_",
-    "OMP_",
-    "UCX_",
-    "FI_",
-    "SLURM_J",
+    *("NCCL_", "CUDA_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "PYTORCH_"),
+    *("GLOO_", "OMP_", "UCX_", "FI_", "SLURM_J"),
 )
-_FEWEST = {"torch": (2, 11), "lightning": (2, 6, 4)}
+_FEWEST = {"torch": (2, 13), "lightning": (2, 6, 4)}
 _LEAST_SHM_BYTES = 1 << 30
 _BASE = "lightning_pp is tested with the versions of its constraints.txt: pip install -c constraints.txt . there."
 
@@ -58,7 +50,7 @@ def look(rank: Rank) -> dict[str, Any]:
         "versions": {name: _version(name) for name in _PACKAGES},
         "num_cpus": os.cpu_count(),
         "num_ranks_here": rank.num_ranks_here,
-        "memory_bytes": _memory_bytes(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "shm_bytes": shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None,
         "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)},
     }
@@ -87,22 +79,18 @@ def judge(values: Sequence[dict[str, Any]]) -> list[Finding]:
 
 def _of_versions(values: Sequence[dict[str, Any]]) -> list[Finding]:
     problems = []
+    versions = [value["versions"] for value in values]
     for name, fewest in _FEWEST.items():
-        for number, value in enumerate(values):
-            found = value["versions"].get(name)
-            if found is None or _numbers(found) < fewest:
-                least = ".".join(map(str, fewest))
-                problems.append(Finding(Status.FAILURE, f"Rank {number} has {name} {found}, not {least}.", _BASE))
-                break
-    for what in ("versions", "python"):
-        different = [number for number, value in enumerate(values) if value[what] != values[0][what]]
-        if different:
-            names = [
-                name for name in _PACKAGES if values[different[0]]["versions"][name] != values[0]["versions"][name]
-            ]
-            found = f"Rank {different[0]} has other versions than rank 0: {', '.join(names) or 'of Python'}."
-            problems.append(Finding(Status.FAILURE, found, "Install the same on all hosts."))
-            break
+        old = next((rank for rank, own in enumerate(versions) if _numbers(own.get(name) or "0") < fewest), None)
+        if old is not None:
+            found = f"Rank {old} has {name} {versions[old].get(name)}, not {'.'.join(map(str, fewest))}."
+            problems.append(Finding(Status.FAILURE, found, _BASE))
+    first = versions[0], values[0]["python"]
+    other = next((rank for rank, value in enumerate(values) if (versions[rank], value["python"]) != first), None)
+    if other is not None:
+        names = [name for name in _PACKAGES if versions[other].get(name) != versions[0].get(name)]
+        found = f"Rank {other} has other versions than rank 0: {', '.join(names) or 'of Python'}."
+        problems.append(Finding(Status.FAILURE, found, "Install the same on all hosts."))
     return problems
 
 
@@ -182,10 +170,6 @@ def _version(name: str) -> str | None:
 def _numbers(text: str) -> tuple[int, ...]:
     parts = text.partition("+")[0].split(".")
     return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in parts[:3])
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 CHECKS = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from typing import Any
 
 from lightning_pp.doctor.checks.trainings import (
@@ -47,21 +48,14 @@ class Case:
 
 def cases(num_ranks: int, *, is_quick: bool) -> list[Case]:
     """The trainings: all of them, or each setting once. Two replicas need an even number of ranks."""
-    schedules = ("1f1b", "zb_h1", "zb_v")
+    found = list(product(("1f1b", "zb_h1", "zb_v"), (1, 2), _MOST_DIFFERENCE))
     if is_quick:
-        found = [
-            Case("zb_h1", 1, "32-true", "shard_grad_op"),
-            Case("1f1b", 1, "bf16-mixed", "shard_grad_op"),
-            Case("zb_v", 2, "32-true", "full_shard"),
-        ]
-    else:
-        found = [
-            Case(schedule, 1, precision, "shard_grad_op") for precision in _MOST_DIFFERENCE for schedule in schedules
-        ]
-        found += [
-            Case(schedule, 2, precision, "full_shard") for precision in _MOST_DIFFERENCE for schedule in schedules
-        ]
-    return [case for case in found if num_ranks % case.replicas == 0]
+        found = [("zb_h1", 1, "32-true"), ("1f1b", 1, "bf16-mixed"), ("zb_v", 2, "32-true")]
+    return [
+        Case(schedule, replicas, precision, "full_shard" if replicas > 1 else "shard_grad_op")
+        for schedule, replicas, precision in found
+        if num_ranks % replicas == 0
+    ]
 
 
 def train(rank: Rank) -> list[dict[str, Any]]:
@@ -73,7 +67,7 @@ def train(rank: Rank) -> list[dict[str, Any]]:
         rank.note(str(case))
         if case.precision not in alone:
             module, bf16 = Chain(num_blocks_for(rank)), case.precision == "bf16-mixed"
-            alone[case.precision] = train_alone(module, whole, rank.device, bf16=bf16, clip=None)
+            alone[case.precision] = train_alone(module, whole, rank.device, bf16=bf16)
         notes, module = Notes(), Chain(num_blocks_for(rank))
         trainer = trainer_for(
             rank,

@@ -122,53 +122,6 @@ def judge_posted(values: Sequence[dict[str, float] | None]) -> list[Finding]:
     return [Finding(Status.OK, found, details=waited)]
 
 
-def multiply_beside(rank: Rank) -> dict[str, float]:
-    """How long products take with two receives posted on each channel, and without."""
-    join(rank)
-    channels = open_channels(rank, "doctor/products", neighbours(rank.num_ranks))
-    matrix = torch.randn(4096, 4096, device=rank.device, dtype=torch.bfloat16)
-    alone_ms = _products_ms(matrix)
-    dist.barrier()
-    posted = [
-        channel.recv([torch.empty(1024, device=rank.device)], 0, 0)
-        for (_, receiver), channel in channels.items()
-        for _ in range(2)
-        if receiver == rank.rank
-    ]
-    rank.note("products beside posted receives")
-    beside_ms = _products_ms(matrix)
-    for (sender, _), channel in channels.items():
-        for _ in range(2) if sender == rank.rank else ():
-            channel.send([torch.empty(1024, device=rank.device)], 1, 0)
-    for work in posted:
-        work.wait()
-    settle(rank.device)
-    return {"alone_ms": alone_ms, "beside_ms": beside_ms}
-
-
-def _products_ms(matrix: torch.Tensor) -> float:
-    """Milliseconds of a product, by events of this stream alone: others may wait for messages."""
-    for _ in range(3):
-        torch.mm(matrix, matrix)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    start.record()
-    for _ in range(30):
-        torch.mm(matrix, matrix)
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 30
-
-
-def judge_products(values: Sequence[dict[str, float]]) -> list[Finding]:
-    """How much slower they are."""
-    ratio = max(value["beside_ms"] / value["alone_ms"] for value in values)
-    found = f"Products take {ratio:.2f} of their time beside posted receives."
-    if ratio > 1.15:
-        advice = "Receives hold multiprocessors of the device: NCCL_MAX_P2P_NCHANNELS=1 or 2 leaves more of them."
-        return [Finding(Status.WARNING, found, advice, list(values))]
-    return [Finding(Status.OK, found, details=list(values))]
-
-
 def _value(number: int, sender: int, place: int) -> float:
     return float(number * 100 + sender * 2 + place)
 
@@ -200,14 +153,5 @@ CHECKS = [
             advice=_HANGS,
         )
         for number in (0, 1, 8, 32)
-    ),
-    Check(
-        "products",
-        "the speed of matrix products beside posted receives",
-        multiply_beside,
-        judge_products,
-        limit_s=45.0,
-        why_cuda_only=_OCCUPIES_NOTHING,
-        advice=_HANGS,
     ),
 ]

@@ -19,16 +19,17 @@ from lightning_pp.doctor.findings import Rank
 from lightning_pp.strategy.strategy import PipelineParallelStrategy
 
 Batch = tuple[Tensor, Tensor]
-TIMEOUT = timedelta(seconds=30)
+_TIMEOUT = timedelta(seconds=30)
+_WIDTH = 32
 
 
 class Block(nn.Module):
     """``[B, D]`` to the same."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.norm = nn.LayerNorm(_WIDTH)
+        self.up, self.down = nn.Linear(_WIDTH, 2 * _WIDTH), nn.Linear(2 * _WIDTH, _WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         change: Tensor = self.down(torch.tanh(self.up(self.norm(x))))
@@ -40,18 +41,15 @@ class Chain(pl.LightningModule):
 
     Args:
         num_blocks: Units besides the first and the last.
-        width: Of its vectors.
-        optimizer: ``"sgd"`` with momentum, or ``"adamw"`` and ``"adamw fused"``.
     """
 
-    def __init__(self, num_blocks: int, width: int = 32, optimizer: str = "sgd") -> None:
+    def __init__(self, num_blocks: int) -> None:
         super().__init__()
         torch.manual_seed(7)
         # in mixed precision only what comes of weights is cast, so that a norm does not come first
-        self.stem = nn.Linear(width, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
-        self.head = nn.Linear(width, width)
-        self.optimizer = optimizer
+        self.stem = nn.Linear(_WIDTH, _WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.head = nn.Linear(_WIDTH, _WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
@@ -65,10 +63,7 @@ class Chain(pl.LightningModule):
         return nn.functional.mse_loss(self(x).float(), y)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        if self.optimizer == "sgd":
-            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-        # a large eps: an update does not hang on the sign of a gradient that is next to nothing
-        return torch.optim.AdamW(self.parameters(), lr=0.01, eps=1e-2, fused=self.optimizer.endswith("fused"))
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
 class Notes(pl.Callback):
@@ -98,13 +93,10 @@ def num_blocks_for(rank: Rank) -> int:
     return 2 * rank.num_ranks + 1
 
 
-def batches(number: int, size: int = 8, width: int = 32) -> list[Batch]:
+def batches(number: int, size: int = 8) -> list[Batch]:
     """Batches of one device, the same on every rank."""
     generator = torch.Generator().manual_seed(3)
-    return [
-        (torch.randn(size, width, generator=generator), torch.randn(size, width, generator=generator))
-        for _ in range(number)
-    ]
+    return [tuple(torch.randn(2, size, _WIDTH, generator=generator)) for _ in range(number)]
 
 
 def part_of_replica(whole: Sequence[Batch], replica: int, replicas: int) -> list[Batch]:
@@ -113,11 +105,9 @@ def part_of_replica(whole: Sequence[Batch], replica: int, replicas: int) -> list
 
 
 def trainer_for(rank: Rank, *, callbacks: list[pl.Callback], precision: Any = "32-true", **options: Any) -> pl.Trainer:
-    """A Trainer over all ranks; keywords that it has none of are the strategy's."""
-    of_trainer: dict[str, Any] = {"max_epochs": 1}
-    of_trainer |= {name: options.pop(name) for name in ("gradient_clip_val", "max_epochs") if name in options}
+    """A Trainer over all ranks; ``options`` are the strategy's."""
     strategy = PipelineParallelStrategy(
-        **{"pipeline_parallel_size": rank.num_ranks, "num_microbatches": 4, "timeout": TIMEOUT, **options}
+        **{"pipeline_parallel_size": rank.num_ranks, "num_microbatches": 4, "timeout": _TIMEOUT, **options}
     )
     return pl.Trainer(
         accelerator="gpu" if rank.device.type == "cuda" else "cpu",
@@ -133,7 +123,7 @@ def trainer_for(rank: Rank, *, callbacks: list[pl.Callback], precision: Any = "3
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=rank.folder,
-        **of_trainer,
+        max_epochs=1,
     )
 
 
@@ -142,17 +132,15 @@ def loader(data: Sequence[Batch]) -> DataLoader[Any]:
     return DataLoader(list(data), batch_size=None)  # type: ignore[arg-type]
 
 
-def train_alone(module: Chain, data: Sequence[Batch], device: torch.device, *, bf16: bool, clip: float | None) -> Notes:
+def train_alone(module: Chain, data: Sequence[Batch], device: torch.device, *, bf16: bool) -> Notes:
     """The same on one device, by a loop."""
     notes = Notes()
     module.to(device)
-    (optimizer,) = (module.configure_optimizers(),)
+    optimizer = module.configure_optimizers()
     for number, (x, y) in enumerate(data):
         with torch.autocast(device.type, torch.bfloat16) if bf16 else nullcontext():
             loss = module.training_step((x.to(device), y.to(device)), number)
         loss.backward()  # type: ignore[no-untyped-call]
-        if clip is not None:
-            nn.utils.clip_grad_norm_(module.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
         notes.losses.append(float(loss))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
+from host_waits import HostWaits
 
-from lightning_pp.doctor.checks.host_waits import HostWaits
 from lightning_pp.split.reductions.counting import are_equal, on_host
 
 COUNTS = {

@@ -12,18 +12,18 @@ from rich.console import Console
 
 from lightning_pp.cli.before_launch import trainer_options
 from lightning_pp.cli.plan.costs import Costs
-from lightning_pp.cli.plan.run import Request, build_without_memory, request_of, told, wide
-from lightning_pp.cli.plan.schedules import ORDER
+from lightning_pp.cli.plan.run import Request, build_without_memory, request_of, told
+from lightning_pp.cli.plan.schedules import known_schedules
 from lightning_pp.cli.plan.search.plans import PlanSearch
 from lightning_pp.cli.plan.search.report import Search, nothing_fits, print_search
 from lightning_pp.cli.plan.search.space import MODEL_CHECKPOINTS, Space
 from lightning_pp.cli.problems import UserError, user_errors
+from lightning_pp.cli.report import wide
 from lightning_pp.conf.targets import build
 from lightning_pp.distributed.sizes import ParallelSizes
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.activation_checkpointing import ActivationCheckpointing
 from lightning_pp.planning.pipeline_options import PipelineOptions
-from lightning_pp.schedule import available_schedules
 from lightning_pp.schedule.registry import is_schedule_file, schedule_family
 from lightning_pp.split.data.microbatch import batch_size_of
 from lightning_pp.strategy.plan_only import FirstStep, look_at_first_step
@@ -190,7 +190,7 @@ def _space(config: DictConfig, request: Request, batch: _Batch, step: FirstStep)
             f"samples_per_step={num_samples}, and {batch.num_replicas} replicas with batches of {batch_size} samples "
             f"have another number; {config.batch_size_key} is not in the configuration, so that it cannot be changed"
         )
-    names = config.schedules or [name for name in _known() if not schedule_family(name).is_search]
+    names = config.schedules or [name for name in known_schedules() if not schedule_family(name).is_search]
     devices = request.num_devices
     return Space(
         devices,
@@ -201,10 +201,6 @@ def _space(config: DictConfig, request: Request, batch: _Batch, step: FirstStep)
         _values_of_checkpointing(request.strategy.options),
         request.strategy.options.sharding,
     )
-
-
-def _known() -> list[str]:
-    return sorted(available_schedules(), key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
 
 
 def _values_of_checkpointing(options: PipelineOptions) -> list[ActivationCheckpointing]:
