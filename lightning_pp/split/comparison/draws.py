@@ -78,11 +78,13 @@ class Draws:
             generator: What it is drawn from; None for the default generator.
             state: Of ``generator``, before the draw.
         """
-        if generator is None or state is None or any(generator is each for each in torch_generators(device)):
-            repeats = not is_seeded_here(device)
+        if generator is None or state is None:
+            repeats = not all(
+                is_seeded_here(each) for each in torch_generators(device) if each.device.type == device.type
+            )
         else:
             before = self._states.setdefault((stretch, index), state)
-            repeats = before is not state and torch.equal(before, state)
+            repeats = before is not state and torch.equal(before, state) and not is_seeded_here(generator)
         if repeats and not self.repeated:
             self.repeated = user_line()
 

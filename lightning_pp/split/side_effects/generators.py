@@ -45,10 +45,9 @@ def seed_torch(seed: int, device: torch.device, *, starts_step: bool = False) ->
         generator.manual_seed(seed)
 
 
-def is_seeded_here(device: torch.device) -> bool:
-    """Whether the default generator of ``device`` has a seed of the running step's, and none of the user's."""
-    generators = [generator for generator in torch_generators(device) if generator.device.type == device.type]
-    return all(generator.initial_seed() in _seeds for generator in generators)
+def is_seeded_here(generator: torch.Generator) -> bool:
+    """Whether it has a seed that :func:`seed_torch` has given since the step began, and none of the user's."""
+    return generator.initial_seed() in _seeds
 
 
 def seed_python(seed: int) -> None:
