@@ -179,7 +179,6 @@ class PipelineStrategyConf:
         memory_limit_gib: GiB that a rank may hold of microbatches between forward and weight gradient.
         device_memory_gib: GiB that a rank may hold altogether, by the estimate of a dry run; cuts and ``auto`` keep to
             it.
-        exact_search: Whether OR-tools' CP-SAT finishes the search of ``auto``; for small pipelines.
         search_seconds: How long the search of ``auto`` may try, seconds; null for as long as its effort takes.
         whole_batch_loss: For a loss that is no mean or sum over samples: the code after the last unit runs once, on all
             microbatches.
@@ -223,7 +222,6 @@ class PipelineStrategyConf:
     num_profiled_batches: int = 8
     memory_limit_gib: float | None = None
     device_memory_gib: float | None = None
-    exact_search: bool = False
     search_seconds: float | None = None
     whole_batch_loss: bool = False
     check_first_batches: bool = True

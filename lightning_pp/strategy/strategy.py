@@ -120,7 +120,6 @@ class PipelineParallelStrategy(MeshStrategy):
             optimizer state, activations, buffers of messages and gathers, and on a device the communicators of
             collectives, which are measured. Cuts and ``"auto"`` keep to it. What operations, the allocator, CUDA and
             channels between stages take is not in it, so leave some of the device out.
-        exact_search: With ``"auto"`` and a small pipeline, let OR-tools' CP-SAT finish the search.
         search_seconds: With ``"auto"``, how long rank 0 may try, in seconds of wall time; hand-made schedules are
             always compared. None: as long as the search's own effort takes.
         whole_batch_loss: For a loss that is no mean or sum over samples (an in-batch contrastive loss, a root of a
@@ -207,7 +206,6 @@ class PipelineParallelStrategy(MeshStrategy):
         num_profiled_batches: int = DEFAULT_NUM_PROFILED_BATCHES,
         memory_limit_gib: float | None = None,
         device_memory_gib: float | None = None,
-        exact_search: bool = False,
         search_seconds: float | None = None,
         whole_batch_loss: bool = False,
         check_first_batches: bool = True,
@@ -251,7 +249,7 @@ class PipelineParallelStrategy(MeshStrategy):
         self._deadlock_seconds, self._preemption_seconds = deadlock_seconds, preemption_seconds
         # whether sizes fit the number of devices is checked once that is known
         check_size("pipeline_parallel_size", pipeline_parallel_size)
-        source = schedule_source(schedule, stages_per_rank, whole_batch_loss, exact_search, search_seconds)
+        source = schedule_source(schedule, stages_per_rank, whole_batch_loss, search_seconds)
         source.check_sizes(pipeline_parallel_size)
         self.options = PipelineOptions(
             ScheduleOptions(source, memory_limit_gib, given_costs(costs), num_profiled_batches, save_costs),

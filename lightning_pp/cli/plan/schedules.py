@@ -207,7 +207,6 @@ class Planner:
         configured = self._cutter.options.schedule.source
         known = sorted(available_schedules(), key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
         for name in dict.fromkeys([*(names or known), configured.name]):
-            # without the exact solver, which takes long
             seconds = (
                 configured.search_seconds if isinstance(configured, Searched) and name == configured.name else None
             )

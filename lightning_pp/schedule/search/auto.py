@@ -22,7 +22,6 @@ from lightning_pp.schedule.program.whole_batch import HELPS_WHOLE_BATCH
 from lightning_pp.schedule.registry import Family, ScheduleRequest, available_schedules, register, schedule_family
 from lightning_pp.schedule.schedule import Schedule
 from lightning_pp.schedule.search.deadline import Deadline
-from lightning_pp.schedule.search.exact import solve_exactly
 from lightning_pp.schedule.search.greedy import Policy, Preference, build_greedy
 from lightning_pp.schedule.search.justify import PASSES_OF_A_ROUND, justify
 from lightning_pp.schedule.search.local import climb
@@ -57,9 +56,6 @@ _FEWEST_PASSES = 8
 """Over all actions: less than these, and nothing is tried."""
 _PASSES_OF_PHASES = 3
 """What taking a candidate apart into forwards and backwards costs, in passes over its actions."""
-_MAX_EXACT_ACTIONS = 600
-_MAX_EXACT_SECONDS = 60.0
-"""On each placement."""
 _PLANNED_ACTIONS = 2_000_000
 """Gathers are planned for so many actions after the end of the search too."""
 _NUM_SIMULATED = 3
@@ -80,7 +76,7 @@ def build_auto(request: ScheduleRequest) -> Schedule:
     """Search; see the module. The name tells the origin: ``auto (zb_v, improved)``.
 
     Raises:
-        ScheduleError: The memory limit is too small for any schedule, or ``exact`` is asked for too large a pipeline.
+        ScheduleError: The memory limit is too small for any schedule.
     """
     placements = _placements(request)
     _check_limit(request, placements)
@@ -101,9 +97,6 @@ def build_auto(request: ScheduleRequest) -> Schedule:
         candidates = [_in_two_phases(problem, candidates, deadline, quick=request.quick) for problem in problems]
     elif candidates and not request.quick and not deadline.has_passed():
         candidates += _improved(candidates, problems, deadline, request)
-    if request.exact and not deadline.has_passed():
-        found_on = {candidate.problem.placement for candidate in candidates}
-        candidates += [_solve(candidates, problem, deadline) for problem in problems if problem.placement in found_on]
     if (
         candidates and request.sharding is None
     ):  # else what is best depends on gathers, which only the full simulation knows
@@ -377,25 +370,6 @@ def lower_bound(problem: Problem, objective: Objective) -> float:
         makespan = max(makespan, min(head[stage] for stage in stages) + work)
         span = max(span, work)
     return objective.score(makespan, span)
-
-
-def check_exact_is_practical(num_stages: int, num_microbatches: int) -> None:
-    """Raises :class:`ScheduleError` for a pipeline that is too large for the exact solver."""
-    num_actions = 3 * num_stages * num_microbatches
-    if num_actions > _MAX_EXACT_ACTIONS:
-        raise ScheduleError(
-            f"exact search is for small pipelines: this one has {num_actions} actions (3 * stages * microbatches), "
-            f"at most {_MAX_EXACT_ACTIONS} are practical; use auto without exact"
-        )
-
-
-def _solve(candidates: list[_Candidate], problem: Problem, deadline: Deadline) -> _Candidate:
-    """The exact optimum on one placement, from the best candidate on it."""
-    check_exact_is_practical(problem.num_stages, problem.num_microbatches)
-    on_placement = [candidate for candidate in candidates if candidate.problem is problem]
-    best = min(on_placement, key=lambda candidate: candidate.length.makespan)
-    solved = solve_exactly(problem, best.orders, time_limit_s=deadline.left(_MAX_EXACT_SECONDS))
-    return _measured(problem, solved.orders, "exact")
 
 
 register(
