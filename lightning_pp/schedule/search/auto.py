@@ -45,11 +45,6 @@ _CLIMBING_STEPS_PER_ACTION = 100
 """Small problems have fewer orders to visit."""
 _TEMPERATURES = (0.03, 0.06, 0.1, 0.03, 0.02)
 """Of the climbs of a small problem, each from where the last one ended; the hotter ones leave the start behind."""
-_ROUNDS_OF_SMALLEST = ((0.03, 1), (0.02, 3))
-"""Temperature, and from how many of the best there are, of the climbs of the smallest problems: what one finds differs
-by up to 2 % from what another does, and many from one start find more than a row of them."""
-_CLIMBS_OF_A_ROUND = 10
-_SMALLEST = 200
 _SMALL = 400
 """Up to so many actions every placement is improved and the climb may go uphill; more have no time for it."""
 _FEWEST_PASSES = 8
@@ -321,18 +316,9 @@ def _improve(candidates: list[_Candidate], deadline: Deadline, request: Schedule
             continue
         if objective.longest_makespan:
             objective = _objective(candidate.length.makespan for candidate in candidates + improved)
-        is_first = not objective.longest_makespan
-        if is_first and num_actions <= _SMALLEST:
-            for temperature, num_starts in _ROUNDS_OF_SMALLEST:
-                starts = sorted(improved, key=lambda candidate: objective.of(candidate.length))[:num_starts]
-                improved += [
-                    _climbed(starts[seed % len(starts)], objective, num_steps // 2, temperature, seed, deadline)
-                    for seed in range(_CLIMBS_OF_A_ROUND)
-                ]
-            continue
-        temperatures: tuple[float, ...] = _TEMPERATURES[:1] if num_actions <= _SMALL else (0.0,)
-        if is_first and num_actions <= _SMALL:
-            temperatures = _TEMPERATURES
+        temperatures: tuple[float, ...] = (0.0,)
+        if num_actions <= _SMALL:
+            temperatures = _TEMPERATURES[:1] if objective.longest_makespan else _TEMPERATURES
         start = min(improved, key=lambda candidate: objective.of(candidate.length))
         for seed, temperature in enumerate(temperatures):
             start = _climbed(start, objective, num_steps, temperature, seed, deadline)
