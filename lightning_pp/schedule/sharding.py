@@ -175,10 +175,8 @@ def insert_sharding(schedule: Schedule, sharding: Sharding, *, reduces: bool = T
     sharding.check()
     programs: list[tuple[Action, ...]] = []
     unit_plans: list[UnitPlan | None] = []
-    for rank, program in enumerate(schedule.programs):
+    for rank, program in enumerate((with_last_split(schedule) if reduces else schedule).programs):
         compute = [action for action in program if action.kind.is_compute]
-        if reduces:
-            compute = _last_backwards_split(compute)
         with_windows, unit_plan = _windows(
             compute, sharding, schedule.placement.stages_of_rank(rank), keeps=not reduces
         )
@@ -259,18 +257,6 @@ def _with_windows(compute: Sequence[Action], plan: GatherPlan[int], *, keeps: bo
         found.append(action)
         if cell in step_after:
             put(step_after[cell])
-    return found
-
-
-def _last_backwards_split(compute: Sequence[Action]) -> list[Action]:
-    """The last B of each stage as I and W, if a B is its last: in W one unit after the other is ready to be reduced."""
-    last = {action.stage: cell for cell, action in enumerate(compute) if action.kind in _ENDS_GRADIENTS}
-    found: list[Action] = []
-    for cell, action in enumerate(compute):
-        if action.kind is ActionKind.B and last[action.stage] == cell:
-            found += [replace(action, kind=ActionKind.I), replace(action, kind=ActionKind.W)]
-        else:
-            found.append(action)
     return found
 
 

@@ -27,7 +27,7 @@ from lightning_pp.schedule.search.justify import PASSES_OF_A_ROUND, justify
 from lightning_pp.schedule.search.local import climb
 from lightning_pp.schedule.search.phases import best_of_both_phases
 from lightning_pp.schedule.search.problem import Orders, Problem
-from lightning_pp.schedule.search.timing import Length, Objective, earliest, length_of
+from lightning_pp.schedule.search.timing import Length, Objective, earliest, length_of, lower_bound
 from lightning_pp.schedule.sharding import insert_sharding, with_last_split
 from lightning_pp.schedule.simulation.memory import exceeds, peaks_of
 from lightning_pp.schedule.simulation.simulate import step_length
@@ -340,22 +340,6 @@ def _climbed(
         deadline=deadline,
     )
     return _measured(start.problem, orders, start.origin)
-
-
-def lower_bound(problem: Problem, objective: Objective) -> float:
-    """No orders have a lower score: a rank starts when its first input can be there, works, and passes the rest on."""
-    n, m = problem.num_stages, problem.num_microbatches
-    duration, latency = problem.duration, problem.needs_latency
-    head = [0.0] * n
-    for stage in range(1, n):
-        head[stage] = head[stage - 1] + duration[stage - 1] + latency[stage]
-    makespan = span = 0.0
-    for rank in range(problem.placement.num_ranks):
-        stages = problem.placement.stages_of_rank(rank)
-        work = m * sum(duration[kind * n + stage] for stage in stages for kind in (0, 3))
-        makespan = max(makespan, min(head[stage] for stage in stages) + work)
-        span = max(span, work)
-    return objective.score(makespan, span)
 
 
 register(
