@@ -1,9 +1,9 @@
-"""Figures of the schedule layer: published bubbles, optimality against an exact solver, search time.
+"""Figures of the schedule layer: published bubbles, distance from the optimum, search time.
 
 Usage, from the root of the repository:
 
     python benchmarks/planning/schedules.py published       # hand-made and searched schedules beside the papers'
-    python benchmarks/planning/schedules.py optimality 100  # auto against CP-SAT on random small problems (ortools)
+    python benchmarks/planning/schedules.py optimality      # auto beside the optima of random small problems
     python benchmarks/planning/schedules.py time            # CPU seconds of the search on one core
     python benchmarks/planning/schedules.py scale           # every family at 1,024 ranks and 4,096 microbatches
     python benchmarks/planning/schedules.py whole_batch     # what whole_batch_loss costs every schedule
@@ -14,19 +14,17 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import random
 import resource
 import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lightning_pp.schedule import Placement, Schedule, StageCosts, available_schedules, build_schedule
+from lightning_pp.schedule import Schedule, StageCosts, available_schedules, build_schedule
 from lightning_pp.schedule.registry import schedule_family
-from lightning_pp.schedule.search.exact import solve_exactly
-from lightning_pp.schedule.search.problem import Problem
 
 PROFILES = Path(__file__).parents[2] / "tests" / "schedule" / "published_profiles.json"
+OPTIMA = PROFILES.with_name("optima.json")
 SEQUENCE_LENGTH = 1024
 
 
@@ -88,57 +86,17 @@ def published(most_microbatches: int) -> None:
             show(f"{label} p={p} m={m}", bubble, schedule, costs, time.process_time() - begin)
 
 
-def random_problem(draw: random.Random) -> dict[str, Any]:
-    """Uneven costs on up to 4 ranks, up to 8 microbatches, one or two stages a rank, a memory limit that can work."""
-    num_ranks, stages_per_rank = draw.randint(2, 4), draw.choice((1, 1, 2))
-    num_stages = num_ranks * stages_per_rank
-
-    def uneven(low: float, high: float) -> list[float]:
-        return [round(draw.uniform(low, high), 2) for _ in range(num_stages)]
-
-    costs = StageCosts(
-        uneven(5, 20),
-        uneven(5, 20),
-        uneven(3, 15),
-        p2p=round(draw.uniform(0, 3), 2),
-        held_after_input=round(draw.uniform(0.3, 1), 2),
-    )
-    return {
-        "num_ranks": num_ranks,
-        "num_microbatches": draw.randint(3, 8),
-        "stages_per_rank": stages_per_rank,
-        "costs": costs,
-        "memory_limit": float(draw.randint(max(2, num_ranks // 2) * stages_per_rank, 2 * num_ranks * stages_per_rank)),
-    }
-
-
-def gap_to_optimum(request: dict[str, Any], time_limit_s: float) -> tuple[float, bool, Schedule]:
-    """How far auto's makespan is above the best one on its placement, as a fraction; whether that one is proven."""
-    schedule = build_schedule("auto", **request)
-    limits = (request["memory_limit"],) * request["num_ranks"]
-    placements = {schedule.placement, Placement.interleaved(request["num_ranks"], request["stages_per_rank"])}
-    if request["stages_per_rank"] == 2:
-        placements.add(Placement.v_shaped(request["num_ranks"]))
-    best, proven = float("inf"), True
-    for placement in placements:
-        problem = Problem.build(placement, request["num_microbatches"], request["costs"], limits)
-        ours = schedule.placement == placement
-        start = problem.orders_of(schedule) if ours else problem.sequential_orders()
-        result = solve_exactly(problem, start, time_limit_s=time_limit_s)
-        best, proven = min(best, result.makespan), proven and result.optimal
-    return schedule.simulate(request["costs"]).makespan / best - 1, proven, schedule
-
-
-def optimality(num_problems: int, time_limit_s: float) -> None:
-    """``auto`` against CP-SAT."""
-    draw = random.Random(0)
+def optimality() -> None:
+    """``auto`` against what CP-SAT found for random small problems."""
     gaps = []
-    for index in range(num_problems):
-        request = random_problem(draw)
-        gap, proven, schedule = gap_to_optimum(request, time_limit_s)
+    for index, problem in enumerate(json.loads(OPTIMA.read_text())["problems"]):
+        costs = StageCosts(**problem["costs"])
+        sizes = {name: problem[name] for name in ("num_ranks", "num_microbatches", "stages_per_rank", "memory_limit")}
+        schedule = build_schedule("auto", costs=costs, **sizes)
+        gap = schedule.simulate(costs).makespan / problem["makespan"] - 1
         gaps.append(gap)
-        sizes = f"p={request['num_ranks']} m={request['num_microbatches']} v={request['stages_per_rank']}"
-        print(f"{index:3} {sizes} {100 * gap:6.3f} % {'' if proven else '(not proven)'} {schedule.name}", flush=True)
+        proven = "" if problem["is_proven"] else "(not proven)"
+        print(f"{index:3} {sizes} {100 * gap:6.3f} % {proven} {schedule.name}", flush=True)
     print(f"{len(gaps)} problems: mean {100 * sum(gaps) / len(gaps):.3f} %, worst {100 * max(gaps):.3f} %")
 
 
@@ -226,9 +184,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("published", help="compare with the papers")
     command.add_argument("--most-microbatches", type=int, default=10**9, help="leave out larger rows")
-    command = commands.add_parser("optimality", help="compare with CP-SAT")
-    command.add_argument("num_problems", type=int, nargs="?", default=100)
-    command.add_argument("--time-limit", type=float, default=60.0, help="seconds of the solver for one problem")
+    commands.add_parser("optimality", help="compare with what CP-SAT found")
     commands.add_parser("time", help="measure the search")
     command = commands.add_parser("scale", help="measure planning for many ranks")
     command.add_argument("names", nargs="*", help="families; all hand-made ones by default")
@@ -239,7 +195,7 @@ def main() -> None:
     if arguments.command == "published":
         published(arguments.most_microbatches)
     elif arguments.command == "optimality":
-        optimality(arguments.num_problems, arguments.time_limit)
+        optimality()
     elif arguments.command == "scale":
         scale(arguments.ranks, arguments.microbatches, arguments.names)
     elif arguments.command == "whole_batch":

@@ -11,7 +11,7 @@ from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.memory.limit import Cut, DeviceMemory
 from lightning_pp.planning.schedules.given_costs import GivenCosts
 from lightning_pp.schedule import Placement, Schedule, StageCosts
-from lightning_pp.schedule.simulation.many import LongestSpans
+from lightning_pp.schedule.simulation.simulate import LongestSpans
 from lightning_pp.split.cut.moved_cuts import Places, RowOfUnits, StageTimes, Times, in_batches
 from lightning_pp.split.cut.partition import Partition, UnitMemory, partition_units
 from lightning_pp.split.cut.unit_costs import UnitCost, calibrated, estimate_unit_costs, stage_costs

@@ -167,7 +167,6 @@ def layout_of(
     options, (partition, units) = request.options, cuts
     costs = costs_of(record, partition, placement, request, units)
     room = None if request.memory is None else request.memory.room_gib(partition, placement)
-    options.source.check_search(placement.num_stages, request.num_microbatches)
     limit = options.memory_limit(costs, placement, room)
     start = options.source.program(placement, request.num_microbatches, costs, limit, quick=options.costs is None)
     return Layout(placement, partition, costs, start, room_gib=room)

@@ -7,20 +7,17 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from lightning_pp.schedule.program.action import Action, ActionKind
 from lightning_pp.schedule.program.coded import B, CodedProgram, I, W
 from lightning_pp.schedule.schedule import Schedule
 from lightning_pp.schedule.simulation.costs import StageCosts
-from lightning_pp.schedule.simulation.engine import CostTables
-from lightning_pp.schedule.simulation.wide import run_programs
+from lightning_pp.schedule.simulation.execution import CostTables, Execution
 
 
 def merge_first_stage(schedule: Schedule) -> Schedule:
     """Merge on stage 0, whose input gradient nobody waits for."""
     rank = schedule.placement.rank_of_stage[0]
-    n, m = schedule.placement.num_stages, schedule.num_microbatches
-    program = CodedProgram.of(schedule.programs[rank], n, m)
-    merged = _merged(program, program.codes // m % n == 0)
+    program = schedule.coded[rank]
+    merged = _merged(program, program.parts()[1] == 0)
     return replace(schedule, programs=(*schedule.programs[:rank], merged, *schedule.programs[rank + 1 :]))
 
 
@@ -29,21 +26,19 @@ def merge_where_nobody_waits(schedule: Schedule, costs: StageCosts) -> Schedule:
 
     No action starts later than before.
     """
-    tables = CostTables.build(schedule.placement, costs, whole_batch_loss=schedule.whole_batch_loss)
-    run = run_programs(schedule, tables)
-    latency = np.array(tables.latency)
+    tables, execution = CostTables.build(schedule.placement, costs), Execution(schedule)
+    run = execution.run(tables)
     n, m = schedule.placement.num_stages, schedule.num_microbatches
-    programs = [CodedProgram.of(program, n, m) for program in schedule.programs]
     needed_at = np.full((n, m), np.inf)
     """For each stage and microbatch, when the stage before starts its I or B; nothing waits for stage 0."""
-    for program, starts in zip(programs, run.start, strict=True):
+    for program, slots in zip(schedule.coded, execution.slots, strict=True):
         kinds, stages, microbatches = program.parts()
         feeds = ((kinds == I) | (kinds == B)) & (stages + 1 < n)
-        needed_at[stages[feeds] + 1, microbatches[feeds]] = starts[feeds]
+        needed_at[stages[feeds] + 1, microbatches[feeds]] = run.start[slots[feeds]]
     merged = []
-    for program, ends in zip(programs, run.end, strict=True):
+    for program, slots in zip(schedule.coded, execution.slots, strict=True):
         _, stages, microbatches = program.parts()
-        arrival = np.append(ends[1:], 0.0) + np.where(stages > 0, latency[n + stages - 1], 0.0)
+        arrival = np.append(run.end[slots[1:]], 0.0) + np.where(stages > 0, tables.latency[n + stages - 1], 0.0)
         merged.append(_merged(program, arrival <= needed_at[stages, microbatches]))
     return replace(schedule, programs=tuple(merged))
 
@@ -66,13 +61,13 @@ def _merged(program: CodedProgram, may_merge: npt.NDArray[np.bool_]) -> CodedPro
 
 def split_backwards(schedule: Schedule) -> Schedule:
     """Every B as I and W in a row, for a step that measures the two apart; legal wherever the schedule was."""
-    programs = []
-    for program in schedule.programs:
-        split: list[Action] = []
-        for action in program:
-            if action.kind is ActionKind.B:
-                split += [replace(action, kind=ActionKind.I), replace(action, kind=ActionKind.W)]
-            else:
-                split.append(action)
-        programs.append(tuple(split))
-    return replace(schedule, programs=tuple(programs))
+    programs = tuple(split_at(program, np.flatnonzero(program.parts()[0] == B)) for program in schedule.coded)
+    return replace(schedule, programs=programs)
+
+
+def split_at(program: CodedProgram, cells: npt.NDArray[np.int64]) -> CodedProgram:
+    """``program`` with the B in ``cells``, which ascend, as I and W in a row."""
+    step = program.num_stages * program.num_microbatches
+    codes = program.codes.copy()
+    codes[cells] -= (B - I) * step
+    return program.with_codes(np.insert(codes, cells + 1, codes[cells] + (W - I) * step))

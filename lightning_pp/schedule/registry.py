@@ -27,7 +27,6 @@ class ScheduleRequest:
         stages_per_rank: Number of stages on each rank, ``v``.
         costs: Costs per stage; families that do not look at costs ignore them.
         memory_limit: For each rank the most it may hold, in the unit of the costs, or None.
-        exact: Solve to optimality where the family can.
         placement: Where the stages have to be, for families that can choose; None leaves it to them.
         quick: Leave out what takes long, for families that search.
         sharding: What the stages gather and reduce, for families that compare schedules; None: each stage is gathered
@@ -42,7 +41,6 @@ class ScheduleRequest:
     stages_per_rank: int
     costs: StageCosts
     memory_limit: tuple[float, ...] | None
-    exact: bool = False
     placement: Placement | None = None
     quick: bool = False
     sharding: Sharding | None = None
@@ -124,7 +122,6 @@ def build_schedule(
     stages_per_rank: int | None = None,
     costs: StageCosts | None = None,
     memory_limit: float | Sequence[float] | None = None,
-    exact: bool = False,
     placement: Placement | None = None,
     quick: bool = False,
     sharding: Sharding | None = None,
@@ -142,7 +139,6 @@ def build_schedule(
             by default 1 ms for F, I and W.
         memory_limit: The most a rank may hold, in the unit of ``costs.held_*``: a number for all ranks or one per
             rank; None for no limit.
-        exact: With ``auto`` and a small pipeline, let an exact solver finish the search (needs OR-tools).
         placement: Where the stages have to be, as in a model that is cut already; ``auto`` keeps to it, and what
             places them otherwise is refused. By default the family chooses.
         quick: With ``auto``, leave out the improvement that most of the search's time goes into.
@@ -175,7 +171,6 @@ def build_schedule(
                 stages,
                 costs,
                 limits,
-                exact,
                 placement,
                 quick,
                 sharding,

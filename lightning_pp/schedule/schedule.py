@@ -1,22 +1,63 @@
-"""A schedule: checked, simulated, read and written."""
+"""A schedule: the ordered actions of every rank for one step; checked, simulated, read and written."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from os import PathLike
 from pathlib import Path
 
+import numpy as np
+
+from lightning_pp.schedule.program.action import Action
+from lightning_pp.schedule.program.coded import B, CodedProgram, I, W
 from lightning_pp.schedule.program.notation import csv_text, read_csv
-from lightning_pp.schedule.program.program import Programs
+from lightning_pp.schedule.program.placement import Placement
 from lightning_pp.schedule.program.whole_batch import forwards_first, late_forward
 from lightning_pp.schedule.simulation.costs import UNIT_COSTS, StageCosts
 from lightning_pp.schedule.simulation.simulate import Simulation, simulate, time_in_a_row
 from lightning_pp.schedule.validation import check_program
 
 
-class Schedule(Programs):
-    """The programs of all ranks, with what can be done with them before they run."""
+@dataclass(frozen=True)
+class Schedule:
+    """The programs of all ranks for one step of ``num_microbatches`` microbatches.
+
+    Attributes:
+        name: Name of the family that made it, or of the file it was read from.
+        placement: Which rank holds which stages.
+        num_microbatches: Number of microbatches of a step, ``m`` in formulas.
+        programs: For each rank, its actions in the order in which it runs them: a tuple, or a
+            :class:`~lightning_pp.schedule.program.coded.CodedProgram`.
+        whole_batch_loss: Whether the last stage starts no backward before its last forward, since the loss needs the
+            whole batch (:mod:`lightning_pp.schedule.program.whole_batch`).
+    """
+
+    name: str
+    placement: Placement
+    num_microbatches: int
+    programs: tuple[Sequence[Action], ...]
+    whole_batch_loss: bool = False
+
+    @property
+    def coded(self) -> tuple[CodedProgram, ...]:
+        """The programs as codes; their stages and microbatches are within the sizes of the schedule."""
+        sizes = self.placement.num_stages, self.num_microbatches
+        return tuple(CodedProgram.of(program, *sizes) for program in self.programs)
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """True when some backward is split into I and W."""
+        return self._has_kind(I)
+
+    @cached_property
+    def forward_only(self) -> bool:
+        """True when there is no backward at all, as in evaluation."""
+        return not self._has_kind(I, W, B)
+
+    def _has_kind(self, *kinds: int) -> bool:
+        return any(bool(np.isin(program.parts()[0], kinds).any()) for program in self.coded)
 
     def validate(
         self, *, costs: StageCosts | None = None, memory_limit: float | Sequence[float] | None = None
@@ -47,9 +88,9 @@ class Schedule(Programs):
         (:mod:`lightning_pp.schedule.program.whole_batch`). Sharding actions are left out of a schedule that has to
         change: put them in afterwards, with :func:`~lightning_pp.schedule.sharding.insert_sharding`.
         """
-        if all(late_forward(program) is None for program in self.programs):
+        if all(late_forward(program) is None for program in self.coded):
             return replace(self, whole_batch_loss=True)
-        programs = tuple(map(forwards_first, self.programs))
+        programs = tuple(map(forwards_first, self.coded))
         return replace(self, programs=programs, whole_batch_loss=True)
 
     def simulate(self, costs: StageCosts | None = None) -> Simulation:

@@ -29,8 +29,9 @@ import numpy as np
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.schedule.fewer_microbatches import keep_first_microbatches
 from lightning_pp.schedule.gathering import MOST_EXTRA_GATHERS, GatherPlan, fewest_gathers, plan_gathers
+from lightning_pp.schedule.merging import split_at
 from lightning_pp.schedule.program.action import Action, ActionKind
-from lightning_pp.schedule.program.coded import B, CodedProgram, I, W
+from lightning_pp.schedule.program.coded import B, W
 from lightning_pp.schedule.schedule import Schedule
 
 ShardingMode = Literal["replicate", "shard_grad_op", "full_shard"]
@@ -174,10 +175,8 @@ def insert_sharding(schedule: Schedule, sharding: Sharding, *, reduces: bool = T
     sharding.check()
     programs: list[tuple[Action, ...]] = []
     unit_plans: list[UnitPlan | None] = []
-    for rank, program in enumerate(schedule.programs):
+    for rank, program in enumerate((with_last_split(schedule) if reduces else schedule).programs):
         compute = [action for action in program if action.kind.is_compute]
-        if reduces:
-            compute = _last_backwards_split(compute)
         with_windows, unit_plan = _windows(
             compute, sharding, schedule.placement.stages_of_rank(rank), keeps=not reduces
         )
@@ -192,18 +191,13 @@ def with_last_split(schedule: Schedule) -> Schedule:
     But under ``full_shard`` it is simulated as what :func:`insert_sharding` makes of it: whoever simulates a program
     without UNSHARD and REDUCE gathers each stage from the start of the step and reduces it after its last W.
     """
-    n, m = schedule.placement.num_stages, schedule.num_microbatches
     programs = []
-    for program in schedule.programs:
-        if not isinstance(program, CodedProgram):
-            program = CodedProgram.of([action for action in program if action.kind.is_compute], n, m)
-        kinds, stages, _ = program.parts()
+    for program in schedule.coded:
+        computing = program.without_sharding()
+        kinds, stages, _ = computing.parts()
         ends = np.flatnonzero((kinds == W) | (kinds == B))[::-1]
         last = ends[np.unique(stages[ends], return_index=True)[1]]
-        split = np.sort(last[kinds[last] == B])
-        codes = program.codes.copy()
-        codes[split] -= (B - I) * n * m
-        programs.append(program.with_codes(np.insert(codes, split + 1, codes[split] + (W - I) * n * m)))
+        programs.append(split_at(computing, np.sort(last[kinds[last] == B])))
     return replace(schedule, programs=tuple(programs))
 
 
@@ -263,18 +257,6 @@ def _with_windows(compute: Sequence[Action], plan: GatherPlan[int], *, keeps: bo
         found.append(action)
         if cell in step_after:
             put(step_after[cell])
-    return found
-
-
-def _last_backwards_split(compute: Sequence[Action]) -> list[Action]:
-    """The last B of each stage as I and W, if a B is its last: in W one unit after the other is ready to be reduced."""
-    last = {action.stage: cell for cell, action in enumerate(compute) if action.kind in _ENDS_GRADIENTS}
-    found: list[Action] = []
-    for cell, action in enumerate(compute):
-        if action.kind is ActionKind.B and last[action.stage] == cell:
-            found += [replace(action, kind=ActionKind.I), replace(action, kind=ActionKind.W)]
-        else:
-            found.append(action)
     return found
 
 

@@ -17,8 +17,9 @@ from lightning_pp.sharding.clip import clip_by_norm_, clip_by_value_, global_nor
 from lightning_pp.sharding.fsdp import ShardedUnits
 from lightning_pp.sharding.replicated import ReplicatedGradients, broadcast_parameters, broadcast_values
 from lightning_pp.sharding.replicated_units import ReplicatedUnits
-from lightning_pp.sharding.shard_updates import end_update, forget_shards, is_elementwise, update_shards
+from lightning_pp.sharding.shard_updates import end_update, forget_shards, update_shards
 from lightning_pp.sharding.shared import SharedParameters
+from lightning_pp.sharding.stage_updates import end_stage_update, update_as_stage
 from lightning_pp.sharding.stages import ShardedStages
 from lightning_pp.sharding.units.collective_times import CollectiveClock, CollectiveSums, CollectiveTimes
 from lightning_pp.sharding.units.grouping import never_sharded
@@ -36,10 +37,11 @@ __all__ = [
     "broadcast_values",
     "clip_by_norm_",
     "clip_by_value_",
+    "end_stage_update",
     "end_update",
     "forget_shards",
     "global_norm",
-    "is_elementwise",
     "never_sharded",
+    "update_as_stage",
     "update_shards",
 ]

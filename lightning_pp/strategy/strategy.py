@@ -42,6 +42,7 @@ from lightning_pp.planning.sharded_stages import ShardingSettings
 from lightning_pp.runtime.compilation import check_compile_options
 from lightning_pp.schedule import StageCosts
 from lightning_pp.schedule.sharding import ShardingMode
+from lightning_pp.sharding import update_as_stage
 from lightning_pp.split.data.microbatch import SplitBatch
 from lightning_pp.split.side_effects.generators import generators_untouched
 from lightning_pp.strategy._lightning_private import (
@@ -82,7 +83,6 @@ from lightning_pp.strategy.parameters.optimizers import (
     update_as_shards,
 )
 from lightning_pp.strategy.parameters.precision import agree_on_scale
-from lightning_pp.strategy.parameters.stage_updates import update_as_stage
 from lightning_pp.strategy.setup import PipelineSetup, Surroundings
 from lightning_pp.strategy.step.data import first_batch, has_no_batches, seed_workers_by
 from lightning_pp.strategy.step.refusals import refuse_unsupported
@@ -121,7 +121,6 @@ class PipelineParallelStrategy(MeshStrategy):
             optimizer state, activations, buffers of messages and gathers, and on a device the communicators of
             collectives, which are measured. Cuts and ``"auto"`` keep to it. What operations, the allocator, CUDA and
             channels between stages take is not in it, so leave some of the device out.
-        exact_search: With ``"auto"`` and a small pipeline, let OR-tools' CP-SAT finish the search.
         search_seconds: With ``"auto"``, how long rank 0 may try, in seconds of wall time; hand-made schedules are
             always compared. None: as long as the search's own effort takes.
         whole_batch_loss: For a loss that is no mean or sum over samples (an in-batch contrastive loss, a root of a
@@ -209,7 +208,6 @@ class PipelineParallelStrategy(MeshStrategy):
         num_profiled_batches: int = DEFAULT_NUM_PROFILED_BATCHES,
         memory_limit_gib: float | None = None,
         device_memory_gib: float | None = None,
-        exact_search: bool = False,
         search_seconds: float | None = None,
         whole_batch_loss: bool = False,
         check_first_batches: bool = True,
@@ -253,7 +251,7 @@ class PipelineParallelStrategy(MeshStrategy):
         self._deadlock_seconds, self._preemption_seconds = deadlock_seconds, preemption_seconds
         # whether sizes fit the number of devices is checked once that is known
         check_size("pipeline_parallel_size", pipeline_parallel_size)
-        source = schedule_source(schedule, stages_per_rank, whole_batch_loss, exact_search, search_seconds)
+        source = schedule_source(schedule, stages_per_rank, whole_batch_loss, search_seconds)
         source.check_sizes(pipeline_parallel_size)
         self.options = PipelineOptions(
             ScheduleOptions(source, memory_limit_gib, given_costs(costs), num_profiled_batches, save_costs),

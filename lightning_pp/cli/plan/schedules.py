@@ -202,7 +202,6 @@ class Planner:
         table = ScheduleTable()
         configured = self._cutter.options.schedule.source
         for name in dict.fromkeys([*(names or known_schedules()), configured.name]):
-            # without the exact solver, which takes long
             seconds = (
                 configured.search_seconds if isinstance(configured, Searched) and name == configured.name else None
             )

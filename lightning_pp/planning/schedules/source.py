@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -21,7 +20,6 @@ from lightning_pp.schedule import Placement, Schedule, Sharding, StageCosts, bui
 from lightning_pp.schedule.fewer_microbatches import keep_first_microbatches
 from lightning_pp.schedule.program.whole_batch import whole_backwards
 from lightning_pp.schedule.registry import Family, is_schedule_file, schedule_family
-from lightning_pp.schedule.search.auto import check_exact_is_practical
 
 _STAGES_PER_RANK_TRIED = (1, 2)
 
@@ -87,9 +85,6 @@ class ScheduleSource(ABC):
         self, num_ranks: int | Auto, num_microbatches: int | Auto = "auto"
     ) -> None:
         """Raises :class:`ConfigurationError` unless there are programs for such sizes."""
-
-    def check_search(self, num_stages: int, num_microbatches: int) -> None:  # noqa: B027 - most search nothing
-        """Raises :class:`ScheduleError` if an exact search is asked for and would take too long."""
 
     def num_microbatches(self, asked: int | Auto) -> int | Auto:
         """``asked``, or what a file has where ``"auto"`` is asked."""
@@ -278,18 +273,14 @@ class Searched(ScheduleSource):
     """A schedule that is searched for, by the costs of the stages and what ranks may hold.
 
     Attributes:
-        exact: Whether a search that is not quick is finished by the exact solver.
         search_seconds: How long a search may try, on one rank; None: as long as its effort takes.
     """
 
-    exact: bool = False
     search_seconds: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_family(self)
-        if self.exact and importlib.util.find_spec("ortools") is None:
-            raise ConfigurationError("exact_search=True needs OR-tools: pip install 'ortools>=9.10'.")
         seconds = self.search_seconds
         if seconds is not None and not (math.isfinite(seconds) and seconds >= 0):
             raise ConfigurationError(
@@ -304,11 +295,6 @@ class Searched(ScheduleSource):
     def with_stages_per_rank(self, stages_per_rank: int | None) -> ScheduleSource:
         """On placements with so many stages on each rank; None: on all."""
         return replace(self, stages_per_rank=stages_per_rank)
-
-    def check_search(self, num_stages: int, num_microbatches: int) -> None:
-        """Raises :class:`ScheduleError` if the exact solver would take too long."""
-        if self.exact:
-            check_exact_is_practical(num_stages, num_microbatches)
 
     def placements(self, num_ranks: int, stages_per_rank: int | None = None) -> list[Placement]:
         """One chunk, then a V and an interleaved placement of two stages a rank, unless the number is known."""
@@ -325,7 +311,6 @@ class Searched(ScheduleSource):
         """What is found on the placement."""
         return build_schedule(
             self.name,
-            exact=self.exact and not request.quick,
             quick=request.quick,
             search_seconds=None if request.on_every_rank else self.search_seconds,
             sharding=request.sharding,
@@ -377,7 +362,6 @@ def schedule_source(
     schedule: str | PathLike[str],
     stages_per_rank: int | None = None,
     whole_batch_loss: bool = False,
-    exact_search: bool = False,
     search_seconds: float | None = None,
 ) -> ScheduleSource:
     """What ``schedule=`` names; the arguments are the strategy's.
@@ -390,11 +374,9 @@ def schedule_source(
     if is_schedule_file(name):
         source: ScheduleSource = FromFile(name, stages_per_rank, whole_batch_loss, written=Schedule.from_csv(name))
     elif schedule_family(name).is_search:
-        return Searched(name, stages_per_rank, whole_batch_loss, exact_search, search_seconds)
+        return Searched(name, stages_per_rank, whole_batch_loss, search_seconds)
     else:
         source = Named(name, stages_per_rank, whole_batch_loss)
-    if exact_search:
-        raise ConfigurationError(f"exact_search=True is for schedule='auto'; the schedule is {name!r}.")
     if search_seconds is not None:
         raise ConfigurationError(f"search_seconds={search_seconds!r} is for schedule='auto'; the schedule is {name!r}.")
     return source

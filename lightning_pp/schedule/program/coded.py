@@ -1,7 +1,8 @@
 """The program of one rank as integers, for pipelines of a thousand ranks and millions of actions.
 
-An action of kind k (F 0, I 1, W 2, B 3), stage s and microbatch j is the code ``(k * num_stages + s) * m + j``; a *row*
-is ``k * num_stages + s``. Codes take 8 bytes each where an :class:`Action` takes 80.
+An action of kind k (F 0, I 1, W 2, B 3, UNSHARD 4, RESHARD 5, REDUCE 6), stage s and microbatch j is the code
+``(k * num_stages + s) * m + j``; a *row* is ``k * num_stages + s``. The sharding actions have the microbatch 0. Codes
+take 8 bytes each where an :class:`Action` takes 80.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from lightning_pp.schedule.program.action import Action, ActionKind
 Codes: TypeAlias = npt.NDArray[np.int64]
 """Actions as integers, in the order of a program."""
 
-F, I, W, B = range(4)  # noqa: E741
-KIND_OF_INDEX = (ActionKind.F, ActionKind.I, ActionKind.W, ActionKind.B)
+F, I, W, B, UNSHARD, RESHARD, REDUCE = range(7)  # noqa: E741
+KIND_OF_INDEX = tuple(map(ActionKind, ("F", "I", "W", "B", "UNSHARD", "RESHARD", "REDUCE_GRAD")))
 INDEX_OF_KIND = {kind: index for index, kind in enumerate(KIND_OF_INDEX)}
 
 
@@ -41,15 +42,13 @@ class CodedProgram(Sequence[Action]):
 
     @classmethod
     def of(cls, program: Sequence[Action], num_stages: int, num_microbatches: int) -> CodedProgram:
-        """``program`` as codes; it has no sharding actions."""
-        if isinstance(program, CodedProgram):
+        """``program``, whose stages and microbatches are within these sizes, as codes."""
+        if isinstance(program, CodedProgram) and program._sizes == (num_stages, num_microbatches):
             return program
         codes = [
-            (INDEX_OF_KIND[action.kind] * num_stages + action.stage) * num_microbatches + action.microbatch
+            (INDEX_OF_KIND[action.kind] * num_stages + action.stage) * num_microbatches + (action.microbatch or 0)
             for action in program
-            if action.microbatch is not None
         ]
-        assert len(codes) == len(program), "sharding actions have no code"
         return cls(np.array(codes, dtype=np.int64), num_stages, num_microbatches)
 
     def parts(self) -> tuple[Codes, Codes, Codes]:
@@ -61,6 +60,10 @@ class CodedProgram(Sequence[Action]):
     def with_codes(self, codes: Codes) -> CodedProgram:
         """Another program for the same sizes."""
         return CodedProgram(codes, self.num_stages, self.num_microbatches)
+
+    def without_sharding(self) -> CodedProgram:
+        """Its F, I, W and B alone."""
+        return self.with_codes(self.codes[self.codes < UNSHARD * self.num_stages * self.num_microbatches])
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -97,7 +100,7 @@ class CodedProgram(Sequence[Action]):
     def _action(self, code: int) -> Action:
         row, microbatch = divmod(code, self.num_microbatches)
         kind, stage = divmod(row, self.num_stages)
-        return Action(stage, KIND_OF_INDEX[kind], microbatch)
+        return Action(stage, KIND_OF_INDEX[kind], microbatch if kind < UNSHARD else None)
 
 
 def in_order(*parts: tuple[Codes, Codes]) -> Codes:

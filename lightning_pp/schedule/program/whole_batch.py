@@ -18,7 +18,7 @@ from dataclasses import replace
 import numpy as np
 
 from lightning_pp.schedule.program.action import Action, ActionKind
-from lightning_pp.schedule.program.coded import CodedProgram, F
+from lightning_pp.schedule.program.coded import UNSHARD, CodedProgram, F
 
 HELPS_WHOLE_BATCH = (
     "What helps: fewer samples in a batch (fewer microbatches of the same size), activation_checkpointing, or more "
@@ -26,29 +26,18 @@ HELPS_WHOLE_BATCH = (
 )
 """The end of errors about too little memory."""
 
-_BACKWARD = (ActionKind.I, ActionKind.W, ActionKind.B)
 
-
-def late_forward(program: Sequence[Action]) -> int | None:
+def late_forward(program: CodedProgram) -> int | None:
     """Where in ``program`` an F stands after a backward; None if all F come first."""
-    if isinstance(program, CodedProgram):
-        is_forward = program.parts()[0] == F
-        late = np.flatnonzero(is_forward & np.logical_or.accumulate(~is_forward))
-        return int(late[0]) if len(late) else None
-    has_backward = False
-    for cell, action in enumerate(program):
-        has_backward |= action.kind in _BACKWARD
-        if has_backward and action.kind is ActionKind.F:
-            return cell
-    return None
+    kinds = program.parts()[0]
+    late = np.flatnonzero((kinds == F) & np.logical_or.accumulate((kinds != F) & (kinds < UNSHARD)))
+    return int(late[0]) if len(late) else None
 
 
-def forwards_first(program: Sequence[Action]) -> Sequence[Action]:
+def forwards_first(program: CodedProgram) -> CodedProgram:
     """The F of ``program`` in their order, then its I, W and B in theirs; sharding actions are left out."""
-    if isinstance(program, CodedProgram):
-        return program.with_codes(program.codes[np.argsort(program.parts()[0] != F, kind="stable")])
-    compute = [action for action in program if action.kind.is_compute]
-    return tuple(sorted(compute, key=lambda action: action.kind is not ActionKind.F))
+    computing = program.without_sharding()
+    return computing.with_codes(computing.codes[np.argsort(computing.parts()[0] != F, kind="stable")])
 
 
 def whole_backwards(program: Sequence[Action]) -> tuple[Action, ...]:

@@ -1,3 +1,3 @@
-"""Search for schedules: greedy construction, improvement, an exact solver, and ``auto``, which uses them all."""
+"""Search for schedules: greedy construction, improvement, and ``auto``, which uses both."""
 
 from __future__ import annotations

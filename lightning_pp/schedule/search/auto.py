@@ -22,13 +22,12 @@ from lightning_pp.schedule.program.whole_batch import HELPS_WHOLE_BATCH
 from lightning_pp.schedule.registry import Family, ScheduleRequest, available_schedules, register, schedule_family
 from lightning_pp.schedule.schedule import Schedule
 from lightning_pp.schedule.search.deadline import Deadline
-from lightning_pp.schedule.search.exact import solve_exactly
 from lightning_pp.schedule.search.greedy import Policy, Preference, build_greedy
 from lightning_pp.schedule.search.justify import PASSES_OF_A_ROUND, justify
 from lightning_pp.schedule.search.local import climb
 from lightning_pp.schedule.search.phases import best_of_both_phases
 from lightning_pp.schedule.search.problem import Orders, Problem
-from lightning_pp.schedule.search.timing import Length, Objective, earliest, length_of
+from lightning_pp.schedule.search.timing import Length, Objective, earliest, length_of, lower_bound
 from lightning_pp.schedule.sharding import insert_sharding, with_last_split
 from lightning_pp.schedule.simulation.memory import exceeds, peaks_of
 from lightning_pp.schedule.simulation.simulate import step_length
@@ -46,20 +45,12 @@ _CLIMBING_STEPS_PER_ACTION = 100
 """Small problems have fewer orders to visit."""
 _TEMPERATURES = (0.03, 0.06, 0.1, 0.03, 0.02)
 """Of the climbs of a small problem, each from where the last one ended; the hotter ones leave the start behind."""
-_ROUNDS_OF_SMALLEST = ((0.03, 1), (0.02, 3))
-"""Temperature, and from how many of the best there are, of the climbs of the smallest problems: what one finds differs
-by up to 2 % from what another does, and many from one start find more than a row of them."""
-_CLIMBS_OF_A_ROUND = 10
-_SMALLEST = 200
 _SMALL = 400
 """Up to so many actions every placement is improved and the climb may go uphill; more have no time for it."""
 _FEWEST_PASSES = 8
 """Over all actions: less than these, and nothing is tried."""
 _PASSES_OF_PHASES = 3
 """What taking a candidate apart into forwards and backwards costs, in passes over its actions."""
-_MAX_EXACT_ACTIONS = 600
-_MAX_EXACT_SECONDS = 60.0
-"""On each placement."""
 _PLANNED_ACTIONS = 2_000_000
 """Gathers are planned for so many actions after the end of the search too."""
 _NUM_SIMULATED = 3
@@ -80,7 +71,7 @@ def build_auto(request: ScheduleRequest) -> Schedule:
     """Search; see the module. The name tells the origin: ``auto (zb_v, improved)``.
 
     Raises:
-        ScheduleError: The memory limit is too small for any schedule, or ``exact`` is asked for too large a pipeline.
+        ScheduleError: The memory limit is too small for any schedule.
     """
     placements = _placements(request)
     _check_limit(request, placements)
@@ -101,9 +92,6 @@ def build_auto(request: ScheduleRequest) -> Schedule:
         candidates = [_in_two_phases(problem, candidates, deadline, quick=request.quick) for problem in problems]
     elif candidates and not request.quick and not deadline.has_passed():
         candidates += _improved(candidates, problems, deadline, request)
-    if request.exact and not deadline.has_passed():
-        found_on = {candidate.problem.placement for candidate in candidates}
-        candidates += [_solve(candidates, problem, deadline) for problem in problems if problem.placement in found_on]
     if (
         candidates and request.sharding is None
     ):  # else what is best depends on gathers, which only the full simulation knows
@@ -328,18 +316,9 @@ def _improve(candidates: list[_Candidate], deadline: Deadline, request: Schedule
             continue
         if objective.longest_makespan:
             objective = _objective(candidate.length.makespan for candidate in candidates + improved)
-        is_first = not objective.longest_makespan
-        if is_first and num_actions <= _SMALLEST:
-            for temperature, num_starts in _ROUNDS_OF_SMALLEST:
-                starts = sorted(improved, key=lambda candidate: objective.of(candidate.length))[:num_starts]
-                improved += [
-                    _climbed(starts[seed % len(starts)], objective, num_steps // 2, temperature, seed, deadline)
-                    for seed in range(_CLIMBS_OF_A_ROUND)
-                ]
-            continue
-        temperatures: tuple[float, ...] = _TEMPERATURES[:1] if num_actions <= _SMALL else (0.0,)
-        if is_first and num_actions <= _SMALL:
-            temperatures = _TEMPERATURES
+        temperatures: tuple[float, ...] = (0.0,)
+        if num_actions <= _SMALL:
+            temperatures = _TEMPERATURES[:1] if objective.longest_makespan else _TEMPERATURES
         start = min(improved, key=lambda candidate: objective.of(candidate.length))
         for seed, temperature in enumerate(temperatures):
             start = _climbed(start, objective, num_steps, temperature, seed, deadline)
@@ -361,41 +340,6 @@ def _climbed(
         deadline=deadline,
     )
     return _measured(start.problem, orders, start.origin)
-
-
-def lower_bound(problem: Problem, objective: Objective) -> float:
-    """No orders have a lower score: a rank starts when its first input can be there, works, and passes the rest on."""
-    n, m = problem.num_stages, problem.num_microbatches
-    duration, latency = problem.duration, problem.needs_latency
-    head = [0.0] * n
-    for stage in range(1, n):
-        head[stage] = head[stage - 1] + duration[stage - 1] + latency[stage]
-    makespan = span = 0.0
-    for rank in range(problem.placement.num_ranks):
-        stages = problem.placement.stages_of_rank(rank)
-        work = m * sum(duration[kind * n + stage] for stage in stages for kind in (0, 3))
-        makespan = max(makespan, min(head[stage] for stage in stages) + work)
-        span = max(span, work)
-    return objective.score(makespan, span)
-
-
-def check_exact_is_practical(num_stages: int, num_microbatches: int) -> None:
-    """Raises :class:`ScheduleError` for a pipeline that is too large for the exact solver."""
-    num_actions = 3 * num_stages * num_microbatches
-    if num_actions > _MAX_EXACT_ACTIONS:
-        raise ScheduleError(
-            f"exact search is for small pipelines: this one has {num_actions} actions (3 * stages * microbatches), "
-            f"at most {_MAX_EXACT_ACTIONS} are practical; use auto without exact"
-        )
-
-
-def _solve(candidates: list[_Candidate], problem: Problem, deadline: Deadline) -> _Candidate:
-    """The exact optimum on one placement, from the best candidate on it."""
-    check_exact_is_practical(problem.num_stages, problem.num_microbatches)
-    on_placement = [candidate for candidate in candidates if candidate.problem is problem]
-    best = min(on_placement, key=lambda candidate: candidate.length.makespan)
-    solved = solve_exactly(problem, best.orders, time_limit_s=deadline.left(_MAX_EXACT_SECONDS))
-    return _measured(problem, solved.orders, "exact")
 
 
 register(

@@ -26,10 +26,6 @@ class Deadline:
         """Whether there is time to look at so many actions, one by one; a search begins nothing that it is not."""
         return self._end is None or time.monotonic() + num_actions * _SECONDS_OF_AN_ACTION <= self._end
 
-    def left(self, most: float) -> float:
-        """Seconds until then, between 0 and ``most``."""
-        return most if self._end is None else min(most, max(0.0, self._end - time.monotonic()))
-
 
 NEVER = Deadline()
 """For a search that is bounded by its effort alone."""

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from lightning_pp.schedule.program.coded import B, I, W
+from lightning_pp.schedule.program.coded import I, W
 from lightning_pp.schedule.search.deadline import NEVER, Deadline
 from lightning_pp.schedule.search.justify import justify
 from lightning_pp.schedule.search.local import climb
 from lightning_pp.schedule.search.problem import UNLIMITED, Orders, Problem
-from lightning_pp.schedule.search.timing import Objective, earliest, length_of
+from lightning_pp.schedule.search.timing import Objective, earliest, length_of, lower_bound
 from lightning_pp.schedule.simulation.memory import exceeds
 
 _TEMPERATURES = (0.0, 0.03)
@@ -44,6 +44,7 @@ def best_of_both_phases(
     """
     phases = [_phases(problem, orders) for orders in found if _fits(problem, orders)]
     objective = Objective()
+    shortest = lower_bound(problem, objective, first_kind=I)
 
     def score(orders: Orders) -> float:
         starts = earliest(problem, orders)
@@ -57,7 +58,7 @@ def best_of_both_phases(
     grows = any(change > 0 for change in problem.held_change[I * problem.num_stages : W * problem.num_stages])
     # where I frees, every order of the backwards is within the limits
     may_improve = not grows or min(problem.limits) == UNLIMITED
-    if num_steps and may_improve and score(best) > shortest_backwards(problem, objective) * (1 + _ROUNDING):
+    if num_steps and may_improve and score(best) > shortest * (1 + _ROUNDING):
         justified = [justify(problem, orders, objective, deadline=deadline) for orders in backwards[:_NUM_JUSTIFIED]]
         best = min(justified, key=score)
         for seed, temperature in enumerate(_TEMPERATURES):
@@ -66,28 +67,12 @@ def best_of_both_phases(
                 best,
                 objective,
                 num_steps=num_steps,
-                lower_bound=shortest_backwards(problem, objective),
+                lower_bound=shortest,
                 temperature=temperature,
                 seed=seed,
                 deadline=deadline,
             )
     return [first + rest for first, rest in zip(forwards, best, strict=True)]
-
-
-def shortest_backwards(problem: Problem, objective: Objective) -> float:
-    """No backwards have a lower score: the way of the first gradient to a rank, and the rank's work."""
-    n, m = problem.num_stages, problem.num_microbatches
-    duration, latency = problem.duration, problem.needs_latency
-    head = [0.0] * n
-    for stage in range(n - 2, -1, -1):
-        head[stage] = head[stage + 1] + duration[I * n + stage + 1] + latency[I * n + stage]
-    makespan = span = 0.0
-    for rank in range(problem.placement.num_ranks):
-        stages = problem.placement.stages_of_rank(rank)
-        work = m * sum(duration[B * n + stage] for stage in stages)
-        makespan = max(makespan, min(head[stage] for stage in stages) + work)
-        span = max(span, work)
-    return objective.score(makespan, span)
 
 
 def _growth(problem: Problem, backwards: Orders) -> float:

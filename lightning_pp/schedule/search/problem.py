@@ -18,7 +18,8 @@ from lightning_pp.schedule.program.coded import B, CodedProgram, F, I, W
 from lightning_pp.schedule.program.placement import Placement
 from lightning_pp.schedule.schedule import Schedule
 from lightning_pp.schedule.simulation.costs import StageCosts
-from lightning_pp.schedule.simulation.engine import CostTables, encode
+from lightning_pp.schedule.simulation.execution import CostTables
+from lightning_pp.schedule.simulation.memory import held_change
 
 Orders: TypeAlias = list[list[int]]
 """For each rank, its actions as codes."""
@@ -118,31 +119,25 @@ class Problem:
         whole_batch_loss: bool = False,
     ) -> Problem:
         """The problem of scheduling ``num_microbatches`` on ``placement``."""
-        tables = CostTables.build(placement, costs)
-        resolved = costs.per_stage(placement.num_stages)
-        n = placement.num_stages
-        none = (-1,) * n
+        tables, n = CostTables.build(placement, costs), placement.num_stages
+        none, zero = (-1,) * n, (0.0,) * n
         forward_rows, input_rows, weight_rows = (tuple(range(k * n, (k + 1) * n)) for k in (F, I, W))
-        feeds_forward = (*forward_rows[1:], input_rows[-1])
-        feeds_input = (-1, *input_rows[:-1])
-        latency_forward = (*tables.latency[1:n], 0.0)
-        latency_input = (0.0, *tables.latency[n : 2 * n - 1])
-        held_forward, held_input = resolved.held_after_forward, resolved.held_after_input
+        needs_backward = (*input_rows[1:], -1)
+        feeds_backward = (-1, *input_rows[:-1])
+        latency = tuple(tables.latency.tolist()[: 4 * n])
+        latency_forward, latency_backward = (*latency[1:n], 0.0), (0.0, *latency[n : 2 * n - 1])
         return cls(
             placement=placement,
             num_microbatches=num_microbatches,
-            duration=tables.duration,
-            needs=tables.needs,
-            needs_latency=tables.latency,
+            duration=tuple(tables.duration.tolist()[: 4 * n]),
+            needs=(-1, *forward_rows[:-1], *needs_backward, *none, *needs_backward),
+            needs_latency=latency,
             needs_own=none + forward_rows + input_rows + forward_rows,
-            feeds=feeds_forward + feeds_input + none + feeds_input,
-            feeds_latency=latency_forward + latency_input + (0.0,) * n + latency_input,
+            feeds=(*forward_rows[1:], input_rows[-1], *feeds_backward, *none, *feeds_backward),
+            feeds_latency=latency_forward + latency_backward + zero + latency_backward,
             feeds_own=input_rows + weight_rows + none + none,
-            publishes=tables.publishes,
-            held_change=held_forward
-            + tuple(late - early for early, late in zip(held_forward, held_input, strict=True))
-            + tuple(-late for late in held_input)
-            + tuple(-early for early in held_forward),
+            publishes=forward_rows + input_rows + weight_rows + input_rows,
+            held_change=tuple(held_change(costs, n).tolist()[: 4 * n]),
             limits=limits or (UNLIMITED,) * placement.num_ranks,
             whole_batch_loss=whole_batch_loss,
         )
@@ -151,9 +146,9 @@ class Problem:
         """The programs as orders, with every B split into I and W where the memory of I allows it."""
         n, m = self.num_stages, self.num_microbatches
         orders = []
-        for program in encode(schedule):
+        for program in schedule.coded:
             order: list[int] = []
-            for code in program:
+            for code in program.without_sharding().codes.tolist():
                 row, microbatch = divmod(code, m)
                 stage = row - B * n
                 if stage >= 0 and self.held_change[I * n + stage] <= 0:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+from lightning_pp.schedule.program.coded import B, F
 from lightning_pp.schedule.search.problem import Orders, Problem
 
 Times = list[list[float]]
@@ -90,6 +92,29 @@ def earliest(problem: Problem, orders: Sequence[Sequence[int]]) -> Times | None:
                 ready.append(waiting.pop(published))
         clock[rank] = now
     return None if waiting else starts
+
+
+def lower_bound(problem: Problem, objective: Objective, *, first_kind: int = F) -> float:
+    """No orders have a lower score: a rank starts when its first input can be there, and has its work to do.
+
+    Args:
+        problem: Costs.
+        objective: What is scored.
+        first_kind: F, or I for orders of backwards alone.
+    """
+    n, duration = problem.num_stages, problem.duration
+    kinds, along = ((F, B), range(n)) if first_kind == F else ((B,), range(n)[::-1])
+    head = [0.0] * n
+    for before, stage in pairwise(along):
+        row = first_kind * n
+        head[stage] = head[before] + duration[row + before] + problem.needs_latency[row + stage]
+    makespan = span = 0.0
+    for rank in range(problem.placement.num_ranks):
+        stages = problem.placement.stages_of_rank(rank)
+        work = problem.num_microbatches * sum(duration[kind * n + stage] for stage in stages for kind in kinds)
+        makespan = max(makespan, min(head[stage] for stage in stages) + work)
+        span = max(span, work)
+    return objective.score(makespan, span)
 
 
 def latest(problem: Problem, orders: Orders, due: Sequence[float]) -> Times:

@@ -6,47 +6,45 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
-from lightning_pp.schedule.program.action import Action, ActionKind
+from lightning_pp.schedule.program.action import Action
 from lightning_pp.schedule.program.coded import CodedProgram
-from lightning_pp.schedule.program.program import Programs
 from lightning_pp.schedule.simulation.costs import StageCosts
+
+if TYPE_CHECKING:
+    from lightning_pp.schedule.schedule import Schedule
 
 TOLERANCE = 1e-9
 """Relative slack when comparing sums of floats with a limit."""
 
 
-def held_after_each(program: Sequence[Action], costs: StageCosts, num_stages: int) -> Iterator[float]:
-    """What the rank holds after each action of ``program``, in the unit of ``costs.held_*``."""
+def held_change(costs: StageCosts, num_stages: int) -> npt.NDArray[np.float64]:
+    """What an action adds to what its rank holds, by row, in the unit of ``costs.held_*``."""
     resolved = costs.per_stage(num_stages)
-    after_forward, after_input = resolved.held_after_forward, resolved.held_after_input
-    delta = {
-        ActionKind.F: after_forward,
-        ActionKind.I: tuple(late - early for early, late in zip(after_forward, after_input, strict=True)),
-        ActionKind.W: tuple(-late for late in after_input),
-        ActionKind.B: tuple(-early for early in after_forward),
-    }
-    held = 0.0
-    for action in program:
-        if action.kind in delta:
-            held += delta[action.kind][action.stage]
-        yield held
+    after_forward, after_input = np.array(resolved.held_after_forward), np.array(resolved.held_after_input)
+    of_sharding = np.zeros(3 * num_stages)
+    return np.concatenate((after_forward, after_input - after_forward, -after_input, -after_forward, of_sharding))
+
+
+def held_after_each(program: Sequence[Action], costs: StageCosts, num_stages: int) -> npt.NDArray[np.float64]:
+    """What the rank holds after each action of ``program``, in the unit of ``costs.held_*``."""
+    if not isinstance(program, CodedProgram):
+        most = max((action.microbatch or 0 for action in program), default=0)
+        program = CodedProgram.of(program, num_stages, most + 1)
+    return np.cumsum(held_change(costs, num_stages)[program.codes // program.num_microbatches])
 
 
 def peak_memory(program: Sequence[Action], costs: StageCosts, num_stages: int) -> float:
     """The most that the rank holds at any time."""
-    if isinstance(program, CodedProgram) and len(program):
-        resolved = costs.per_stage(num_stages)
-        after_forward, after_input = np.array(resolved.held_after_forward), np.array(resolved.held_after_input)
-        of_row = np.concatenate((after_forward, after_input - after_forward, -after_input, -after_forward))
-        return float(np.cumsum(of_row[program.codes // program.num_microbatches]).max())
-    return max(held_after_each(program, costs, num_stages), default=0.0)
+    return float(held_after_each(program, costs, num_stages).max(initial=0.0))
 
 
-def peaks_of(schedule: Programs, costs: StageCosts) -> tuple[float, ...]:
+def peaks_of(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
     """For each rank of ``schedule``, the most that it holds at any time."""
     return tuple(peak_memory(program, costs, schedule.placement.num_stages) for program in schedule.programs)
 

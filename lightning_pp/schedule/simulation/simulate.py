@@ -10,19 +10,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import sub
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from lightning_pp.errors import ScheduleError
 from lightning_pp.schedule.program.action import Action
-from lightning_pp.schedule.program.coded import CodedProgram
-from lightning_pp.schedule.program.program import Programs
 from lightning_pp.schedule.simulation.costs import StageCosts
-from lightning_pp.schedule.simulation.engine import CostTables
+from lightning_pp.schedule.simulation.execution import CostTables, Execution, Times
 from lightning_pp.schedule.simulation.memory import peaks_of
-from lightning_pp.schedule.simulation.wide import Outcome, Times, run_programs
 
+if TYPE_CHECKING:
+    from lightning_pp.schedule.schedule import Schedule
+
+_MOST_NUMBERS = 1 << 20
+"""Of how many actions :class:`LongestSpans` keeps times at once, 24 bytes for each."""
 _MOST_STEPS, _STEPS_AVERAGED = 8, 4
 """Of a row of steps whose ranks do not all advance alike: how many are simulated, and of how many the mean is taken."""
 _ALIKE = 1e-9
@@ -103,74 +105,99 @@ class Simulation:
         )
 
 
-def step_length(schedule: Programs, costs: StageCosts) -> tuple[float, float]:
+def step_length(schedule: Schedule, costs: StageCosts) -> tuple[float, float]:
     """Makespan and longest span of one step, milliseconds, as :func:`simulate` has them.
 
     Raises:
         ScheduleError: As there.
     """
-    run = _run(schedule, costs)
-    return run.makespan, max(map(_span, run.start, run.end, schedule.programs))
+    run = _complete_execution(schedule).run(CostTables.build(schedule.placement, costs))
+    return run.makespan, float(run.spans().max())
 
 
-def simulate(schedule: Programs, costs: StageCosts) -> Simulation:
+def simulate(schedule: Schedule, costs: StageCosts) -> Simulation:
     """Simulate one step of ``schedule``; see ``Schedule.simulate``."""
-    run = _run(schedule, costs)
-    work = []
-    for program, starts, ends in zip(schedule.programs, run.start, run.end, strict=True):
-        computes = _computing(program)
-        work.append(sum((ends[computes] - starts[computes]).tolist()))
+    execution = _complete_execution(schedule)
+    run = execution.run(CostTables.build(schedule.placement, costs))
     return Simulation(
         programs=schedule.programs,
-        start_ms=tuple(tuple(starts.tolist()) for starts in run.start),
-        end_ms=tuple(tuple(ends.tolist()) for ends in run.end),
-        work_ms=tuple(work),
-        span_ms=tuple(map(_span, run.start, run.end, schedule.programs)),
+        start_ms=tuple(tuple(run.start[slots].tolist()) for slots in execution.slots),
+        end_ms=tuple(tuple(run.end[slots].tolist()) for slots in execution.slots),
+        work_ms=tuple(sum((run.end[slots] - run.start[slots]).tolist()) for slots in execution.computing()),
+        span_ms=tuple(run.spans().tolist()),
         makespan=run.makespan,
         peak_memory=peaks_of(schedule, costs),
     )
 
 
-def time_in_a_row(schedule: Programs, costs: StageCosts) -> float:
+def time_in_a_row(schedule: Schedule, costs: StageCosts) -> float:
     """The time from a step to the next, each rank beginning the next when it is done; see ``Schedule.time_in_a_row``.
 
     Ranks that wait in the first step wait less in the next ones, until all advance by the same time.
     """
-    begin: tuple[float, ...] | None = None
+    execution, tables = _complete_execution(schedule), CostTables.build(schedule.placement, costs)
+    begin = execution.run(tables).ended
     periods = []
-    for _ in range(_MOST_STEPS):
-        ended = _run(schedule, costs, begin).ended
-        advance: list[float] = list(map(sub, ended, begin)) if begin is not None else []
-        if begin is not None:
-            periods.append(max(ended) - max(begin))
-        if advance and max(advance) - min(advance) <= _ALIKE * max(advance):
+    for _ in range(_MOST_STEPS - 1):
+        ended = execution.run(tables, begin).ended
+        advance: list[float] = list(map(sub, ended, begin))
+        if max(advance) - min(advance) <= _ALIKE * max(advance):
             return max(advance)
+        periods.append(max(ended) - max(begin))
         begin = ended
     return sum(periods[-_STEPS_AVERAGED:]) / _STEPS_AVERAGED
 
 
-def _run(schedule: Programs, costs: StageCosts, begin_ms: Sequence[float] | None = None) -> Outcome:
-    """The times of one step that ends; each rank begins at its ``begin_ms``, at 0 by default."""
-    tables = CostTables.build(schedule.placement, costs, whole_batch_loss=schedule.whole_batch_loss)
-    run = run_programs(schedule, tables, begin_ms)
-    for rank, (starts, program) in enumerate(zip(run.start, schedule.programs, strict=True)):
-        if len(starts) < len(program):
+class LongestSpans:
+    """Gives the longest span of a step of one schedule for any costs; messages, gathers and reductions take no time.
+
+    Args:
+        schedule: The programs.
+
+    Attributes:
+        most_at_once: So many costs are taken together; more take more memory.
+
+    Raises:
+        ScheduleError: A rank waits for ever.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._execution = _complete_execution(schedule)
+        self.most_at_once = max(1, _MOST_NUMBERS // max(1, len(self._execution.rows)))
+
+    def of(self, times: Times) -> Times:
+        """The longest span of each.
+
+        Args:
+            times: Of F, I and W on each stage. Shape (3, number of costs, stages).
+
+        Returns:
+            The longest span of a rank, in the same unit. Shape (number of costs).
+        """
+        if not times.shape[1]:
+            return np.empty(0)
+        parts = np.split(times, range(self.most_at_once, times.shape[1], self.most_at_once), axis=1)
+        return np.concatenate([self._of_some(part) for part in parts])
+
+    def _of_some(self, times: Times) -> Times:
+        forward, backward_input, weight = (kind.T for kind in times)
+        nothing = np.zeros((3 * len(forward), times.shape[1]))
+        duration = np.concatenate((forward, backward_input, weight, backward_input + weight, nothing))
+        run = self._execution.run(CostTables(duration, np.zeros((len(duration), 1))))
+        return np.asarray(run.spans().max(axis=0))
+
+
+def _complete_execution(schedule: Schedule) -> Execution:
+    """The execution of a schedule, all of whose actions run.
+
+    Raises:
+        ScheduleError: A rank waits for ever.
+    """
+    execution = Execution(schedule)
+    for rank, (slots, program) in enumerate(zip(execution.slots, schedule.programs, strict=True)):
+        if len(slots) < len(program):
             raise ScheduleError(
-                f"{schedule.name} deadlocks: rank {rank} waits for ever before {program[len(starts)]} "
-                f"(cell {len(starts)}); validate() shows the rows around it"
+                f"{schedule.name} deadlocks: rank {rank} waits for ever before {program[len(slots)]} "
+                f"(cell {len(slots)}); validate() shows the rows around it"
             )
-    return run
-
-
-def _computing(program: Sequence[Action]) -> slice | npt.NDArray[np.bool_]:
-    """Which actions of a program compute."""
-    if isinstance(program, CodedProgram):
-        return slice(None)
-    return np.array([action.kind.is_compute for action in program], dtype=bool)
-
-
-def _span(starts: Times, ends: Times, program: Sequence[Action]) -> float:
-    """From the start of the first to the end of the last action that computes."""
-    computes = _computing(program)
-    starts, ends = starts[computes], ends[computes]
-    return float(ends[-1] - starts[0]) if len(starts) else 0.0
+    return execution

@@ -32,7 +32,7 @@ from lightning_pp.distributed.sizes import Auto, ParallelSizes
 from lightning_pp.distributed.watch.failures import RankStoppedError
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.runtime.split_backward.wide_products import try_products
-from lightning_pp.sharding import end_update
+from lightning_pp.sharding import end_stage_update, end_update
 from lightning_pp.split.side_effects.generators import GeneratorStates
 from lightning_pp.strategy._lightning_private import (
     check_overridden_names,
@@ -47,7 +47,6 @@ from lightning_pp.strategy.faults.failed_device import refuse_aborted_groups
 from lightning_pp.strategy.faults.flight_recorder import record_nccl
 from lightning_pp.strategy.lightning.callers import line_of_user
 from lightning_pp.strategy.lightning.launcher import RunLauncher
-from lightning_pp.strategy.parameters.stage_updates import end_stage_update
 
 T = TypeVar("T")
 

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+
 from lightning_pp.schedule import Schedule, StageCosts
-from lightning_pp.schedule.simulation.engine import CostTables, encode, execute
+from lightning_pp.schedule.simulation.execution import CostTables, Execution
 
 _STEPS_SIMULATED = 9
 _STEPS_AVERAGED = 4
@@ -60,23 +62,19 @@ class StepModel:
     @cached_property
     def step_ms(self) -> float:
         """The time from one step to the next."""
-        placement, m = self.schedule.placement, self.schedule.num_microbatches
-        tables = self._tables()
-        codes = self._codes()
-        begin = [0.0] * placement.num_ranks
+        execution, tables = Execution(self.schedule), self._tables()
+        begin = [0.0] * self.schedule.placement.num_ranks
         firsts = []
         for _ in range(_STEPS_SIMULATED):
-            ends = execute(codes, tables, placement, m, begin).end
-            begin = [row[-1] + between for row, between in zip(ends, self.between_ms, strict=True)]
+            ended = execution.run(tables, begin).ended
+            begin = [end + between for end, between in zip(ended, self.between_ms, strict=True)]
             firsts.append(max(begin))
         return (firsts[-1] - firsts[-1 - _STEPS_AVERAGED]) / _STEPS_AVERAGED
 
     @property
     def bubble(self) -> float:
         """``1 - work / longest span`` of a step whose ranks begin together."""
-        placement, m = self.schedule.placement, self.schedule.num_microbatches
-        run = execute(self._codes(), self._tables(), placement, m)
-        longest = max(ends[-1] - starts[0] for starts, ends in zip(run.start, run.end, strict=True))
+        longest = float(Execution(self.schedule).run(self._tables()).spans().max())
         work = self.work_ms()
         return 1 - sum(work) / len(work) / longest if longest else 0.0
 
@@ -108,17 +106,13 @@ class StepModel:
         between = tuple(max(0.0, ms - less) for ms, less in zip(self.between_ms, waits_ms, strict=True))
         return replace(self, between_ms=between)
 
-    def _codes(self) -> list[list[int]]:
-        """Without gathers and reductions."""
-        return [[code for code in row if code >= 0] for row in encode(self.schedule)]
-
     def _tables(self) -> CostTables:
         placement, num_stages = self.schedule.placement, self.schedule.placement.num_stages
         times = replace(self.costs, p2p=0.0, gather=0.0, reduce=0.0)
-        tables = CostTables.build(placement, times, whole_batch_loss=self.schedule.whole_batch_loss)
         nothing = (0.0,) * num_stages
-        latency = self.arrivals.forward + self.arrivals.backward + nothing + self.arrivals.backward
-        return replace(tables, latency=latency)
+        forward, backward = self.arrivals.forward, self.arrivals.backward
+        latency = np.array(forward + backward + nothing + backward + 3 * nothing)
+        return replace(CostTables.build(placement, times), latency=latency)
 
 
 def scaled(costs: StageCosts, factor: float, fixed_ms: float, num_stages: int) -> StageCosts:

@@ -274,8 +274,8 @@ def test_what_holds_more_after_input_gradients_stays_within_the_limit() -> None:
     assert max(found.simulate(costs).peak_memory) <= 5
 
 
-def test_the_exact_solver_keeps_the_constraint() -> None:
+def test_auto_finds_the_optimum_of_a_small_step() -> None:
+    """75 ms is what CP-SAT proves to be the shortest."""
     costs = StageCosts([5.0, 9.0], [8.0, 3.0], 4.0, p2p=2.0)
-    sizes: dict[str, Any] = {"num_ranks": 2, "num_microbatches": 3, "costs": costs, "whole_batch_loss": True}
-    exact = build_schedule("auto", exact=True, **sizes).validate()
-    assert exact.simulate(costs).makespan == pytest.approx(build_schedule("auto", **sizes).simulate(costs).makespan)
+    found = build_schedule("auto", num_ranks=2, num_microbatches=3, costs=costs, whole_batch_loss=True)
+    assert found.simulate(costs).makespan == pytest.approx(75.0)

@@ -11,9 +11,8 @@ from lightning_pp.errors import ScheduleError
 from lightning_pp.schedule import Schedule, StageCosts, available_schedules, build_schedule
 from lightning_pp.schedule.registry import schedule_family
 from lightning_pp.schedule.sharding import Sharding, insert_sharding
-from lightning_pp.schedule.simulation import many
-from lightning_pp.schedule.simulation.many import LongestSpans
-from lightning_pp.schedule.simulation.simulate import step_length
+from lightning_pp.schedule.simulation import simulate
+from lightning_pp.schedule.simulation.simulate import LongestSpans, step_length
 
 HAND_MADE = [name for name in available_schedules() if not schedule_family(name).is_search]
 
@@ -44,7 +43,7 @@ def test_spans_are_those_of_one_simulation_for_each(name: str, sizes: tuple[int,
 def test_as_many_are_taken_at_once_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = build_schedule("zb_v", num_ranks=3, num_microbatches=6)
     times = drawn(schedule, 10)
-    monkeypatch.setattr(many, "_MOST_NUMBERS", 4 * 3 * 6 * 6)
+    monkeypatch.setattr(simulate, "_MOST_NUMBERS", 4 * 3 * 6 * 6)
     spans = LongestSpans(schedule)
     assert 1 < spans.most_at_once < 5
     assert spans.of(times).tolist() == one_by_one(schedule, times)

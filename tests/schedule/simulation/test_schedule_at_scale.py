@@ -7,6 +7,7 @@ import random
 from dataclasses import replace
 
 import numpy as np
+import one_at_a_time
 import pytest
 
 from lightning_pp.errors import ScheduleError
@@ -14,13 +15,10 @@ from lightning_pp.schedule import Placement, Schedule, StageCosts, available_sch
 from lightning_pp.schedule.families.v_min_half import _free_slots_after
 from lightning_pp.schedule.program.coded import CodedProgram
 from lightning_pp.schedule.registry import schedule_family
-from lightning_pp.schedule.rules import keeps_rules
 from lightning_pp.schedule.sharding import Sharding, ShardingMode, insert_sharding, with_last_split
 from lightning_pp.schedule.simulation.costs import UNIT_COSTS
-from lightning_pp.schedule.simulation.engine import CostTables, codes_of, encode, execute
-from lightning_pp.schedule.simulation.memory import held_after_each
+from lightning_pp.schedule.simulation.execution import CostTables, Execution
 from lightning_pp.schedule.simulation.simulate import step_length
-from lightning_pp.schedule.simulation.wide import execute_wide
 
 HAND_MADE = [name for name in available_schedules() if not schedule_family(name).is_search]
 
@@ -33,29 +31,31 @@ def uneven(num_stages: int) -> StageCosts:
     return StageCosts(forward, backward_input, weight, p2p=1.3, held_after_input=0.37, gather=gather, reduce=reduce)
 
 
-@pytest.mark.parametrize("is_sharded", [False, True])
+def gathered_whole(schedule: Schedule, mode: ShardingMode) -> Schedule:
+    """``schedule`` with the sharding actions of ``mode``."""
+    units = tuple((f"{stage}a", f"{stage}b") for stage in range(schedule.placement.num_stages))
+    return insert_sharding(schedule, Sharding(mode, units, {unit: 1 for stage in units for unit in stage})).schedule
+
+
+@pytest.mark.parametrize("mode", [None, "replicate", "shard_grad_op", "full_shard"])
 @pytest.mark.parametrize("whole_batch_loss", [False, True])
 @pytest.mark.parametrize("name", HAND_MADE)
 def test_all_ranks_at_a_time_take_the_times_of_one_action_at_a_time(
-    name: str, whole_batch_loss: bool, is_sharded: bool
+    name: str, whole_batch_loss: bool, mode: ShardingMode | None
 ) -> None:
     costs = uneven(6 * schedule_family(name).default_stages_per_rank)
-    costs = costs if is_sharded else replace(costs, gather=0.0, reduce=0.0)
+    costs = costs if mode else replace(costs, gather=0.0, reduce=0.0)
     schedule = build_schedule(name, num_ranks=6, num_microbatches=13, costs=costs, whole_batch_loss=whole_batch_loss)
-    tables = CostTables.build(schedule.placement, costs, whole_batch_loss=whole_batch_loss)
-    codes = codes_of(schedule)
-    assert codes is not None
-    wide = execute_wide(codes, tables, schedule.placement.rank_of_stage[-1], 13)
-    plain = execute(encode(schedule), tables, schedule.placement, 13)
-    assert [times.tolist() for times in wide.start] == plain.start
-    assert [times.tolist() for times in wide.end] == plain.end
-    assert wide.makespan == plain.makespan and list(wide.ended) == plain.ended
-    later = execute_wide(codes, tables, schedule.placement.rank_of_stage[-1], 13, plain.ended)
-    assert [times.tolist() for times in later.end] == execute(
-        encode(schedule), tables, schedule.placement, 13, plain.ended
-    ).end
-    held = [max(held_after_each(tuple(program), costs, costs.num_stages)) for program in schedule.programs]
-    assert list(schedule.simulate(costs).peak_memory) == held
+    peaks = schedule.simulate(costs).peak_memory
+    for one in (schedule, gathered_whole(schedule, mode)) if mode else (schedule,):
+        simulation = one.simulate(costs)
+        starts, ends, ended = one_at_a_time.run(one, costs)
+        assert list(map(list, simulation.start_ms)) == starts and list(map(list, simulation.end_ms)) == ends
+        assert simulation.makespan == max(ended) and simulation.peak_memory == peaks
+        later = Execution(one).run(CostTables.build(one.placement, costs), ended)
+        assert list(later.ended) == one_at_a_time.run(one, costs, ended)[2]
+    held = [max(one_at_a_time.held_after_each(schedule, rank, costs)) for rank in range(6)]
+    assert list(peaks) == held
 
 
 @pytest.mark.parametrize("mode", ["replicate", "shard_grad_op"])
@@ -64,9 +64,7 @@ def test_what_is_gathered_once_and_reduced_is_simulated_without_writing_it_down(
     num_stages = 4 * schedule_family(name).default_stages_per_rank
     costs = uneven(num_stages)
     schedule = build_schedule(name, num_ranks=4, num_microbatches=9, costs=costs)
-    units = tuple((f"{stage}a", f"{stage}b") for stage in range(num_stages))
-    sharding = Sharding(mode, units, {unit: 1 for of_stage in units for unit in of_stage})
-    written = insert_sharding(schedule, sharding).schedule
+    written = gathered_whole(schedule, mode)
     simulation = written.simulate(costs)
     length = simulation.makespan, max(simulation.span_ms)
     assert step_length(with_last_split(schedule), costs) == pytest.approx(length, abs=1e-9)
@@ -107,7 +105,7 @@ def error_of(schedule: Schedule, limits: tuple[float, ...] | None) -> str | None
 
 
 @pytest.mark.parametrize("name", HAND_MADE)
-def test_the_quick_check_agrees_with_the_one_that_names_the_cell(name: str) -> None:
+def test_what_is_refused_cannot_be_run_and_what_passes_can(name: str) -> None:
     draw = random.Random(name)
     verdicts = []
     for _ in range(60):
@@ -118,7 +116,7 @@ def test_the_quick_check_agrees_with_the_one_that_names_the_cell(name: str) -> N
         action_by_action = replace(schedule, programs=tuple(map(tuple, schedule.programs)))
         error = error_of(action_by_action, limits)
         assert error_of(schedule, limits) == error
-        assert keeps_rules(schedule, UNIT_COSTS, limits) == (error is None)
+        assert one_at_a_time.keeps_rules(schedule, UNIT_COSTS, limits) == (error is None)
         verdicts.append(error is None)
     assert True in verdicts and False in verdicts
 

@@ -135,8 +135,3 @@ def test_costs_of_other_cuts_are_told(recording: Any, tmp_path: Any, caplog: pyt
     assert "measured on other cuts: stage 0 had" in caplog.text and "Measure again" in caplog.text
     # no bytes in the file: those of the dry run
     assert layout.costs.held_after_forward == layout_of(recording, 2, 4, stages_per_rank=1).costs.held_after_forward
-
-
-def test_exact_search_of_a_large_pipeline_is_refused_before_training(recording: Any) -> None:
-    with pytest.raises(ScheduleError, match="exact search is for small pipelines: this one has 606 actions"):
-        layout_of(recording, 2, 101, stages_per_rank=1, exact_search=True)

@@ -202,11 +202,3 @@ def test_one_rank(pool: WorkerPool, options: dict[str, Any]) -> None:
     settings = {"schedule": "auto", "num_microbatches": 2, "num_profiled_batches": 1, **options}
     (only,) = pool.run(run, settings, Blocks, 1, world_size=1, timeout=120)
     assert only["costs"][1].num_stages == options.get("stages_per_rank", 1) and len(only["schedules"]) == 6
-
-
-def test_exact_search(pool: WorkerPool) -> None:
-    costs = StageCosts([5.0, 9.0], [8.0, 3.0], 4.0, p2p=2.0)
-    options = {"schedule": "auto", "costs": costs, "exact_search": True, "num_microbatches": 3}
-    first, _ = pool.run(run, {"pipeline_parallel_size": 2, **options}, timeout=120)
-    exact = build_schedule("auto", num_ranks=2, num_microbatches=3, costs=costs, exact=True)
-    assert first["schedules"][0].simulate(costs).makespan == exact.simulate(costs).makespan

@@ -204,7 +204,6 @@ def test_sizes_and_cuts_that_do_not_fit(pool: WorkerPool, options: dict[str, Any
         ({"costs": 3}, r"costs=3 must be StageCosts, the path"),
         ({"memory_limit_gib": 0}, r"memory_limit_gib=0 must be a number above 0"),
         ({"num_profiled_batches": 0}, r"num_profiled_batches=0 must be an integer of at least 1"),
-        ({"exact_search": True}, r"exact_search=True is for schedule='auto'; the schedule is 'zb_h1'"),
         ({"search_seconds": 5}, r"search_seconds=5 is for schedule='auto'; the schedule is 'zb_h1'"),
         ({"schedule": "auto", "search_seconds": -1}, r"search_seconds=-1 must be a number of at least 0"),
         ({"whole_batch_loss": "yes"}, r"whole_batch_loss='yes' must be True or False"),

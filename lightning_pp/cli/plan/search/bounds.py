@@ -17,7 +17,7 @@ from lightning_pp.planning.memory.model import MemoryModel
 from lightning_pp.planning.model_cutter import Cut
 from lightning_pp.planning.stage_model import RecordedModel, assign_stages
 from lightning_pp.schedule import Placement, Schedule
-from lightning_pp.schedule.program.coded import B, CodedProgram, F, I
+from lightning_pp.schedule.program.coded import B, F, I
 from lightning_pp.schedule.registry import ScheduleRequest, schedule_family
 from lightning_pp.split.cut.partition import Partition, inseparable_groups, partition_units
 from lightning_pp.split.memory.activation_memory import least_held
@@ -159,22 +159,17 @@ def fixed_program(name: str, num_ranks: int, num_microbatches: int, stages_per_r
 def microbatches_held(schedule: Schedule) -> list[int]:
     """For each rank, the most microbatches that it holds of all its stages at one time, between F and I or B."""
     found = []
-    for rank, program in enumerate(schedule.programs):
-        kinds, stages, _ = _coded(program, schedule).parts()
+    for rank, program in enumerate(schedule.coded):
+        kinds, stages, _ = program.parts()
         steps = np.where(kinds == F, 1, np.where((kinds == I) | (kinds == B), -1, 0))
         held = [np.cumsum(np.where(stages == own, steps, 0)) for own in schedule.placement.stages_of_rank(rank)]
         found.append(int(np.min(held, axis=0).max()))
     return found
 
 
-def _coded(program: Any, schedule: Schedule) -> CodedProgram:
-    return CodedProgram.of(program, schedule.placement.num_stages, schedule.num_microbatches)
-
-
 def has_whole_backwards(schedule: Schedule) -> bool:
     """Whether every backward is a B, which tells the stage before only when its weight gradient is done."""
-    kinds = [_coded(program, schedule).parts()[0] for program in schedule.programs]
-    return all(bool(np.isin(own, (F, B)).all()) for own in kinds)
+    return all(bool(np.isin(program.parts()[0], (F, B)).all()) for program in schedule.coded)
 
 
 def least_span(

@@ -37,7 +37,6 @@ _CHOSEN: dict[str, Any] = {
     "num_microbatches": "auto",
     "schedule": "1f1b",
     "stages_per_rank": None,
-    "exact_search": False,
     "search_seconds": None,
 }
 

@@ -185,7 +185,7 @@ def words_of(layout: Layout, sharding: ShardingChoice, config: DictConfig, batch
         "strategy.activation_checkpointing": layout.activation_checkpointing,
     }
     if not schedule_family(layout.schedule).is_search:
-        values |= {"strategy.exact_search": False, "strategy.search_seconds": None}
+        values["strategy.search_seconds"] = None
     if batch_size_key is not None:
         values[batch_size_key] = layout.batch_size
     if OmegaConf.select(config, MODEL_CHECKPOINTS) is not None:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.sharding import is_elementwise
+from lightning_pp.sharding.shard_updates import is_elementwise
 from lightning_pp.split.data.tree import leaves_of
 from lightning_pp.split.side_effects.generators import generators_untouched
 
