@@ -29,7 +29,7 @@ from lightning_pp.distributed.loopback import gloo_on_loopback, keep_gloo_on_loo
 from lightning_pp.distributed.meeting import among_all_ranks, store_if_ended
 from lightning_pp.distributed.meshes import groups_of_collectives, make_meshes
 from lightning_pp.distributed.sizes import Auto, ParallelSizes
-from lightning_pp.distributed.watch.failures import RankStoppedError
+from lightning_pp.distributed.watch.this_rank import RankStoppedError
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.runtime.split_backward.wide_products import try_products
 from lightning_pp.sharding import end_update
