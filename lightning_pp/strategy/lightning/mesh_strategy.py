@@ -244,7 +244,7 @@ class MeshStrategy(ParallelStrategy):
         store: Store | None = None
         if dist.is_initialized():
             refuse_aborted_groups()
-            store = store_if_ended(store_of_job(), num_ranks, timeout)
+            store = store_if_ended(store_of_job(), environment.global_rank(), num_ranks, timeout)
         else:
             store = store_of_attempt(timeout)
         is_new = not dist.is_initialized()
