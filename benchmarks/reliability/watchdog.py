@@ -14,8 +14,9 @@ import time
 import torch.multiprocessing as mp
 from torch.distributed import TCPStore
 
-from lightning_pp.distributed.watch.standstill import Patience, Position, Stack, Standstill
-from lightning_pp.distributed.watch.watchdog import Progress, Watchdog, board_of
+from lightning_pp.distributed.watch.table import Table
+from lightning_pp.distributed.watch.this_rank import Position, Progress, Stack, ThisRank
+from lightning_pp.distributed.watch.watchdog import Watchdog
 
 SECONDS = 10.0
 
@@ -25,26 +26,22 @@ def watch(rank: int, num_ranks: int, port: int, watches: bool, used: object, pid
     store = TCPStore("127.0.0.1", port, num_ranks, is_master=rank == 0)
     pids[rank] = os.getpid()  # type: ignore[index]
     store.barrier("joined", num_ranks)
-    neighbours = {other: pid for other, pid in enumerate(pids) if other != rank}  # type: ignore[arg-type]
+    others = {other: pid for other, pid in enumerate(pids) if other != rank}  # type: ignore[arg-type]
     watchdog = None
     if watches:
-        board = board_of(store, 0, num_ranks, rank)
-        stands = Standstill(
-            board,
-            str,
-            lambda: Position("the start", "", 0),
-            lambda: Stack(waits=True, lines=()),
-            Patience(1800.0, 60.0),
-        )
-        watchdog = Watchdog(
-            board,
-            neighbours,
+        this_rank = ThisRank(
+            rank,
+            num_ranks,
+            place=str,
+            position=lambda: Position("the start", "", 0),
+            progress=lambda: [Progress("training", 0, 1, False), Progress("validation", 0, 0, False)],
+            stack=lambda: Stack(waits=True, lines=()),
             wake=lambda: None,
             exit_codes=dict,
-            standstill=stands,
-            progress=lambda: [Progress("training", 0, 1, False), Progress("validation", 0, 0, False)],
-            store_is_of_rank_0=True,
+            timeout_s=1800.0,
+            deadlock_s=60.0,
         )
+        watchdog = Watchdog(Table.of_job(store, 0, num_ranks, rank), this_rank, others, store_is_of_rank_0=True)
     time.sleep(1)
     start, cpu = time.perf_counter(), time.process_time()
     time.sleep(SECONDS)

@@ -22,7 +22,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from lightning_pp.cli import launch
 from lightning_pp.cli.earlier_run import EarlierRun, as_override
 from lightning_pp.cli.problems import UserError
-from lightning_pp.distributed.launcher_store import LauncherStore, agreed_name, launcher_store, ranks_of_launcher
+from lightning_pp.distributed.launcher_store import launcher_store, ranks_of_launcher
+from lightning_pp.distributed.meeting import TextStore, meet
 
 _RANKS_COME_WITHIN = timedelta(minutes=5)
 _COMMAND = "command"
@@ -62,8 +63,8 @@ def remember_folder(folder: str) -> None:
         store.tell(_folder(command), os.path.abspath(folder))
 
 
-def _as_rank_zero_decides(arguments: Sequence[str], named: str | None, store: LauncherStore) -> list[str]:
-    name = agreed_name(store, *ranks_of_launcher(), _RANKS_COME_WITHIN)
+def _as_rank_zero_decides(arguments: Sequence[str], named: str | None, store: TextStore) -> list[str]:
+    name, _ = meet(store, *ranks_of_launcher(), _RANKS_COME_WITHIN)
     if launch.is_rank_zero():
         return _decide_for_all(arguments, named, store, f"{name}/decision")
     told = json.loads(store.wait_for(f"{name}/decision"))
@@ -75,7 +76,7 @@ def _as_rank_zero_decides(arguments: Sequence[str], named: str | None, store: La
     return list(told["arguments"])
 
 
-def _decide_for_all(arguments: Sequence[str], named: str | None, store: LauncherStore, decision: str) -> list[str]:
+def _decide_for_all(arguments: Sequence[str], named: str | None, store: TextStore, decision: str) -> list[str]:
     # a script that torchrun starts may run one command after the other
     command = hashlib.sha256(json.dumps(list(arguments)).encode()).hexdigest()
     store.tell(_COMMAND, command)

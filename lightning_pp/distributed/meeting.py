@@ -1,8 +1,14 @@
-"""The ranks meet again for another run in the same processes, and make their process group anew where one has ended."""
+"""The ranks meet over a key-value store: before they have a process group, and again before another run.
+
+Which processes are of one attempt is nothing that a launcher tells, and what processes of an earlier attempt, or of an
+earlier meeting, have left in the store stays there. So the processes that are there now agree on a new name.
+"""
 
 from __future__ import annotations
 
+import json
 import time
+import uuid
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,20 +16,146 @@ from datetime import timedelta
 from typing import Any, cast
 
 import torch.distributed as dist
+from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_pp.distributed._torch_private import groups_of_process
 from lightning_pp.distributed.control import hang_up
 
 _POLL_S = 0.02
+_MOST_NAMED = 8
 
 
-class _Worlds:
-    """What this process knows of its group of all ranks, without holding it: that would keep its sockets."""
+class TextStore:
+    """Texts by name, the same for all ranks.
 
-    met: Any = None
-    num_meetings = 0
-    ended: Any = None
+    Args:
+        store: Holds them; its timeout is that of :meth:`wait_for`.
+        prefix: Of all names.
+        description: Names the store, and where it is, in errors.
+    """
+
+    def __init__(self, store: Store, prefix: str, description: str) -> None:
+        self._store: Any = store
+        self._prefix = prefix
+        self.description = description
+
+    def tell(self, name: str, text: str) -> None:
+        """Puts a text; a text of that name is replaced."""
+        self._store.set(f"{self._prefix}/{name}", text)
+
+    def told(self, name: str) -> str | None:
+        """The text of that name; None where nobody has put one yet."""
+        if not self._store.check([f"{self._prefix}/{name}"]):
+            return None
+        return self.wait_for(name)
+
+    def wait_for(self, name: str) -> str:
+        """The text of that name, once it is there.
+
+        Raises:
+            TimeoutError: Nobody has put one in the store's timeout.
+        """
+        try:
+            told: bytes = self._store.get(f"{self._prefix}/{name}")
+        except DistStoreError as error:
+            raise TimeoutError(f"Nothing has come to {self.description} under {name}.") from error
+        return told.decode()
+
+    def count(self, name: str, more: int = 1) -> int:
+        """Adds to a number, which is 0 at first; returns what it is then."""
+        return int(self._store.add(f"{self._prefix}/{name}", more))
+
+
+def meet(store: TextStore, rank: int, num_ranks: int, timeout: timedelta, telling: str = "") -> tuple[str, list[str]]:
+    """Waits for all ranks. They get a new name, which rank 0 gives to one process of each rank, and what each tells.
+
+    What other processes have left in the store, or still write to it, is never taken for an answer. Each process makes
+    an identifier, which nobody has seen before, and puts it under its rank. Rank 0 gives its name to each identifier
+    that it finds, dead ones too, whose answers nobody reads. A process that gets a name says so under that name. When
+    rank 0 finds that all those now under the ranks have said so, it declares the name complete, and all return it. A
+    rank 0 that is started anew gives another name to the processes that still wait, and they follow it; but first they
+    look whether the former name was completed, as it then was before they got the other.
+
+    Every rank has to call it as often as the others.
+
+    Args:
+        store: The same for all ranks.
+        rank: Of this process.
+        num_ranks: How many meet.
+        timeout: How long to wait for all of them.
+        telling: What this rank tells the others.
+
+    Returns:
+        The name, and what each rank tells.
+
+    Raises:
+        TimeoutError: They have not all come in that time.
+    """
+    if rank == 0:
+        return _give_name(store, num_ranks, telling, timeout.total_seconds())
+    return _take_name(store, rank, num_ranks, telling, timeout.total_seconds())
+
+
+def _give_name(store: TextStore, num_ranks: int, telling: str, seconds: float) -> tuple[str, list[str]]:
+    """Gives all other ranks a name, and what each tells."""
+    deadline = time.monotonic() + seconds
+    name = uuid.uuid4().hex
+    texts: dict[int, str] = {0: f" {telling}"}
+    seen = -1
+    late = list(range(1, num_ranks))
+    while late:
+        news = store.count(f"{num_ranks}/news", 0)
+        if news != seen:
+            seen, late = news, []
+            for rank in range(1, num_ranks):
+                text = store.told(f"{num_ranks}/rank/{rank}")
+                if text is None or store.told(f"{name}/taken/{rank}") != text:
+                    late.append(rank)
+                if text is not None and texts.get(rank) != text:
+                    texts[rank] = text
+                    store.tell(f"{text.partition(' ')[0]}/name", name)
+        elif time.monotonic() > deadline:
+            which = ", ".join(map(str, late[:_MOST_NAMED])) + (", ..." if len(late) > _MOST_NAMED else "")
+            raise TimeoutError(
+                f"{len(late)} of {num_ranks} ranks ({which}) have not come to {store.description} in {seconds:.0f} s. "
+                "Start the job again, on all nodes."
+            )
+        else:
+            time.sleep(_POLL_S)
+    told = [texts[rank].partition(" ")[2] for rank in range(num_ranks)]
+    store.tell(f"{name}/complete", json.dumps(told))
+    return name, told
+
+
+def _take_name(store: TextStore, rank: int, num_ranks: int, telling: str, seconds: float) -> tuple[str, list[str]]:
+    """Waits for a name that a rank 0 gives this process and completes, and for what all tell."""
+    deadline = time.monotonic() + seconds
+    identifier = uuid.uuid4().hex
+    text = f"{identifier} {telling}"
+    store.tell(f"{num_ranks}/rank/{rank}", text)
+    store.count(f"{num_ranks}/news")
+    name: str | None = None
+    while time.monotonic() < deadline:
+        newest = store.told(f"{identifier}/name")  # before what is asked next: see meet
+        if name is not None and (told := store.told(f"{name}/complete")) is not None:
+            return name, json.loads(told)
+        if newest != name:
+            name = newest
+            store.tell(f"{name}/taken/{rank}", text)
+            store.count(f"{num_ranks}/news")
+        else:
+            time.sleep(_POLL_S)
+    raise TimeoutError(
+        f"Rank {rank} has got no answer of rank 0 for all {num_ranks} ranks from {store.description} in "
+        f"{seconds:.0f} s. Start the job again, on all nodes."
+    )
+
+
+class _Ended:
+    """The group of all ranks that has ended, not held: that would keep its sockets."""
+
+    world: Any = None
 
 
 def end_world() -> None:
@@ -43,13 +175,14 @@ def among_all_ranks() -> Iterator[None]:
         raise
 
 
-def store_if_ended(store: Any, num_ranks: int, timeout: timedelta) -> Store | None:
+def store_if_ended(store: Store, rank: int, num_ranks: int, timeout: timedelta) -> Store | None:
     """Waits for all ranks. Where the group of all ranks has ended on one of them, every rank destroys all its groups.
 
     The ranks meet in the store, since a collective would fail, or wait for ever. Every rank has to call it as often.
 
     Args:
         store: Of the job.
+        rank: Of this process.
         num_ranks: Of the job.
         timeout: How long to wait for the others.
 
@@ -57,30 +190,16 @@ def store_if_ended(store: Any, num_ranks: int, timeout: timedelta) -> Store | No
         What to make the group of all ranks with; None if there is still one.
 
     Raises:
-        RuntimeError: Not all ranks have come in that time.
+        TimeoutError: Not all ranks have come in that time.
     """
-    if not _is_world(_Worlds.met):
-        _Worlds.met, _Worlds.num_meetings = weakref.ref(cast(Any, dist.group.WORLD)), 0
-    _Worlds.num_meetings += 1
-    name = f"lightning_pp/meeting/{_Worlds.num_meetings}"
-    if _is_world(_Worlds.ended):
-        store.add(f"{name}/ended", 1)
-    num_here = store.add(f"{name}/here", 1)
-    end = time.monotonic() + timeout.total_seconds()
-    while num_here < num_ranks:
-        if time.monotonic() > end:
-            raise RuntimeError(f"{num_here} of {num_ranks} ranks have come to begin another run in {timeout}.")
-        time.sleep(_POLL_S)
-        num_here = store.add(f"{name}/here", 0)
-    if not store.check([f"{name}/ended"]):
+    has_ended = _Ended.world is not None and _Ended.world() is dist.group.WORLD
+    texts = TextStore(store, "lightning_pp/meeting", "the job's key-value store to begin another run")
+    name, told = meet(texts, rank, num_ranks, timeout, "ended" if has_ended else "")
+    if not any(told):
         return None
     dist.destroy_process_group()
-    return PrefixStore(name, store)
+    return PrefixStore(f"lightning_pp/meeting/{name}", store)
 
 
 def _note_end() -> None:
-    _Worlds.ended = weakref.ref(cast(Any, dist.group.WORLD))
-
-
-def _is_world(noted: Any) -> bool:
-    return noted is not None and noted() is dist.group.WORLD
+    _Ended.world = weakref.ref(cast(Any, dist.group.WORLD))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pp.distributed.control import ControlGroups, pickled, pickled_error
-from lightning_pp.distributed.watch.failures import RankStoppedError
+from lightning_pp.distributed.watch.this_rank import RankStoppedError
 
 _FRAME_BYTES = 4096
 _LENGTH_BYTES = 8

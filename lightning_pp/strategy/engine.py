@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_pp.checkpoint import RankPart
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.distributed.fingerprints import Fingerprint, check_same_batch, check_same_given, fingerprint
-from lightning_pp.distributed.watch.failures import RankStoppedError
+from lightning_pp.distributed.watch.this_rank import RankStoppedError
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.schedules.predictions import Prediction
 from lightning_pp.runtime.compilation import NOTHING_TO_COMPILE, CompiledUnits, is_one_operation

@@ -25,7 +25,7 @@ from lightning_pp.checkpoint import read_alone
 from lightning_pp.checkpoint.storage.folder import checkpoint_at
 from lightning_pp.checkpoint.storage.location import is_folder
 from lightning_pp.distributed.sizes import Auto, check_size
-from lightning_pp.distributed.watch.standstill import Patience, Position
+from lightning_pp.distributed.watch.this_rank import Position, ThisRank
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.activation_checkpointing import ActivationCheckpointing
 from lightning_pp.planning.cuts import CutOptions, names_of
@@ -66,6 +66,7 @@ from lightning_pp.strategy.faults.failed_device import end_device_work
 from lightning_pp.strategy.faults.failed_run import FailedRuns
 from lightning_pp.strategy.faults.preemption import Preemption
 from lightning_pp.strategy.faults.signal_deadline import SignalDeadline
+from lightning_pp.strategy.faults.tracebacks import stack_of_main_thread
 from lightning_pp.strategy.faults.unequal_data import DataProgress, ShortestLoader, check_num_batches
 from lightning_pp.strategy.lightning.callbacks import adapt_callbacks
 from lightning_pp.strategy.lightning.launcher import RunLauncher
@@ -388,14 +389,18 @@ class PipelineParallelStrategy(MeshStrategy):
         assert self.lightning_module is not None
         self._data_progress.forget()
         self._failed_runs.start(
-            self.global_rank,
-            self.num_ranks,
-            wake=self._wake,
-            exit_codes=self._exit_codes,
-            progress=self._data_progress,
-            place=self._stages,
-            position=self._position,
-            patience=Patience(cast(timedelta, self._timeout).total_seconds(), self._deadlock_seconds),
+            ThisRank(
+                self.global_rank,
+                self.num_ranks,
+                place=self._stages,
+                position=self._position,
+                progress=self._data_progress,
+                stack=stack_of_main_thread,
+                wake=self._wake,
+                exit_codes=self._exit_codes,
+                timeout_s=cast(timedelta, self._timeout).total_seconds(),
+                deadlock_s=self._deadlock_seconds,
+            )
         )
         leave_averages_to_strategy(self.lightning_module.trainer)
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 import time
+from collections.abc import Callable
 
 import pytest
 from torch.distributed import HashStore
 
-from lightning_pp.distributed.watch.failures import FailureBoard
-from lightning_pp.distributed.watch.standstill import Patience, Position, Stack, Standstill
+from lightning_pp.distributed.watch.standstill import Standstill
+from lightning_pp.distributed.watch.table import RankFailure, Table
+from lightning_pp.distributed.watch.this_rank import Position, Stack, ThisRank
 
 WAITS = Stack(waits=True, lines=("train.py:88 in <module>", "channels.py:150 in receive"))
 WORKS = Stack(waits=False, lines=("train.py:88 in <module>", "train.py:41 in on_train_batch_end"))
@@ -18,12 +19,24 @@ WORKS = Stack(waits=False, lines=("train.py:88 in <module>", "train.py:41 in on_
 class Rank:
     """What a rank asks and answers with, without a run."""
 
-    def __init__(self, store: HashStore, rank: int, stack: Stack, timeout_s: float = 0.4) -> None:
+    def __init__(
+        self, store: HashStore, rank: int, stack: Stack, timeout_s: float = 0.4, deadlock_s: float = 60.0
+    ) -> None:
         self.position = Position("batch 813 of training", "1F0", 0)
-        board = FailureBoard(store, 1, 3, rank)
-        self.standstill = Standstill(
-            board, lambda: f"stage {rank}", lambda: self.position, lambda: stack, Patience(timeout_s, 60)
+        self.failures: list[RankFailure] = []
+        this_rank = ThisRank(
+            rank,
+            3,
+            place=lambda: f"stage {rank}",
+            position=lambda: self.position,
+            progress=list,
+            stack=lambda: stack,
+            wake=lambda: None,
+            exit_codes=dict,
+            timeout_s=timeout_s,
+            deadlock_s=deadlock_s,
         )
+        self.standstill = Standstill(Table(store, 1, 3, rank), this_rank, self.failures.append)
 
 
 def text_of(ranks: list[Rank], capsys: pytest.CaptureFixture[str], until: str) -> str:
@@ -60,22 +73,56 @@ def test_where_all_wait_each_says_where(capsys: pytest.CaptureFixture[str]) -> N
     assert "No rank runs the user's code. Rank" in text and text.count("channels.py:150 in receive") == 2
 
 
-def test_a_rank_that_is_asked_tells_where_it_stands() -> None:
+def look_until(ranks: list[Rank], is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+        for rank in ranks:
+            rank.standstill.look()
+
+
+def test_after_a_time_out_the_rank_that_runs_the_users_code_is_the_failure() -> None:
     store = HashStore()
-    asking, working, busy = Rank(store, 0, WAITS, 100.0), Rank(store, 1, WORKS, 100.0), Rank(store, 2, WAITS, 100.0)
-    is_done = threading.Event()
+    ranks = [Rank(store, 0, WAITS), Rank(store, 1, WAITS), Rank(store, 2, WORKS)]
+    time.sleep(0.3)  # half of the time-out, after which a rank keeps the others waiting
+    look_until(ranks, ranks[1].standstill.ask())
+    (failure,) = ranks[1].failures
+    assert (failure.rank, failure.place, failure.is_gone) == (2, "stage 2", True)
+    assert "kept the others waiting: it has not moved since batch 813 of training, 1F0, for" in failure.what
+    assert failure.what.endswith("train.py:88 in <module> > train.py:41 in on_train_batch_end")
+    assert not ranks[0].failures and not ranks[2].failures
 
-    def answer() -> None:
-        while not is_done.wait(0.01):
-            working.standstill.look()
-            busy.standstill.look()
 
-    thread = threading.Thread(target=answer)
-    thread.start()
-    answers = asking.standstill.ask(lambda: False)
-    is_done.set()
-    thread.join()
-    first, second = answers[1], answers[2]
-    assert first is not None and second is not None
-    assert (first.stack, first.since, first.place) == (WORKS, "batch 813 of training, 1F0", "stage 1")
-    assert second.stack.waits and asking.standstill.ask(lambda: True) == {}
+def test_after_a_time_out_a_rank_that_does_not_answer_is_the_failure() -> None:
+    store = HashStore()
+    ranks = [Rank(store, 0, WAITS), Rank(store, 1, WAITS)]
+    look_until(ranks, ranks[0].standstill.ask())
+    (failure,) = ranks[0].failures
+    assert str(failure) == "rank 2 does not answer, and others have waited for it"
+
+
+def test_after_a_time_out_in_which_all_waited_nobody_is_blamed() -> None:
+    store = HashStore()
+    ranks = [Rank(store, number, WAITS, timeout_s=100.0) for number in range(3)]
+    look_until(ranks, ranks[2].standstill.ask())
+    assert not any(rank.failures for rank in ranks)
+
+
+def test_ranks_that_all_wait_in_one_call_are_a_deadlock_told_with_where_each_stands() -> None:
+    store = HashStore()
+    ranks = [Rank(store, number, WAITS, 100.0, deadlock_s=0.3) for number in range(3)]
+    look_until(ranks, lambda: bool(ranks[0].failures))
+    what = ranks[0].failures[0].what
+    assert what.startswith("every rank has waited for the others for 0.3 s or longer (deadlock_seconds), each in one")
+    assert [what.index(f"Rank {rank} (stage {rank})") for rank in range(3)] == sorted(
+        what.index(f"Rank {rank} (stage {rank})") for rank in range(3)
+    )
+
+
+def test_a_rank_that_works_is_no_deadlock() -> None:
+    store = HashStore()
+    ranks = [Rank(store, 0, WAITS, 100.0, 0.1), Rank(store, 1, WORKS, 100.0, 0.1), Rank(store, 2, WAITS, 100.0, 0.1)]
+    end = time.monotonic() + 2.5  # it asks each second
+    look_until(ranks, lambda: time.monotonic() > end)
+    assert not any(rank.failures for rank in ranks) and Table(store, 1, 3, 0).num_asked() >= 2

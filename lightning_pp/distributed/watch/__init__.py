@@ -1,1 +1,1 @@
-"""The ranks watch each other: the first failure of a run, processes that have ended or stopped, ranks that stand."""
+"""The ranks watch each other: one table of what each tells in the store, and what the host shows of processes."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pp.distributed.groups import are_aborted, free_bytes, group_of_two
-from lightning_pp.distributed.watch.failures import RankStoppedError
+from lightning_pp.distributed.watch.this_rank import RankStoppedError
 from lightning_pp.runtime.transport.route import Message, Route, Stop
 from lightning_pp.runtime.transport.sends import Send, Sends
 from lightning_pp.split.record.step_record import Value

@@ -6,25 +6,30 @@ import atexit
 import itertools
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pp.distributed.meeting import among_all_ranks, end_world
-from lightning_pp.distributed.watch.failures import RankFailure, is_about_others
 from lightning_pp.distributed.watch.processes import this_machine
-from lightning_pp.distributed.watch.standstill import Patience, Position, Standstill
-from lightning_pp.distributed.watch.watchdog import Progress, Watchdog, board_of, end_process
+from lightning_pp.distributed.watch.table import RankFailure, Table
+from lightning_pp.distributed.watch.this_rank import RankStoppedError, ThisRank
+from lightning_pp.distributed.watch.watchdog import Watchdog, end_process
 from lightning_pp.runtime.executor import failed_action
 from lightning_pp.strategy._torch_private import store_of_job
-from lightning_pp.strategy.faults.tracebacks import lines_of_user, stack_of_main_thread, tell_shortly
+from lightning_pp.strategy.faults.tracebacks import lines_of_user, tell_shortly
 
 # what others died of is known by then: an exception is told at once, a killed process is seen in a second
 _CAUSE_S = 6.0
 # a rank that has timed out asks where the others stand before one that has lost its connection by that
 _CAUSE_OF_TIMEOUT_S = 4.0
+# what backends say of a rank that did not answer
+_SIGNS_OF_OTHERS = (
+    *("gloo", "Gloo", "NCCL"),
+    *("Connection closed", "caused pair closure", "Connection reset", "Broken pipe"),
+)
 
 _numbers = itertools.count(1)
 
@@ -36,30 +41,11 @@ class FailedRuns:
         self._watchdog: Watchdog | None = None
         self._rank = 0
 
-    def start(
-        self,
-        rank: int,
-        num_ranks: int,
-        wake: Callable[[], None],
-        exit_codes: Callable[[], Mapping[int, int]],
-        progress: Callable[[], Sequence[Progress]],
-        place: Callable[[], str],
-        position: Callable[[], Position],
-        patience: Patience,
-    ) -> None:
-        """Watches the other ranks from here on; every rank has to call it.
-
-        Args:
-            rank: This one.
-            num_ranks: Of the job.
-            wake: Ends what this rank may wait for.
-            exit_codes: What the launcher knows of processes that it has started: rank to exit code.
-            progress: How far this rank has come in its data.
-            place: Where it is: its stages and replica.
-            position: How far it has come in all that it does.
-            patience: How long ranks may wait.
-        """
+    def start(self, this_rank: ThisRank) -> None:
+        """Watches the other ranks from here on; every rank has to call it."""
         self.end()
+        rank, num_ranks = this_rank.rank, this_rank.num_ranks
+        self._rank = rank
         if num_ranks == 1 or not dist.is_initialized():
             return
         # told at once, so that nobody has to ask for it of a process that may have been stopped
@@ -68,21 +54,16 @@ class FailedRuns:
         with among_all_ranks():
             dist.all_gather_object(told, own)
         run, machine = told[0][0], own[1]
-        neighbours = {other: pid for other, (_, its, pid) in enumerate(told) if other != rank and machine == its != ""}
-        self._rank = rank
+        pids = {other: pid for other, (_, its, pid) in enumerate(told) if other != rank and machine == its != ""}
 
-        def wake_all() -> None:
-            wake()
+        def wake() -> None:
+            this_rank.wake()
             end_world()
 
-        board = board_of(store_of_job(), run, num_ranks, rank)
         self._watchdog = Watchdog(
-            board,
-            neighbours,
-            wake_all,
-            exit_codes,
-            Standstill(board, lambda: _on_host(place()), position, stack_of_main_thread, patience),
-            progress,
+            Table.of_job(store_of_job(), run, num_ranks, rank),
+            replace(this_rank, wake=wake, place=lambda: _on_host(this_rank.place())),
+            pids,
             store_is_of_rank_0=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
         )
         atexit.register(self.end)
@@ -102,7 +83,7 @@ class FailedRuns:
         if isinstance(error, SIGTERMException):  # all ranks end before the same batch
             self.end()
             return
-        if is_about_others(error):
+        if _is_about_others(error):
             failure = self._failure_of_others(watchdog, error)
             if failure is not None and failure.code != 1:
                 end_process(failure)
@@ -153,3 +134,10 @@ class FailedRuns:
 
 def _on_host(*parts: str) -> str:
     return ", ".join(part for part in (f"on {socket.gethostname()}", *parts) if part)
+
+
+def _is_about_others(error: BaseException) -> bool:
+    """Whether ``error`` says no more than that another rank did not answer."""
+    if isinstance(error, (RankStoppedError, dist.DistError)):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS_OF_OTHERS)

@@ -9,7 +9,7 @@ import traceback
 from types import FrameType, TracebackType
 from typing import NamedTuple
 
-from lightning_pp.distributed.watch.standstill import Stack
+from lightning_pp.distributed.watch.this_rank import Stack
 from lightning_pp.strategy.lightning.callers import is_of_user, line_of
 
 WHOLE_TRACEBACK = "LIGHTNING_PP_TRACEBACK"

@@ -12,7 +12,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
 from lightning_pp.distributed.meeting import among_all_ranks
-from lightning_pp.distributed.watch.watchdog import Progress
+from lightning_pp.distributed.watch.this_rank import Progress
 from lightning_pp.errors import ConfigurationError
 
 

@@ -29,7 +29,7 @@ from lightning_pp.distributed.loopback import gloo_on_loopback, keep_gloo_on_loo
 from lightning_pp.distributed.meeting import among_all_ranks, store_if_ended
 from lightning_pp.distributed.meshes import groups_of_collectives, make_meshes
 from lightning_pp.distributed.sizes import Auto, ParallelSizes
-from lightning_pp.distributed.watch.failures import RankStoppedError
+from lightning_pp.distributed.watch.this_rank import RankStoppedError
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.runtime.split_backward.wide_products import try_products
 from lightning_pp.sharding import end_stage_update, end_update
@@ -244,7 +244,7 @@ class MeshStrategy(ParallelStrategy):
         store: Store | None = None
         if dist.is_initialized():
             refuse_aborted_groups()
-            store = store_if_ended(store_of_job(), num_ranks, timeout)
+            store = store_if_ended(store_of_job(), environment.global_rank(), num_ranks, timeout)
         else:
             store = store_of_attempt(timeout)
         is_new = not dist.is_initialized()

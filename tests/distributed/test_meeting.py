@@ -1,4 +1,4 @@
-"""Which processes are of one attempt: agreed over a store in which those of other attempts have left something."""
+"""Ranks meet over a store in which processes of other attempts have left something; each hears what all tell."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import TypeVar
 import pytest
 from torch.distributed import TCPStore
 
-from lightning_pp.distributed.launcher_store import LauncherStore, agreed_name, launcher_store
+from lightning_pp.distributed.launcher_store import launcher_store
+from lightning_pp.distributed.meeting import TextStore, meet
 
 T = TypeVar("T")
 LONG = timedelta(seconds=60)
@@ -22,11 +23,11 @@ class KilledError(Exception):
     """Stands for the end of a process."""
 
 
-class MortalStore(LauncherStore):
+class MortalStore(TextStore):
     """Is no longer used after some calls, as by a process that is killed between two of them."""
 
     def __init__(self, store: TCPStore, num_calls: int) -> None:
-        super().__init__(store)
+        super().__init__(store, "test", "a store")
         self.num_calls = num_calls
 
     def tell(self, name: str, text: str) -> None:
@@ -59,6 +60,16 @@ def client(server: TCPStore) -> TCPStore:
     return TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
 
 
+def texts(server: TCPStore) -> TextStore:
+    return TextStore(client(server), "test", f"the store (127.0.0.1:{server.port})")
+
+
+def agreed_name(store: TextStore, rank: int, num_ranks: int, timeout: timedelta) -> str:
+    name, told = meet(store, rank, num_ranks, timeout, f"I am {rank}, {rank}")
+    assert told == [f"I am {each}, {each}" for each in range(num_ranks)]
+    return name
+
+
 def ended(future: Future[T]) -> T | BaseException:
     error = future.exception()
     return future.result() if error is None else error
@@ -71,7 +82,7 @@ def each_rank(num_ranks: int, agree: Callable[[int], str]) -> list[str | BaseExc
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 5])
 def test_ranks_of_an_attempt_get_one_name_and_each_time_another(server: TCPStore, num_ranks: int) -> None:
-    stores = [LauncherStore(client(server)) for _ in range(num_ranks)]
+    stores = [texts(server) for _ in range(num_ranks)]
     seen: set[str | BaseException] = set()
     for _ in range(5):  # the same processes, one time after the other, without a barrier
         names = set(each_rank(num_ranks, lambda rank: agreed_name(stores[rank], rank, num_ranks, LONG)))
@@ -88,10 +99,7 @@ def test_what_killed_processes_have_left_is_not_taken_for_an_answer(server: TCPS
         dying = [MortalStore(client(server), draw.randrange(16)) for _ in range(3)]
         earlier |= set(each_rank(3, lambda rank, dying=dying: agreed_name(dying[rank], rank, 3, SHORT)))  # type: ignore[misc]
     with ThreadPoolExecutor(3) as threads:
-        last = [
-            threads.submit(agreed_name, LauncherStore(client(server)), rank, 3, LONG)
-            for rank in draw.sample(range(3), 3)
-        ]
+        last = [threads.submit(agreed_name, texts(server), rank, 3, LONG) for rank in draw.sample(range(3), 3)]
     names = {future.result() for future in last}
     assert len(names) == 1 and not names & earlier
 
@@ -104,11 +112,11 @@ def test_one_process_started_anew_meets_those_that_wait(server: TCPStore, killed
 
     def agree(rank: int) -> str:
         if rank != killed:
-            return agreed_name(LauncherStore(client(server)), rank, 3, LONG)
+            return agreed_name(texts(server), rank, 3, LONG)
         try:
             return agreed_name(mortal, rank, 3, LONG)
         except KilledError:
-            return agreed_name(LauncherStore(client(server)), rank, 3, timedelta(seconds=3))
+            return agreed_name(texts(server), rank, 3, timedelta(seconds=3))
 
     names = each_rank(3, agree)
     given = {name for name in names if not isinstance(name, BaseException)}
@@ -121,9 +129,7 @@ def test_one_process_started_anew_meets_those_that_wait(server: TCPStore, killed
 
 def test_who_does_not_come_is_told(server: TCPStore) -> None:
     with ThreadPoolExecutor(2) as threads:
-        first, last = (
-            threads.submit(agreed_name, LauncherStore(client(server)), rank, 3, timedelta(seconds=1)) for rank in (0, 2)
-        )
+        first, last = (threads.submit(agreed_name, texts(server), rank, 3, timedelta(seconds=1)) for rank in (0, 2))
     with pytest.raises(TimeoutError, match=rf"1 of 3 ranks \(1\) have not come .*127.0.0.1:{server.port}"):
         first.result()
     with pytest.raises(TimeoutError, match="Rank 2 has got no answer of rank 0 for all 3 ranks"):
