@@ -138,7 +138,7 @@ class ShardedPrograms:
         clock: CollectiveClock,
     ) -> None:
         stages = split.placement.stages_of_rank(rank)
-        calls = _calls_of_any_replica(split)
+        calls = _calls_of_any_replica(split, groups)
         called = {stage: [unit for unit in calls if split.partition.stage_of_unit[unit] == stage] for stage in stages}
         self.stages = ShardedStages(
             units, {stage: split.partition.units_of_stage(stage) for stage in stages}, called, rank, clock
@@ -183,14 +183,18 @@ class ShardedPrograms:
         return program.schedule
 
 
-def _calls_of_any_replica(split: SplitModel) -> list[str]:
+def _calls_of_any_replica(split: SplitModel, groups: ControlGroups) -> list[str]:
     """The units in the order of their calls, with those that only another replica, or another batch, may call.
 
-    What a replica draws, and the values in its batch, may have it call units that the recorded step did not; all have
-    to gather these, so each stands where its place in the module says.
+    What a replica draws, and the values in its batch, may have it call units that the recorded step did not. All gather
+    these, and in one order: that of the first replica's record, with the others where their places in the module say.
     """
-    calls = [call.unit for call in split.record.calls]
-    if not (split.record.may_branch_at_random or split.record.depends_on_batch_values):
+    record = split.record
+    calls = [call.unit for call in record.calls]
+    may_differ = record.may_branch_at_random or record.depends_on_batch_values
+    of_replicas = groups.gather((calls, may_differ), "the units that a step calls")
+    calls = of_replicas[0][0]
+    if not any(may_differ or others != calls for others, may_differ in of_replicas):
         return calls
     called, place = set(calls), 0
     for unit in split.units:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from lightning_pp.split._torch_private import version_of
 from lightning_pp.split.data.tree import tensors_of
 from lightning_pp.split.fakes.parameters import is_fake
 from lightning_pp.split.record.reduction import Kind
@@ -96,7 +97,7 @@ def watched(seen: Seen, module: nn.Module, units: Mapping[str, nn.Module]) -> It
         module: The whole model.
         units: Names and modules of its units.
     """
-    before = {name: (buffer, buffer._version) for name, buffer in module.named_buffers()}
+    before = {name: (buffer, version_of(buffer)) for name, buffer in module.named_buffers()}
     names = {id(unit): name for name, unit in units.items()}
     times: dict[str, int] = {}
 
@@ -112,7 +113,7 @@ def watched(seen: Seen, module: nn.Module, units: Mapping[str, nn.Module]) -> It
             yield
     finally:
         hook.remove()
-        now = {name: (buffer, buffer._version) for name, buffer in module.named_buffers()}
+        now = {name: (buffer, version_of(buffer)) for name, buffer in module.named_buffers()}
         seen.moved |= {name for name, (buffer, version) in now.items() if _differs(before.get(name), buffer, version)}
 
 

@@ -53,6 +53,7 @@ from lightning_pp.split.side_effects.watch import ChangingHookError, SideEffectW
 from lightning_pp.split.unit_calls.call_arguments import fingerprint_of, shapes_of
 from lightning_pp.split.unit_calls.checkpointed_regions import never_run_again
 from lightning_pp.split.unit_calls.compute_dtype import cast_activations
+from lightning_pp.split.unit_calls.endless import UnitsCalled
 from lightning_pp.split.unit_calls.operations import OperationCalls
 from lightning_pp.split.unit_calls.selective_policy import Policy
 
@@ -128,6 +129,7 @@ class DryRun:
         self._policy = policy
         self._python_generators: Any = None
         self._is_second = False
+        self._units_called = UnitsCalled(len(units))
         # of the call that has run last: what it returned besides tensors that depends on values
         self._unknown: dict[int, tuple[Any, Any]] = {}
         self._draws_in_python: set[int] = set()
@@ -254,6 +256,7 @@ class DryRun:
             sources = frozenset(map(Parameter, self._own_parameters[unit])).union(*found)
             return self._heads.called(unit, args, kwargs, sources, in_region=self.running_region() is not None)
         _check_may_be_called(unit, args, kwargs)
+        self._units_called.note(unit)
         self._end_inter_unit()
         call = self._begun_call(unit, args, kwargs)
         given = args, kwargs

@@ -306,3 +306,56 @@ def test_an_attribute_that_reaches_nothing_is_told_once(pool: WorkerPool) -> Non
     found = pool.run(keep_lists, Layout("zb_h1", 2, num_microbatches=4), world_size=2)
     told = [text for text in found[0][0] if "has another value after microbatches" in text]
     assert len(told) == 1 and "'last_size'" in told[0] and "test_reported_steps.py" in told[0], found[0][0]
+
+
+class ByTask(Step):
+    """Has a head for each of two tasks, and every replica another task in each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(2))
+
+    def extra(self, h: Tensor, x: Tensor, batch_idx: int) -> Tensor:
+        replica: Any = getattr(self.trainer.strategy, "data_parallel_rank", 0)
+        return self.heads[(replica + batch_idx) % 2](h).square().mean()
+
+
+def train_by_task(sharding: str) -> list[float]:
+    """In a worker: the losses of this replica."""
+    layout = Layout("zb_h1", 2, replicas=2, num_microbatches=2)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(32, 8, generator=generator, dtype=torch.float64)
+    losses = Losses()
+    run = trainer(4, layout.strategy(sharding=sharding), callbacks=[losses], precision="64-true")
+    run.fit(ByTask(), DataLoader(TensorDataset(x, x.sum(-1).tanh()), batch_size=4))
+    return losses.found
+
+
+def test_replicas_that_call_other_units_gather_in_one_order(pool: WorkerPool) -> None:
+    expected = pool.run(train_by_task, "replicate", world_size=4, timeout=120)
+    for sharding in ("shard_grad_op", "full_shard"):
+        found = pool.run(train_by_task, sharding, world_size=4, timeout=120)
+        for losses, of_replicated in zip(found, expected, strict=True):
+            assert losses == pytest.approx(of_replicated, rel=1e-9), sharding
+
+
+class DecodesInValidation(Step):
+    """Goes on until its output says stop, which made-up data never say."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        h = batch[0]
+        while not bool((h > 1e6).any()):
+            for block in self.blocks:
+                h = block(h)
+
+
+def decode() -> None:
+    x = torch.randn(16, 8)
+    data = DataLoader(TensorDataset(x, x.sum(-1)), batch_size=8)
+    trainer(2, Layout("1f1b", 2, num_microbatches=2).strategy()).fit(DecodesInValidation(), data, data)
+
+
+def test_a_dry_run_that_does_not_end_is_refused(pool: WorkerPool) -> None:
+    report = pool.run(decode, world_size=2, timeout=120, expect_failure=True)
+    told = [failure.message for failure in report.failures if failure is not None]
+    assert len(told) == 2 and any("did not end" in text and "501 calls" in text for text in told), told
