@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from lightning_pp.errors import ConfigurationError
 from lightning_pp.split.fakes.fake_mode import FakeValueMode, NeedsDataError
 from lightning_pp.split.fakes.parameters import is_fake
 from lightning_pp.split.record.source_lines import user_line
@@ -39,9 +40,15 @@ class OutsideSteps:
         Raises:
             LostEditError: It is written into a tensor with data, also as a gradient.
             NeedsDataError: It is logged, or its data are read.
+            ConfigurationError: A whole ``state_dict`` is loaded into what this rank has of the module.
         """
         log = partial(_log, self._mode, self._module.log)
-        with self._mode.refusing_edits(), replaced(self._module, log=log), self._mode.refusing_text():
+        load = partial(_load, self._module, self._module.load_state_dict)
+        with (
+            self._mode.refusing_edits(),
+            replaced(self._module, log=log, load_state_dict=load),
+            self._mode.refusing_text(),
+        ):
             yield
 
     @contextmanager
@@ -56,3 +63,18 @@ def _log(mode: FakeValueMode, log: Callable[..., None], name: str, value: Any, *
     if mode.refuses_edits and isinstance(value, torch.Tensor) and is_fake(value):
         raise NeedsDataError(f"self.log({name!r})", user_line(), in_step=False)
     log(name, value, *args, **options)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _load(
+    module: pl.LightningModule, load: Callable[..., Any], state_dict: Mapping[str, Any], *args: Any, **options: Any
+) -> Any:
+    try:
+        return load(state_dict, *args, **options)
+    except RuntimeError as error:
+        own = sum(name in state_dict for name in module.state_dict())
+        raise ConfigurationError(
+            f"{user_line()} loads a state_dict with {len(state_dict)} names. This rank has the parameters of its own "
+            f"stages, which are {own} of them. Load whole weights by ckpt_path or initial_weights, or after "
+            "strategy.gather_module(); keep averages of weights by Lightning's WeightAveraging."
+        ) from error
