@@ -37,8 +37,9 @@ def conf_of(target: str, given: Mapping[str, tuple[str, Any]] | None = None, bas
             default = partial(list, default)
         made: dict[str, Any] = {"default_factory" if callable(default) else "default": default}
         fields.append((parameter.name, kind, field(**made, metadata={"help": meanings.get(parameter.name, "")})))
-    # annotations are read where the schema is
-    return make_dataclass(f"{name}Conf", fields, bases=(base,), namespace={"__module__": "lightning_pp.conf.schema"})
+    made_class = make_dataclass(f"{name}Conf", fields, bases=(base,))
+    made_class.__module__ = "lightning_pp.conf.schema"  # where the names in annotations are looked up
+    return made_class
 
 
 def helps(documented: type) -> dict[str, str]:
