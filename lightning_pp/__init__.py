@@ -14,6 +14,7 @@ __all__ = [
     "PipelineParallelStrategy",
     "PipelineProfiler",
     "PipelineWandbLogger",
+    "verify",
 ]
 
 try:
@@ -24,6 +25,7 @@ else:
     from lightning_pp.callbacks import MemorySnapshots, PipelineMonitor, PipelineProfiler, PipelineWandbLogger
     from lightning_pp.split import BatchPart
     from lightning_pp.strategy import PipelineParallelStrategy
+    from lightning_pp.verification import verify
 
     StrategyRegistry.register(
         "pipeline_parallel",

@@ -100,7 +100,7 @@ def test_one_layer_makes_process_groups() -> None:
 BUDGETS = {
     ("split",): 12_950,
     ("strategy",): 12_700,
-    ("cli", "conf", "doctor"): 9_450,
+    ("cli", "conf", "doctor"): 9_550,
     ("telemetry", "callbacks"): 4_750,
     ("schedule",): 4_800,
     ("planning",): 4_700,
@@ -108,6 +108,7 @@ BUDGETS = {
     ("checkpoint",): 3_550,
     ("sharding",): 3_100,
     ("distributed",): 2_350,
+    ("verification",): 750,
 }
 
 

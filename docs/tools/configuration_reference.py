@@ -18,7 +18,11 @@ from lightning_pp.conf.search_path import yaml_folders
 DOCUMENT = Path(__file__).parents[1] / "training" / "configuration.md"
 CONF, _ = yaml_folders()
 GROUPS = ("trainer", "strategy", "schedule", "model", "optimizer", "data", "logger", "callbacks", "launcher")
-COMMANDS = {"lightning-pp": schema.CommandConf, "lightning-pp-plan": schema.PlanConf}
+COMMANDS = {
+    "lightning-pp": schema.CommandConf,
+    "lightning-pp-plan": schema.PlanConf,
+    "lightning-pp-verify": schema.VerifyConf,
+}
 HEAD = """# Configuration reference
 
 <!-- made by python docs/tools/configuration_reference.py from conf/, its schema, and docstrings of what it builds -->

@@ -432,6 +432,17 @@ class PlanConf(RunConf):
     out: str | None = None
 
 
+@dataclass
+class VerifyConf(RunConf):
+    """What ``lightning-pp-verify`` is asked, besides what a run is.
+
+    Attributes:
+        steps: Training batches before the checkpoint, and after it.
+    """
+
+    steps: int = 5
+
+
 _GROUPS: dict[str, dict[str, type[Any]]] = {
     "trainer": {"trainer": TrainerConf},
     "launcher": {"local_launcher": LocalLauncherConf, "torchrun": TorchrunConf},
@@ -471,6 +482,7 @@ def register() -> None:
     store = ConfigStore.instance()
     store.store(name="run_schema", node=CommandConf)
     store.store(name="plan_schema", node=PlanConf)
+    store.store(name="verify_schema", node=VerifyConf)
     for group, confs in _GROUPS.items():
         for name, conf in confs.items():
             package = {"optimizer": "model.optimizer", "callbacks": f"callbacks.{name}"}.get(group)

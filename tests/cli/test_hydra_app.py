@@ -93,6 +93,7 @@ def test_processes_that_cannot_be_started_are_refused_with_what_works(monkeypatc
 COMMANDS = {
     "lightning-pp": "lightning_pp",
     "lightning-pp-plan": "lightning_pp.cli.plan.command",
+    "lightning-pp-verify": "lightning_pp.cli.verify",
     "lightning-pp-export": "lightning_pp.cli.export.command",
     "lightning-pp-report": "lightning_pp.cli.past_runs.command",
     "lightning-pp-data": "lightning_pp.cli.data.command",

@@ -10,12 +10,13 @@ import os
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command import run_forked
+from command import environment, run_forked
 from hydra import compose, initialize_config_module
 from pool import WorkerPool
 
@@ -24,7 +25,7 @@ from lightning_pp import PipelineParallelStrategy
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))]
-CONFIGS = {"lightning-pp": "config", "lightning-pp-plan": "plan"}
+CONFIGS = {"lightning-pp": "config", "lightning-pp-plan": "plan", "lightning-pp-verify": "verify"}
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -87,13 +88,25 @@ def test_the_tutorial_gives_the_same_numbers_on_one_device_and_as_a_pipeline(poo
 def test_the_commands_of_the_tutorial_run(tmp_path: Path) -> None:
     write_scripts("tutorial", tmp_path)
     text = "".join(blocks(DOCS / "start" / "tutorial.md", "bash")).replace("\\\n", " ")
-    check, train = (shlex.split(line) for line in text.splitlines())
-    assert (check[0], train[0]) == ("lightning-pp-plan", "lightning-pp")
+    verify, check, train = (shlex.split(line) for line in text.splitlines())
+    assert (verify[0], check[0], train[0]) == ("lightning-pp-verify", "lightning-pp-plan", "lightning-pp")
+    verified = run_forked([*verify[1:], "steps=2"], tmp_path, module="lightning_pp.cli.verify", timeout_s=200)
+    assert verified.code == 0 and verified.output.endswith("as one device does.\n"), verified.output
     checked = run_forked(check[1:], tmp_path, module="lightning_pp.cli.plan.command")
     assert checked.code == 0 and "LanguageModel: can be cut into 2 stages" in checked.output, checked.output
     shorter = ["trainer.max_steps=2" if "max_steps" in word else word for word in train[1:]]
     trained = run_forked([*shorter, "logger=none", "trainer.enable_progress_bar=false"], tmp_path, num_processes=2)
     assert trained.code == 0 and list(tmp_path.glob("outputs/*/*/checkpoints/step2.ckpt")), trained.output
+
+
+def test_the_comparison_of_the_tutorial_runs_as_a_script(tmp_path: Path) -> None:
+    script = write_scripts("tutorial", tmp_path)["verified.py"]
+    run = functools.partial(subprocess.run, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    finished = run([sys.executable, "verified.py"])
+    assert finished.returncode == 0 and finished.stdout.endswith("as one device does.\n"), finished
+    (tmp_path / "unguarded.py").write_text(script.replace('__name__ == "__main__"', "True"))
+    finished = run([sys.executable, "unguarded.py"])
+    assert 'it has to stand under `if __name__ == "__main__":`' in finished.stdout, finished
 
 
 def test_the_scripts_of_the_migration_guide_run(pool: WorkerPool, tmp_path: Path) -> None:
@@ -118,7 +131,7 @@ def commands(page: Path) -> list[tuple[str, list[str]]]:
     found = []
     lines = "\n".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
     for line in lines:
-        command = re.match(r"(?:(lightning-pp(?:-plan)?)|torchrun .*-m lightning_pp)(?: |$)", line)
+        command = re.match(r"(?:(lightning-pp(?:-plan|-verify)?)|torchrun .*-m lightning_pp)(?: |$)", line)
         if command is None:
             continue
         words = shlex.split(line[command.end() :], comments=True)

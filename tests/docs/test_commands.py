@@ -23,6 +23,7 @@ pytestmark = pytest.mark.nightly
 
 MODULES = {
     "lightning-pp-plan": "lightning_pp.cli.plan.command",
+    "lightning-pp-verify": "lightning_pp.cli.verify",
     "lightning-pp-data": "lightning_pp.cli.data.command",
     "lightning-pp-export": "lightning_pp.cli.export.command",
     "lightning-pp-report": "lightning_pp.cli.past_runs.command",
@@ -181,7 +182,7 @@ def as_run(words: list[str], folder: Path) -> list[list[str]]:
         return [[command, one, *rest], [command, one, other, *(each.replace("report.", "both.") for each in rest)]]
     if command == "lightning-pp-doctor":
         return [[command, *(arguments or ["--only", "environment"])]]  # tests/doctor has the others
-    if command in ("lightning-pp", "lightning-pp-plan") and not is_answered(arguments):
+    if command in ("lightning-pp", "lightning-pp-plan", "lightning-pp-verify") and not is_answered(arguments):
         return [[command, *arguments, *shrinking(arguments, command)]]
     return [words]
 

@@ -23,7 +23,7 @@ from lightning_pp import PipelineParallelStrategy
 from lightning_pp.cli.plan.run import make_plan
 from lightning_pp.conf import Mode, build, schema
 from lightning_pp.conf.fields import helps
-from lightning_pp.conf.schema import PipelineParallelStrategyConf, PlanConf, RunConf
+from lightning_pp.conf.schema import PipelineParallelStrategyConf, PlanConf, RunConf, VerifyConf
 from lightning_pp.conf.search_path import yaml_folders
 from lightning_pp.recipes.token_files import TokenWriter
 
@@ -155,6 +155,10 @@ def test_help_names_every_recipe_option_and_value_there_is() -> None:
     values = {field.name for field in fields(PlanConf)} - {field.name for field in fields(RunConf)}
     plan = " ".join((helps / "lightning_pp_plan.yaml").read_text().split())
     assert set(plan.split("besides: ")[1].rstrip(".").split(", ")) == values
+    verify = " ".join((helps / "lightning_pp_verify.yaml").read_text().split())
+    assert {verify.split("besides: ")[1].rstrip(".")} == {f.name for f in fields(VerifyConf)} - {
+        f.name for f in fields(RunConf)
+    }
 
 
 @pytest.mark.parametrize("option", GROUP_OPTIONS)

@@ -9,7 +9,7 @@ from lightning_pp.cli.hydra_app.completion import SHELLS, completion_script
 from lightning_pp.cli.problems import UserError, print_problem
 from lightning_pp.versions import version_line
 
-_CONFIGS = {"lightning-pp": "config", "lightning-pp-plan": "plan"}
+_CONFIGS = {"lightning-pp": "config", "lightning-pp-plan": "plan", "lightning-pp-verify": "verify"}
 
 
 def answer_alone(arguments: Sequence[str], command: str) -> None:

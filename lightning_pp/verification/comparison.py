@@ -1,0 +1,195 @@
+"""What two runs wrote down, compared moment by moment: which values differ, where first, and why that can be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pp.checkpoint import read_alone
+from lightning_pp.checkpoint.content import MODEL
+from lightning_pp.verification.recording import Facts, Moment, leaves, moment_file
+
+#: In the order in which a difference of one moment is told.
+KINDS = ("loss", "logged", "gradient", "weight", "buffer", "learning rate", "state of a callback")
+#: The largest relative difference that counts as equal, by dtype.
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
+_COARSEST = 2e-2
+# of a tensor that is nothing but rounding, such as the gradient of a key's bias: relative to the largest of its kind
+_SMALL_OF_KIND = {"gradient": 1e-3, "weight": 1e-3, "buffer": 1e-3}
+_SMALL = 1e-6
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One value that is not as on one device.
+
+    Attributes:
+        place: The moment: training or resumed training, and the batch.
+        kind: ``loss``, ``logged``, ``gradient``, ``weight``, ``buffer``, ``learning rate`` or ``state of a callback``.
+        name: Of the value; of a tensor with the indices of the element that differs most.
+        stage: The stages that have it; empty where that means nothing.
+        expected: On one device.
+        found: In the pipeline.
+        relative: How much they differ, of the largest element.
+    """
+
+    place: str
+    kind: str
+    name: str
+    stage: str
+    expected: Any
+    found: Any
+    relative: float
+
+    def __str__(self) -> str:
+        stage = f" (stage {self.stage})" if self.stage else ""
+        numbers = f"{_shown(self.expected)} on one device, {_shown(self.found)} in the pipeline"
+        return f"{self.place}: {self.kind} {self.name}{stage}: {numbers}, relative difference {self.relative:.2g}"
+
+
+class Comparison:
+    """Two runs, compared when this is made.
+
+    Args:
+        plain: Folder of the run on one device.
+        piped: Folder of the pipeline.
+        expected: Facts of the run on one device.
+        ranks: Facts of each rank of the pipeline.
+
+    Attributes:
+        differences: In the order of the training.
+        compared: How many values of each kind were compared.
+        largest: The largest relative difference of each kind.
+    """
+
+    def __init__(self, plain: Path, piped: Path, expected: Facts, ranks: Sequence[Facts]) -> None:
+        self.differences: list[Difference] = []
+        self.compared: dict[str, int] = {}
+        self.largest: dict[str, float] = {}
+        self._expected, self._ranks = expected, ranks
+        self._tolerance = tolerance_of(expected.loss_dtype)
+        self._folders = str(plain), str(piped)
+        for number in range(max(facts.num_moments for facts in (expected, *ranks))):
+            of_one = _moment(plain, 0, number)
+            of_ranks = [_moment(piped, rank, number) for rank in range(len(ranks))]
+            if other := [each.place for each in of_ranks if each.place != of_one.place]:
+                found = Difference(of_one.place, "moment", "", "", of_one.place, other[0], math.inf)
+                self.differences.append(found)
+                return
+            self._compare_moment(of_one, of_ranks)
+
+    def _compare_moment(self, of_one: Moment, of_ranks: Sequence[Moment]) -> None:
+        expected = {**of_one.values, **self._checkpointed(of_one)}
+        found = [each.values for each in of_ranks]
+        found[0] = {**found[0], **self._checkpointed(of_ranks[0])}  # which all ranks have written
+        for kind in KINDS:
+            if kind in expected:
+                self._compare(of_one.place, kind, expected[kind], [values.get(kind, {}) for values in found])
+
+    def _checkpointed(self, moment: Moment) -> dict[str, dict[str, Any]]:
+        if moment.checkpoint is None:
+            return {}
+        values: dict[str, dict[str, Any]] = {"weight": {}, "buffer": {}}
+        for name, value in read_alone(moment.checkpoint, weights_only=False)[MODEL].items():
+            kind = "weight" if name in self._expected.stages else "buffer"
+            values[kind].update(leaves(value, name))
+        return values
+
+    def _compare(self, place: str, kind: str, expected: dict[str, Any], found: Sequence[dict[str, Any]]) -> None:
+        """Compares what each rank has, and whether any has each; so a rank may have a part only."""
+        smallest = _SMALL_OF_KIND.get(kind, 0) * max((_size(value) for value in expected.values()), default=0)
+        for name in dict.fromkeys([*expected, *(name for values in found for name in values)]):
+            holders = [rank for rank, values in enumerate(found) if name in values]
+            for rank in holders or [0]:
+                one, other = expected.get(name, _MISSING), found[rank].get(name, _MISSING)
+                self.compared[kind] = self.compared.get(kind, 0) + 1
+                relative, where = self._relative(one, other, max(smallest, _SMALL))
+                self.largest[kind] = max(self.largest.get(kind, 0.0), relative)
+                if relative > max(self._tolerance, tolerance_of(getattr(one, "dtype", None))):
+                    stage = self._stage(name, rank) if kind in ("gradient", "weight") else ""
+                    one, other = (value[where] if where else value for value in (one, other))
+                    self.differences.append(Difference(place, kind, _named(name, where), stage, one, other, relative))
+                    break
+
+    def _stage(self, name: str, rank: int) -> str:
+        """Of the rank that was looked at; a weight is that of all ranks, and its stages those that own it."""
+        own = self._ranks[rank].stages.get(name)
+        return own or ", ".join(facts.stages[name] for facts in self._ranks if name in facts.stages)
+
+    def _relative(self, one: Any, other: Any, smallest: float) -> tuple[float, tuple[int, ...]]:
+        """The relative difference of two values, and the indices of the element of tensors that differs most."""
+        if not all(isinstance(value, (Tensor, int, float)) for value in (one, other)):
+            words = (str(one).replace(self._folders[0], ""), str(other).replace(self._folders[1], ""))
+            return (0.0 if words[0] == words[1] else math.inf), ()
+        one, other = (torch.as_tensor(value).double() for value in (one, other))
+        if one.shape != other.shape:
+            return math.inf, ()
+        if not one.numel():
+            return 0.0, ()
+        is_equal = (one == other) | (one.isnan() & other.isnan())
+        apart = torch.where(is_equal, 0.0, (one - other).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
+        finite = one[one.isfinite()]
+        size = max(float(finite.abs().max()) if finite.numel() else 0.0, smallest)
+        where = torch.unravel_index(apart.argmax(), apart.shape) if apart.dim() else ()
+        return float(apart.max()) / size, tuple(int(index) for index in where)
+
+
+def tolerance_of(dtype: torch.dtype | None) -> float:
+    """The relative difference that counts as equal."""
+    if dtype is None or not dtype.is_floating_point:
+        return TOLERANCES[torch.float64]
+    return TOLERANCES.get(dtype, _COARSEST)
+
+
+def causes(expected: Facts) -> list[str]:
+    """What is known to make a pipeline of this module differ from one device; where nothing is, what to look at."""
+    found = []
+    if expected.has_batch_norm:
+        found.append(
+            "Known cause: BatchNorm in training normalises over a microbatch, on one device over the whole batch."
+        )
+    if expected.draws:
+        found.append("Known cause: the step draws random numbers (dropout as a function, noise), others in a pipeline.")
+    if tolerance_of(expected.loss_dtype) > TOLERANCES[torch.float64]:
+        found.append(
+            f"Known cause: the loss is {expected.loss_dtype}; sums in another order round differently, and updates "
+            "make it more."
+        )
+    return found or [
+        "No cause is known. Look at what the step reads besides its batch: trainer.world_size, counters and attributes "
+        "that every microbatch moves."
+    ]
+
+
+_MISSING = "nothing"
+
+
+def _moment(folder: Path, rank: int, number: int) -> Moment:
+    path = moment_file(folder, rank, number)
+    if not path.exists():
+        return Moment("the training has ended", {})
+    moment: Moment = torch.load(path, weights_only=False)
+    return moment
+
+
+def _size(value: Any) -> float:
+    is_numbers = isinstance(value, Tensor) and value.is_floating_point() and value.numel() > 0
+    return float(value.abs().max().nan_to_num(nan=0.0, posinf=0.0)) if is_numbers else 0.0
+
+
+def _named(name: str, where: tuple[int, ...]) -> str:
+    return f"{name}[{', '.join(map(str, where))}]" if where else name
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"{value:.12g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,266 @@
+"""One training that writes down all that is compared: in a process of its own, plain or as one rank of a pipeline."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_pp.errors import ConfigurationError
+from lightning_pp.strategy import PipelineParallelStrategy
+
+TRAINING, RESUMED = "training", "resumed training"
+FLOAT64 = "64-true"
+_NUM_VALIDATION_BATCHES = 2
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to train, and how.
+
+    Attributes:
+        parts: Pickled: module, datamodule, strategy and callbacks, each as it is or as a function that makes it.
+        steps: Training batches before the checkpoint, and after it.
+        seed: Of the parts that are made, and of each training.
+        trainer: Arguments of the Trainer.
+        num_processes: 1 for the training on one device, without the strategy.
+        folder: Where the run writes.
+    """
+
+    parts: bytes
+    steps: int
+    seed: int
+    trainer: Mapping[str, Any]
+    num_processes: int
+    folder: Path
+
+
+@dataclass
+class Facts:
+    """What the comparison has to know of a run, besides its values.
+
+    Attributes:
+        num_moments: Moments that were written down.
+        num_without_dropout: Modules whose dropout was set to 0.
+        has_batch_norm: Whether the module has a BatchNorm.
+        draws: Whether a training batch moved torch's generator.
+        loss_dtype: Of the first loss.
+        stages: For each parameter of this rank, the rank's stages; on one device there are none.
+    """
+
+    num_moments: int = 0
+    num_without_dropout: int = 0
+    has_batch_norm: bool = False
+    draws: bool = False
+    loss_dtype: torch.dtype | None = None
+    stages: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What one rank had at one moment.
+
+    Attributes:
+        place: ``"training, batch_idx=2"``.
+        values: For each kind of value, the values by name.
+        checkpoint: File or folder that has the weights and buffers of this moment; None where they have not changed.
+    """
+
+    place: str
+    values: dict[str, dict[str, Any]]
+    checkpoint: Path | None = None
+
+
+def train_twice(job: Job, rank: int) -> Facts:
+    """Trains, validates, saves a checkpoint, and does so again from this checkpoint with parts made anew."""
+    facts = Facts()
+    path = job.folder / "resume.ckpt"
+    for phase, ckpt_path in ((TRAINING, None), (RESUMED, path)):
+        L.seed_everything(job.seed, workers=True, verbose=False)
+        module, data, strategy, callbacks = (made(part) for part in pickle.loads(job.parts))
+        facts.num_without_dropout = without_dropout(module)
+        if job.trainer["precision"] == FLOAT64:
+            module.double()  # Lightning loads a checkpoint before it converts the module, through float32
+        recorder = Recorder(job.folder, rank, phase, facts, job.seed)
+        trainer = _trainer(job, strategy, [*kept(callbacks or []), recorder], num_epochs=1 + (phase == RESUMED))
+        L.seed_everything(job.seed, workers=True, verbose=False)
+        trainer.fit(module, datamodule=data, ckpt_path=ckpt_path, weights_only=False)
+        recorder.note_callbacks(trainer)
+        if phase == TRAINING:
+            trainer.save_checkpoint(path)
+    facts.has_batch_norm = any("BatchNorm" in type(part).__name__ for part in module.modules())
+    return facts
+
+
+def _trainer(job: Job, strategy: Any, callbacks: list[L.Callback], num_epochs: int) -> L.Trainer:
+    trainer = L.Trainer(
+        **{"limit_val_batches": _NUM_VALIDATION_BATCHES, **job.trainer},
+        accelerator="cpu",
+        devices=job.num_processes,
+        strategy=strategy if job.num_processes > 1 else "auto",
+        callbacks=callbacks,
+        max_epochs=num_epochs,
+        limit_train_batches=job.steps,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=job.folder,
+    )
+    if job.num_processes > 1:
+        if not isinstance(strategy, PipelineParallelStrategy):
+            raise ConfigurationError(f"strategy={type(strategy).__name__} is no PipelineParallelStrategy.")
+        if strategy.sizes.data_parallel > 1:
+            raise ConfigurationError(
+                f"{job.num_processes} processes and pipeline_parallel_size={strategy.sizes.pipeline} make "
+                f"{strategy.sizes.data_parallel} replicas, each with batches of its own. Compare one pipeline: "
+                "data_parallel_size=1, and as many devices as pipeline_parallel_size."
+            )
+    return trainer
+
+
+def made(part: Any) -> Any:
+    """A part as it is, or what the function (or class) makes that was given for it."""
+    is_ready = isinstance(part, (nn.Module, L.LightningDataModule, Strategy, list, tuple))
+    return part() if callable(part) and not is_ready else part
+
+
+def kept(callbacks: list[L.Callback]) -> list[L.Callback]:
+    """Without those that save or measure, whose states are names of files and times."""
+    return [c for c in callbacks if not isinstance(c, Checkpoint) and not type(c).__module__.startswith("lightning_pp")]
+
+
+def without_dropout(module: nn.Module) -> int:
+    """Sets dropout to 0: of torch's modules, and numbers between 0 and 1 in attributes called so; in how many."""
+    changed = 0
+    for part in module.modules():
+        is_dropout = "Dropout" in type(part).__name__
+        names = [name for name in vars(part) if "dropout" in name or (is_dropout and name == "p")]
+        found = {name: value for name in names if isinstance(value := vars(part)[name], float) and 0 < value < 1}
+        vars(part).update(dict.fromkeys(found, 0.0))
+        changed += bool(found)
+    return changed
+
+
+class Recorder(L.Callback):
+    """Writes down what this rank has, batch by batch.
+
+    Args:
+        folder: Of the run: files of ranks in ``RANK/``, checkpoints of all ranks beside these.
+        rank: This process.
+        phase: What the training is called.
+        facts: To be filled.
+        seed: Of the resumed epoch: a pipeline has the random state of its checkpoint, which one device does not keep.
+    """
+
+    def __init__(self, folder: Path, rank: int, phase: str, facts: Facts, seed: int) -> None:
+        self._folder, self._rank, self._phase, self._facts = folder, rank, phase, facts
+        self._seed = seed
+        self._gradients: dict[str, Any] = {}
+        self._generator = torch.get_rng_state()
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        strategy, stages = trainer.strategy, ""
+        if isinstance(strategy, PipelineParallelStrategy):
+            stages = ", ".join(map(str, strategy.engine.placement.stages_of_rank(strategy.pipeline_rank)))
+        names = [name for name, _ in pl_module.named_parameters(remove_duplicate=False)]
+        self._facts.stages = dict.fromkeys(names, stages)
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._phase == RESUMED:
+            L.seed_everything(self._seed, workers=True, verbose=False)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._generator = torch.get_rng_state()
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        self._gradients |= {
+            name: None if parameter.grad is None else whole(parameter.grad)
+            for name, parameter in pl_module.named_parameters(remove_duplicate=False)
+        }
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._facts.draws |= not torch.equal(self._generator, torch.get_rng_state())
+        losses = dict(leaves(outputs, "loss" if isinstance(outputs, Tensor) else ""))
+        loss = losses.get("loss")
+        if self._facts.loss_dtype is None and isinstance(loss, Tensor):
+            self._facts.loss_dtype = loss.dtype
+        rates = {
+            f"lr of optimizer {number}, group {place}": group["lr"]
+            for number, optimizer in enumerate(trainer.optimizers)
+            for place, group in enumerate(optimizer.param_groups)
+        }
+        logged, gradients = dict(trainer.callback_metrics), self._gradients
+        values: dict[str, dict[str, Any]] = {
+            "loss": {"loss": loss},
+            "logged": logged,
+            "gradient": gradients,
+            "learning rate": rates,
+        }
+        self._gradients = {}
+        path = self._folder / f"{self._facts.num_moments:04d}.ckpt"
+        trainer.save_checkpoint(path, weights_only=True)
+        self._write(f"{self._phase}, batch_idx={batch_idx}", values, path)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._write(f"validation of the {self._phase}", {"logged": dict(trainer.callback_metrics)})
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._write(f"end of the epoch of the {self._phase}", {"logged": dict(trainer.callback_metrics)})
+
+    def note_callbacks(self, trainer: L.Trainer) -> None:
+        """What the callbacks would save, after the training."""
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined] # set by a connector
+        states = {
+            f"{type(callback).__name__}{place}": value
+            for callback in callbacks
+            if not isinstance(callback, Checkpoint)
+            for place, value in leaves(callback.state_dict(), "")
+        }
+        self._write(f"end of the {self._phase}", {"state of a callback": states})
+
+    def _write(self, place: str, values: dict[str, dict[str, Any]], checkpoint: Path | None = None) -> None:
+        on_host = {kind: {name: whole(value) for name, value in each.items()} for kind, each in values.items()}
+        path = moment_file(self._folder, self._rank, self._facts.num_moments)
+        path.parent.mkdir(exist_ok=True)
+        torch.save(Moment(place, on_host, checkpoint), path)
+        self._facts.num_moments += 1
+
+
+def moment_file(folder: Path, rank: int, number: int) -> Path:
+    """Where a rank writes its values of a moment."""
+    return folder / f"rank{rank}" / f"{number:04d}.pt"
+
+
+def whole(value: Any) -> Any:
+    """A copy of a value; a tensor on the CPU, put together from its shards."""
+    if not isinstance(value, Tensor):
+        return value
+    value = value.detach()
+    return (value.full_tensor() if isinstance(value, DTensor) else value).cpu().clone()
+
+
+def leaves(tree: Any, place: str) -> Iterator[tuple[str, Any]]:
+    """Tensors, numbers, words and None of nested dicts, lists and tuples, by place; other objects are left out."""
+    if isinstance(tree, Mapping):
+        for name, value in tree.items():
+            yield from leaves(value, f"{place}.{name}" if place else str(name))
+    elif isinstance(tree, (list, tuple)):
+        for number, value in enumerate(tree):
+            yield from leaves(value, f"{place}[{number}]")
+    elif tree is None or isinstance(tree, (Tensor, int, float, str)):
+        yield place, tree

@@ -1,0 +1,77 @@
+"""``lightning_pp.verify``: equal trainings are told to be equal, and of others the first difference."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import pytest
+from verified_modules import Contrastive, Counting, Data, Double, Net, Normalised, ReadsWorldSize, make_strategy
+
+import lightning_pp
+from lightning_pp import PipelineParallelStrategy
+from lightning_pp.errors import ConfigurationError
+
+
+def test_a_plain_module_is_equal_through_a_checkpoint_and_with_states_of_callbacks() -> None:
+    result = lightning_pp.verify(Net(), Data(), make_strategy(), steps=3, callbacks=[Counting()])
+    assert result.equal and result.differences == [] and result.failure == "", str(result)
+    # three batches before the checkpoint and three after it, on two ranks; weights are those of the whole module
+    num_parameters = len(list(Net().parameters()))
+    assert result.compared["loss"] == 2 * 3 * 2
+    assert result.compared["gradient"] == result.compared["weight"] == 2 * 3 * num_parameters
+    assert result.compared["state of a callback"] == 2 * 2 and result.compared["buffer"] == 2 * 3
+    assert max(result.largest.values()) < 1e-12
+    text = str(result)
+    assert "note: dropout is 0 in 4 modules" in text and text.endswith("EQUAL: the pipeline trains as one device does.")
+
+
+def test_the_first_difference_is_told_with_both_numbers() -> None:
+    result = lightning_pp.verify(ReadsWorldSize, Data, make_strategy, steps=4)
+    assert not result.equal and result.failure == ""
+    first = result.differences[0]
+    assert (first.place, first.kind, first.name) == ("training, batch_idx=2", "loss", "loss")
+    assert float(first.found) == pytest.approx(2 * float(first.expected), rel=1e-9)
+    gradients = [each for each in result.differences if each.kind == "gradient"]
+    assert {each.stage for each in gradients} == {"0", "1"}
+    assert gradients[0].place == first.place and gradients[0].name.startswith("first.weight[")
+    told = r"DIFFERENT, first in training, batch_idx=2: loss loss: [\d.]+ on one device, [\d.]+ in the pipeline"
+    assert re.search(told, str(result)), str(result)
+    assert "No cause is known" in str(result)
+
+
+def test_what_the_strategy_refuses_is_told() -> None:
+    result = lightning_pp.verify(Contrastive(), Data(), make_strategy(), steps=2)
+    assert not result.equal and result.differences == []
+    assert "the pipeline ends with SplitError: The loss of training_step" in result.failure
+    assert "whole_batch_loss=True" in str(result)
+
+
+def test_a_module_that_float64_fails_in_is_compared_as_the_run_would_train_it() -> None:
+    result = lightning_pp.verify(Double(), Data(), make_strategy(), steps=2, trainer={"precision": "32-true"})
+    assert result.equal, str(result)
+    assert any(
+        note.startswith("precision=32-true, since float64 fails on one device: RuntimeError") for note in result.notes
+    )
+    assert any("relative differences up to 0.0001 count as equal" in note for note in result.notes)
+
+
+def test_what_cannot_be_sent_to_the_processes_is_refused() -> None:
+    class Local(Net):
+        pass
+
+    with pytest.raises(
+        ConfigurationError, match=r"module=Local cannot be sent .* verify\(\.\.\., make_module, \.\.\.\)"
+    ):
+        lightning_pp.verify(Local(), Data(), make_strategy())
+    with pytest.raises(ConfigurationError, match="devices=1 must be 2 or more"):
+        lightning_pp.verify(Net(), Data(), make_strategy(), devices=1)
+
+
+def test_a_known_cause_is_told() -> None:
+    result = lightning_pp.verify(Normalised(), Data(), partial(PipelineParallelStrategy, 3, 1, 4), devices=3, steps=2)
+    first = result.differences[0]
+    assert (first.place, first.kind) == ("training, batch_idx=0", "loss")
+    assert {each.stage for each in result.differences if each.kind == "gradient"} == {"0", "1", "2"}
+    assert any(each.kind == "buffer" and each.name.startswith("norm.running_mean") for each in result.differences)
+    assert len(result.causes) == 1 and "BatchNorm in training normalises over a microbatch" in str(result)

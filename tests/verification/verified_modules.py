@@ -1,0 +1,117 @@
+"""Modules and data that tests of verification train."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_pp import PipelineParallelStrategy
+
+
+class Net(L.LightningModule):
+    """Four blocks with dropout and a buffer, Adam, and a learning rate that falls at each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.1)) for _ in range(4))
+        self.last = nn.Linear(8, 1)
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x) * self.scale
+        for block in self.blocks:
+            x = x + block(x)
+        out: Tensor = self.last(x)
+        return out
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = nn.functional.mse_loss(self(batch[0]), batch[1])
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", nn.functional.mse_loss(self(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), 0.01)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class ReadsWorldSize(Net):
+    """From the third batch on its loss depends on the number of processes."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = nn.functional.mse_loss(self(batch[0]), batch[1])
+        if batch_idx >= 2:
+            loss = loss * self.trainer.world_size
+        self.log("train_loss", loss)
+        return loss
+
+
+class Contrastive(Net):
+    """Its loss is over pairs of samples, which a pipeline refuses."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        out = self(batch[0])
+        return (out @ out.T).logsumexp(1).mean()
+
+
+class Data(L.LightningDataModule):
+    """Shuffled training data, and validation data in order."""
+
+    def __init__(self, num_samples: int = 64) -> None:
+        super().__init__()
+        x = torch.randn(num_samples, 4, generator=torch.Generator().manual_seed(1))
+        self.dataset = TensorDataset(x, x.sum(1, keepdim=True).sin())
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.dataset, batch_size=8, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.dataset, batch_size=8)
+
+
+def make_strategy() -> PipelineParallelStrategy:
+    return PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=4)
+
+
+class Double(Net):
+    """Cannot be trained in float64."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.float32:
+            raise RuntimeError("no kernel for float64")
+        return super().forward(x)
+
+
+class Counting(L.Callback):
+    """Adds up the losses, and keeps the sum in checkpoints."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *_: Any) -> None:
+        self.total += float(outputs["loss"])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.total = state_dict["total"]
+
+
+class Normalised(Net):
+    """With a BatchNorm, which in training normalises over what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
