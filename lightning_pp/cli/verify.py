@@ -67,7 +67,7 @@ def verify_config(config: DictConfig) -> Verification:
     processes = next((number for number in (size, devices) if isinstance(number, int) and number > 1), 2)
     strategy |= {**_STRATEGY, "pipeline_parallel_size": processes}
     callbacks = [_plain(each) for each in config.callbacks.values() if each is not None]
-    return verify(
+    result = verify(
         partial(build, _plain(config.model)),
         partial(build, _plain(config.data)),
         partial(build, strategy),
@@ -77,6 +77,9 @@ def verify_config(config: DictConfig) -> Verification:
         callbacks=partial(build, callbacks),
         trainer={name: config.trainer[name] for name in _TRAINER if config.trainer.get(name) is not None},
     )
+    if (replicas := config.strategy.get("data_parallel_size")) not in (None, 1, "auto"):
+        result.notes.append(f"data_parallel_size=1, not {replicas}: one pipeline is compared")
+    return result
 
 
 def _plain(config: DictConfig) -> Any:

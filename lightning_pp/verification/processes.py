@@ -102,7 +102,7 @@ def _trained(job: Job, rank: int, port: int) -> Facts:
     os.dup2(log, 1)
     os.dup2(log, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // job.num_processes))
+    torch.set_num_threads(1)  # the same sums in the same order, with and without a pipeline
     if job.num_processes > 1:
         os.environ.update(_environment(rank, job.num_processes, port))
         PipelineParallelStrategy()  # prepares the process as the user's own did, which is only unpickled here

@@ -33,8 +33,11 @@ def test_a_recipe_is_equal(tmp_path: Path) -> None:
 
 
 def test_a_difference_ends_with_1(tmp_path: Path) -> None:
-    finished = verified(tmp_path, "recipe=own", "model._target_=verified_modules.ReadsWorldSize", *OWN)
+    finished = verified(
+        tmp_path, "recipe=own", "model._target_=verified_modules.ReadsWorldSize", *OWN, "strategy.data_parallel_size=2"
+    )
     assert finished.code == 1, finished.output
+    assert "note: data_parallel_size=1, not 2: one pipeline is compared" in finished.output
     assert "DIFFERENT, first in training, batch_idx=2: loss loss: " in finished.output
 
 
