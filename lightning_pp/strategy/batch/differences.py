@@ -170,17 +170,19 @@ def _numbers(leaf: Any, other: Any) -> tuple[Tensor, Tensor] | None:
     return None
 
 
-def text_about_attributes(whats: Sequence[str], line: str) -> str:
+def text_about_attributes(differences: Sequence[Difference], line: str) -> str:
     """What to tell the user of attributes that neither loss nor logs nor outputs of the step depend on.
 
     Args:
-        whats: The attributes, as subjects of a sentence.
+        differences: Of the attributes.
         line: Where the step is.
     """
-    others = "".join(f" The same goes for: {what}." for what in whats[1:])
+    first, *others = differences
+    more = "".join(f" The same goes for: {other.what}." for other in others)
     return (
-        f"{whats[0]} ({line}) has another value after microbatches than after the batch. The step's loss, logs and "
-        f"outputs do not depend on it, so training goes on. What else reads it should expect that.{others}"
+        f"{first.what} ({line}) has another value after microbatches than after the batch: {first.parts:.6g} for "
+        f"samples in two parts, {first.whole:.6g} for the same in one piece. The step's loss, logs and outputs do not "
+        f"depend on it, so training goes on. What else reads it should expect that.{more}"
     )
 
 

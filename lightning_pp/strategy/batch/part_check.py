@@ -131,9 +131,9 @@ class PartCheck:
         sizes = [part.num_samples for part in self._sizes.parts]
         where = _line_of(self._module, self._step)
         if are_harmless:
-            if new := [difference.what for difference in shown if difference.what not in self._told]:
+            if new := [difference for difference in shown if difference.what not in self._told]:
                 rank_zero_warn(text_about_attributes(new, where))
-            self._told.update(new)
+            self._told.update(difference.what for difference in new)
             return
         text = text_about(shown[0], culprit, moved, sizes, where)
         if any(difference.ends_run for found in of_replicas for difference in found):
