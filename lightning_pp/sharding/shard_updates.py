@@ -70,6 +70,21 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     return type(optimizer) in _ELEMENTWISE and not any(group.get("differentiable") for group in optimizer.param_groups)
 
 
+def with_closure(
+    run: Callable[[Callable[[], Any]], Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a hook before a step returns, so that the step's closure is what ``run`` makes of the one it was given.
+
+    Args:
+        run: Is given a closure, of an update without one one that does nothing, and returns its loss.
+        args: Of the step, as the hook gets them.
+        kwargs: The same.
+    """
+    options = dict(kwargs)
+    closure: Callable[[], Any] | None = args[1] if len(args) > 1 else options.pop("closure", None)
+    return (args[0], partial(run, closure or (lambda: None)), *args[2:]), options
+
+
 def end_update(optimizer: Optimizer) -> None:
     """Puts DTensors where they were, if the update has failed before it could; else nothing."""
     if optimizer in _updates:
@@ -103,16 +118,14 @@ class _ShardUpdates:
         self, optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Lets the shards in after the closure, which is after all hooks before the step."""
-        options = dict(kwargs)
-        closure: Callable[[], Any] | None = args[1] if len(args) > 1 else options.pop("closure", None)
 
-        def closure_before_update() -> Any:
-            loss = None if closure is None else closure()
+        def before_update(closure: Callable[[], Any]) -> Any:
+            loss = closure()
             with torch.no_grad():
                 self._let_in(optimizer)
             return loss
 
-        return (args[0], closure_before_update, *args[2:]), options
+        return with_closure(before_update, args, kwargs)
 
     def _after(self, optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self.put_back(optimizer)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.sharding.shard_updates import is_elementwise
+from lightning_pp.sharding.shard_updates import is_elementwise, with_closure
 from lightning_pp.split.data.tree import leaves_of
 from lightning_pp.split.side_effects.generators import generators_untouched
 
@@ -60,19 +60,17 @@ class StageUpdates:
         self, optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Hides empty groups from the update, but not from its closure, which is the user's step."""
-        options = dict(kwargs)
-        closure: Callable[[], Any] | None = args[1] if len(args) > 1 else options.pop("closure", None)
 
-        def closure_before_update() -> Any:
+        def before_update(closure: Callable[[], Any]) -> Any:
             self.put_back(optimizer)
-            loss = None if closure is None else closure()
+            loss = closure()
             if self._num_left:
                 self._compare(optimizer)
             self._hide_empty(optimizer)
             return loss
 
         self._hide_empty(optimizer)
-        return (args[0], closure_before_update, *args[2:]), options
+        return with_closure(before_update, args, kwargs)
 
     def _hide_empty(self, optimizer: Optimizer) -> None:
         held = [group for group in optimizer.param_groups if group["params"]]

@@ -163,7 +163,6 @@ class PartCheck:
         """Whether the step gives something else after the whole has left its attributes than after the parts have."""
         mine = (whole.left, parts.left) if isinstance(whole, Observed) and isinstance(parts, Observed) else None
         left = next(each for each in self._groups.gather_in_pipeline(mine) if each is not None)
-        draws = Draws()
 
         def after(changes: Left, on_whole: Around) -> Around:
             @contextmanager
@@ -174,10 +173,10 @@ class PartCheck:
 
             return around
 
-        first = _outcome(observe, [self._sizes.whole], after(left[0], self._of_whole(draws)))
-        again = Draws()  # of as many rows, so that the same generators draw the same
-        second = _outcome(observe, [self._sizes.whole], after(left[1], self._of_whole(again)))
-        told = self._groups.all_or_none(partial(self._compared, first, second, draws), "What attributes do")
+        first, second = (
+            _outcome(observe, [self._sizes.whole], after(changes, self._of_whole(Draws()))) for changes in left
+        )
+        told = self._groups.all_or_none(partial(self._compared, first, second, Draws()), "What attributes do")
         matters = any(not difference.is_attribute for _, found in told for difference in found)
         return any(self._groups.gather(matters, "what attributes do"))
 

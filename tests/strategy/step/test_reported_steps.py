@@ -16,6 +16,7 @@ from pool import WorkerPool
 from small_models import Blocks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric, Metric, SumMetric
 
 NUM_BATCHES = 6
 
@@ -116,6 +117,51 @@ SEVERAL = [
 ]
 
 
+class SpectralNorm(Step):
+    """By a parametrization, and by a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = nn.utils.parametrizations.spectral_norm(self.blocks[1])
+        self.blocks[2] = nn.utils.spectral_norm(self.blocks[2])
+
+
+class PerSample(Metric):
+    """A sum over samples, divided by their number."""
+
+    total: Tensor
+    number: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
+        self.add_state("number", torch.tensor(0.0), dist_reduce_fx="sum")
+
+    def update(self, total: Tensor, number: int) -> None:
+        self.total += total.detach()
+        self.number += number
+
+    def compute(self) -> Tensor:
+        return self.total / self.number
+
+
+class MetricsOfSums(Step):
+    def __init__(self) -> None:
+        super().__init__()
+        self.per_sample, self.summed, self.mean_of_sums = PerSample(), SumMetric(), MeanMetric()
+
+    def extra(self, h: Tensor, x: Tensor, batch_idx: int) -> Tensor:
+        total = h.square().sum()
+        self.per_sample(total, len(h))
+        self.summed(total.detach())
+        self.mean_of_sums(total.detach())
+        self.log_dict({name: getattr(self, name) for name in LOGGED}, on_epoch=True, on_step=False)
+        return total / len(h)
+
+
+LOGGED = ("per_sample", "summed", "mean_of_sums")
+
+
 class KeepsLists(Step):
     """Leaves what differs with the size of a microbatch, and reads none of it in the step."""
 
@@ -139,7 +185,8 @@ class MaskOfFeatures(Step):
 
 
 AS_ONE_DEVICE = [
-    MomentumEncoder, ReadsGradients, GroupsByLayer, ByOwnAdam, ByAdafactor, *SEVERAL, KeepsLists, MaskOfFeatures
+    MomentumEncoder, ReadsGradients, GroupsByLayer, ByOwnAdam, ByAdafactor,
+    *SEVERAL, SpectralNorm, KeepsLists, MaskOfFeatures
 ]  # fmt: skip
 
 
@@ -230,6 +277,22 @@ class ScaleThatMoves(Step):
         loss = (self.scale * h).square().mean()
         self.scale = 0.9 * self.scale + 0.1 * float(h.detach().std())
         return loss
+
+
+def logged(layout: Layout | None) -> list[float]:
+    """In a worker: what the metrics are at the end."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(24, 8, generator=generator, dtype=torch.float64)
+    devices, strategy = (1, "auto") if layout is None else (layout.world_size, layout.strategy())
+    run = trainer(devices, strategy, precision="64-true")
+    run.fit(MetricsOfSums(), DataLoader(TensorDataset(x, x.sum(-1).tanh()), batch_size=8))
+    return [float(run.callback_metrics[name]) for name in LOGGED]
+
+
+def test_metrics_of_sums_and_counts(pool: WorkerPool) -> None:
+    expected = pool.run(logged, None, world_size=1)[0]
+    for found in pool.run(logged, Layout("zb_h1", 2, num_microbatches=4), world_size=2):
+        assert found == pytest.approx(expected, rel=1e-6)  # states are float32
 
 
 class LoadsACopy(Step):
