@@ -131,6 +131,9 @@ class PipelineParallelStrategy(MeshStrategy):
         check_first_batches: In the first two training batches of a fit, and the first of validation, a part is also run
             in one piece and in two, forward only. If loss, logged values, outputs or changed attributes differ, the run
             ends with an error that says where samples are coupled. False: nothing is compared.
+        dynamic_step: Whether each microbatch is rehearsed before it runs, to find out which units it calls. Only needed
+            if that depends on what the pipeline cannot see, such as a global variable; the error then says so. The
+            price is some 0.1 ms for each unit call.
         on_nonfinite: What happens when a loss, or a gradient before an update, is NaN or infinite. ``"error"``: the run
             ends with a :class:`~lightning_pp.errors.NonFiniteError` that says where, before anything is updated with
             it. ``"skip"``: all ranks skip this update, with a warning. ``"ignore"``: nothing is looked at. With
@@ -212,6 +215,7 @@ class PipelineParallelStrategy(MeshStrategy):
         search_seconds: float | None = None,
         whole_batch_loss: bool = False,
         check_first_batches: bool = True,
+        dynamic_step: bool = False,
         on_nonfinite: OnNonFinite = "error",
         unequal_data: UnequalData = "error",
         units: Sequence[str] | str | None = None,
@@ -256,7 +260,7 @@ class PipelineParallelStrategy(MeshStrategy):
         source.check_sizes(pipeline_parallel_size)
         self.options = PipelineOptions(
             ScheduleOptions(source, memory_limit_gib, given_costs(costs), num_profiled_batches, save_costs),
-            BatchOptions(num_microbatches, split_batch, check_first_batches, on_nonfinite, unequal_data),
+            BatchOptions(num_microbatches, split_batch, check_first_batches, on_nonfinite, unequal_data, dynamic_step),
             CutOptions(names_of(split_points), unit_weights, rank_speeds, names_of(units), split_head),
             ShardingSettings(sharding, unshard_budget, cpu_offload, data_parallel_replicate_size),
             activation_checkpointing,
