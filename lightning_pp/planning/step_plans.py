@@ -19,7 +19,6 @@ from lightning_pp.split.fakes.parameters import FakeParameters
 from lightning_pp.split.record.plan import StepPlan, build_plan
 from lightning_pp.split.record.step_record import Failure, StepRecord
 from lightning_pp.split.reductions.recording import EarlierRun
-from lightning_pp.split.side_effects.outside_state import OutsideState
 
 _TEXT = "text"
 # Enough for a bucketed sampler with some hundred lengths; a plan holds a few fakes and numbers per unit call.
@@ -105,14 +104,6 @@ class StepPlanCache:
         self._owners: Mapping[str, Collection[int]] = {}
         self._failure: Failure | None = None
         self._paths = PathComparison(module, units, fake_parameters)
-        self._outside: OutsideState | None = None
-
-    @property
-    def outside(self) -> OutsideState:
-        """What the step's functions reach besides the module, as it was found before the last dry run."""
-        if self._outside is None:
-            self._outside = OutsideState(self._module)
-        return self._outside
 
     def set_partition(
         self,
@@ -139,7 +130,6 @@ class StepPlanCache:
         may_fail: bool = False,
     ) -> StepRecord:
         """A dry run of ``step``; see :func:`lightning_pp.split.dry_run.run`."""
-        self._outside = OutsideState(self._module)
         record = dry_run(
             step,
             module=self._module,
@@ -150,7 +140,6 @@ class StepPlanCache:
             policy=self._recomputation.policy if with_gradients else None,
             earlier=earlier,
             may_fail=may_fail,
-            outside=self.outside,
         )
         record.recomputed_units = self._recomputation.units
         return record
@@ -240,7 +229,6 @@ class StepPlanCache:
             record,
             lambda: step(cast(DryRun, run)),
             seed_inter_unit or _draw_on,
-            self.outside,
             plan.crossing_operations,
             with_gradients=with_gradients,
         )

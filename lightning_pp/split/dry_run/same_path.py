@@ -19,7 +19,6 @@ from lightning_pp.split.record.step_record import OperationPlace, PassedOn, Step
 from lightning_pp.split.record.unknown_numbers import UnknownNumber
 from lightning_pp.split.reductions.recording import ReductionRecorder
 from lightning_pp.split.side_effects.module_state import RehearsedState, preserved_state
-from lightning_pp.split.side_effects.outside_state import OutsideState
 from lightning_pp.split.unit_calls.call_arguments import fingerprint_of, shapes_of
 from lightning_pp.split.unit_calls.compute_dtype import cast_activations
 from lightning_pp.split.unit_calls.interception import UnitCalls
@@ -47,7 +46,6 @@ class PathComparison:
         record: StepRecord,
         step: Callable[[], Any],
         seed_inter_unit: Callable[[int], None],
-        outside: OutsideState,
         crossing: Collection[int] = (),
         *,
         with_gradients: bool = False,
@@ -58,14 +56,13 @@ class PathComparison:
             record: The record.
             step: Runs the user's step on one microbatch.
             seed_inter_unit: As for :func:`rehearse`.
-            outside: What the step's functions reach besides the module.
             crossing: Numbers of operations between units, which the step must run as well.
             with_gradients: Whether gradients must flow as in ``record`` as well.
 
         Raises:
             Exception: What the step raised, if it does not do so again: no made-up value caused that.
         """
-        compared = partial(self._compared, record, step, seed_inter_unit, outside, crossing, with_gradients)
+        compared = partial(self._compared, record, step, seed_inter_unit, crossing, with_gradients)
         is_same, failure = compared()
         if failure is not None and _kind_of(failure) not in self._of_made_up_values:
             _, again = compared()
@@ -79,7 +76,6 @@ class PathComparison:
         record: StepRecord,
         step: Callable[[], Any],
         seed_inter_unit: Callable[[int], None],
-        outside: OutsideState,
         crossing: Collection[int],
         with_gradients: bool,
     ) -> tuple[bool, Exception | None]:
@@ -103,7 +99,6 @@ class PathComparison:
         with ExitStack() as stack:
             if record.updates:  # the code between units writes into parameters
                 stack.enter_context(self._fake_parameters.all_fake(_unmarked))
-            stack.enter_context(outside.preserved())
             stack.enter_context(recorder)
             if not record.depends_on_batch_values:
                 stack.enter_context(LooksWatched(on_look))

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_pp.errors import SplitError
-from lightning_pp.planning.step_plans import MAX_PLANS, StepPlanCache
+from lightning_pp.planning.step_plans import MAX_PLANS
 from lightning_pp.planning.step_state import StepState
 from lightning_pp.split.dry_run.rehearsal import Rehearsed, rehearse
 from lightning_pp.split.fakes.parameters import has_data
@@ -72,7 +72,6 @@ class StepCounting:
     Args:
         module: The user's module.
         units: Its units.
-        plans: Of its steps.
         metrics: Left alone while counting.
         device: Where this rank computes.
         forward_context: Goes around steps, as of the precision plugin.
@@ -82,14 +81,12 @@ class StepCounting:
         self,
         module: pl.LightningModule,
         units: Mapping[str, nn.Module],
-        plans: StepPlanCache,
         metrics: PipelineMetrics,
         device: torch.device,
         forward_context: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._module = module
         self._units = units
-        self._plans = plans
         self._metrics = metrics
         self._device = device
         self._forward_context = forward_context
@@ -142,7 +139,6 @@ class StepCounting:
             stack.enter_context(ScaledStep(step.facts, step.scale, has_data, counted))
             if tracing is not None:
                 stack.enter_context(tracing)
-            stack.enter_context(self._plans.outside.preserved())
             preserving = preserved_state(self._module) if step.record.mutated_attributes else None
             _, failure = rehearse(step.record, self._units, step.call, self._device, step.seed, preserving=preserving)
         if failure is None or counted.are_complete:

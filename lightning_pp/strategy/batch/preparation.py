@@ -97,7 +97,7 @@ class BatchPreparation:
         self._ends_with_batch = ends_with_batch
         self._is_dynamic = is_dynamic
         self._parameters = frozen.all()
-        counting = StepCounting(module, split.units, split.plans, metrics, device, precision.forward_context)
+        counting = StepCounting(module, split.units, metrics, device, precision.forward_context)
         self._scaling = BatchScaling(groups, counting)
         self._whole_batches = WholeBatchPlans()
         self._attributes = AttributesOutsideUnits(module, split.units, _LIGHTNINGS_ATTRIBUTES)
