@@ -36,6 +36,7 @@ from lightning_pp.strategy.parameters.optimizers import (
     training_ones,
     update_as_shards,
 )
+from lightning_pp.strategy.parameters.whole_module import make_whole
 from lightning_pp.strategy.setup import PipelineSetup, Surroundings
 from lightning_pp.strategy.step.data import first_batch
 
@@ -228,7 +229,7 @@ class HeldPipeline:
             raise RuntimeError("An exception has ended the run, and stages may be one step apart: load a checkpoint.")
         if engine.module.trainer.state.status == TrainerStatus.RUNNING:
             raise RuntimeError("gather_module() is for after a run of the trainer, and this one is running.")
-        engine.gather_module(self._checkpoints.hand_over())
+        make_whole(self._checkpoints.hand_over(), engine.split, engine.gradients)
         self._kept_optimizers.make_whole(training_ones(self._strategy.optimizers), engine.module)
         self.engine, self._strategy.optimizers = None, []
         del vars(engine.module)[_IS_SPLIT]

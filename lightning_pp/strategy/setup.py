@@ -28,7 +28,7 @@ from lightning_pp.split.cut.wide_cuts import ADVICE, WideCut, wide_cuts
 from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.data.row_references import lengths_noted
 from lightning_pp.split.dry_run.weight_updates import Updates
-from lightning_pp.strategy.autotune.profiling import TunedPrograms, tuned_programs
+from lightning_pp.strategy.autotune.profiling import TunedPrograms
 from lightning_pp.strategy.batch.cutter import BatchCutter
 from lightning_pp.strategy.batch.whole_batch import ending_with_batch
 from lightning_pp.strategy.connection import Connection
@@ -186,7 +186,7 @@ class PipelineSetup:
     def programs(self, model: LaidOutModel) -> TunedPrograms:
         """The schedules of a model that is laid out; every rank asks for them."""
         given = self._given
-        return tuned_programs(
+        return TunedPrograms(
             self._options.schedule,
             model.layout,
             model.split,
