@@ -430,17 +430,14 @@ class PipelineEngine:
         return output
 
     def _recorded_step(self, call: StepCall, microbatch: Microbatch) -> Callable[[DryRun], Any]:
-        return recorded_step(
-            self.module,
-            call.step,
-            microbatch.data,
-            call.rest,
-            call.kwargs,
-            precision=self._precision,
-            device=self.device,
-            trains=call.training,
-            around=self.gradients.dry,
-        )
+        step, precision = (self.module, call.step, microbatch.data, call.rest, call.kwargs), self._precision
+        recorded = recorded_step(*step, precision=precision, device=self.device, trains=call.training)
+
+        def run(dry: DryRun) -> Any:
+            with self.gradients.dry():
+                return recorded(dry)
+
+        return run
 
     def check_memory(self, optimizers: Sequence[Optimizer]) -> None:
         """Raises :class:`ConfigurationError` if training with them takes more than ``device_memory_gib``."""
