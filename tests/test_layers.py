@@ -132,10 +132,6 @@ MANY_PARAMETERS = {
     "recipes/streams.py:StreamDataModule.__init__": "a configuration's fields",
     "recipes/transformers_module.py:TransformersModule.__init__": "a configuration's fields",
     "recipes/two_tower.py:TwoTower.__init__": "a configuration's fields",
-    "split/dry_run/rehearsal.py:rehearse": "to be grouped",
-    "split/dry_run/run.py:dry_run": "to be grouped",
-    "strategy/batch/preparation.py:BatchPreparation.__init__": "to be grouped",
-    "strategy/batch/scaling.py:BatchScaling.of_batch": "to be grouped",
 }
 
 

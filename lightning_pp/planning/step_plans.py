@@ -132,7 +132,6 @@ class StepPlanCache:
         """A dry run of ``step``; see :func:`lightning_pp.split.dry_run.run`."""
         record = dry_run(
             step,
-            module=self._module,
             units=self._units,
             fake_parameters=self._fake_parameters,
             with_gradients=with_gradients,

@@ -36,10 +36,11 @@ from lightning_pp.strategy.results.finite_losses import LossCheck
 from lightning_pp.strategy.results.metrics import PipelineMetrics
 from lightning_pp.strategy.results.outputs import SKIPPED_IN_PART, NoLossError, loss_of, none_refused
 from lightning_pp.strategy.results.reports import BatchReport, ReportedBatch
-from lightning_pp.strategy.setup import LaidOutModel, Surroundings
+from lightning_pp.strategy.setup import LaidOutModel
 from lightning_pp.strategy.step.dry_steps import recorded_step
 from lightning_pp.strategy.step.frozen import FrozenParameters
 from lightning_pp.strategy.step.outside_steps import OutsideSteps
+from lightning_pp.strategy.surroundings import Surroundings
 from lightning_pp.telemetry import StepPrediction
 from lightning_pp.telemetry.diagnosis.evidence import PlanFacts
 
@@ -120,7 +121,9 @@ class PipelineEngine:
         self._frozen = FrozenParameters(self.module, fake_parameters)
         self._comparison = BatchComparison(self.module, self.groups, self.sizes, self._frozen, self.mesh.get_rank())
         self._outside_steps = OutsideSteps(self.module, fake_parameters.mode)
-        self._preparation = self._new_preparation()
+        self._preparation = BatchPreparation(
+            surroundings, self.split, self.groups, model.cutter, self.metrics, self._frozen, self._recorded_step
+        )
         self._checks = self._new_checks()
         self.finite = FiniteGradients(
             self._options.batches.on_nonfinite, self.split, self.rank, self.device, lambda: self._trainer
@@ -129,22 +132,6 @@ class PipelineEngine:
         self._compiled_units, self._compiled_backward = compiled
         self._executor = self._new_executor()
         self._connection.align_generators()
-
-    def _new_preparation(self) -> BatchPreparation:
-        return BatchPreparation(
-            self.module,
-            self.split,
-            self.metrics,
-            self.groups,
-            self._precision,
-            self.rank,
-            self.device,
-            self._model.cutter,
-            self._frozen,
-            self._recorded_step,
-            ends_with_batch=self._options.schedule.whole_batch_loss,
-            is_dynamic=self._options.batches.dynamic_step,
-        )
 
     def _new_checks(self) -> BatchChecks:
         return BatchChecks(

@@ -37,8 +37,9 @@ from lightning_pp.strategy.parameters.optimizers import (
     update_as_shards,
 )
 from lightning_pp.strategy.parameters.whole_module import make_whole
-from lightning_pp.strategy.setup import PipelineSetup, Surroundings
+from lightning_pp.strategy.setup import PipelineSetup
 from lightning_pp.strategy.step.data import first_batch
+from lightning_pp.strategy.surroundings import Surroundings
 
 _STEPS = {
     TrainerFn.FITTING: "training_step",

@@ -39,7 +39,6 @@ _OWN_ERRORS = (BatchError, ConfigurationError, ScheduleError, SplitError)
 def dry_run(
     step: Callable[[DryRun], Any],
     *,
-    module: nn.Module,
     units: Mapping[str, nn.Module],
     fake_parameters: FakeParameters,
     with_gradients: bool,
@@ -51,17 +50,16 @@ def dry_run(
     """Runs ``step`` with every parameter fake, and records unit calls, what they read, and what the end needs.
 
     Everything computed from the batch alone stays real, so masks, positions and Python branches on the batch work. The
-    module's state (buffers, lists, attributes, gradients), what the step's functions reach besides it, the batch and
-    all random generators are as before afterwards. A unit that cannot run on fakes (its inside depends on data, as the
+    module's state (buffers, lists, attributes, gradients), its classes, the batch and all random generators are as
+    before afterwards. A unit that cannot run on fakes (its inside depends on data, as the
     routing of a mixture of experts does) is run on made-up data; so is the end of a step after its last unit call.
     A head that has parts among ``units`` is called whole in a step that needs its logits for more than one loss.
 
     Args:
         step: Runs the user's step on one microbatch and returns what it returned. It is given the recording, so that
             sinks such as ``self.log`` can report what they consume.
-        module: The whole model.
         units: Names and modules of the units.
-        fake_parameters: Makes the fakes.
+        fake_parameters: Makes the fakes of the whole model.
         with_gradients: Whether autograd is on, as in training.
         seed_inter_unit: Given the index of a unit call (-1: the step's start), seeds the generators for the code after
             it.
@@ -77,7 +75,6 @@ def dry_run(
     attempt = partial(
         _attempt,
         step=step,
-        module=module,
         units=units,
         fake_parameters=fake_parameters,
         with_gradients=with_gradients,
@@ -186,13 +183,12 @@ def _is_about_fakes(failure: Exception) -> bool:
 def _attempt(
     run: DryRun,
     step: Callable[[DryRun], Any],
-    module: nn.Module,
     units: Mapping[str, nn.Module],
     fake_parameters: FakeParameters,
     with_gradients: bool,
     earlier: EarlierRun | None,
 ) -> StepRecord:
-    record = run.record
+    record, module = run.record, fake_parameters.module
     recorder = ReductionRecorder(run.depends_on_weights, run.depends_on_units, earlier)
     record.reductions = recorder.reductions
     with ExitStack() as stack:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_pp.split.data.tree import leaves_of
 from lightning_pp.split.dry_run.looks import LooksWatched
-from lightning_pp.split.dry_run.rehearsal import rehearse
+from lightning_pp.split.dry_run.rehearsal import Compared, rehearse
 from lightning_pp.split.fakes.parameters import FakeParameters, is_fake
 from lightning_pp.split.record.reduction import Place, Reduction
 from lightning_pp.split.record.source_lines import innermost_user_line
@@ -110,10 +110,7 @@ class PathComparison:
                 seed_inter_unit,
                 unit_calls=self._unit_calls,
                 preserving=self._state.preserved(),
-                is_same_call=is_same_call,
-                on_look=on_look,
-                operations=operations,
-                with_gradients=with_gradients,
+                compared=Compared(is_same_call, on_look, operations, with_gradients),
             )
         if operations is not None:
             matches &= not others and operations.have_come(record, crossing)

@@ -8,8 +8,6 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-from lightning.pytorch.plugins.precision import Precision
 
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.planning.stage_model import SplitModel
@@ -27,7 +25,7 @@ from lightning_pp.strategy.batch.counting import StepCounting
 from lightning_pp.strategy.batch.cutter import BatchCutter
 from lightning_pp.strategy.batch.differences import Around
 from lightning_pp.strategy.batch.run import BatchRun, StepCall
-from lightning_pp.strategy.batch.scaling import BatchScaling, TwoSizes, two_sizes
+from lightning_pp.strategy.batch.scaling import BatchScaling, BatchSteps, TwoSizes, two_sizes
 from lightning_pp.strategy.batch.scopes import StepScopes
 from lightning_pp.strategy.batch.whole_batch import (
     END_OF_BATCH,
@@ -46,6 +44,7 @@ from lightning_pp.strategy.step.frozen import FrozenParameters
 from lightning_pp.strategy.step.held_output import output_held
 from lightning_pp.strategy.step.progress import progress_of
 from lightning_pp.strategy.step.refusals import refuse_carried_state
+from lightning_pp.strategy.surroundings import Surroundings
 
 _LIGHTNINGS_ATTRIBUTES = frozenset(vars(pl.LightningModule()))
 RecordedStep = Callable[[StepCall, Microbatch], Callable[[DryRun], Any]]
@@ -56,46 +55,35 @@ class BatchPreparation:
     """Prepares the batches of one rank.
 
     Args:
-        module: The user's module.
+        surroundings: Where the pipeline runs, and what is asked of it.
         split: The split model.
-        metrics: The module's.
         groups: Join the ranks.
-        precision: The precision plugin.
-        rank: This rank's place in the pipeline.
-        device: Where it computes.
         cutter: Cuts batches.
+        metrics: The module's.
         frozen: Knows which parameters require a gradient.
         recorded_step: Makes steps for dry runs.
-        ends_with_batch: Whether steps end once, on the whole batch (``whole_batch_loss``).
-        is_dynamic: Whether every microbatch is rehearsed (``dynamic_step``).
     """
 
     def __init__(
         self,
-        module: pl.LightningModule,
+        surroundings: Surroundings,
         split: SplitModel,
-        metrics: PipelineMetrics,
         groups: ControlGroups,
-        precision: Precision,
-        rank: int,
-        device: torch.device,
         cutter: BatchCutter,
+        metrics: PipelineMetrics,
         frozen: FrozenParameters,
         recorded_step: RecordedStep,
-        *,
-        ends_with_batch: bool,
-        is_dynamic: bool = False,
     ) -> None:
-        self.module = module
+        self.module = module = surroundings.module
         self.split = split
         self.metrics = metrics
-        self._precision = precision
-        self._rank = rank
-        self._device = device
+        self._precision = precision = surroundings.precision
+        self._rank = surroundings.rank
+        self._device = device = surroundings.device
         self._cutter = cutter
         self._recorded_step = recorded_step
-        self._ends_with_batch = ends_with_batch
-        self._is_dynamic = is_dynamic
+        self._ends_with_batch = surroundings.options.schedule.whole_batch_loss
+        self._is_dynamic = surroundings.options.batches.dynamic_step
         self._parameters = frozen.all()
         counting = StepCounting(module, split.units, metrics, device, precision.forward_context)
         self._scaling = BatchScaling(groups, counting)
@@ -142,18 +130,13 @@ class BatchPreparation:
             with self._precision.forward_context(), output_held():
                 return call_part(index, None)
 
+        is_traced = around is None and not self._rehearses(microbatches[0])
         scaled = self._scaling.of_batch(
-            call.step,
-            microbatches,
-            plans,
-            rehearse,
-            seeds,
-            factor,
+            BatchSteps(call.step, microbatches, plans, rehearse, seeds, factor, state if is_traced else None),
             sizes=lambda: self.two_sizes(microbatches, batch),
             record_at=partial(self._record_at, call, seeds[0], state),
             among_replicas=around is None,
             follows_estimates=follows_estimates,
-            state=state if around is None and not self._rehearses(microbatches[0]) else None,
         )
         logs = StepLogs()
         scopes = StepScopes(

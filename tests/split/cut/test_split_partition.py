@@ -59,7 +59,6 @@ def recorded_model(name: str) -> tuple[nn.Module, StepRecord, dict[str, int]]:
     batch = tokens()
     record = dry_run(
         recorded(module, batch),
-        module=module,
         units=units,
         fake_parameters=FakeParameters(module, CPU),
         with_gradients=True,
@@ -132,7 +131,6 @@ def test_autocast_does_not_hide_weights() -> None:
     units = discover_units(module)
     record = dry_run(
         recorded(module, torch.randn(3, 8, dtype=torch.float32)),
-        module=module.float(),
         units=units,
         fake_parameters=FakeParameters(module, CPU),
         with_gradients=True,
@@ -155,7 +153,6 @@ def stacked(num_blocks: int = 6) -> tuple[StepRecord, dict[str, int]]:
     units = discover_units(module)
     record = dry_run(
         recorded(module, torch.randint(0, 24, (3, 6))),
-        module=module,
         units=units,
         fake_parameters=FakeParameters(module, CPU),
         with_gradients=True,
