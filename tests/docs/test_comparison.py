@@ -7,17 +7,25 @@ from pathlib import Path
 
 PAGE = (Path(__file__).parents[2] / "docs" / "start" / "comparison.md").read_text()
 READ = set(re.findall(r"^\| ([A-Z]\d*) \| .*\| [\w.]+ \|$", PAGE, re.MULTILINE))
-ROWS = re.findall(r"^\| (\d+)\. (.*) \|$", PAGE, re.MULTILINE)
+FIRST, SECOND = re.split(r"^## d9d.*$", PAGE.partition("## In short")[0], flags=re.MULTILINE)
+NUMBERED = r"^\| (\d+)\. (.*) \|$"
+ROWS = re.findall(NUMBERED, FIRST, re.MULTILINE)
+OTHERS = re.findall(NUMBERED, SECOND, re.MULTILINE)
 
 
-def test_there_are_thirty_rows_of_five_libraries() -> None:
-    assert [int(number) for number, _ in ROWS] == list(range(1, 31))
+def test_rows_are_numbered_and_have_a_cell_for_each_library() -> None:
+    assert [int(number) for number, _ in ROWS] == list(range(1, 35))
     assert {len(row.split(" | ")) for _, row in ROWS} == {6}
+    numbers = [int(number) for number, _ in OTHERS]
+    assert numbers == sorted(numbers) and set(numbers) <= set(range(1, 35))
+    assert {len(row.split(" | ")) for _, row in OTHERS} == {4}
 
 
 def test_every_cell_about_another_library_names_a_page_or_says_that_none_was_found() -> None:
-    for number, row in ROWS:
-        for letter, cell in zip("TNDL", row.split(" | ")[2:], strict=True):
+    cells = [(number, "TNDL", row.split(" | ")[2:]) for number, row in ROWS]
+    cells += [(number, "ZMR", row.split(" | ")[1:]) for number, row in OTHERS]
+    for number, letters, row in cells:
+        for letter, cell in zip(letters, row, strict=True):
             named = set(re.findall(r"\[([A-Z]\d*)\]", cell))
             assert named <= READ, f"row {number}: {named - READ} are not in the list of what was read"
             assert all(name.startswith(letter) for name in named), f"row {number}: {cell}"

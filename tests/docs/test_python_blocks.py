@@ -1,7 +1,7 @@
 """The Python blocks of pages that are no guides run, one after the other, with the names that a page takes for granted.
 
 Those of guides are run as scripts (``test_code_blocks.py``); ``split_graphs`` and ``streamed.py`` where what they do is
-tested (``tests/parity/steps/test_graph_batches.py``, ``tests/recipes/test_streams.py``).
+tested (``tests/parity/steps/test_graph_batches.py``, ``tests/recipes/test_streams.py``); README's in ``test_readme.py``.
 """
 
 from __future__ import annotations
@@ -26,13 +26,11 @@ from lightning_pp import PipelineParallelStrategy
 from lightning_pp.callbacks import PredictionWriter
 from lightning_pp.schedule import Schedule, StageCosts, build_schedule
 
-README = DOCS.parent / "README.md"
 #: Pages with Python blocks, and the processes that they are run in; 0: run by other tests, or below by itself.
 PROCESSES = {
-    **dict.fromkeys(("tutorial", "migrating", "batches", "data", "recipes"), 0),
+    **dict.fromkeys(("README", "tutorial", "migrating", "batches", "data", "recipes"), 0),
     **dict.fromkeys(("precision_and_memory", "schedules", "sharding", "lightning"), 1),
     "metrics": 2,
-    "README": 4,
 }
 FEATURES, ROWS = 4, 16
 
@@ -103,11 +101,6 @@ def run_page(page: Path, folder: Path, looked_at: str) -> Any:
                 del sys.modules[name]
 
 
-def look_at_readme(names: dict[str, Any]) -> tuple[int, list[int]]:
-    strategy = names["module"].trainer.strategy
-    return names["module"].trainer.global_step, [strategy.sizes.pipeline, strategy.sizes.data_parallel]
-
-
 def look_at_metrics(names: dict[str, Any]) -> dict[str, Any]:
     """Trains once more, with the profiler of the page and its hook."""
 
@@ -131,11 +124,6 @@ def look_at_lightning(names: dict[str, Any]) -> bool:
 
 def test_every_page_with_python_is_run() -> None:
     assert set(PROCESSES) == {page.stem for page in PAGES if blocks(page, "python")}
-
-
-def test_the_readme_trains(pool: WorkerPool, tmp_path: Path) -> None:
-    found = pool.run(run_page, README, tmp_path, "readme", world_size=PROCESSES["README"], timeout=120)
-    assert found == [(16, [2, 2])] * 4
 
 
 def test_metrics_and_timelines(pool: WorkerPool, tmp_path: Path) -> None:

@@ -1,0 +1,39 @@
+"""README: its example is run as it stands, its commands come first, and its figures are those of the benchmarks page."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from command import environment
+from test_code_blocks import DOCS, blocks
+
+README = DOCS.parent / "README.md"
+
+
+def test_the_example_trains_two_processes_as_it_stands(tmp_path: Path) -> None:
+    (script,) = blocks(README, "python")
+    (tmp_path / "train.py").write_text(script)
+    command = [sys.executable, "train.py"]
+    finished = subprocess.run(
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=200, check=False
+    )
+    output = finished.stdout + finished.stderr
+    assert finished.returncode == 0 and "MEMBER: 2/2" in output, output
+    assert "`Trainer.fit` stopped: `max_epochs=2` reached." in output, output
+
+
+def test_the_first_two_commands_are_the_ones_that_are_timed() -> None:
+    install, test = blocks(README, "bash")[:2]
+    assert install == "python3.11 -m venv .venv && .venv/bin/pip install -c constraints.txt . && .venv/bin/lightning-pp\n"
+    assert test == ".venv/bin/pip install -c constraints.txt '.[test]' && .venv/bin/pytest -n 2\n"
+
+
+def test_measured_results_are_on_the_benchmarks_page_with_their_commands() -> None:
+    recorded = (DOCS / "inside" / "benchmarks.md").read_text()
+    rows = re.findall(r"^\| (.+) \| ([\d.]+)[^|]* \| ([\d.]+)[^|]* \| `(.+)` \|$", README.read_text(), re.MULTILINE)
+    assert len(rows) == 3
+    for what, ours, theirs, command in rows:
+        assert command in recorded and {ours, theirs} <= set(re.findall(r"\d+(?:\.\d+)?", recorded)), what
