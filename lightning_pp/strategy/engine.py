@@ -150,6 +150,7 @@ class PipelineEngine:
             self._frozen,
             self._recorded_step,
             ends_with_batch=self._options.schedule.whole_batch_loss,
+            is_dynamic=self._options.batches.dynamic_step,
         )
 
     def _new_checks(self) -> BatchChecks:

@@ -112,12 +112,12 @@ class PipelineParallelStrategy(MeshStrategy):
             result depends on the schedule.
         stages_per_rank: Number of stages on each rank. None: what is usual for the schedule; 1 or 2 with ``"auto"``.
         costs: Costs of the stages, or a JSON file of them (``save_costs`` of an earlier run). Nothing is measured then.
-            ``held_after_forward`` and ``held_after_input`` are in GiB; if left at 1.0, bytes are estimated.
+            ``held_after_forward`` and ``held_after_input`` are in GiB. If they are 1.0, bytes are estimated.
         save_costs: JSON file to which rank 0 writes measured costs, with any schedule.
         num_profiled_batches: Number of training batches that are measured, after two for warm-up.
         memory_limit_gib: Most GiB that a rank may hold for microbatches between their F and their W, with any schedule.
-            It counts what autograd saves and what waiting weight gradients keep. None: ``"auto"`` holds at most what
-            ``zb_h2`` would, two microbatches per pipeline rank.
+            It counts what autograd saves and what waiting weight gradients keep. Without it ``"auto"`` holds at most
+            what ``zb_h2`` would, two microbatches per pipeline rank.
         device_memory_gib: Most GiB that a rank may hold altogether; cuts and ``"auto"`` keep to it. The dry run
             estimates parameters, gradients, optimizer state, activations, and buffers of messages and gathers. On a
             device, communicators are measured too. Leave room for temporaries of operations, the allocator, CUDA, and
@@ -126,11 +126,14 @@ class PipelineParallelStrategy(MeshStrategy):
             compared. None: no time limit; the search stops by its own effort.
         whole_batch_loss: Run the code after the last unit once, on the joined outputs of all microbatches. A loss needs
             this if it is not a mean or sum over samples, such as an in-batch contrastive loss. With any schedule, every
-            rank then runs all forwards first and holds all microbatches; ``lightning-pp-plan`` shows the cost. False:
-            that code runs once for each microbatch.
+            rank then runs all forwards first and holds all microbatches; ``lightning-pp-plan`` shows the cost. By
+            default that code runs once for each microbatch.
         check_first_batches: Run a part of the first batches both in one piece and in two, forward only, and compare.
             The first two batches of a fit and the first of validation are checked. A difference in loss, logged values,
             outputs or changed attributes ends the run; the error says where samples are coupled.
+        dynamic_step: Rehearse each microbatch before it runs, to find out which units it calls. This costs about 0.1 ms
+            per unit call. Set it only if an error asks for it: the called units then depend on what the pipeline cannot
+            see, such as a global variable.
         on_nonfinite: Reaction to a NaN or infinite loss, or gradient before an update. ``"error"``: the run ends with a
             :class:`~lightning_pp.errors.NonFiniteError` before anything is updated with it. ``"skip"``: all ranks skip
             the update, with a warning. ``"ignore"``: nothing is checked. ``"error"`` and ``"skip"`` do not save weights
@@ -139,8 +142,8 @@ class PipelineParallelStrategy(MeshStrategy):
             numbers. ``"shortest"``: every loader ends on all ranks when the first rank runs out. For data without a
             length the ranks ask each other before each batch.
         units: Names or shell patterns of modules that stay whole on one stage. None: they are found.
-        split_points: Names of the units that start stages 1, 2, ...; a block's child cuts the block there. None: the
-            cut with the shortest step, by given measured costs, else by FLOPs and parameters. It cuts inside of blocks
+        split_points: Names of the units that start stages 1, 2, ...; a block's child cuts the block there. By default
+            the cut has the shortest step, by given measured costs, else by FLOPs and parameters. It is inside of blocks
             where that makes the step at least 2 % shorter.
         unit_weights: Factor for the cost of units in the cut, by name or shell pattern.
         rank_speeds: Relative speed of each pipeline rank, if devices differ.
@@ -211,6 +214,7 @@ class PipelineParallelStrategy(MeshStrategy):
         search_seconds: float | None = None,
         whole_batch_loss: bool = False,
         check_first_batches: bool = True,
+        dynamic_step: bool = False,
         on_nonfinite: OnNonFinite = "error",
         unequal_data: UnequalData = "error",
         units: Sequence[str] | str | None = None,
@@ -255,7 +259,7 @@ class PipelineParallelStrategy(MeshStrategy):
         source.check_sizes(pipeline_parallel_size)
         self.options = PipelineOptions(
             ScheduleOptions(source, memory_limit_gib, given_costs(costs), num_profiled_batches, save_costs),
-            BatchOptions(num_microbatches, split_batch, check_first_batches, on_nonfinite, unequal_data),
+            BatchOptions(num_microbatches, split_batch, check_first_batches, on_nonfinite, unequal_data, dynamic_step),
             CutOptions(names_of(split_points), unit_weights, rank_speeds, names_of(units), split_head),
             ShardingSettings(sharding, unshard_budget, cpu_offload, data_parallel_replicate_size),
             activation_checkpointing,

@@ -27,7 +27,6 @@ from lightning_pp.split.record.step_record import CarriedState, Failure, StepRec
 from lightning_pp.split.reductions.recording import EarlierRun, ReductionRecorder
 from lightning_pp.split.side_effects.generators import generators_untouched
 from lightning_pp.split.side_effects.module_state import preserved_state
-from lightning_pp.split.side_effects.outside_state import OutsideState
 from lightning_pp.split.unit_calls.compilation import uncompiled
 from lightning_pp.split.unit_calls.interception import UnitCalls
 from lightning_pp.split.unit_calls.selective_policy import Policy
@@ -48,7 +47,6 @@ def dry_run(
     policy: Policy | None = None,
     earlier: EarlierRun | None = None,
     may_fail: bool = False,
-    outside: OutsideState | None = None,
 ) -> StepRecord:
     """Runs ``step`` with every parameter fake, and records unit calls, what they read, and what the end needs.
 
@@ -70,13 +68,11 @@ def dry_run(
         policy: What units save that are run again in backward, for the memory in the record.
         earlier: A dry run of the step on fewer samples; see :class:`ReductionRecorder`.
         may_fail: Whether an exception of the user's code gives the record up to there, with its ``failure``.
-        outside: What the step's functions reach besides the module; None to find it.
 
     Raises:
         SplitError: The step looks at a weight-dependent value before its last unit call, or the outputs of a unit have
             shapes that depend on weights.
     """
-    outside = outside or OutsideState(module)
 
     def recorded(*, splits_heads: bool) -> StepRecord:
         return _recorded(
@@ -96,7 +92,6 @@ def dry_run(
                 fake_parameters=fake_parameters,
                 with_gradients=with_gradients,
                 earlier=earlier,
-                outside=outside,
             ),
             with_gradients=with_gradients,
             may_fail=may_fail,
@@ -209,7 +204,6 @@ def _attempt(
     fake_parameters: FakeParameters,
     with_gradients: bool,
     earlier: EarlierRun | None,
-    outside: OutsideState,
 ) -> StepRecord:
     record = run.record
     recorder = ReductionRecorder(run.depends_on_weights, run.depends_on_units, earlier)
@@ -218,7 +212,6 @@ def _attempt(
         stack.callback(run.release)
         stack.enter_context(generators_untouched(fake_parameters.device))
         stack.enter_context(fake_parameters.all_fake(lambda fake, name: set_sources(fake, {Parameter(name)})))
-        stack.enter_context(outside.preserved())
         changes = stack.enter_context(preserved_state(module))
         buffers = list(buffers_outside(module, units))
         stack.enter_context(torch.set_grad_enabled(with_gradients))

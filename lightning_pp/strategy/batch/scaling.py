@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.errors import SplitError
-from lightning_pp.planning.conditions import Conditions
+from lightning_pp.planning.step_state import StepState
 from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.fakes.parameters import has_data
 from lightning_pp.split.record.plan import StepPlan
@@ -165,7 +165,7 @@ class BatchScaling:
         record_at: RecordAt,
         among_replicas: bool = True,
         follows_estimates: bool = False,
-        conditions: Callable[[int], Conditions] | None = None,
+        state: StepState | None = None,
     ) -> ScaledBatch:
         """Starts counting for one batch; runs the code of the step outside units where that is needed.
 
@@ -180,7 +180,7 @@ class BatchScaling:
             record_at: Makes a dry run of the step on such a part.
             among_replicas: Whether the batch is a part of a global batch.
             follows_estimates: Whether a loss that does not add up over microbatches is an error.
-            conditions: What the step may go by besides its batch, by index; None to rehearse every microbatch.
+            state: What the step may depend on besides its batch; None to rehearse every microbatch.
 
         Raises:
             SplitError: The step cannot be rehearsed to count what its loss divides by.
@@ -199,8 +199,8 @@ class BatchScaling:
         batch.follows_estimates = follows_estimates and batch.is_training
         batch.grows = any(facts.grow(record.reductions) for record in records)
 
-        conditions = conditions if is_training else None
-        count = partial(self._count, batch, facts, microbatches, plans, call_step, seeds, conditions, is_training)
+        state = state if is_training else None
+        count = partial(self._count, batch, facts, microbatches, plans, call_step, seeds, state, is_training)
         batch.counts = count()
         batch.totals = total_of(batch.counts, facts)
         counts_may_depend_on_counts = any(
@@ -220,7 +220,7 @@ class BatchScaling:
         plans: Sequence[StepPlan],
         call_step: Callable[[int], Any],
         seeds: Sequence[Callable[[int], None]],
-        conditions: Callable[[int], Conditions] | None,
+        state: StepState | None,
         is_training: bool,
     ) -> list[Counts]:
         """What each microbatch counts, given what ``batch`` counts so far."""
@@ -233,7 +233,7 @@ class BatchScaling:
                 microbatches[index].data,
                 partial(call_step, index),
                 seeds[index],
-                None if conditions is None else partial(conditions, index),
+                state,
                 is_training=is_training,
             )
             for index, plan in enumerate(plans)
