@@ -22,13 +22,13 @@ from lightning_pp.planning.memory.limit import DeviceMemory
 from lightning_pp.planning.memory.model import MemoryModel
 from lightning_pp.planning.pipeline_options import PipelineOptions
 from lightning_pp.planning.refinement.choice import CutChoice
-from lightning_pp.planning.stage_model import RecordedModel, SplitModel, assign_stages, record_model
+from lightning_pp.planning.stage_model import RecordedModel, RecordingOptions, SplitModel, assign_stages, record_model
 from lightning_pp.planning.tuning import Layout, LayoutRequest, decided_by_one
 from lightning_pp.split.cut.wide_cuts import ADVICE, WideCut, wide_cuts
 from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.data.row_references import lengths_noted
 from lightning_pp.split.dry_run.weight_updates import Updates
-from lightning_pp.strategy.autotune.profiling import TunedPrograms, tuned_programs
+from lightning_pp.strategy.autotune.profiling import TunedPrograms
 from lightning_pp.strategy.batch.cutter import BatchCutter
 from lightning_pp.strategy.batch.whole_batch import ending_with_batch
 from lightning_pp.strategy.connection import Connection
@@ -186,7 +186,7 @@ class PipelineSetup:
     def programs(self, model: LaidOutModel) -> TunedPrograms:
         """The schedules of a model that is laid out; every rank asks for them."""
         given = self._given
-        return tuned_programs(
+        return TunedPrograms(
             self._options.schedule,
             model.layout,
             model.split,
@@ -296,11 +296,13 @@ class PipelineSetup:
                 with_gradients=trains,
                 patterns=self._options.cut.units,
                 num_stages=num_stages,
-                compute_dtype=step_dtypes(self._precision).compute,
-                activation_checkpointing=self._options.activation_checkpointing,
-                may_fail=True,
-                split_head=split_head if trains else False,
-                refined={*refined, *self._options.refined_units(self.module)},
+                how=RecordingOptions(
+                    step_dtypes(self._precision).compute,
+                    self._options.activation_checkpointing,
+                    may_fail=True,
+                    split_head=split_head if trains else False,
+                    refined={*refined, *self._options.refined_units(self.module)},
+                ),
             )
         refuse_carried_state(self.module, step, recording.record, len(microbatches))
         self._update_hooks = UpdateHooks(self.module, recording.fake_parameters, batch)

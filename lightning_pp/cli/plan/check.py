@@ -34,7 +34,7 @@ from lightning_pp.cli.problems import UserError
 from lightning_pp.cli.report import wide
 from lightning_pp.distributed.sizes import ParallelSizes
 from lightning_pp.planning.cuts import CutOptions
-from lightning_pp.planning.model_cutter import ModelCutter
+from lightning_pp.planning.model_cutter import ModelCutter, StepToCut
 from lightning_pp.planning.pipeline_options import BatchOptions, PipelineOptions
 from lightning_pp.planning.schedules.options import ScheduleOptions
 from lightning_pp.planning.schedules.source import schedule_source
@@ -218,4 +218,4 @@ def forward_cutter(module: L.LightningModule, options: PipelineOptions, sizes: P
             raise UserError(f"no output of {type(module).__name__}.forward depends on a parameter that is trained")
         return torch.stack([value.float() for value in sums]).sum()
 
-    return ModelCutter(module, options, sizes, batch=inputs, microbatches=microbatches, step=step)
+    return ModelCutter(module, options, sizes, StepToCut(inputs, microbatches, step))

@@ -73,34 +73,21 @@ def dry_run(
         SplitError: The step looks at a weight-dependent value before its last unit call, or the outputs of a unit have
             shapes that depend on weights.
     """
-
-    def recorded(*, splits_heads: bool) -> StepRecord:
-        return _recorded(
-            partial(
-                DryRun,
-                units,
-                fake_parameters,
-                seed_inter_unit=seed_inter_unit,
-                policy=policy,
-                splits_heads=splits_heads,
-            ),
-            partial(
-                _attempt,
-                step=step,
-                module=module,
-                units=units,
-                fake_parameters=fake_parameters,
-                with_gradients=with_gradients,
-                earlier=earlier,
-            ),
-            with_gradients=with_gradients,
-            may_fail=may_fail,
-        )
-
+    new_run = partial(DryRun, units, fake_parameters, seed_inter_unit=seed_inter_unit, policy=policy)
+    attempt = partial(
+        _attempt,
+        step=step,
+        module=module,
+        units=units,
+        fake_parameters=fake_parameters,
+        with_gradients=with_gradients,
+        earlier=earlier,
+    )
+    recorded = partial(_recorded, attempt=attempt, with_gradients=with_gradients, may_fail=may_fail)
     try:
-        return recorded(splits_heads=True)
+        return recorded(partial(new_run, splits_heads=True))
     except WholeHeadError as reason:
-        record = recorded(splits_heads=False)
+        record = recorded(partial(new_run, splits_heads=False))
         record.whole_head = str(reason)
         return record
 

@@ -23,6 +23,7 @@ from lightning_pp.split.cut.unit_costs import (
     calibrated,
     estimate_unit_costs,
     stage_costs,
+    weighted,
 )
 from lightning_pp.split.fakes.parameters import FakeParameters
 
@@ -182,8 +183,7 @@ def test_weights_of_units_move_the_cut() -> None:
         record,
         placement=Placement.interleaved(2),
         num_parameters=num_parameters,
-        costs=equal,
-        unit_weights={"blocks.*": 1.0, "head": 5.0},
+        costs=weighted(equal, {"blocks.*": 1.0, "head": 5.0}),
     )
     assert units_of(partition)[1] == ["blocks.5", "head"]
 
@@ -211,11 +211,11 @@ def test_a_memory_limit_moves_the_cut_and_one_that_is_too_small_names_the_least(
 
 def test_wrong_weights_and_speeds_are_named() -> None:
     record, num_parameters = stacked()
-    placement = Placement.interleaved(2)
+    placement, costs = Placement.interleaved(2), estimate_unit_costs(record, num_parameters)
     with pytest.raises(ConfigurationError, match="'layers\\.\\*', and no unit .* embedding, blocks.0"):
-        partition_units(record, placement=placement, num_parameters=num_parameters, unit_weights={"layers.*": 2.0})
+        weighted(costs, {"layers.*": 2.0})
     with pytest.raises(ConfigurationError, match=r"unit_weights\['head'\]=0 must be a positive number"):
-        partition_units(record, placement=placement, num_parameters=num_parameters, unit_weights={"head": 0})
+        weighted(costs, {"head": 0})
     with pytest.raises(ConfigurationError, match=r"rank_speeds=\[1\.0\] must be .* each of the 2 ranks"):
         partition_units(record, placement=placement, num_parameters=num_parameters, rank_speeds=[1.0])
 
