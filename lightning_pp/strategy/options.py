@@ -94,12 +94,12 @@ class StrategyOptions(MeshStrategy):
         data_parallel_size: Number of replicas of the pipeline. ``"auto"``: devices / ``pipeline_parallel_size``.
         num_microbatches: Number of slices of each batch along dimension 0. ``"auto"``: 2 to 4 per pipeline rank.
         schedule: Name of a schedule (:func:`lightning_pp.schedule.available_schedules`), a CSV file, or ``"auto"``. A
-            CSV file has torch's notation and fixes placement and order, also for fewer microbatches. ``"auto"`` starts
-            with costs estimated from FLOPs. After the first batches it searches for an order with measured costs. No
-            result depends on the schedule.
+            CSV file has torch's notation and fixes placement and order, also for fewer microbatches. ``"auto"`` chooses
+            placement and a first order by costs estimated from FLOPs. After the first batches it searches for an order
+            with measured costs. No result depends on the schedule.
         stages_per_rank: Number of stages on each rank. None: what is usual for the schedule; 1 or 2 with ``"auto"``.
         costs: Costs of the stages, or a JSON file of them (``save_costs`` of an earlier run). Nothing is measured then.
-            ``held_after_forward`` and ``held_after_input`` are in GiB. If they are 1.0, bytes are estimated.
+            ``held_after_forward`` and ``held_after_input`` are in GiB; bytes are estimated if they are left at 1.0.
         save_costs: JSON file to which rank 0 writes measured costs, with any schedule.
         num_profiled_batches: Number of training batches that are measured, after two for warm-up.
         memory_limit_gib: Most GiB that a rank may hold for microbatches between their F and their W, with any schedule.
@@ -108,7 +108,7 @@ class StrategyOptions(MeshStrategy):
         device_memory_gib: Most GiB that a rank may hold altogether; cuts and ``"auto"`` keep to it. The dry run
             estimates parameters, gradients, optimizer state, activations, and buffers of messages and gathers. On a
             device, communicators are measured too. Leave room for temporaries of operations, the allocator, CUDA, and
-            channels between ranks that are no neighbours.
+            channels between ranks that are not neighbours.
         search_seconds: With ``"auto"``, wall-clock seconds that rank 0 may search. Hand-made schedules are always
             compared. None: no time limit; the search stops by its own effort.
         whole_batch_loss: Run the code after the last unit once, on the joined outputs of all microbatches. A loss needs
@@ -161,16 +161,16 @@ class StrategyOptions(MeshStrategy):
         initial_weights: Path or URL of weights to start from: a ``.safetensors`` file, a Hugging Face model directory,
             a checkpoint of any kind, or a saved ``state_dict``. Every rank reads what it owns. The names may lack a
             prefix that all the module's names have.
-        process_group_backend: ``"nccl"``, ``"gloo"``, ... None: what suits the device.
-        deadlock_seconds: Seconds after which all ranks end with code 1 if each waits for the others in one call. The
-            run does not end while a rank runs the user's code. A report shows where each rank stands.
-        preemption_seconds: Seconds from a signal within which the next batch must begin, where the run then ends.
+        process_group_backend: ``"nccl"``, ``"gloo"``, ...; by default what suits the device.
+        deadlock_seconds: Seconds after which a deadlock ends the run. In a deadlock every rank waits for the others in
+            one call, and none runs the user's code. All ranks then end with code 1 and report where each stands.
+        preemption_seconds: After a signal the run ends at the next batch, which must begin within this many seconds.
             Otherwise all processes end at once with the signal's code (143 for SIGTERM) and save nothing. Raise it for
             long batches.
         timeout: How long a collective or a message may wait. None: ten minutes over NCCL, half an hour over gloo, as in
             torch. The first meeting of all processes may take half an hour.
-        flight_recorder_dirpath: Folder for torch's flight recorder, or None. If a collective or message over NCCL times
-            out, each rank writes its latest ones there.
+        flight_recorder_dirpath: Folder for torch's flight recorder. If a collective or message over NCCL times out,
+            each rank writes its latest ones there. None: nothing is recorded.
         split_batch: Function ``split_batch(batch, n)`` that cuts a batch on the device into at most ``n`` microbatches.
             Give it if cutting along dimension 0 is wrong (graphs, objects). It returns a list of
             :class:`lightning_pp.BatchPart`, or of data whose tensors share one length along dimension 0, the same on
