@@ -81,109 +81,108 @@ class RunOptions:
 class StrategyOptions(MeshStrategy):
     """Trains an unmodified LightningModule as a pipeline, with the loss curve of one device.
 
-    The module is cut into stages by running its step once on fake parameters; every rank then runs the user's own
-    step, with fakes for what it does not own. Inside a stage parameters are sharded by FSDP2 over the
-    data-parallel ranks, and gathered and reduced when the pipeline's program says so.
+    The strategy runs the training step once on fake parameters to cut the module into stages. Every rank then runs
+    the same step, with fakes for the parameters of other stages. FSDP2 shards the parameters of a stage over the
+    data-parallel ranks. The pipeline's program decides when they are gathered and reduced.
 
     One stage on one device is plain training: :attr:`is_plain`.
 
-    It is not a ``ModelParallelStrategy``, since Lightning refuses double precision to all of those.
+    It is not a ``ModelParallelStrategy``, because Lightning refuses double precision for those.
 
     Args:
-        pipeline_parallel_size: Ranks along the pipeline; ``"auto"`` = devices / ``data_parallel_size``.
-        data_parallel_size: Replicas of the pipeline; ``"auto"`` = devices / ``pipeline_parallel_size``.
-        num_microbatches: Slices that each batch is cut into, along dimension 0; ``"auto"``: 2 to 4 per pipeline rank.
-        schedule: Name of a schedule (:func:`lightning_pp.schedule.available_schedules`), or the path of a CSV file in
-            torch's notation, which says placement and order and is kept to for fewer microbatches too. ``"auto"``:
-            placement and first order by costs estimated from the step's FLOPs; after the first batches, an order that
-            is searched for with the measured costs. No result depends on it.
-        stages_per_rank: Stages on each rank; by default what is usual for the schedule, and with ``"auto"`` 1 or 2.
-        costs: Costs of the stages, or a JSON file of them (``save_costs`` of an earlier run): nothing is measured then.
-            ``held_after_forward`` and ``held_after_input`` are GiB; left at 1.0, bytes are estimated.
-        save_costs: A JSON file that rank 0 writes measured costs to, with any schedule.
-        num_profiled_batches: Training batches that are measured, after two that warm up.
-        memory_limit_gib: What a rank may hold of microbatches between their F and their W, GiB, for any schedule:
-            what autograd keeps, and what weight gradients wait with. Without it ``"auto"`` holds no more than
-            ``zb_h2`` would, two microbatches for each rank of the pipeline.
-        device_memory_gib: What a rank may hold altogether, GiB, by the estimate of a dry run: parameters, gradients,
-            optimizer state, activations, buffers of messages and gathers, and on a device the communicators of
-            collectives, which are measured. Cuts and ``"auto"`` keep to it. What operations, the allocator, CUDA and
-            channels between stages take is not in it, so leave some of the device out.
-        search_seconds: With ``"auto"``, how long rank 0 may try, in seconds of wall time; hand-made schedules are
-            always compared. None: as long as the search's own effort takes.
-        whole_batch_loss: For a loss that is no mean or sum over samples (an in-batch contrastive loss, a root of a
-            mean): the code after the last unit runs once, on the outputs of all microbatches joined. Every rank then
-            runs all forwards of a batch before its backwards and holds all microbatches at once, with any schedule;
-            ``lightning-pp-plan`` tells what this costs. False: that code runs once for each microbatch.
-        check_first_batches: In the first two training batches of a fit, and the first of validation, a part is also run
-            in one piece and in two, forward only. If loss, logged values, outputs or changed attributes differ, the run
-            ends with an error that says where samples are coupled. False: nothing is compared.
-        dynamic_step: Whether each microbatch is rehearsed before it runs, to find out which units it calls. Only needed
-            if that depends on what the pipeline cannot see, such as a global variable; the error then says so. The
-            price is some 0.1 ms for each unit call.
-        on_nonfinite: What happens when a loss, or a gradient before an update, is NaN or infinite. ``"error"``: the run
-            ends with a :class:`~lightning_pp.errors.NonFiniteError` that says where, before anything is updated with
-            it. ``"skip"``: all ranks skip this update, with a warning. ``"ignore"``: nothing is looked at. With
-            ``"error"`` and ``"skip"`` weights that are not finite are not saved. ``16-mixed`` skips by its scaler.
-        unequal_data: What happens when ranks have different numbers of batches. ``"error"``: the run ends and tells
-            both numbers. ``"shortest"``: every rank stops where the first runs out of data, in each loader; for data
-            without a length the ranks ask each other before each batch.
-        units: Names or shell patterns of modules that live whole on one stage; by default discovered.
-        split_points: Names of the units that start stages 1, 2, ...; by default the cut with the shortest step, by
-            measured costs that are given, else by FLOPs and parameters, inside of blocks where that is at least 2 %
-            shorter. A name may be that of a block's child: the block is cut there.
-        unit_weights: Name or shell pattern of units to a factor for their cost in the cut.
-        rank_speeds: For each rank of the pipeline how fast it is compared with the others, where devices differ.
-        split_head: Whether a last ``nn.Linear`` whose logits go into one cross entropy is cut along its classes into
-            parts that several stages share: the number of parts, False, or ``"auto"``: if it costs more than a stage
-            and the step gets shorter by it. Every stage that has a part holds the whole weight. Steps that use the
-            logits otherwise (metrics, prediction) call the head whole, on the last stage.
-        sharding: What data-parallel ranks share of a stage. ``"replicate"``: nothing, gradients are all-reduced.
-            ``"shard_grad_op"``: parameters, gradients and optimizer states are sharded, parameters gathered once per
-            step. ``"full_shard"``: parameters are gathered ahead of each window of use, and freed after it.
-        unshard_budget: With ``"full_shard"``, the most bytes of gathered parameters on a rank at any time; by default
-            two stages, but at most half of what the rank holds and at least its two largest units.
-        cpu_offload: Keep parameters, gradients and optimizer states of units on the host between uses, and run the
-            optimizer there; with one replica too. Not with ``"replicate"``.
-        data_parallel_replicate_size: How many of the data-parallel ranks hold the same shards (HSDP); a divisor of
+        pipeline_parallel_size: Number of ranks along the pipeline. ``"auto"``: devices / ``data_parallel_size``.
+        data_parallel_size: Number of replicas of the pipeline. ``"auto"``: devices / ``pipeline_parallel_size``.
+        num_microbatches: Number of slices of each batch along dimension 0. ``"auto"``: 2 to 4 per pipeline rank.
+        schedule: Name of a schedule (:func:`lightning_pp.schedule.available_schedules`), a CSV file, or ``"auto"``. A
+            CSV file has torch's notation and fixes placement and order, also for fewer microbatches. ``"auto"`` chooses
+            placement and a first order by costs estimated from FLOPs. After the first batches it searches for an order
+            with measured costs. No result depends on the schedule.
+        stages_per_rank: Number of stages on each rank. None: what is usual for the schedule; 1 or 2 with ``"auto"``.
+        costs: Costs of the stages, or a JSON file of them (``save_costs`` of an earlier run). Nothing is measured then.
+            ``held_after_forward`` and ``held_after_input`` are in GiB; bytes are estimated if they are left at 1.0.
+        save_costs: JSON file to which rank 0 writes measured costs, with any schedule.
+        num_profiled_batches: Number of training batches that are measured, after two for warm-up.
+        memory_limit_gib: Most GiB that a rank may hold for microbatches between their F and their W, with any schedule.
+            It counts what autograd saves and what waiting weight gradients keep. Without it ``"auto"`` holds at most
+            what ``zb_h2`` would, two microbatches per pipeline rank.
+        device_memory_gib: Most GiB that a rank may hold altogether; cuts and ``"auto"`` keep to it. The dry run
+            estimates parameters, gradients, optimizer state, activations, and buffers of messages and gathers. On a
+            device, communicators are measured too. Leave room for temporaries of operations, the allocator, CUDA, and
+            channels between ranks that are not neighbours.
+        search_seconds: With ``"auto"``, wall-clock seconds that rank 0 may search. Hand-made schedules are always
+            compared. None: no time limit; the search stops by its own effort.
+        whole_batch_loss: Run the code after the last unit once, on the joined outputs of all microbatches. A loss needs
+            this if it is not a mean or sum over samples, such as an in-batch contrastive loss. With any schedule, every
+            rank then runs all forwards first and holds all microbatches; ``lightning-pp-plan`` shows the cost. By
+            default that code runs once for each microbatch.
+        check_first_batches: Run a part of the first batches both in one piece and in two, forward only, and compare.
+            The first two batches of a fit and the first of validation are checked. A difference in loss, logged values,
+            outputs or changed attributes ends the run; the error says where samples are coupled.
+        dynamic_step: Rehearse each microbatch before it runs, to find out which units it calls. This costs about 0.1 ms
+            per unit call. Set it only if an error asks for it: the called units then depend on what the pipeline cannot
+            see, such as a global variable.
+        on_nonfinite: Reaction to a NaN or infinite loss, or gradient before an update. ``"error"``: the run ends with a
+            :class:`~lightning_pp.errors.NonFiniteError` before anything is updated with it. ``"skip"``: all ranks skip
+            the update, with a warning. ``"ignore"``: nothing is checked. ``"error"`` and ``"skip"`` do not save weights
+            that are not finite. ``16-mixed`` skips by its scaler.
+        unequal_data: Reaction to ranks with different numbers of batches. ``"error"``: the run ends and names both
+            numbers. ``"shortest"``: every loader ends on all ranks when the first rank runs out. For data without a
+            length the ranks ask each other before each batch.
+        units: Names or shell patterns of modules that stay whole on one stage. None: they are found.
+        split_points: Names of the units that start stages 1, 2, ...; a block's child cuts the block there. By default
+            the cut has the shortest step, by given measured costs, else by FLOPs and parameters. It is inside of blocks
+            where that makes the step at least 2 % shorter.
+        unit_weights: Factor for the cost of units in the cut, by name or shell pattern.
+        rank_speeds: Relative speed of each pipeline rank, if devices differ.
+        split_head: Number of parts into which a last ``nn.Linear`` is cut along its classes, for several stages; False,
+            or ``"auto"``. Its logits must go into one cross entropy. ``"auto"`` cuts a head that costs more than a
+            stage, if the step gets shorter. Every stage with a part holds the whole weight. Steps that use the logits
+            otherwise (metrics, prediction) run the whole head on the last stage.
+        sharding: What data-parallel ranks share of a stage. ``"replicate"``: nothing; gradients are all-reduced.
+            ``"shard_grad_op"``: parameters, gradients and optimizer states are sharded, and parameters gathered once
+            per step. ``"full_shard"``: parameters are gathered before each window of use, and freed after it.
+        unshard_budget: With ``"full_shard"``, most bytes of gathered parameters on a rank. None: two stages, but at
+            most half of what the rank holds and at least its two largest units.
+        cpu_offload: Keep parameters, gradients and optimizer states of units on the host, and run the optimizer there.
+            It works with one replica, but not with ``"replicate"``.
+        data_parallel_replicate_size: Number of data-parallel ranks that hold the same shards (HSDP); a divisor of
             ``data_parallel_size``. Gathers stay within ``data_parallel_size / data_parallel_replicate_size`` ranks.
-        compile: True, or options of ``torch.compile``: every unit is compiled by itself, and where the backward is
-            split its weight gradients wait for W as those of uncompiled units do. Units that are one layer
-            of torch run as they are.
-        activation_checkpointing: Units that keep their inputs only and run again in backward. True: those that are one
-            of a list of repeated blocks. Names or patterns of units: those. A policy, or a list of operations whose
-            outputs are saved, as ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes them: repeated
-            blocks, selectively.
+        compile: True, or options of ``torch.compile``: compile every unit by itself. Where the backward is split, their
+            weight gradients wait for W too. Units that are one layer of torch are not compiled.
+        activation_checkpointing: Units that keep only their inputs and run again in backward. True: units in lists of
+            repeated blocks. Names or patterns: those units. A policy, or a list of operations whose outputs are saved,
+            as ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes them: repeated blocks.
         save_distributed_checkpoint: True: every rank writes its shard, into a folder that loads under any other layout.
-            False: one plain ``.ckpt`` file that a ``Trainer()`` on one device resumes from.
-        async_checkpoint: Write checkpoints while training goes on; see :meth:`wait_for_checkpoint`.
-        meta_init: Run ``configure_model`` without memory for parameters, as ``trainer.init_module(empty_init=True)``
-            does: a rank allocates what it owns and initialises it by ``_init_weights`` or ``reset_parameters``. The
-            values are not those of one device, which draws them one after the other.
-        initial_weights: What to start from in place of the module's own values, by path or URL: a ``.safetensors``
-            file, a Hugging Face model directory, a checkpoint of any kind, or a ``state_dict``; every rank reads what
-            it owns. The names may lack a prefix that all the module's names have.
+            False: one ``.ckpt`` file, from which a plain ``Trainer()`` on one device resumes.
+        async_checkpoint: Write checkpoints while training continues; see :meth:`wait_for_checkpoint`.
+        meta_init: Run ``configure_model`` without allocating parameters, as ``trainer.init_module(empty_init=True)``
+            does. A rank allocates what it owns and initialises it by ``_init_weights`` or ``reset_parameters``. The
+            values differ from those of one device.
+        initial_weights: Path or URL of weights to start from: a ``.safetensors`` file, a Hugging Face model directory,
+            a checkpoint of any kind, or a saved ``state_dict``. Every rank reads what it owns. The names may lack a
+            prefix that all the module's names have.
         process_group_backend: ``"nccl"``, ``"gloo"``, ...; by default what suits the device.
-        deadlock_seconds: The run ends on all ranks, with code 1 and a report of where each stands, when every rank has
-            waited so long in one and the same call for the others, and none runs the user's code.
-        preemption_seconds: A signal ends a run at the next batch. If none begins within so many seconds, all processes
-            end at once, with the signal's code (143 for SIGTERM), and nothing is saved. Longer for batches that take
-            longer.
-        timeout: How long a collective or a message may wait, once all processes have met; for that they have half an
-            hour. None: ten minutes over NCCL, half an hour over gloo, as torch has it.
-        flight_recorder_dirpath: Folder into which each rank writes its latest collectives and messages over NCCL when
-            one of them times out, by torch's flight recorder; None: nothing is recorded.
-        split_batch: ``split_batch(batch, n)`` cuts a batch, on the device, into at most ``n`` microbatches, where
-            cutting along dimension 0 is not right (graphs, objects): a list of :class:`lightning_pp.BatchPart`, or of
-            data whose tensors all have one length along dimension 0. The same on every rank of a pipeline. In a
-            configuration: ``{_target_: hydra.utils.get_method, path: my_module.split_graphs}``.
+        deadlock_seconds: Seconds after which a deadlock ends the run. In a deadlock every rank waits for the others in
+            one call, and none runs the user's code. All ranks then end with code 1 and report where each stands.
+        preemption_seconds: After a signal the run ends at the next batch, which must begin within this many seconds.
+            Otherwise all processes end at once with the signal's code (143 for SIGTERM) and save nothing. Raise it for
+            long batches.
+        timeout: How long a collective or a message may wait. None: ten minutes over NCCL, half an hour over gloo, as in
+            torch. The first meeting of all processes may take half an hour.
+        flight_recorder_dirpath: Folder for torch's flight recorder. If a collective or message over NCCL times out,
+            each rank writes its latest ones there. None: nothing is recorded.
+        split_batch: Function ``split_batch(batch, n)`` that cuts a batch on the device into at most ``n`` microbatches.
+            Give it if cutting along dimension 0 is wrong (graphs, objects). It returns a list of
+            :class:`lightning_pp.BatchPart`, or of data whose tensors share one length along dimension 0, the same on
+            every rank of a pipeline. In a configuration: ``{_target_: hydra.utils.get_method, path:
+            my_module.split_graphs}``.
 
     Raises:
-        ConfigurationError: The sizes' product is not the number of devices, the sharding is unknown, the budget is less
-            than one unit, a number is less than 1, a file is for other sizes, no cut keeps ``device_memory_gib``, or
-            the module or the trainer asks for what a pipeline cannot do.
-        ScheduleError: The schedule is unknown, does not allow ``stages_per_rank``, its file cannot be run, or nothing
-            keeps the memory limit.
+        ConfigurationError: The product of the sizes is not the number of devices; ``sharding`` is unknown; the budget
+            is less than one unit; a number is less than 1; a file is for other sizes; no cut fits
+            ``device_memory_gib``; or the module or the trainer needs what a pipeline cannot do.
+        ScheduleError: The schedule is unknown or does not allow ``stages_per_rank``; its file cannot be run; or no
+            schedule fits the memory limit.
     """
 
     def __init__(

@@ -87,10 +87,10 @@ def run_check(arguments: Sequence[str], console: Console | None = None) -> int:
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="lightning-pp-plan", description="Say whether a module can be cut, and where."
+        prog="lightning-pp-plan", description="Checks whether a module can be cut, and where."
     )
     add = parser.add_argument
-    add("--check", metavar="MODULE:CLASS", required=True, help="the LightningModule; this folder is looked in, too")
+    add("--check", metavar="MODULE:CLASS", required=True, help="the LightningModule; may be in the current folder")
     add("--batch", metavar="MODULE:NAME", help="a function that makes a batch, a DataLoader or a LightningDataModule")
     add("--config", metavar="FILE", help="a YAML file of constructor arguments")
     add("--stages", type=_positive, default=2, help="how many stages to cut into (2)")
