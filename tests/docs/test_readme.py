@@ -1,4 +1,4 @@
-"""README: its example is run as it stands, its commands come first, and its figures are those of the benchmarks page."""
+"""README: its example runs as it stands, its commands come first, and its figures are those of the benchmarks page."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def test_the_example_trains_two_processes_as_it_stands(tmp_path: Path) -> None:
 
 def test_the_first_two_commands_are_the_ones_that_are_timed() -> None:
     install, test = blocks(README, "bash")[:2]
-    assert install == "python3.11 -m venv .venv && .venv/bin/pip install -c constraints.txt . && .venv/bin/lightning-pp\n"
+    venv = "python3.11 -m venv .venv && .venv/bin/pip install -c constraints.txt ."
+    assert install == f"{venv} && .venv/bin/lightning-pp\n"
     assert test == ".venv/bin/pip install -c constraints.txt '.[test]' && .venv/bin/pytest -n 2\n"
 
 
