@@ -178,10 +178,9 @@ class StepPlanCache:
     ) -> StepPlan:
         """The plan for ``key``, from a dry run of ``step`` when there is none yet.
 
-        The path of a step may hang on more than shapes: on numbers that it draws (layers dropped at random), on values
-        in the batch (lengths, a task), on how far the training is, on attributes of the module. There are then several
-        plans for a key. Which one it is, is found out by a rehearsal of the step, where anything that it may go by is
-        not the same as when the plan was last used.
+        The path of a step can depend on more than shapes: on numbers that it draws (layers dropped at random), values
+        in the batch (lengths, a task), progress, attributes of the module. A key then has several plans. If an
+        input to control flow has changed since the plan was last used, the step is rehearsed to pick the plan.
 
         Args:
             key: Says which steps have the same plan.
