@@ -43,7 +43,7 @@ class MessageLine:
         self._thread: threading.Thread | None = None
         self._number = 0
 
-    def tell(self, produce: Callable[[], Any]) -> Future[Any]:
+    def send(self, produce: Callable[[], Any]) -> Future[Any]:
         """Sends the message of a batch; the last stage calls this once a batch, each other rank :meth:`listen`.
 
         Args:

@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from layouts import choose_layout
 from pipelined_fit import trainer
 from pool import WorkerPool
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from lightning_pp.planning.schedules.options import ScheduleOptions
 from lightning_pp.planning.schedules.source import schedule_source
 from lightning_pp.planning.sharded_stages import ShardingSettings
 from lightning_pp.planning.stage_model import RecordedModel, RecordingOptions, record_model
-from lightning_pp.planning.tuning import Layout, LayoutRequest, choose_layout
+from lightning_pp.planning.tuning import Layout, LayoutRequest
 from lightning_pp.split.memory.state_memory import StepDtypes
 
 GIB = 2.0**30

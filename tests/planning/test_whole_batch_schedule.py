@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from layouts import choose_layout
 from lightning.pytorch import Callback
 from lightning_utilities.core import rank_zero
 from pipelined_fit import loader, trainer
@@ -25,7 +26,7 @@ from lightning_pp.planning.schedules.options import ScheduleOptions
 from lightning_pp.planning.schedules.source import schedule_source
 from lightning_pp.planning.sharded_stages import ShardingSettings
 from lightning_pp.planning.stage_model import RecordedModel, record_model
-from lightning_pp.planning.tuning import Layout, LayoutRequest, choose_layout
+from lightning_pp.planning.tuning import Layout, LayoutRequest
 from lightning_pp.schedule import Schedule, build_schedule
 from lightning_pp.split.memory.state_memory import StepDtypes
 

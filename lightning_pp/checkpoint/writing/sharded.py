@@ -156,10 +156,7 @@ def make_stager() -> DefaultStager:
     is_cuda = torch.cuda.is_available()
     return DefaultStager(
         StagingOptions(
-            use_pinned_memory=is_cuda,
-            use_shared_memory=False,
-            use_async_staging=False,
-            use_non_blocking_copy=is_cuda,
+            use_pinned_memory=is_cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=is_cuda
         )
     )
 

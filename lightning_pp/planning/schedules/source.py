@@ -150,11 +150,7 @@ class ScheduleSource(ABC):
         return (self.program_to_cut_by(placement, num_microbatches),)
 
     def memory_limit(
-        self,
-        asked: float | None,
-        costs: StageCosts,
-        placement: Placement,
-        room: Sequence[float] | None = None,
+        self, asked: float | None, costs: StageCosts, placement: Placement, room: Sequence[float] | None = None
     ) -> float | tuple[float, ...] | None:
         """What microbatches may hold on each rank, in the unit of ``costs.held_*``; None for no limit.
 
@@ -331,11 +327,7 @@ class Searched(ScheduleSource):
         return (replace(usual, name=self.name, programs=tuple(map(whole_backwards, usual.programs))),)
 
     def memory_limit(
-        self,
-        asked: float | None,
-        costs: StageCosts,
-        placement: Placement,
-        room: Sequence[float] | None = None,
+        self, asked: float | None, costs: StageCosts, placement: Placement, room: Sequence[float] | None = None
     ) -> float | tuple[float, ...] | None:
         """What the user allows, or else the memory of ``zb_h2``; not more than there is room for.
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from layouts import choose_layout
 from one_process import CPU, build, recorded
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -18,7 +19,7 @@ from lightning_pp.planning.schedules.given_costs import given_costs
 from lightning_pp.planning.schedules.options import ScheduleOptions
 from lightning_pp.planning.schedules.source import schedule_source
 from lightning_pp.planning.stage_costs import assumed_speed
-from lightning_pp.planning.tuning import Layout, LayoutRequest, choose_layout
+from lightning_pp.planning.tuning import Layout, LayoutRequest
 from lightning_pp.schedule import Placement, Schedule, StageCosts, build_schedule
 from lightning_pp.split import StepRecord, discover_units, dry_run
 from lightning_pp.split.fakes.parameters import FakeParameters
