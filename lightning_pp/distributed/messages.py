@@ -142,7 +142,7 @@ def _listen(message: Future[Any], groups: ControlGroups, tag: int) -> None:
             payload += _receive(missing, groups, tag + 1)
         failed, content = pickle.loads(payload)
     except RuntimeError as error:
-        message.set_exception(RankStoppedError(f"What a batch came to did not arrive from the last stage: {error}"))
+        message.set_exception(RankStoppedError(f"The results of a batch did not arrive from the last stage: {error}"))
     except Exception as error:  # whatever unpickling raises
         message.set_exception(error)
     else:

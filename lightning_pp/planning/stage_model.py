@@ -50,11 +50,11 @@ class Refinement:
         several = len(self.blocks) > 1
         where = f"{len(self.blocks)} blocks" if several else "a block"
         if math.isinf(self.before_ms):
-            why = "no cut between whole blocks keeps the limit of memory"
+            why = "no cut between whole blocks stays within the memory limit"
         else:
             saved = 1 - self.after_ms / self.before_ms
             whole = "these blocks" if several else "this block"
-            why = f"a step is estimated to take {saved:.1%} less time so than with {whole} whole"
+            why = f"a step is estimated to take {saved:.1%} less time than with {whole} whole"
         return f"Cuts fall inside of {where} ({', '.join(self.blocks)}): {why}."
 
 

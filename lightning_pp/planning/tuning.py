@@ -233,9 +233,9 @@ def _warn_of_other_cuts(measured: GivenCosts, partition: Partition) -> None:
     ]
     if different:
         _log.warning(
-            f"{measured.origin[0].upper()}{measured.origin[1:]} were measured on other cuts: stage {different[0]} had "
-            f"{_shortened(units_then[different[0]])} and has {_shortened(units_now[different[0]])}. "
-            "Measure again by leaving costs out."
+            f"{measured.origin[0].upper()}{measured.origin[1:]} were measured for other cuts: stage {different[0]} "
+            f"had {_shortened(units_then[different[0]])} then, and has {_shortened(units_now[different[0]])} now. "
+            "Leave costs out to measure again."
         )
 
 

@@ -132,6 +132,6 @@ def test_costs_of_other_cuts_are_told(recording: Any, tmp_path: Any, caplog: pyt
     assert not caplog.messages
     StageCosts(1.0, 1.0, [1.0, 2.0]).to_json(path, measured_on={"stages": [stages[0][:-1], stages[1]]})
     layout = layout_of(recording, 2, 4, costs=path)
-    assert "measured on other cuts: stage 0 had" in caplog.text and "Measure again" in caplog.text
+    assert "measured for other cuts: stage 0 had" in caplog.text and "to measure again" in caplog.text
     # no bytes in the file: those of the dry run
     assert layout.costs.held_after_forward == layout_of(recording, 2, 4, stages_per_rank=1).costs.held_after_forward
