@@ -49,7 +49,7 @@ class LoggerOutputs:
             | {
                 stage_metric(name, stage): value
                 for stage, info in enumerate(stages)
-                for name, value in _hyperparameters(info).items()
+                for name, value in {**vars(info), "units": ", ".join(info.units)}.items()
             }
         )
         rows = [[stage, info.rank, ", ".join(info.units), info.num_parameters] for stage, info in enumerate(stages)]
@@ -122,7 +122,3 @@ class LoggerOutputs:
                     f"What PipelineMonitor wrote to {type(logger).__name__} is lost, which raised "
                     f"{type(error).__name__}: {error}. Training goes on."
                 )
-
-
-def _hyperparameters(info: StageInfo) -> dict[str, int | str]:
-    return {"rank": info.rank, "units": ", ".join(info.units), "num_parameters": info.num_parameters}

@@ -75,16 +75,15 @@ class PipelineMonitor(Callback):
         peak_tflops: float | None = None,
         old_metric_names: bool = False,
     ) -> None:
-        if every_n_steps is not None and every_n_steps < 1:
-            raise ConfigurationError(
-                f"PipelineMonitor(every_n_steps={every_n_steps}) must be at least 1, or None for the trainer's "
-                "log_every_n_steps."
-            )
-        if timeline_every_n_steps is not None and timeline_every_n_steps < 1:
-            raise ConfigurationError(
-                f"PipelineMonitor(timeline_every_n_steps={timeline_every_n_steps}) must be at least 1, or None for the "
-                "end of the fit only."
-            )
+        intervals = {
+            "every_n_steps": (every_n_steps, "the trainer's log_every_n_steps"),
+            "timeline_every_n_steps": (timeline_every_n_steps, "the end of the fit only"),
+        }
+        for name, (number, otherwise) in intervals.items():
+            if number is not None and number < 1:
+                raise ConfigurationError(
+                    f"PipelineMonitor({name}={number}) must be at least 1, or None for {otherwise}."
+                )
         if peak_tflops is not None and not peak_tflops > 0:
             raise ConfigurationError(f"PipelineMonitor(peak_tflops={peak_tflops}) must be positive, or None.")
         self.every_n_steps = every_n_steps
