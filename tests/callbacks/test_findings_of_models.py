@@ -33,7 +33,7 @@ def test_of_a_public_model_no_weight_gradient_is_said_to_be_left_behind(pool: Wo
 
 @pytest.mark.nightly
 def test_a_weight_on_the_left_of_a_product_is_named(pool: WorkerPool) -> None:
-    """Mamba's step sizes are ``self.dt_proj.weight @ time_step``; its A_log has the same shape, and is in no product."""
+    """Mamba's step sizes are ``self.dt_proj.weight @ time_step``; its A_log has the same shape."""
     findings, _ = pool.run(findings_of, "causal/mamba", world_size=2, timeout=180)
     (told,) = [finding.seen for finding in findings if finding.cause == "weight_gradients"]
     assert "layers.2.mixer.dt_proj.weight" in told and "A_log" not in told
