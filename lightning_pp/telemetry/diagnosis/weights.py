@@ -71,8 +71,8 @@ def weight_finding(evidence: Evidence) -> Finding | None:
         names += [weight.name for weight in others]
     if not stages:
         return None
-    costs = replace(model.costs, backward_input=backward_input, backward_weight=backward_weight)
-    gain = model.step_ms - model.with_costs(costs).step_ms
+    all_deferred = replace(model.costs, backward_input=backward_input, backward_weight=backward_weight)
+    gain = model.step_ms - model.with_costs(all_deferred).step_ms
     named = ", ".join(names[:_MOST_NAMED]) + (f" and {len(names) - _MOST_NAMED} more" * (len(names) > _MOST_NAMED))
     return Finding(
         "weight_gradients",
