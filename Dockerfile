@@ -1,7 +1,7 @@
 # syntax=docker/dockerfile:1
 # GPU by default; `docker build --build-arg DEVICE=cpu .` for machines without. See docs/running/container.md.
 ARG PYTHON_IMAGE=python:3.11.14-slim-bookworm@sha256:65a93d69fa75478d554f4ad27c85c1e69fa184956261b4301ebaf6dbb0a3543d
-FROM ${PYTHON_IMAGE} AS build
+FROM ${PYTHON_IMAGE} AS dependencies
 
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 
@@ -15,27 +15,29 @@ COPY docker/install.sh docker/requirements.py /src/docker/
 RUN --mount=type=cache,target=/root/.cache/pip,sharing=locked \
     /src/docker/install.sh /opt/venv "${EXTRAS}" "${DEVICE}" dependencies
 
-# what changes often: the package, a megabyte
+# what changes often: the package, a megabyte, beside what it needs
+FROM dependencies AS package
+
 COPY LICENSE README.md hatch_build.py /src/
 COPY conf /src/conf
 COPY recipes /src/recipes
 COPY lightning_pp /src/lightning_pp
 RUN --mount=type=cache,target=/root/.cache/pip,sharing=locked \
-    /src/docker/install.sh /opt/venv "${EXTRAS}" "${DEVICE}" package
+    PREFIX=/opt/package /src/docker/install.sh /opt/venv "${EXTRAS}" "${DEVICE}" package
 
 FROM ${PYTHON_IMAGE}
 
-ARG REVISION=unknown
 LABEL org.opencontainers.image.title="lightning_pp" \
       org.opencontainers.image.description="Pipeline parallelism for unmodified LightningModules" \
-      org.opencontainers.image.licenses="Apache-2.0" \
-      org.opencontainers.image.revision="${REVISION}"
+      org.opencontainers.image.licenses="Apache-2.0"
 
-# tini passes signals on and collects processes that were left; Debian has one version of it for each release
+# tini passes signals on and collects processes that were left; strategy.compile=true needs g++. Debian has one version
+# of each for each release
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends tini \
-    && rm -rf /var/lib/apt/lists/*
+    && apt-get install --yes --no-install-recommends g++ tini \
+    && apt-get clean \
+    && rm -rf /var/cache/apt /var/cache/debconf /var/lib/apt/lists /var/log/apt /var/log/dpkg.log
 
 # torch brings the CUDA libraries; the driver comes from the host through the NVIDIA container toolkit. Any user may run
 # the image: it needs no entry in /etc/passwd, since HOME and USER are given.
@@ -49,9 +51,14 @@ ENV HOME=/home/trainer \
 RUN useradd --home-dir /home/trainer --no-create-home --uid 1000 trainer \
     && install --directory --mode=1777 /home/trainer /workspace
 
-COPY --from=build /opt/venv /opt/venv
+# two layers: a change of the code pushes the second alone
+COPY --from=dependencies /opt/venv /opt/venv
 COPY docker/entrypoint.sh /usr/local/bin/entrypoint
 COPY docker/smoke.sh /usr/local/bin/smoke
+COPY --from=package /opt/package /opt/venv
+
+ARG REVISION=unknown
+LABEL org.opencontainers.image.revision="${REVISION}"
 
 USER 1000
 WORKDIR /workspace

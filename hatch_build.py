@@ -48,6 +48,7 @@ def urls(address: str | None, revision: str) -> dict[str, str]:
     if address is None:
         return {}
     return {
+        "Homepage": address,  # as pip show names it
         "Repository": address,
         "Documentation": f"{address}/blob/{revision}/docs/index.md",
         "Changelog": f"{address}/blob/{revision}/CHANGELOG.md",

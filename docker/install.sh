@@ -6,6 +6,7 @@
 # EXTRAS is a comma-separated list of the package's extras. `gpu` takes torch from the default package index, where it
 # comes with CUDA; `cpu` and `cu...` prefer the build of that name on PyTorch's own index. `dependencies` needs only
 # pyproject.toml, constraints.txt and this folder; `package` adds the package itself to what `dependencies` has made.
+# PREFIX names another folder for the package, laid out as VENV, to be copied over it.
 # PYTHON names the interpreter (default: python3); it has to be 3.11 or newer.
 set -euo pipefail
 
@@ -41,6 +42,6 @@ if [ "$step" != package ]; then
   "$venv/bin/pip" install "${pip_options[@]}" --requirement "$list"
 fi
 if [ "$step" != dependencies ]; then
-  "$venv/bin/pip" install "${pip_options[@]}" --no-deps "$source_tree"
+  "$venv/bin/pip" install "${pip_options[@]}" --no-deps ${PREFIX:+--prefix "$PREFIX"} "$source_tree"
   "$venv/bin/pip" check
 fi

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_pp.telemetry import PIPELINE_METRICS, STAGE_METRICS
-from lightning_pp.telemetry.metric_table import Metric
+from lightning_pp.telemetry.metric_table import stage_metric
 
 DOCUMENT = Path(__file__).parents[1] / "training" / "metrics.md"
 TABLES = re.compile(r"(?<=<!-- metrics -->\n).*?(?=<!-- end of metrics -->)", re.DOTALL)
@@ -15,7 +15,8 @@ TABLES = re.compile(r"(?<=<!-- metrics -->\n).*?(?=<!-- end of metrics -->)", re
 
 def tables() -> str:
     """Both tables, as Markdown."""
-    return f"{_table('pp_stage_{s}/', STAGE_METRICS)}\n{_table('pp/', PIPELINE_METRICS)}"
+    of_stages = [(stage_metric(metric.name, "{s}"), metric.meaning) for metric in STAGE_METRICS]
+    return f"{_table(of_stages)}\n{_table([(f'pp/{metric.name}', metric.meaning) for metric in PIPELINE_METRICS])}"
 
 
 def document() -> str:
@@ -23,8 +24,8 @@ def document() -> str:
     return TABLES.sub(lambda _: tables(), DOCUMENT.read_text())
 
 
-def _table(prefix: str, metrics: Sequence[Metric]) -> str:
-    rows = [f"| `{prefix}{metric.name}` | {metric.meaning} |" for metric in metrics]
+def _table(metrics: Sequence[tuple[str, str]]) -> str:
+    rows = [f"| `{name}` | {meaning} |" for name, meaning in metrics]
     return "\n".join(["| metric | what it is |", "|---|---|", *rows]) + "\n"
 
 

@@ -14,7 +14,10 @@ One run, in order::
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -23,12 +26,8 @@ from omegaconf import DictConfig
 from lightning_pp.cli import launch
 from lightning_pp.cli.hydra_app.answers import answer_alone
 from lightning_pp.cli.hydra_app.application import run_task
-from lightning_pp.cli.problems import (
-    UserError,
-    check_choices,
-    print_problem,
-    user_errors,
-)
+from lightning_pp.cli.hydra_app.launcher import Launcher
+from lightning_pp.cli.problems import UserError, check_choices, print_problem, user_errors
 from lightning_pp.cli.resume import remember_folder, with_what_it_resumes
 from lightning_pp.cli.run import Run, hide_saved_secrets
 
@@ -70,12 +69,23 @@ def _run(config: DictConfig) -> None:
     except BaseException as error:
         if isinstance(error, UserError):
             print_problem(error)
+            if run is None and Launcher.new_folder is not None:
+                _remove_what_hydra_wrote(Launcher.new_folder)
         if run is not None:
             run.close(failed=True)
             launch.end_children(run.trainer)
         if isinstance(error, UserError):
             sys.exit(1)
         raise
+
+
+def _remove_what_hydra_wrote(folder: Path) -> None:
+    """A run that was refused leaves no folder, and no empty one of its day."""
+    if {path.name for path in folder.glob("*")} <= {".hydra", f"{HydraConfig.get().job.name}.log"}:
+        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):
+            for parent in list(folder.parents)[:2]:
+                parent.rmdir()
 
 
 def _refuse_self_launched_sweep(config: DictConfig) -> None:

@@ -156,10 +156,9 @@ def check_choices(arguments: Sequence[str]) -> None:
             continue
         if override.key_or_group not in _GROUPS or override.is_sweep_override():
             continue
-        value = override.value()
-        if isinstance(value, (str, dict)) or (value is None and override.is_delete()):
-            continue
-        if isinstance(value, list) and all(isinstance(name, str) for name in value) and not override.is_delete():
+        value, deletes = override.value(), override.is_delete()
+        are_names = isinstance(value, list) and all(isinstance(name, str) for name in value) and not deletes
+        if are_names or isinstance(value, (str, dict)) or (value is None and deletes):
             continue
         raise UserError(
             f"{argument}: {override.key_or_group} is a group, and takes the name of one of its options "

@@ -49,17 +49,10 @@ def stage_table(stages: Sequence[StageReport]) -> Table:
     for heading in ("parameters", "F ms", "I ms", "W ms", "bubble", "wait ms", "peak GiB"):
         table.add_column(heading, justify="right", no_wrap=True)
     for stage in stages:
-        table.add_row(
-            str(stage.stage),
-            summarise_units(stage.units),
-            f"{stage.num_parameters:,}",
-            f"{stage.forward_ms:.1f}",
-            f"{stage.backward_input_ms:.1f}",
-            f"{stage.backward_weight_ms:.1f}",
-            f"{stage.bubble_fraction:.1%}",
-            f"{stage.p2p_wait_ms:.1f}",
-            f"{stage.peak_memory_gib:.2f}",
-        )
+        times = (stage.forward_ms, stage.backward_input_ms, stage.backward_weight_ms)
+        last = (f"{stage.bubble_fraction:.1%}", f"{stage.p2p_wait_ms:.1f}", f"{stage.peak_memory_gib:.2f}")
+        first = (str(stage.stage), summarise_units(stage.units), f"{stage.num_parameters:,}")
+        table.add_row(*first, *(f"{ms:.1f}" for ms in times), *last)
     return table
 
 
@@ -86,7 +79,7 @@ def summarise_units(units: Sequence[str]) -> str:
 def wide(console: Console | None = None) -> Console:
     """``console``; where it is no terminal, one so wide that no path or table is broken."""
     console = console or Console()
-    return console if console.is_terminal else Console(file=console.file, width=WIDTH, record=console.record)
+    return console if console.is_terminal else Console(file=console.file, width=WIDTH)
 
 
 def print_timeline(console: Console, picture: str, diagnosis: Diagnosis | None) -> None:
@@ -122,8 +115,11 @@ def facts(summary: RunSummary) -> dict[str, str]:
     if report is not None:
         if report.first_loss is not None and report.last_loss is not None:
             lines["loss"] = f"{report.first_loss:.3f} at the start, {report.last_loss:.3f} at the end"
+        # the picture is of the last step and the diagnosis of the latest: three numbers that differ
+        whole = f"{report.step_ms:.1f} ms, mean of the run with data, optimizer and logs"
+        lines["step"] = f"{whole} (picture: the last step, from its first action to its last)"
         if report.tokens_per_s is not None:
-            lines["tokens per second"] = f"{report.tokens_per_s:,.0f} ({report.step_ms:.0f} ms a step)"
+            lines["tokens per second"] = f"{report.tokens_per_s:,.0f}"
     lines |= {
         name.removesuffix("_epoch"): f"{value:.4g}"
         for name, value in sorted(summary.metrics.items())

@@ -204,16 +204,18 @@ class FitMeasurement:
             by_stage = {} if collectives is None else self._by_stage(collectives)
             own += RankSums.of_step(timer.times(), self._stages, timer.sent_bytes, by_stage)
         self._timers.clear()
-        nums_stages = [len(self._placement.stages_of_rank(rank)) for rank in self._ranks]
+        nums_stages = [len(self._placement.stages_of_rank(rank)) for rank in range(self._placement.num_ranks)]
         most = max(nums_stages)
         first = RankReading.row_length(most)
-        rows = self._gather([*self._read(squares).to_row(most), *own.to_row()], first + RankSums.row_length(most))
+        row, length = [*self._read(squares).to_row(most), *own.to_row()], first + RankSums.row_length(most)
+        rows = gather_row(row, length, self._pipeline.groups.pipeline, self._pipeline.rank)
         throughput, self._throughput = self._throughput, Throughput()
         if rows is None:
             return None
         sums = [RankSums.from_row(row[first:], number) for row, number in zip(rows, nums_stages, strict=True)]
         readings = [RankReading.from_row(row, number) for row, number in zip(rows, nums_stages, strict=True)]
-        found = Measurements(self._placement, sums, readings, throughput, self._predict(), self._num_devices)
+        num_devices = self._placement.num_ranks * self._pipeline.groups.num_replicas
+        found = Measurements(self._placement, sums, readings, throughput, self._predict(), num_devices)
         self._total = found if self._total is None else self._total + found
         return found
 
@@ -245,10 +247,6 @@ class FitMeasurement:
             self._prediction = (schedule, self._pipeline.prediction_of(schedule))
         return self._prediction[1]
 
-    @property
-    def _num_devices(self) -> int:
-        return self._placement.num_ranks * self._pipeline.groups.num_replicas
-
     # ---------------------------------------------------------------- at the end
 
     def finish(self) -> PipelineReport | None:
@@ -279,7 +277,7 @@ class FitMeasurement:
             samples_per_s=total.throughput.samples_per_s,
             step_ms=total.throughput.step_ms,
             bubble_fraction=total.bubble_fraction,
-            timeline_text=text_timeline(timeline, width=_terminal_width()),
+            timeline_text=text_timeline(timeline, width=min(max(shutil.get_terminal_size((100, 24)).columns, 60), 140)),
             timeline=timeline,
         )
 
@@ -312,17 +310,3 @@ class FitMeasurement:
             losses /= groups.num_replicas
         first, last = losses.tolist()
         return first, last
-
-    # ---------------------------------------------------------------- messages
-
-    @property
-    def _ranks(self) -> range:
-        return range(self._placement.num_ranks)
-
-    def _gather(self, row: Sequence[float], length: int) -> list[list[float]] | None:
-        """Every rank's row on pipeline rank 0, filled up to the same ``length``; None on the others."""
-        return gather_row(row, length, self._pipeline.groups.pipeline, self._pipeline.rank)
-
-
-def _terminal_width() -> int:
-    return min(max(shutil.get_terminal_size((100, 24)).columns, 60), 140)

@@ -42,9 +42,8 @@ class RankReading:
 
     def to_row(self, num_stages: int) -> list[float]:
         """All numbers, to be sent, with places for ``num_stages`` stages; :meth:`from_row` reads it."""
-        missing = [-1.0] * (num_stages - len(self.gradient_squares))
-        numbers = (self.peak_memory_gib, self.memory_allocated_gib, self.memory_reserved_gib, self.data_wait_ms)
-        return [*numbers, self.gradient_square, *self.gradient_squares, *missing]
+        *numbers, squares = vars(self).values()
+        return [*numbers, *squares, *[-1.0] * (num_stages - len(squares))]
 
     @classmethod
     def from_row(cls, row: Sequence[float], num_stages: int) -> RankReading:

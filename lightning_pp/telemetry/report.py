@@ -9,6 +9,7 @@ from math import sqrt
 from lightning_pp.schedule import Placement
 from lightning_pp.telemetry.diagnosis.diagnose import Diagnosis
 from lightning_pp.telemetry.diagnosis.finding import Finding
+from lightning_pp.telemetry.metric_table import stage_metric
 from lightning_pp.telemetry.reading import RankReading, StepPrediction
 from lightning_pp.telemetry.sums import RankSums, imbalance_of, longest_span_bubble
 from lightning_pp.telemetry.throughput import Throughput
@@ -72,29 +73,13 @@ class StageInfo:
     num_parameters: int
 
 
-@dataclass
-class StageReport:
-    """A stage and its means over the run; the fields are those of :class:`StageInfo` and :class:`StageTimes`."""
+@dataclass(frozen=True, kw_only=True)
+class StageReport(StageTimes):
+    """A stage and its means over the run; the first fields are those of :class:`StageInfo`."""
 
     stage: int
     units: list[str]
     num_parameters: int
-    forward_ms: float
-    backward_input_ms: float
-    backward_weight_ms: float
-    bubble_fraction: float
-    p2p_wait_ms: float
-    peak_memory_gib: float
-    backward_ms: float = 0.0
-    sent_bytes: float = 0.0
-    memory_allocated_gib: float = 0.0
-    memory_reserved_gib: float = 0.0
-    activations_gib: float = 0.0
-    gather_exposed_ms: float = 0.0
-    gather_hidden_ms: float = 0.0
-    reduce_exposed_ms: float = 0.0
-    reduce_hidden_ms: float = 0.0
-    gradient_norm: float | None = None
 
 
 @dataclass
@@ -171,19 +156,34 @@ class Measurements:
         return [self._times_of(stage) for stage in range(self.placement.num_stages)]
 
     def metrics(self, peak_tflops: float | None = None) -> dict[str, float]:
-        """What is logged: ``pp_stage_{s}/...`` for every stage, and ``pp/...`` for the pipeline (:data:`METRICS`).
+        """What is logged: ``pp/{name}/stage_{s}`` for every stage, and ``pp/{name}`` for the pipeline.
 
         Args:
-            peak_tflops: What one device can do at most, TFLOP/s; without it there is no utilisation.
+            peak_tflops: The most that one device can do, TFLOP/s; without it there is no utilisation.
         """
+        absent = self._absent()
         metrics = {
-            f"pp_stage_{stage}/{name}": value
+            stage_metric(name, stage): value
             for stage, times in enumerate(self.stage_times())
             for name, value in vars(times).items()
-            if value is not None
+            if value is not None and not name.startswith(absent)
         }
         found = {f"pp/{name}": value for name, value in self._of_pipeline(peak_tflops).items() if value is not None}
         return metrics | found
+
+    def _absent(self) -> tuple[str, ...]:
+        """How the names of metrics begin that this pipeline cannot have."""
+        has_replicas = self.num_devices > self.placement.num_ranks
+        gathers = any(stage.gather_exposed_ms + stage.gather_hidden_ms for rank in self.ranks for stage in rank.stages)
+        is_there = {
+            "p2p_wait_ms": self.placement.num_ranks > 1,
+            "sent_bytes": self.placement.num_ranks > 1,
+            "activations_gib": self.prediction is not None,
+            "memory_reserved_gib": any(r.memory_reserved_gib > r.memory_allocated_gib for r in self.readings),
+            "gather_": has_replicas and gathers,
+            "reduce_": has_replicas,
+        }
+        return tuple(name for name, is_so in is_there.items() if not is_so)
 
     def _of_pipeline(self, peak_tflops: float | None) -> dict[str, float | None]:
         through, prediction = self.throughput, self.prediction

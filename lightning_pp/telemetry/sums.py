@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import add
 from types import MappingProxyType
 
 from lightning_pp.runtime.timing import ActionTimes
@@ -40,7 +41,7 @@ class StageSums:
     reduce_hidden_ms: float = 0.0
 
     def __add__(self, other: StageSums) -> StageSums:
-        return StageSums(*(mine + its for mine, its in zip(self.numbers(), other.numbers(), strict=True)))
+        return StageSums(*map(add, self.numbers(), other.numbers()))
 
     def numbers(self) -> tuple[float, ...]:
         """All fields, in order."""
@@ -111,11 +112,9 @@ class RankSums:
         )
 
     def __add__(self, other: RankSums) -> RankSums:
+        stages = tuple(map(add, self.stages, other.stages))
         return RankSums(
-            self.num_steps + other.num_steps,
-            self.work_ms + other.work_ms,
-            self.span_ms + other.span_ms,
-            tuple(mine + its for mine, its in zip(self.stages, other.stages, strict=True)),
+            self.num_steps + other.num_steps, self.work_ms + other.work_ms, self.span_ms + other.span_ms, stages
         )
 
     @property

@@ -39,13 +39,7 @@ class Throughput:
     model_flops: float = 0.0
 
     def __add__(self, other: Throughput) -> Throughput:
-        return Throughput(
-            self.num_batches + other.num_batches,
-            self.seconds + other.seconds,
-            self.num_samples + other.num_samples,
-            self.num_tokens + other.num_tokens,
-            self.model_flops + other.model_flops,
-        )
+        return Throughput(*(mine + its for mine, its in zip(vars(self).values(), vars(other).values(), strict=True)))
 
     @property
     def step_ms(self) -> float:

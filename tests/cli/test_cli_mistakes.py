@@ -20,6 +20,11 @@ from command import TINY_RUN, run_command, run_forked
             "recipe=byte_gpd: recipe is one of byte_gpt, causal_lm, gpt2_124m, llama, llama_70b, llama_8b, lora, moe, "
             "own, t5, two_tower, vit. The closest is byte_gpt",
         ),
+        (
+            "recipe=gpt3",
+            "recipe=gpt3: recipe is one of byte_gpt, causal_lm, gpt2_124m, llama, llama_70b, llama_8b, lora, moe, "
+            "own, t5, two_tower, vit. The closest is gpt2_124m",
+        ),
         ("logger=wandbb", "logger=wandbb: logger is one of csv, none, wandb. The closest is wandb"),
         ("+recipe=llama", "+recipe=llama: recipe is chosen already. Choose another by recipe=llama"),
         ("llama", "llama is no override: write NAME=VALUE"),
@@ -46,6 +51,7 @@ def test_every_unreadable_data_file_is_named_before_anything_is_launched(tmp_pat
     assert "*.md: no file matches" in finished.output
     assert "Traceback" not in finished.output
     assert "MEMBER" not in finished.output  # Lightning's line about a launched process
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]  # what was refused leaves no folder
 
 
 def test_missing_checkpoint_is_named_before_anything_is_launched(tmp_path: Path) -> None:
@@ -53,6 +59,14 @@ def test_missing_checkpoint_is_named_before_anything_is_launched(tmp_path: Path)
     assert finished.code == 1
     assert "ckpt_path=nope.ckpt does not exist" in finished.output
     assert "Traceback" not in finished.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_was_there_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine" / ".hydra").mkdir(parents=True)
+    finished = run_forked(["mode=test", "ckpt_path=nope.ckpt", "hydra.run.dir=mine"], tmp_path)
+    assert finished.code == 1
+    assert (tmp_path / "mine" / ".hydra").is_dir()
 
 
 def test_bad_option_of_strategy_or_model_is_one_message(tmp_path: Path) -> None:

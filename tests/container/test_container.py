@@ -37,6 +37,7 @@ def test_hadolint_finds_nothing() -> None:
 def test_image_and_ci_install_by_the_same_script() -> None:
     installing = [line for line in instructions("RUN") if "install.sh" in line]
     commands = [line.partition("/src/docker/")[2] for line in installing]
+    assert "PREFIX=/opt/package " in installing[1] and "PREFIX" not in installing[0]
     assert commands == [
         f'install.sh /opt/venv "${{EXTRAS}}" "${{DEVICE}}" {step}' for step in ("dependencies", "package")
     ]
@@ -60,6 +61,37 @@ def test_dependencies_are_installed_before_sources_are_copied() -> None:
     first = next(index for index, line in enumerate(copies) if line.endswith("dependencies"))
     copied = {name for line in copies[:first] if line.startswith("COPY") for name in line.split()[1:-1]}
     assert copied == {"pyproject.toml", "constraints.txt", "docker/install.sh", "docker/requirements.py"}
+
+
+def test_the_package_is_a_layer_of_its_own_above_its_dependencies() -> None:
+    """A change of the code changes nothing below the last layers, and those are small."""
+    last = DOCKERFILE[DOCKERFILE.rindex("\nFROM") :]
+    copies = re.findall(r"^COPY (.*)$", last, flags=re.MULTILINE)
+    assert copies[0] == "--from=dependencies /opt/venv /opt/venv"
+    assert copies[-1] == "--from=package /opt/package /opt/venv"
+    assert last.index("ARG REVISION") > last.index(copies[-1])  # another revision is another layer from there on
+
+
+def test_nothing_of_apt_is_left() -> None:
+    (installing,) = [line for line in instructions("RUN") if "apt-get install" in line]
+    for folder in ("/var/cache/apt", "/var/lib/apt/lists"):
+        assert folder in installing.partition("rm -rf")[2]
+
+
+def test_pip_is_configured_in_a_build_as_it_is_on_the_machine(tmp_path: Path) -> None:
+    (tmp_path / "index" / "simple").mkdir(parents=True)
+    listed = (
+        "global.timeout='10'\n"
+        f"global.extra-index-url='file://{tmp_path}/index/simple https://index.example/simple'\n"
+        f"global.find-links='{tmp_path}/not-there'\n"
+        ":env:.timeout='180'\n"
+    )
+    command = [sys.executable, str(ROOT / "docker" / "pip_settings.py"), str(tmp_path / "pip.conf")]
+    finished = subprocess.run(command, input=listed, capture_output=True, text=True, check=True)
+    assert finished.stdout.splitlines() == [str(tmp_path / "index")]  # the index links out of its folder
+    written = (tmp_path / "pip.conf").read_text().splitlines()
+    assert written[0] == "[global]" and "timeout = 180" in written
+    assert f"extra-index-url = file://{tmp_path}/index/simple https://index.example/simple" in written
 
 
 def test_any_user_finds_places_to_write() -> None:

@@ -65,6 +65,15 @@ def metadata_of(wheel: Path) -> email.message.Message:
         return email.message_from_string(archive.read(name).decode())
 
 
+def test_what_pip_shows_is_there(distributions: tuple[Path, Path]) -> None:
+    """Author, licence, summary and the Pythons; the home page is that of the build, and tested below."""
+    metadata = metadata_of(distributions[1])
+    assert (metadata["Author"], metadata["License-Expression"]) == ("The lightning_pp authors", "Apache-2.0")
+    assert metadata["Summary"] == "Pipeline parallelism for unmodified LightningModules"
+    classifiers = metadata.get_all("Classifier") or []
+    assert {f"Programming Language :: Python :: 3.{minor}" for minor in (10, 11, 12, 13)} <= set(classifiers)
+
+
 def test_the_source_tree_has_no_links(tree: Path) -> None:
     assert not [path for path in tree.rglob("*") if path.is_symlink()]
 
@@ -143,6 +152,7 @@ def test_links_of_the_readme_lead_to_the_repository_of_the_build(tree: Path, tmp
         expected = [f"{address}/blob/{revision}/{target}" for target in relative]
         assert [target for target in links(str(metadata.get_payload())) if target.startswith(address)] == expected
         assert set(metadata.get_all("Project-URL") or []) == {
+            f"Homepage, {address}",
             f"Repository, {address}",
             f"Documentation, {address}/blob/{revision}/docs/index.md",
             f"Changelog, {address}/blob/{revision}/CHANGELOG.md",

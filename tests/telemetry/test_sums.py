@@ -163,14 +163,36 @@ def test_measurements_add_up() -> None:
     assert metrics["pp/data_wait_ms"] == 2 * 30.0 / 3  # of the rank that waited longest
     assert metrics["pp/tflops_per_device"] == 1.0  # 12 TFLOP in 3 s on 4 devices
     assert metrics["pp/predicted_over_measured"] == 0.8
-    assert metrics["pp/gradient_norm"] == 4.0 and metrics["pp_stage_2/gradient_norm"] == 3.0
-    assert [metrics[f"pp_stage_{stage}/activations_gib"] for stage in range(4)] == [1.0, 2.0, 3.0, 4.0]
+    assert metrics["pp/gradient_norm"] == 4.0 and metrics["pp/gradient_norm/stage_2"] == 3.0
+    assert [metrics[f"pp/activations_gib/stage_{stage}"] for stage in range(4)] == [1.0, 2.0, 3.0, 4.0]
     assert "pp/model_flops_utilization" not in metrics
     assert both.metrics(peak_tflops=2.5)["pp/model_flops_utilization"] == 0.4
-    # what is documented is what is logged; the monitor adds what the trainer and the batches tell
-    stages = {f"pp_stage_{stage}/{metric.name}" for stage in range(4) for metric in STAGE_METRICS}
-    others = {f"pp/{metric.name}" for metric in PIPELINE_METRICS}
-    assert set(both.metrics(peak_tflops=2.5)) == stages | others - {"pp/samples", "pp/tokens", "pp/learning_rate"}
+
+
+def of_stages(names: set[str]) -> set[str]:
+    return {f"pp/{name}/stage_{stage}" for stage in range(4) for name in names}
+
+
+def test_only_what_exists_is_logged_and_that_is_what_is_documented() -> None:
+    schedule, _ = schedule_and_costs("zb_h1")
+    looked_at = [RankReading(1.0, 2.0, 2.0, 0.0, 4.0, (9.0,))] * 4
+    prediction, everything = StepPrediction(800.0, (1.0,) * 4), {metric.name for metric in STAGE_METRICS}
+    through = Throughput(2, 1.0, 8, 80, 6e12)
+    alone = Measurements(schedule.placement, sums_of("zb_h1"), looked_at, through, prediction, num_devices=4)
+    # the monitor adds what the trainer and the batches tell
+    others = {f"pp/{metric.name}" for metric in PIPELINE_METRICS} - {"pp/samples", "pp/tokens", "pp/learning_rate"}
+    gathers = {"gather_exposed_ms", "gather_hidden_ms"}
+    reductions = {"reduce_exposed_ms", "reduce_hidden_ms"}
+    on_a_cpu = of_stages(everything - {"memory_reserved_gib"} - gathers - reductions)
+    assert set(alone.metrics(2.5)) == on_a_cpu | others
+    replicas = replace(alone, num_devices=8)
+    assert set(replicas.metrics(2.5)) == on_a_cpu | of_stages(reductions) | others
+    assert replicas.metrics()["pp/reduce_exposed_ms/stage_3"] == 0.0
+    sums = [replace(rank, stages=(replace(rank.stages[0], gather_hidden_ms=2.0),)) for rank in replicas.ranks]
+    on_cuda = [replace(reading, memory_reserved_gib=3.0) for reading in looked_at]
+    sharded = replace(replicas, ranks=sums, readings=on_cuda)
+    assert set(sharded.metrics(2.5)) == of_stages(everything) | others
+    assert "pp/activations_gib/stage_0" not in replace(sharded, prediction=None).metrics()
 
 
 def test_imbalance_is_that_of_the_work() -> None:

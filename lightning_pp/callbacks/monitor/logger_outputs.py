@@ -10,7 +10,10 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_pp.planning.schedules.predictions import Prediction
-from lightning_pp.telemetry import Diagnosis, Finding, StageInfo
+from lightning_pp.telemetry import Diagnosis, Finding, StageInfo, StageTimes
+from lightning_pp.telemetry.metric_table import stage_metric
+
+_OVER_STAGES = ("forward_ms", "backward_input_ms", "backward_weight_ms", "bubble_fraction", "peak_memory_gib")
 
 
 class LoggerOutputs:
@@ -37,21 +40,37 @@ class LoggerOutputs:
 
         Args:
             facts: By name, logged as ``pp/name``.
-            stages: In order, logged as ``pp_stage_{s}/...`` and ``pp/stages``.
+            stages: In order, logged as ``pp/{name}/stage_{s}`` and ``pp/stages``.
             predictions: The schedules that were compared, logged as ``pp/schedules``.
             step: The step under which tables are logged.
         """
         self.log_facts(
             {f"pp/{name}": value for name, value in facts.items()}
             | {
-                f"pp_stage_{stage}/{name}": value
+                stage_metric(name, stage): value
                 for stage, info in enumerate(stages)
-                for name, value in _hyperparameters(info).items()
+                for name, value in {**vars(info), "units": ", ".join(info.units)}.items()
             }
         )
         rows = [[stage, info.rank, ", ".join(info.units), info.num_parameters] for stage, info in enumerate(stages)]
         self._log_table("pp/stages", ["stage", "rank", "units", "num_parameters"], rows, step)
         self.log_predictions(predictions, step)
+
+    def log_stages(self, stages: Sequence[StageTimes], step: int) -> None:
+        """What stages take and hold, to W&B: a line chart of F, I and W over the stages, and a table."""
+        rows = [[stage, *(getattr(times, name) for name in _OVER_STAGES)] for stage, times in enumerate(stages)]
+        self._log_table("pp/over_stages", ["stage", *_OVER_STAGES], rows, step)
+        columns = list(zip(*rows, strict=True))
+
+        def write(logger: Logger) -> None:
+            if isinstance(logger, WandbLogger):
+                from wandb.plot import line_series
+
+                title = "F, I and W of a microbatch over the stages, ms"
+                chart = line_series(columns[0], columns[1:4], list(_OVER_STAGES[:3]), title, "stage")
+                logger.log_metrics({"pp/times_over_stages": chart}, step)
+
+        self._write(write)
 
     def log_facts(self, facts: Mapping[str, Any]) -> None:
         """Hyperparameters, to every logger; those that it has already are replaced."""
@@ -103,7 +122,3 @@ class LoggerOutputs:
                     f"{type(logger).__name__} raised {type(error).__name__}: {error}. What PipelineMonitor wrote to "
                     "it is lost. Training goes on."
                 )
-
-
-def _hyperparameters(info: StageInfo) -> dict[str, int | str]:
-    return {"rank": info.rank, "units": ", ".join(info.units), "num_parameters": info.num_parameters}

@@ -24,6 +24,7 @@ from lightning_pp.callbacks.pipeline import LoggedPipeline, pipeline_of
 from lightning_pp.callbacks.wandb_logger import PipelineWandbLogger
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.telemetry import Diagnosis, FitMeasurement, PipelineReport
+from lightning_pp.telemetry.metric_table import old_stage_metric
 
 
 class PipelineMonitor(Callback):
@@ -33,9 +34,10 @@ class PipelineMonitor(Callback):
 
         start: log what "auto" became, which units are on which stage, the schedules that were compared
         every_n_steps optimizer steps: one gather of a few numbers to rank 0 of the pipeline, which logs
-            pp_stage_{s}/... for each stage (telemetry.STAGE_METRICS): times, waits, bytes, memory, gradients
-            pp/... for the pipeline (telemetry.PIPELINE_METRICS): step time, bubble, throughput, FLOP/s, ...
+            pp/{name}/stage_{s} for each stage (telemetry.STAGE_METRICS): times, waits, bytes, memory, gradients
+            pp/{name} for the pipeline (telemetry.PIPELINE_METRICS): step time, bubble, throughput, FLOP/s, ...
             and has the progress bar show the loss, tokens/s and bubble
+        the first of these, the second, fourth, eighth, ...: to W&B also a chart and a table over the stages
         after 8, 16 and 32 measured steps: gather their times; tell, once, what would make a step shorter (findings)
         timeline_every_n_steps optimizer steps: gather the times of this step and of the slowest since the last; write
             timelines, planned beside measured, to files, W&B and TensorBoard
@@ -53,6 +55,8 @@ class PipelineMonitor(Callback):
             trainer's first logger that has one. Without such a logger no files are written.
         peak_tflops: Peak of one device in TFLOP/s, for ``pp/model_flops_utilization``. None: Lightning's figure for the
             GPU and precision; without one the metric is not logged.
+        old_metric_names: Also log metrics of stages under the names of version 0.1, ``pp_stage_{s}/{name}``, for charts
+            that use them. The next release leaves this out.
 
     Attributes:
         report: The measurements of a fit, on global rank 0 after its end; None before that and on other ranks.
@@ -69,17 +73,17 @@ class PipelineMonitor(Callback):
         timeline_every_n_steps: int | None = None,
         timeline_dirpath: str | Path | None = None,
         peak_tflops: float | None = None,
+        old_metric_names: bool = False,
     ) -> None:
-        if every_n_steps is not None and every_n_steps < 1:
-            raise ConfigurationError(
-                f"PipelineMonitor(every_n_steps={every_n_steps}) must be at least 1, or None for the trainer's "
-                "log_every_n_steps."
-            )
-        if timeline_every_n_steps is not None and timeline_every_n_steps < 1:
-            raise ConfigurationError(
-                f"PipelineMonitor(timeline_every_n_steps={timeline_every_n_steps}) must be at least 1, or None for the "
-                "end of the fit only."
-            )
+        intervals = {
+            "every_n_steps": (every_n_steps, "the trainer's log_every_n_steps"),
+            "timeline_every_n_steps": (timeline_every_n_steps, "the end of the fit only"),
+        }
+        for name, (number, otherwise) in intervals.items():
+            if number is not None and number < 1:
+                raise ConfigurationError(
+                    f"PipelineMonitor({name}={number}) must be at least 1, or None for {otherwise}."
+                )
         if peak_tflops is not None and not peak_tflops > 0:
             raise ConfigurationError(f"PipelineMonitor(peak_tflops={peak_tflops}) must be positive, or None.")
         self.every_n_steps = every_n_steps
@@ -87,6 +91,8 @@ class PipelineMonitor(Callback):
         self.log_timeline = log_timeline
         self.timeline_every_n_steps = timeline_every_n_steps
         self.timeline_dirpath = timeline_dirpath
+        self.old_metric_names = old_metric_names
+        self._num_logged = 0
         self.report: PipelineReport | None = None
         self._measurement: FitMeasurement | None = None
         self._timelines: FitTimelines | None = None
@@ -102,6 +108,7 @@ class PipelineMonitor(Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Logs the plan; every rank has to call it."""
         self.report = None
+        self._num_logged = 0
         self._measurement = self._timelines = None
         pipeline = pipeline_of(trainer)
         if pipeline is None:
@@ -149,7 +156,12 @@ class PipelineMonitor(Callback):
             found = measurement.collect()
             if found is not None:
                 metrics = {**found.metrics(self._peak_tflops), **self._of_training(trainer, measurement)}
+                if self.old_metric_names:
+                    metrics |= {old: number for name, number in metrics.items() if (old := old_stage_metric(name))}
                 self._outputs.log_metrics(metrics, logged_step(trainer))
+                self._num_logged += 1
+                if self._num_logged & (self._num_logged - 1) == 0:  # a power of two: tables are files
+                    self._outputs.log_stages(found.stage_times(), logged_step(trainer))
                 if self._bar is not None:
                     self._bar.show(metrics, loss)
                 pipeline = pipeline_of(trainer)
@@ -204,6 +216,7 @@ class PipelineMonitor(Callback):
             self._timelines.finish(logged_step(trainer))
         if self.report is not None:
             self.report.diagnosis = found
+            self._outputs.log_stages(self.report.stages, logged_step(trainer))
         self._log_diagnosis(found, trainer)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

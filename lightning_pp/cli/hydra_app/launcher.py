@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
@@ -17,10 +18,14 @@ from lightning_pp.cli.problems import UserError, print_problem
 
 
 class Launcher(Callback):
-    """Starts what the group ``launcher`` says, in the place of this process."""
+    """Starts what the group ``launcher`` says, in place of this process. ``new_folder``: Hydra's, if it is new."""
+
+    new_folder: ClassVar[Path | None] = None
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Before a run; Hydra calls it."""
+        folder = Path(config.hydra.run.dir)
+        Launcher.new_folder = folder.absolute() if launch.is_rank_zero() and not folder.exists() else None
         _launch(config)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:

@@ -117,8 +117,11 @@ def _not_chosen(group: str, arguments: Sequence[str]) -> str | None:
 
 
 def _closest(name: str, names: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f" The closest is {close[0]}" if close else ""
+    """Of the names that are alike the one with the longest beginning in common: gpt3 is more of a gpt2_124m."""
+    close = difflib.get_close_matches(name, names, n=len(names) or 1, cutoff=0.45)
+    alike = [max(k for k in range(len(name) + 1) if one.startswith(name[:k])) for one in close]
+    best = close[alike.index(max(alike))] if close else None
+    return "" if best is None else f" The closest is {best}"
 
 
 def _override_of(key: str, arguments: Sequence[str]) -> str | None:

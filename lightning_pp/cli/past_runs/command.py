@@ -7,7 +7,9 @@ import json
 import sys
 from collections.abc import Sequence
 from html import escape
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -16,7 +18,7 @@ from rich.text import Text
 from lightning_pp.cli.past_runs.comparison import Comparison, Pair
 from lightning_pp.cli.past_runs.run_file import RunFile, read_run_file
 from lightning_pp.cli.problems import UserError
-from lightning_pp.cli.report import WIDTH, print_facts, print_timeline, stage_table, wide
+from lightning_pp.cli.report import WIDTH, print_facts, print_timeline, stage_table
 from lightning_pp.telemetry import html_timeline, text_timeline
 from lightning_pp.versions import version_line
 
@@ -41,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             found = runs[0].content if len(runs) == 1 else Comparison(*runs).to_dict()
             sys.stdout.write(json.dumps(found, indent=2) + "\n")
             return
-        console = wide(Console(record=options.html is not None))
+        console = _Page(None if sys.stdout.isatty() else WIDTH)
         for run in runs if len(runs) == 1 else ():
             show(run, console)
         if len(runs) == 2:
@@ -117,12 +119,35 @@ def _change(pair: Pair) -> str:
     return "" if pair.change is None else f"{pair.change:+.1%}"
 
 
-def _save_html(console: Console, runs: Sequence[RunFile], path: Path) -> None:
+class _Page(Console):
+    """Prints, and keeps what it prints as HTML: tables as tables, lines as paragraphs, pictures not at all."""
+
+    def __init__(self, width: int | None) -> None:
+        super().__init__(width=width)
+        self.parts: list[str] = []
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """As :meth:`Console.print`."""
+        super().print(*objects, **options)
+        for shown in objects:
+            if isinstance(shown, Table):
+                heads = "".join(f"<th>{escape(str(column.header))}</th>" for column in shown.columns)
+                rows = zip(*(column.cells for column in shown.columns), strict=True)
+                cells = ["".join(f"<td>{escape(str(cell))}</td>" for cell in row) for row in rows]
+                body = "".join(f"<tr>{row}</tr>" for row in (heads, *cells))
+                self.parts.append(f"<h2>{escape(str(shown.title))}</h2><table>{body}</table>")
+            elif isinstance(shown, Text) and not ("\n" in shown.plain and shown.spans):
+                self.parts.append(f"<p>{escape(shown.plain)}</p>")
+
+
+def _save_html(page: _Page, runs: Sequence[RunFile], path: Path) -> None:
     """What was printed, and the timelines as pictures, in one page that needs nothing else."""
-    page = console.export_html()
-    frame = '<p>{}</p><iframe width="100%" height="400" srcdoc="{}"></iframe>'
-    pictures = "".join(frame.format(escape(str(run.folder)), escape(html_timeline(run.timeline))) for run in runs)
-    path.write_text(page.replace("</body>", f"{pictures}</body>"), encoding="utf-8")
+    frame = '<h2>Last step of {}</h2><iframe srcdoc="{}"></iframe>'
+    pictures = [frame.format(escape(str(run.folder)), escape(html_timeline(run.timeline))) for run in runs]
+    style = (files("lightning_pp.cli.past_runs") / "page.css").read_text(encoding="utf-8")
+    title = escape(" and ".join(run.folder.name for run in runs))
+    head = f'<!doctype html><meta charset="utf-8"><title>{title}</title><style>{style}</style>'
+    path.write_text("\n".join([head, *page.parts, *pictures]), encoding="utf-8")
 
 
 def _parser() -> argparse.ArgumentParser:

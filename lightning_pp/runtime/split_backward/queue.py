@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +36,12 @@ class WeightGradientQueue:
 
     Life cycle: collect (around the backward of I) any number of times, then :meth:`run` or :meth:`clear`, after which
     the queue can serve another microbatch.
+
+    Attributes:
+        watched: While it is a set, every W of the process adds the shapes of the parameters that it is for.
     """
 
+    watched: ClassVar[set[torch.Size] | None] = None
     __slots__ = ("_entries", "_is_owing", "_modules", "_num_collecting")
 
     def __init__(self) -> None:
@@ -75,20 +79,15 @@ class WeightGradientQueue:
                 "defer only what delayed_weight_gradient_modules() finds"
             )
         delaying = cast(DelaysWeightGradient, module)
-        for queued in self._modules:
-            if queued is delaying:
-                break
-        else:
+        if not any(queued is delaying for queued in self._modules):
             self._modules.append(delaying)
         self._is_owing = True
 
     def parameters(self) -> set[Parameter]:
         """The parameters whose gradients :meth:`run` will add to."""
+        modules = [module for module in self._modules if isinstance(module, nn.Module)]
         found = {_parameter_of(weight) for _, weight, _, _, _ in self._entries}
-        for module in self._modules:
-            if isinstance(module, nn.Module):
-                found.update(module.parameters())
-        return found
+        return found.union(*(module.parameters() for module in modules))
 
     def run(self, on_complete: Callable[[Parameter], None] | None = None) -> None:
         """W: computes every queued weight gradient, adds it to its parameter's ``.grad``, and frees what was held.
@@ -112,12 +111,13 @@ class WeightGradientQueue:
                 "no weight gradients to run: each W runs once, after its I, and this queue has collected no backward "
                 "since it was made, run or cleared (a backward that raises clears it)"
             )
+        if (watched := WeightGradientQueue.watched) is not None:
+            watched.update(parameter.shape for parameter in self.parameters())
         entries, modules = self._entries, self._modules
         self.clear()
-        if on_complete is None:
-            if entries:
-                _add_all(entries)
-        else:
+        if on_complete is None and entries:
+            _add_all(entries)
+        elif on_complete is not None:
             _add_all_and_tell(entries, modules, on_complete)
         for module in modules:
             module.backward_dw()

@@ -6,13 +6,15 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import mean, median
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 
+from lightning_pp.runtime.split_backward.deferral import WeightGradientQueue
 from lightning_pp.runtime.timing import ActionTimes, StepTimer
 from lightning_pp.schedule import Action, Schedule
 from lightning_pp.telemetry.diagnosis.diagnose import Diagnosis, diagnose
@@ -69,6 +71,7 @@ class StepWindow:
         self._num_samples = 0
         self._num_steps = 0
         self._num_others = 0
+        self._deferred_shapes: set[torch.Size] = set()
 
     def batch_ended(self, data_ms: float) -> None:
         """Notes a training batch; no collective, and it does not wait for the device.
@@ -92,6 +95,7 @@ class StepWindow:
                 return
             self._steps.clear()
             self._schedule = step[0]
+            self._deferred_shapes = WeightGradientQueue.watched = set()
         self._num_others = 0
         self._num_samples = self._pipeline.last_num_samples
         self._num_steps += 1
@@ -113,14 +117,18 @@ class StepWindow:
         """
         if not self._is_measured or self._schedule is None or len(self._steps) < _FEWEST_STEPS:
             return None
+        WeightGradientQueue.watched = None
         own = RankSteps(
             times=[timer.times() for timer, _, _ in self._steps],
             step_ms=[step_ms for _, step_ms, _ in self._steps],
             data_ms=[data_ms for _, _, data_ms in self._steps],
-            host=socket.gethostname(),
-            num_samples=self._num_samples,
-            num_workers=num_workers,
-            num_cores=_cores_of_a_rank(),
+            facts={
+                "host": socket.gethostname(),
+                "num_samples": self._num_samples,
+                "num_workers": num_workers,
+                "num_cores": _cores_of_a_rank(),
+                "deferred_shapes": frozenset(map(tuple, self._deferred_shapes)),
+            },
         )
         ranks = self._gather(own)
         if ranks is None:
@@ -141,15 +149,12 @@ class StepWindow:
 
 @dataclass(frozen=True)
 class RankSteps:
-    """What one rank measured, step by step; the fields are those of :class:`RankEvidence`."""
+    """What one rank measured, step by step; the names, and those of ``facts``, are those of :class:`RankEvidence`."""
 
     times: Sequence[Sequence[ActionTimes]]
     step_ms: Sequence[float]
     data_ms: Sequence[float]
-    host: str
-    num_samples: int
-    num_workers: int | None
-    num_cores: int
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
     def mean_of(self, steps: Sequence[int]) -> RankEvidence:
         """Means over some of the steps."""
@@ -157,11 +162,8 @@ class RankSteps:
             times=mean_times([self.times[step] for step in steps]),
             step_ms=mean(self.step_ms[step] for step in steps),
             data_ms=mean(self.data_ms[step] for step in steps),
-            host=self.host,
-            num_samples=self.num_samples,
-            num_workers=self.num_workers,
-            num_cores=self.num_cores,
             steps=[self.times[step] for step in steps],
+            **self.facts,
         )
 
 

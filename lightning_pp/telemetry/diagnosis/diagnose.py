@@ -53,7 +53,7 @@ class Diagnosis:
     @property
     def text(self) -> str:
         """All findings, a line each, or why there is none."""
-        measured = f"{self.num_steps} measured steps of {self.step_ms:.1f} ms"
+        measured = f"{self.num_steps} measured steps of {self.step_ms:.1f} ms on average"
         if not self.is_explained:
             return (
                 f"Diagnosis of {measured}: their measured parts add up to {self.simulated_ms:.1f} ms, so the simulator "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 from lightning_pp.runtime.timing import ActionTimes
 from lightning_pp.schedule import ActionKind, Placement
 from lightning_pp.telemetry.timeline.step import Timeline
@@ -86,15 +88,8 @@ def _is_odd(cell: ActionTimes) -> bool:
 
 def _colored(cells: list[ActionTimes | None], placement: Placement) -> str:
     """The letters with an escape sequence wherever the style changes."""
-    parts: list[str] = []
-    previous = ""
-    for cell in cells:
-        style = _style(cell, placement)
-        if style != previous:
-            parts.append("\x1b[0m" + style)
-            previous = style
-        parts.append(_letter(cell))
-    return "".join([*parts, "\x1b[0m"])
+    styled = groupby(cells, key=lambda cell: _style(cell, placement))
+    return "".join(f"\x1b[0m{style}{''.join(map(_letter, same))}" for style, same in styled) + "\x1b[0m"
 
 
 def _style(cell: ActionTimes | None, placement: Placement) -> str:

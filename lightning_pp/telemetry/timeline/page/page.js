@@ -83,8 +83,8 @@
     about.replaceChildren();
     if (measured) {
       const longer = measured.span - planned.span;
-      const text = longer >= 0 ? `${time(longer)} (${percent(longer / measured.span)}) more than planned` : `${time(-longer)} less than planned`;
-      about.append(bold(`Step ${step.step}`), ` (${step.why}) took `, bold(time(measured.span)), `: ${text}. Planned is the same program if every action took the median of its stage.`);
+      const text = longer > 0 ? `${time(longer)} (${percent(longer / measured.span)}) more than planned` : "as fast as planned";
+      about.append(bold(`Step ${step.step}`), ` (${step.why}) took `, bold(time(measured.span)), `, ${text}. Planned: every action takes the median of its stage in this step.`);
     }
     const views = find("views");
     views.replaceChildren();

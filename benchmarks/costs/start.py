@@ -1,0 +1,156 @@
+"""Time from the start of a command to the end of its first batch: plain Lightning, DDP of two, a pipeline of two.
+
+Every run is a command of its own, which imports what its way needs: plain Lightning and DDP do not import this package.
+The machine has to be idle. What a pipeline may take more than DDP is ``TARGET``.
+
+Run:
+    python benchmarks/costs/start.py [--models gpt llama ...] [--runs 5] [--check]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+TARGET = 1.0
+WAYS = ("plain", "ddp", "pipeline")
+MODELS = ("mlp", "gpt", "llama", "vit", "t5")
+_BEGUN = "START_BENCHMARK_BEGUN"
+_TOLD = "first batch ended after"
+
+
+def run_one(name: str, way: str) -> None:
+    """One training of a batch, in this process and those that Lightning starts; rank 0 tells its time."""
+    import lightning.pytorch as L
+    import torch
+    from torch.utils.data import DataLoader
+
+    strategy: Any = {"plain": "auto", "ddp": "ddp"}.get(way)
+    if way == "pipeline":
+        from lightning_pp import PipelineParallelStrategy
+
+        strategy = PipelineParallelStrategy(num_microbatches=4)
+
+    class Told(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            if trainer.is_global_zero:
+                print(f"{_TOLD} {time.time() - float(os.environ[_BEGUN])}", flush=True)
+
+    class Module(L.LightningModule):
+        def __init__(self, model: torch.nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: dict[str, Any], index: int) -> Any:
+            return self.model(**batch).loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    L.seed_everything(1)
+    model, samples = _model(name)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1 if way == "plain" else 2,
+        strategy=strategy,
+        max_steps=1,
+        limit_val_batches=0,
+        logger=False,
+        callbacks=[Told()],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Module(model), DataLoader(samples, batch_size=8))
+
+
+def _model(name: str) -> tuple[Any, list[dict[str, Any]]]:
+    """A small model of each kind that gives its own loss, and samples for it."""
+    import torch
+
+    ids = torch.randint(3, 256, (16, 64))
+    text = [{"input_ids": row, "labels": row} for row in ids]
+    if name == "mlp":
+        return _mlp(), [{"x": row} for row in torch.randn(16, 64)]
+    import transformers as hf
+
+    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128}
+    heads = {"num_hidden_layers": 4, "num_attention_heads": 4}
+    makers: dict[str, Callable[[], Any]] = {
+        "gpt": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=256, n_embd=64, n_layer=4, n_head=4)),
+        "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, **heads)),
+        "vit": lambda: hf.ViTForImageClassification(
+            hf.ViTConfig(image_size=32, patch_size=8, hidden_size=64, intermediate_size=128, num_labels=5, **heads)
+        ),
+        "t5": lambda: hf.T5ForConditionalGeneration(
+            hf.T5Config(vocab_size=256, d_model=64, d_ff=128, num_layers=2, num_heads=4, decoder_start_token_id=0)
+        ),
+    }
+    if name == "vit":
+        text = [{"pixel_values": image, "labels": torch.tensor(1)} for image in torch.randn(16, 3, 32, 32)]
+    return makers[name](), text
+
+
+def _mlp() -> Any:
+    """A stack of small layers, made where torch is imported."""
+    from types import SimpleNamespace
+
+    from torch import nn
+
+    class Mlp(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6))
+
+        def forward(self, x: Any) -> SimpleNamespace:
+            for layer in self.layers:
+                x = x + layer(x)
+            return SimpleNamespace(loss=x.square().mean())
+
+    return Mlp()
+
+
+def seconds(name: str, way: str) -> float:
+    """What one command takes to the end of its first batch."""
+    environment = {**os.environ, _BEGUN: str(time.time())}
+    command = [sys.executable, __file__, "--one", name, way]
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    told = [line for line in finished.stdout.splitlines() if line.startswith(_TOLD)]
+    if finished.returncode or not told:
+        raise RuntimeError(f"{name}, {way}:\n{finished.stdout}{finished.stderr}")
+    return float(told[0].removeprefix(_TOLD))
+
+
+def main() -> None:
+    """A row a model: medians of the three ways, in turns, and what a pipeline takes more than DDP."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--runs", type=int, default=5, help="commands of each kind")
+    parser.add_argument("--check", action="store_true", help=f"exit with 1 if a pipeline adds over {TARGET} s to DDP")
+    parser.add_argument("--one", nargs=2, metavar=("MODEL", "WAY"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one is not None:
+        run_one(*options.one)
+        return
+    most = 0.0
+    print(f"{'model':<8}{'plain, s':>10}{'DDP, s':>10}{'pipeline, s':>13}{'more':>8}")
+    for name in options.models:
+        times: dict[str, list[float]] = {way: [] for way in WAYS}
+        for _ in range(options.runs):
+            for way in WAYS:
+                times[way].append(seconds(name, way))
+        plain, ddp, pipeline = (statistics.median(times[way]) for way in WAYS)
+        most = max(most, pipeline - ddp)
+        print(f"{name:<8}{plain:>10.2f}{ddp:>10.2f}{pipeline:>13.2f}{pipeline - ddp:>+8.2f}")
+    if options.check and most > TARGET:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
