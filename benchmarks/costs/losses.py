@@ -84,10 +84,8 @@ def uncorrected() -> Iterator[None]:
     """Within, nothing is counted or corrected."""
     of_batch = BatchScaling.of_batch
 
-    def weights_only(
-        self: Any, step: str, microbatches: Any, plans: Any, call: Any, seeds: Any, factor: float, **_: Any
-    ):
-        return ScaledBatch([microbatch.weight * factor for microbatch in microbatches], lambda: None)
+    def weights_only(self: Any, steps: Any, **_: Any) -> ScaledBatch:
+        return ScaledBatch([microbatch.weight * steps.factor for microbatch in steps.microbatches], lambda: None)
 
     BatchScaling.of_batch = weights_only  # type: ignore[method-assign]
     try:

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from lightning_pp.cli.plan.run import make_plan
 from lightning_pp.distributed.sizes import ParallelSizes
 from lightning_pp.planning.cuts import CutOptions
-from lightning_pp.planning.model_cutter import ModelCutter
+from lightning_pp.planning.hardware.devices import PlannedDevice
+from lightning_pp.planning.model_cutter import ModelCutter, StepToCut
 from lightning_pp.planning.pipeline_options import PipelineOptions
 from lightning_pp.planning.schedules.options import ScheduleOptions
 from lightning_pp.planning.schedules.source import schedule_source
@@ -123,10 +124,8 @@ def cut(module: nn.Module, batch: dict[str, Tensor], num_ranks: int, schedule: s
         module,
         options,
         ParallelSizes(num_ranks, 1),
-        batch=batch,
-        microbatches=microbatch * number,
-        step=step,
-        device_type="cuda",
+        StepToCut(batch, microbatch * number, step),
+        PlannedDevice("cuda"),
     )
     begun = time.perf_counter()
     split = cutter.split(build_schedule(schedule, num_ranks=num_ranks, num_microbatches=1).placement).split

@@ -31,12 +31,19 @@ from one_process import CPU, build, recorded  # noqa: E402
 
 from lightning_pp.distributed.sizes import ParallelSizes  # noqa: E402
 from lightning_pp.errors import ConfigurationError, SplitError  # noqa: E402
-from lightning_pp.planning.model_cutter import ModelCutter  # noqa: E402
+from lightning_pp.planning.hardware.devices import PlannedDevice  # noqa: E402
+from lightning_pp.planning.model_cutter import ModelCutter, StepToCut  # noqa: E402
 from lightning_pp.planning.pipeline_options import PipelineOptions  # noqa: E402
 from lightning_pp.planning.refinement.blocks import refinable, what_differs  # noqa: E402
 from lightning_pp.planning.schedules.options import ScheduleOptions  # noqa: E402
 from lightning_pp.planning.schedules.source import schedule_source  # noqa: E402
-from lightning_pp.planning.stage_model import RecordedModel, SplitModel, assign_stages, record_model  # noqa: E402
+from lightning_pp.planning.stage_model import (  # noqa: E402
+    RecordedModel,
+    RecordingOptions,
+    SplitModel,
+    assign_stages,
+    record_model,
+)
 from lightning_pp.schedule import Placement  # noqa: E402
 from lightning_pp.split.data.microbatch import split_batch  # noqa: E402
 from lightning_pp.split.record.plan import StepPlan, build_plan  # noqa: E402
@@ -116,8 +123,7 @@ def crossing(make: Callable[[], nn.Module], batch: Any, num_stages: int) -> Cros
             with_gradients=True,
             patterns=None,
             num_stages=num_stages,
-            activation_checkpointing=False,
-            refined=refined,
+            how=RecordingOptions(refined=refined),
         )
 
     whole = recording()
@@ -153,10 +159,8 @@ def chosen(module: nn.Module, batch: Any, placement: Placement) -> SplitModel:
         module,
         PipelineOptions(ScheduleOptions(schedule_source("1f1b"))),
         ParallelSizes(placement.num_ranks, 1),
-        batch=batch,
-        microbatches=split_batch(batch, 1) * 4 * placement.num_ranks,
-        step=recorded(module, batch),
-        device_type="cuda",
+        StepToCut(batch, split_batch(batch, 1) * 4 * placement.num_ranks, recorded(module, batch)),
+        PlannedDevice("cuda"),
     )
     return cutter.split(placement).split
 

@@ -34,7 +34,7 @@ from lightning_pp.planning.cuts import CutOptions
 from lightning_pp.planning.refinement.choice import CutChoice
 from lightning_pp.planning.schedules.options import ScheduleOptions
 from lightning_pp.planning.schedules.source import schedule_source
-from lightning_pp.planning.stage_model import RecordedModel, record_model
+from lightning_pp.planning.stage_model import RecordedModel, RecordingOptions, record_model
 from lightning_pp.planning.tuning import LayoutRequest
 from lightning_pp.runtime.transport.channels import Transport
 from lightning_pp.schedule import Schedule, StageCosts
@@ -128,8 +128,7 @@ def make_plan(model: str, schedule: str, ms: float) -> Plan:
             with_gradients=True,
             patterns=None,
             num_stages=request.fewest_stages,
-            refined=refined,
-            split_head=num_head_parts or False,
+            how=RecordingOptions(refined=refined, split_head=num_head_parts or False),
         )
 
     recording, layout = CutChoice(record(), lambda _: request, record).layout()

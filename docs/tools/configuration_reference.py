@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields
 from enum import Enum
@@ -28,10 +29,11 @@ HEAD = """# Configuration reference
 <!-- made by python docs/tools/configuration_reference.py from conf/, its schema, and docstrings of what it builds -->
 
 Every value of a run, by config group. `lightning-pp GROUP=OPTION` chooses an option, `lightning-pp GROUP.FIELD=VALUE`
-changes a value, and `lightning-pp --cfg job` prints what comes out. [Recipes and configuration](recipes.md) tells how
-they are put together. *required* is a field that has to be given where the option does not set it; `any` stands for
-values of several types, which the text names.
+changes a value, and `lightning-pp --cfg job` prints the result. [Recipes and configuration](recipes.md) tells how
+they are put together. You must give a *required* field if the option does not set it. `any` stands for values of
+several types, which the text names. What does not fit into a table stands below it.
 """
+MOST_WORDS = 30  # of a cell
 TYPES = {"Any": "any", "None": "null", "list[str]": "list of str", "list[float]": "list of float"}
 TYPES["dict[str, Any]"] = "mapping"
 
@@ -112,25 +114,31 @@ def _class(conf: type, title: str) -> str:
     rows = [
         row for each in fields(conf) if not each.name.startswith("_") for row in _rows(each, meaning_of(conf, each))
     ]
-    return "\n".join([heading, "", "| field | type | default | meaning |", "|---|---|---|---|", *rows]) + "\n"
+    cells = [f"| `{name}` | {kind} | {default} | {_parts(meaning)[0]} |" for name, kind, default, meaning in rows]
+    more = [f"- `{name}`: {_parts(meaning)[1]}" for name, _, _, meaning in rows if _parts(meaning)[1]]
+    lines = [heading, "", "| field | type | default | meaning |", "|---|---|---|---|", *cells]
+    return "\n".join([*lines, "", "More on these fields:", "", *more] if more else lines) + "\n"
 
 
-def _rows(field: Field[Any], meaning: str) -> Iterator[str]:
-    """The rows of a field: one, or that of the group within it and those of its fields."""
+def _parts(meaning: str) -> tuple[str, str]:
+    """The sentences that a cell holds, at least one, and those that stand below the table."""
+    sentences = re.split(r"(?<=\.) (?=[A-Z`]|null|true|false)", meaning)
+    fitting = [n for n in range(1, len(sentences) + 1) if len(" ".join(sentences[:n]).split()) <= MOST_WORDS]
+    kept = max(fitting, default=1)
+    return " ".join(sentences[:kept]), " ".join(sentences[kept:])
+
+
+def _rows(field: Field[Any], meaning: str) -> Iterator[tuple[str, str, str, str]]:
+    """Name, type, default and meaning of a field, or of the group within it and of each of its fields."""
     default = field.default if field.default is not MISSING else _factory(field)()
     if not hasattr(default, "_target_"):
-        yield f"| `{field.name}` | {_type(str(field.type))} | {_default(default)} | {meaning} |"
+        yield field.name, _type(str(field.type)), _default(default), meaning
         return
-    yield f"| `{field.name}` | group | as below | {meaning} |"
+    yield field.name, "group", "as below", meaning
     for each in fields(default):
         if not each.name.startswith("_"):
-            row = (
-                f"`{field.name}.{each.name}`",
-                _type(str(each.type)),
-                _default(each.default),
-                meaning_of(type(default), each),
-            )
-            yield f"| {' | '.join(row)} |"
+            name, kind = f"{field.name}.{each.name}", _type(str(each.type))
+            yield name, kind, _default(each.default), meaning_of(type(default), each)
 
 
 def _factory(field: Field[Any]) -> Any:

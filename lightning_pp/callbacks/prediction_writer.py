@@ -16,16 +16,16 @@ from lightning_pp.errors import ConfigurationError
 
 
 class PredictionWriter(BasePredictionWriter):
-    """Writes what ``predict_step`` returns, a file for each batch; :func:`read_predictions` reads them.
+    """Writes what ``predict_step`` returns, one file per batch; :func:`read_predictions` reads them.
 
-    One rank of each replica writes: ``loader0/rank0/batch000000.pt`` is of the first loader, replica and batch. A file
-    holds ``{"indices": [...], "predictions": ...}``, tensors on the CPU, and appears when it is whole.
+    One rank of each replica writes. ``loader0/rank0/batch000000.pt`` belongs to the first loader, replica and batch. A
+    file holds ``{"indices": [...], "predictions": ...}`` with tensors on the CPU. It appears when it is complete.
 
     Args:
-        folder: Of the files with predictions, one for each batch.
+        folder: Folder for the predictions, one file per batch.
 
     Raises:
-        ConfigurationError: When predicting begins: the folder holds predictions already.
+        ConfigurationError: The folder already holds predictions when predicting begins.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -61,18 +61,18 @@ class PredictionWriter(BasePredictionWriter):
 
 
 def read_predictions(folder: str | Path, dataloader: int = 0) -> list[dict[str, Any]]:
-    """What :class:`PredictionWriter` wrote of one loader, in the order of its samples.
+    """Reads the predictions that :class:`PredictionWriter` wrote for one loader, in the order of its samples.
 
     Args:
-        folder: That it was given.
+        folder: The folder that the writer was given.
         dataloader: The loader's number.
 
     Returns:
-        For each batch ``{"indices": [...], "predictions": ...}``: the samples' numbers, None for a stream, and what
-        ``predict_step`` returned for them.
+        For each batch ``{"indices": [...], "predictions": ...}``. ``indices`` are the samples' numbers, or None for a
+        stream; ``predictions`` is what ``predict_step`` returned for them.
 
     Raises:
-        FileNotFoundError: There are none.
+        FileNotFoundError: The folder holds no predictions of this loader.
     """
     files = sorted((Path(folder) / f"loader{dataloader}").glob("rank*/batch*.pt"))
     if not files:

@@ -18,24 +18,24 @@ from lightning_pp.errors import ConfigurationError
 
 
 class PipelineWandbLogger(WandbLogger):
-    """A ``WandbLogger`` whose artifacts hold checkpoints of any kind, and that can watch the machines of all nodes.
+    """A ``WandbLogger`` that makes artifacts of checkpoint folders too, and can record the system metrics of all nodes.
 
-    Every other argument is that of ``lightning.pytorch.loggers.WandbLogger``, and goes on to ``wandb.init``: ``name``,
+    Other arguments go to ``lightning.pytorch.loggers.WandbLogger`` and from there to ``wandb.init``: ``name``,
     ``project``, ``group``, ``job_type``, ``tags``, ``id`` (or ``version``), ``resume``, ...
 
     Args:
-        save_dir: The folder in which wandb makes its own.
-        offline: Whether the run stays on this machine until ``wandb sync``. Artifacts do as well.
-        log_model: Checkpoints as artifacts: True for those that are there at the end of a fit, ``"all"`` for each one
-            once it is written. A file is ``model.ckpt`` in the artifact, and so is a folder with all that is in it.
-            Checkpoints at URLs are always references.
-        log_model_as: ``"files"``: wandb keeps a copy; ``"reference"``: the artifact says only where the checkpoint is.
-        every_node: Whether the system metrics of all nodes are in the run, not only those of rank 0's. W&B joins the
-            processes (its mode "shared"), so the run has to be online; :class:`PipelineMonitor` starts them.
+        save_dir: Folder in which wandb makes its own.
+        offline: Whether to keep the run and its artifacts on this machine until ``wandb sync``.
+        log_model: Checkpoints as artifacts: True at the end of a fit, ``"all"`` as soon as each is written. A
+            checkpoint is ``model.ckpt`` in its artifact, be it a file or a folder. Checkpoints at URLs are always
+            references.
+        log_model_as: ``"files"`` stores a copy in wandb, ``"reference"`` only the location.
+        every_node: Whether to record the system metrics of all nodes, not only of rank 0's. The run must be online,
+            because W&B's server joins the processes (mode "shared"). :class:`PipelineMonitor` starts them.
         kwargs: Arguments of ``WandbLogger`` and of ``wandb.init``.
 
     Raises:
-        ConfigurationError: A value is none of those above, or ``every_node`` is asked of a run that is offline.
+        ConfigurationError: A value is not allowed, or ``every_node`` is set for an offline run.
     """
 
     def __init__(

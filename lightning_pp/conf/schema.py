@@ -31,53 +31,50 @@ class TrainerConf:
     """``lightning.pytorch.Trainer``; its strategy, logger and callbacks have groups of their own.
 
     Attributes:
-        accelerator: Which kind of device: ``cpu``, ``gpu``, or ``auto`` for what there is.
-        devices: How many devices of a node, a list of their numbers, or ``auto`` for all; with ``cpu`` how many
+        accelerator: Kind of device: ``cpu``, ``gpu``, or ``auto`` for what is available.
+        devices: Number of devices per node, a list of their indices, or ``auto`` for all; with ``cpu``, number of
             processes.
-        num_nodes: Machines that train together; each has as many devices.
-        precision: In which numbers to compute: ``32-true``, ``64-true``, ``bf16-true``, ``bf16-mixed``, or ``16-mixed``
-            on CUDA.
-        fast_dev_run: true for one batch of each kind and no logger, to find mistakes; a number for as many.
-        max_epochs: Epochs to train at most; -1 for no end; null for what ``max_steps`` says, or 1000 epochs without
-            either.
-        min_epochs: Epochs to train at least, whatever wants to stop earlier.
-        max_steps: Optimizer steps to train at most, counted from the first of the training; -1 for no limit.
-        min_steps: Optimizer steps to train at least.
-        max_time: Wall-clock time to train at most, as ``DD:HH:MM:SS``.
-        limit_train_batches: Training batches of an epoch: a number of them, or a share such as 0.1; null for all.
-        limit_val_batches: The same of a validation.
-        limit_test_batches: The same of a test.
-        limit_predict_batches: The same of a prediction.
-        overfit_batches: Train and validate on these few batches only: a number, or a share; 0.0 for all data.
+        num_nodes: Number of machines; each has as many devices.
+        precision: ``32-true``, ``64-true``, ``bf16-true``, ``bf16-mixed``, or ``16-mixed`` on CUDA.
+        fast_dev_run: true: one batch of each kind without a logger, to find mistakes; or a number of batches.
+        max_epochs: Most epochs; -1 for no limit. null: what ``max_steps`` says, or 1000 epochs without either.
+        min_epochs: Fewest epochs; nothing stops the training earlier.
+        max_steps: Most optimizer steps, counted from the start of the training; -1 for no limit.
+        min_steps: Fewest optimizer steps.
+        max_time: Most wall-clock time, as ``DD:HH:MM:SS``.
+        limit_train_batches: Training batches per epoch: a number, or a share such as 0.1; null for all.
+        limit_val_batches: The same for validation.
+        limit_test_batches: The same for test.
+        limit_predict_batches: The same for prediction.
+        overfit_batches: Train and validate only on these batches: a number, or a share; 0.0 for all data.
         val_check_interval: When to validate: after this many batches, this share of an epoch, or a time
             ``DD:HH:MM:SS``; null for the end of the epoch.
-        check_val_every_n_epoch: Epochs from one validation to the next; null where ``val_check_interval`` counts
-            batches over epochs.
-        num_sanity_val_steps: Validation batches before the training starts; -1 for all; null for 2.
+        check_val_every_n_epoch: Epochs from one validation to the next. null: ``val_check_interval`` counts batches
+            over epochs.
+        num_sanity_val_steps: Validation batches before training; -1 for all; null for 2.
         log_every_n_steps: Optimizer steps from one entry of the log to the next; null for 50.
-        enable_checkpointing: Whether to save without a checkpoint callback as well, after each epoch; null for true.
+        enable_checkpointing: Whether to save after each epoch without a checkpoint callback; null for true.
         enable_progress_bar: Whether to show a progress bar; null for true.
         enable_model_summary: Whether to print a table of the model's parts; null for true.
-        accumulate_grad_batches: Batches whose gradients are added up before an optimizer step.
-        gradient_clip_val: Clip gradients to this norm, over all stages and shards, or to this value; null for no
-            clipping.
+        accumulate_grad_batches: Batches whose gradients are summed before an optimizer step.
+        gradient_clip_val: Clip gradients to this norm (over all stages and shards) or value; null for no clipping.
         gradient_clip_algorithm: Clip by ``norm`` or by ``value``; null for ``norm``.
-        deterministic: Whether operations must give the same bits each time; ``warn`` tells of those that cannot.
-        benchmark: Whether cuDNN tries out which algorithm is fastest; null leaves it as it is.
-        inference_mode: Whether evaluations run without what autograd keeps; several stages use ``no_grad`` in either
-            case.
-        use_distributed_sampler: Whether Lightning shares out the data over the data-parallel ranks; false where the
-            loader does it.
-        profiler: One of Lightning's profilers by name, ``simple`` or ``advanced``; for stages see the callback
+        deterministic: Whether operations must be deterministic; ``warn`` warns of those that are not.
+        benchmark: Whether cuDNN searches for its fastest algorithm; null leaves the setting as it is.
+        inference_mode: Whether evaluations use ``torch.inference_mode``; several stages always use ``no_grad``.
+        use_distributed_sampler: Whether Lightning shares out the data over the data-parallel ranks; false if the loader
+            does.
+        profiler: Lightning profiler by name, ``simple`` or ``advanced``; for stages use the callback
             ``pipeline_profiler``.
-        detect_anomaly: Whether autograd looks for the operation that made a NaN; slow.
-        barebones: Turn off all that costs time beside training (logger, checkpoints, progress bar), to measure.
-        plugins: Plugins of Lightning, as ``_target_`` or a list of them.
-        sync_batchnorm: Refused by pipelines: statistics over all ranks of a layer that only some have.
-        reload_dataloaders_every_n_epochs: Ask for the loaders again after this many epochs; 0 for never.
-        default_root_dir: Folder of what no logger or callback has a place for; null for the current one.
+        detect_anomaly: Whether autograd finds the operation that made a NaN; slow.
+        barebones: Turn off everything beside training (logger, checkpoints, progress bar), to measure speed.
+        plugins: Lightning plugins: a ``_target_`` or a list of them.
+        sync_batchnorm: Refused by pipelines, since only some ranks have the layer.
+        reload_dataloaders_every_n_epochs: Epochs after which the loaders are made again; 0 for never.
+        default_root_dir: Folder for files of loggers and callbacks without a folder of their own; null for the current
+            one.
         enable_autolog_hparams: Whether loggers get the hyper-parameters that the module and the data have saved.
-        model_registry: Name under which Lightning uploads the model to its model hub; null for no upload.
+        model_registry: Name for uploading the model to Lightning's model hub; null for no upload.
     """
 
     _target_: str = "lightning.pytorch.Trainer"
@@ -138,11 +135,10 @@ class TorchrunConf:
 
     Attributes:
         name: Who starts the processes: ``torchrun``, or ``local``.
-        max_restarts: How often all processes are started again after one has failed; the run goes on from its newest
-            checkpoint.
-        rdzv_endpoint: With ``trainer.num_nodes`` above 1, ``HOST:PORT`` of one of the nodes, the same on all of them.
-        rdzv_id: With several nodes, a name of the job, the same on all of them.
-        options: More options of torchrun, such as ``[--log-dir,logs]``.
+        max_restarts: How often all processes restart after a failure; the run continues from its newest checkpoint.
+        rdzv_endpoint: With several nodes, ``HOST:PORT`` of one of them, the same on all.
+        rdzv_id: With several nodes, name of the job, the same on all.
+        options: Further options of torchrun, such as ``[--log-dir,logs]``.
     """
 
     name: str = "torchrun"
@@ -157,7 +153,7 @@ class TimeoutConf:
     """How long a collective or a message may take before the job is given up.
 
     Attributes:
-        seconds: null: ten minutes over NCCL, half an hour over gloo, as torch has it.
+        seconds: Seconds; null: as in torch, ten minutes over NCCL, half an hour over gloo.
     """
 
     _target_: str = "lightning_pp.conf.builders.timeout"
@@ -181,10 +177,10 @@ class AdamWConf:
     """``torch.optim.AdamW``, which the model calls with its parameters and learning rate.
 
     Attributes:
-        betas: Decay of the first and of the second moments.
-        eps: Is added to the root of the second moments.
-        fused: One kernel for all; null is torch's choice.
-        foreach: A few kernels over all parameters; null is torch's choice.
+        betas: Decay of the first and second moments.
+        eps: Added to the root of the second moments.
+        fused: Use one kernel for all parameters; null is torch's choice.
+        foreach: Use a few kernels over all parameters; null is torch's choice.
     """
 
     _target_: str = "torch.optim.AdamW"
@@ -201,7 +197,7 @@ class SGDConf:
 
     Attributes:
         momentum: Decay of the moving average of gradients.
-        nesterov: Look ahead by the momentum.
+        nesterov: Whether to use Nesterov momentum.
     """
 
     _target_: str = "torch.optim.SGD"
@@ -215,7 +211,7 @@ class AdafactorConf:
     """``torch.optim.Adafactor``, which the model calls with its parameters and learning rate.
 
     Attributes:
-        beta2_decay: By which power of the step the decay of second moments comes to 1.
+        beta2_decay: Exponent of the step in the decay of the second moments.
         d: Largest root mean square of an update.
     """
 
@@ -239,22 +235,22 @@ class WandbConf:
     """``lightning_pp.PipelineWandbLogger``; what it does not name goes to ``wandb.init``.
 
     Attributes:
-        name: Name that W&B shows for the run; null for one that it makes up.
+        name: Name of the run in W&B; null for one that W&B makes up.
         save_dir: Folder in which wandb makes its own.
-        version: Id of the run, by which it goes on.
+        version: Id of the run; a run with a known id is continued.
         id: The same as ``version``. ``resume=FOLDER`` of the command fills it in.
-        resume: What wandb does where a run of this id is there already.
-        offline: Whether the run stays on this machine until ``wandb sync``.
+        resume: ``resume`` of ``wandb.init``: what happens if a run of this id exists.
+        offline: Whether to keep the run on this machine until ``wandb sync``.
         project: W&B project of the run.
         entity: W&B user or team that owns the project; null for the user's default.
-        group: The runs of a sweep have the sweep's folder for one, unless this says another.
-        job_type: What kind of run this is, for W&B to sort by.
-        tags: Words for W&B to filter runs by.
+        group: Group of the run; in a sweep, null is the sweep's folder.
+        job_type: Kind of run, for grouping in W&B.
+        tags: Tags for filtering runs in W&B.
         notes: Text about the run.
-        prefix: Stands before the name of every metric.
-        log_model: Checkpoints as artifacts: true for those at the end, ``all`` for each once it is written.
-        log_model_as: ``files`` for a copy at W&B, ``reference`` for the place alone.
-        every_node: Whether the system metrics of all nodes are in the run; needs ``offline: false``.
+        prefix: Prefix of every metric's name.
+        log_model: Checkpoints as artifacts: true at the end of a fit, ``all`` as soon as each is written.
+        log_model_as: ``files`` uploads a copy, ``reference`` only the location.
+        every_node: Whether to record the system metrics of all nodes; needs ``offline: false``.
     """
 
     _target_: str = "lightning_pp.PipelineWandbLogger"
@@ -283,9 +279,9 @@ class CSVLoggerConf:
     Attributes:
         save_dir: Folder of the logs.
         name: Folder in ``save_dir``; null for ``save_dir`` itself.
-        version: Folder in that; null for the next ``version_N``.
-        prefix: Stands before the name of every metric.
-        flush_logs_every_n_steps: Steps from one write of the file to the next.
+        version: Folder in ``name``; null for the next ``version_N``.
+        prefix: Prefix of every metric's name.
+        flush_logs_every_n_steps: Steps between writes of the file.
     """
 
     _target_: str = "lightning.pytorch.loggers.CSVLogger"
@@ -302,19 +298,18 @@ class CheckpointConf:
 
     Attributes:
         dirpath: Folder or URL of the checkpoints.
-        filename: Name of a checkpoint, with metrics such as ``{step}`` or ``{val_loss:.2f}``; null for epoch and step.
-        monitor: Metric that decides which checkpoints are the best; null for the latest.
-        mode: Whether the best is the ``min`` or the ``max`` of that metric.
-        save_last: Whether the newest is also saved as ``last.ckpt``; ``link`` for a link to it.
+        filename: File name, with metrics such as ``{step}`` or ``{val_loss:.2f}``; null for epoch and step.
+        monitor: Metric that ranks the checkpoints; null keeps the latest.
+        mode: Whether the ``min`` or the ``max`` of that metric is best.
+        save_last: Whether to save the newest also as ``last.ckpt``; ``link`` makes a link to it.
         save_top_k: How many of the best to keep; -1 for all, 0 for none.
-        save_weights_only: Whether the optimizer and the progress are left out; such a checkpoint cannot be resumed
-            from.
-        auto_insert_metric_name: Whether names of metrics stand before their values in ``filename``.
-        every_n_train_steps: Optimizer steps from one save to the next.
-        every_n_epochs: Epochs from one save to the next.
-        save_on_train_epoch_end: Save at the end of a training epoch (true) or of a validation (false); null for what
-            fits the trainer.
-        verbose: Whether each save is told.
+        save_weights_only: Whether to leave out optimizer and progress; such a checkpoint cannot be resumed from.
+        auto_insert_metric_name: Whether ``filename`` shows the names of metrics before their values.
+        every_n_train_steps: Optimizer steps between saves.
+        every_n_epochs: Epochs between saves.
+        save_on_train_epoch_end: Whether to save after a training epoch (true) or after validation (false); null: as the
+            trainer needs.
+        verbose: Whether to print each save.
     """
 
     _target_: str = "lightning.pytorch.callbacks.ModelCheckpoint"
@@ -343,17 +338,17 @@ class RunConf:
     """One run: what to build, from which groups, and what to do with it.
 
     Attributes:
-        mode: Which Trainer method is called.
-        ckpt_path: Checkpoint that a fit goes on from, and whose weights other modes load; ``initial``: the model's own
-            weights.
-        seed: Of the random numbers of weights and data.
-        trainer: What the group ``trainer`` gives.
-        strategy: What the group ``strategy`` gives, with that of ``schedule`` in it.
-        model: What the group ``model`` gives, with that of ``optimizer`` in it.
-        data: What the group ``data`` gives.
-        logger: What the group ``logger`` gives.
-        callbacks: What the group ``callbacks`` gives, by name.
-        launcher: What the group ``launcher`` gives; for ``lightning-pp`` alone.
+        mode: Trainer method to call.
+        ckpt_path: Checkpoint from which a fit continues, or whose weights other modes load. ``initial``: the model's
+            own weights.
+        seed: Seed of weights and data.
+        trainer: Built from the group ``trainer``.
+        strategy: Built from the groups ``strategy`` and ``schedule``.
+        model: Built from the groups ``model`` and ``optimizer``.
+        data: Built from the group ``data``.
+        logger: Built from the group ``logger``.
+        callbacks: Built from the group ``callbacks``, by name.
+        launcher: From the group ``launcher``; only for ``lightning-pp``.
     """
 
     mode: Mode = Mode.fit
@@ -373,8 +368,8 @@ class CommandConf(RunConf):
     """What ``lightning-pp`` is asked, besides what a run is.
 
     Attributes:
-        resume: Folder of a run to go on with, from its newest checkpoint; ``auto``: that of ``hydra.run.dir``, if it
-            has saved something.
+        resume: Folder of a run to continue from its newest checkpoint. ``auto``: the folder ``hydra.run.dir``, if it
+            has a checkpoint.
     """
 
     resume: str | None = None
@@ -385,25 +380,25 @@ class PlanConf(RunConf):
     """What ``lightning-pp-plan`` is asked, besides what a run is.
 
     Attributes:
-        check: Only whether the module can be cut.
-        search: Compare all plans for the devices: sizes, microbatches, schedules, sharding, activation checkpointing.
-        samples_per_step: With ``search``, samples of all replicas in a step; null for those that are configured.
-        batch_size_key: With ``search``, where the configuration has the samples of one replica's batch.
-        costs: JSON file of measured costs; null: they are estimated from FLOPs and bytes.
-        measure: Whether each distinct unit runs alone on the present device, and costs are those times.
-        measure_seconds: How long that may take altogether; each distinct unit runs once in any case.
-        device: Device to estimate for, by a name such as ``h100 sxm``.
-        peak_tflops: What a device can do at most, in TFLOP/s, in place of what is known of ``device``.
-        efficiency: Share of that which is reached.
-        links: JSON file of ``lightning-pp-doctor``, whose figures count before those that follow; null for none.
+        check: Only check whether the module can be cut.
+        search: Compare plans of all sizes, microbatches, schedules, sharding and activation checkpointing for the
+            devices.
+        samples_per_step: With ``search``, samples of all replicas in a step; null: as configured.
+        batch_size_key: With ``search``, key of the batch size of one replica in the configuration.
+        costs: JSON file of measured costs; null: costs are estimated from FLOPs and bytes.
+        measure: Whether to measure costs by running each distinct unit alone on this machine's device.
+        measure_seconds: Most seconds for all of it; each distinct unit runs at least once.
+        device: Name of the device to estimate for, such as ``h100 sxm``.
+        peak_tflops: Peak TFLOP/s of a device, instead of the known figure for ``device``.
+        efficiency: Share of the peak that is reached.
+        links: JSON file of ``lightning-pp-doctor``; its figures replace the following ones. null: none.
         link_gb_per_s: GB/s between two nodes.
-        link_latency_us: Microseconds that a message between two nodes takes besides its bytes.
-        node_link_gb_per_s: GB/s between two ranks of a node; null for what is known of ``device``, or else
-            ``link_gb_per_s``.
-        node_link_latency_us: Microseconds that a message between two ranks of a node takes besides its bytes.
-        devices_per_node: Devices of a node; null for those of ``trainer.num_nodes``, and at most 8 where that is 1.
-        memory_gb_per_s: GB/s of a device's memory that are reached; null: 0.8 of what is known of ``device``.
-        device_memory_gib: The most GiB that a rank may hold, everything included; null for that of the strategy.
+        link_latency_us: Latency of a message between two nodes, in microseconds.
+        node_link_gb_per_s: GB/s between two ranks of a node; null: as known for ``device``, or else ``link_gb_per_s``.
+        node_link_latency_us: Latency of a message between two ranks of a node, in microseconds.
+        devices_per_node: Devices per node; null: by ``trainer.num_nodes``, and at most 8 if that is 1.
+        memory_gb_per_s: GB/s of a device's memory that are reached; null: 0.8 of the known figure for ``device``.
+        device_memory_gib: Most GiB that a rank may hold, everything included; null: as in the strategy.
         schedules: Names of the schedules to compare; null for all.
         show: Schedule to draw and export: ``best``, ``configured`` or a name.
         out: Folder for ``plan.json``, the pictures and the CSV file; null for none.

@@ -77,15 +77,19 @@ def _parser() -> argparse.ArgumentParser:
     names = list(dict.fromkeys(check.name for check in all_checks()))
     parser = argparse.ArgumentParser(
         prog="lightning-pp-doctor",
-        description="Looks whether pipelines run on this machine as they should, in under three minutes.",
+        description="Checks in under three minutes whether pipelines run correctly on this machine.",
         epilog="Checks: " + "; ".join(dict.fromkeys(f"{check.name}: {check.shows}" for check in all_checks())),
     )
     parser.add_argument("--version", action="version", version=version_line("lightning-pp-doctor"))
-    parser.add_argument("--devices", type=int, help="processes; by default one for each CUDA device, or 2 on a CPU")
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="by default cuda where there is a device")
-    parser.add_argument("--only", action="append", choices=names, metavar="CHECK", help="this check; may be repeated")
+    parser.add_argument(
+        "--devices", type=int, help="number of processes (default: one for each CUDA device, or 2 on a CPU)"
+    )
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if there is a device")
+    parser.add_argument(
+        "--only", action="append", choices=names, metavar="CHECK", help="run only this check; may be repeated"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer rounds and trainings")
-    parser.add_argument("--json", type=Path, default=Path("lightning-pp-doctor.json"), help="the file to write")
+    parser.add_argument("--json", type=Path, default=Path("lightning-pp-doctor.json"), help="file to write")
     parser.add_argument(
         "--longest", type=float, default=LONGEST_S, help=f"seconds after which no check begins; {LONGEST_S:.0f}"
     )

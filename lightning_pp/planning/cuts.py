@@ -14,7 +14,7 @@ from lightning_pp.schedule import Placement, Schedule, StageCosts
 from lightning_pp.schedule.simulation.simulate import LongestSpans
 from lightning_pp.split.cut.moved_cuts import Places, RowOfUnits, StageTimes, Times, in_batches
 from lightning_pp.split.cut.partition import Partition, UnitMemory, partition_units
-from lightning_pp.split.cut.unit_costs import UnitCost, calibrated, estimate_unit_costs, stage_costs
+from lightning_pp.split.cut.unit_costs import UnitCost, calibrated, estimate_unit_costs, stage_costs, weighted
 from lightning_pp.split.head.choice import SplitHead, check_split_head
 from lightning_pp.split.record.step_record import StepRecord
 
@@ -101,9 +101,8 @@ def best_partition(
     """The cut with the shortest step that is found: the balanced one, then one cut after the other moved.
 
     A balanced cut makes the slowest rank as fast as it can be. Where ranks have several stages, the cut whose stages
-    are most alike is tried as a start as well. The time of a step also has the way of the first and the
-    last microbatch in it, and who waits for whom; so cuts are moved by one unit at a time as long as ``program``,
-    simulated with the costs of the stages, gets shorter.
+    are most alike is tried as well. A step also takes the way of its first and its last microbatch, and who waits for
+    whom; so cuts are moved by one unit at a time as long as ``program``, simulated with these costs, gets shorter.
 
     Args:
         record: A dry run of the step.
@@ -113,13 +112,13 @@ def best_partition(
         costs: Measured costs of units; None for estimates.
         program: A schedule on this placement.
         memory: What ranks may hold; None for no limit.
-        held_by: Schedules to keep that limit by, tried in order; None among them: one microbatch at a time. By default
-            ``program``.
+        held_by: Schedules to keep it by, tried in order; None: one microbatch at a time. By default ``program``.
 
     Raises:
-        ConfigurationError, SplitError: As :func:`~lightning_pp.split.cut.partition.partition_units` says; nothing fits
-            the memory.
+        ConfigurationError, SplitError: As :func:`partition_units` says; nothing fits the memory.
     """
+    costs = costs or estimate_unit_costs(record, num_parameters, cut.flops_per_byte)
+    unit_costs = weighted(costs, cut.unit_weights or {})
 
     def balanced(units: UnitMemory | None, even_stages: bool = False) -> Partition:
         return partition_units(
@@ -127,11 +126,9 @@ def best_partition(
             placement=placement,
             num_parameters=num_parameters,
             split_points=cut.split_points,
-            costs=costs,
-            unit_weights=cut.unit_weights,
+            costs=unit_costs,
             rank_speeds=cut.rank_speeds,
             memory=units,
-            flops_per_byte=cut.flops_per_byte,
             even_stages=even_stages,
         )
 

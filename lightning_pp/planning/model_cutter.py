@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pp.distributed.sizes import ParallelSizes
+from lightning_pp.planning.hardware.devices import PLANNED_ON_CPU, PlannedDevice
 from lightning_pp.planning.memory.limit import DeviceMemory
 from lightning_pp.planning.memory.model import MemoryModel
 from lightning_pp.planning.pipeline_options import PipelineOptions
 from lightning_pp.planning.refinement.choice import CutChoice
 from lightning_pp.planning.schedules.source import ScheduleSource
-from lightning_pp.planning.stage_model import RecordedModel, SplitModel, assign_stages, record_model
+from lightning_pp.planning.stage_model import RecordedModel, RecordingOptions, SplitModel, assign_stages, record_model
 from lightning_pp.planning.tuning import LayoutRequest
 from lightning_pp.planning.unit_times.measure import UnitTimes
 from lightning_pp.schedule import Placement
@@ -25,8 +25,6 @@ from lightning_pp.split.data.microbatch import Microbatch, batch_size_of
 from lightning_pp.split.dry_run.run import DryRun
 from lightning_pp.split.head.choice import SplitHead, head_to_split
 from lightning_pp.split.memory.state_memory import StepDtypes
-
-_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -44,6 +42,25 @@ class Cut:
     about_head: str = ""
 
 
+@dataclass(frozen=True)
+class StepToCut:
+    """The step that a model is cut for.
+
+    Attributes:
+        batch: A batch of one replica.
+        microbatches: What it is cut into.
+        step: The user's step on the first microbatch, for a dry run.
+        optimizer: The user's optimizer over the whole module; None where there is none.
+        dtypes: Of computation and of gradients, where they are not the parameters'.
+    """
+
+    batch: Any
+    microbatches: Sequence[Microbatch]
+    step: Callable[[DryRun], Any]
+    optimizer: Optimizer | None = None
+    dtypes: StepDtypes = field(default_factory=StepDtypes)
+
+
 class ModelCutter:
     """Cuts a module for one placement after another; the module is left as it was.
 
@@ -51,14 +68,8 @@ class ModelCutter:
         module: The whole module; its parameters may be on the meta device.
         options: What the user says of the pipeline.
         sizes: Of the pipeline.
-        batch: A batch of one replica.
-        microbatches: What it is cut into.
-        step: The user's step on the first microbatch, for a dry run.
-        device_type: Of the device that is planned for.
-        flops_per_byte: FLOPs that it does in the time in which its memory moves a byte; 0: not known.
-        optimizer: The user's optimizer over the whole module; None where there is none.
-        dtypes: Of computation and of gradients, where they are not the parameters'.
-        device: Where the step is recorded, and the batch lies.
+        step: A step of training.
+        device: What is planned for.
         recordings: Recordings of the step that there are, each with the number of stages that its units were found
             for; others are made when they are needed.
         refines: Whether cuts may fall inside of blocks, as in training; that takes more recordings for each placement.
@@ -74,29 +85,19 @@ class ModelCutter:
         module: nn.Module,
         options: PipelineOptions,
         sizes: ParallelSizes,
+        step: StepToCut,
+        device: PlannedDevice = PLANNED_ON_CPU,
         *,
-        batch: Any,
-        microbatches: Sequence[Microbatch],
-        step: Callable[[DryRun], Any],
-        device_type: str = "cpu",
-        flops_per_byte: float = 0.0,
-        optimizer: Optimizer | None = None,
-        dtypes: StepDtypes | None = None,
-        device: torch.device = _CPU,
         recordings: Sequence[tuple[int, RecordedModel]] = (),
         refines: bool = True,
     ) -> None:
         self.module = module
         self.options = options
         self.sizes = sizes
-        self.batch_size = batch_size_of(batch)
-        self.microbatch = microbatches[0]
-        self.num_microbatches = len(microbatches)
+        self.batch_size = batch_size_of(step.batch)
+        self.microbatch = step.microbatches[0]
+        self.num_microbatches = len(step.microbatches)
         self._step = step
-        self._device_type = device_type
-        self._flops_per_byte = flops_per_byte
-        self._optimizer = optimizer
-        self._dtypes = dtypes or StepDtypes()
         self._device = device
         self._recordings = list(recordings)
         self._refines = refines
@@ -113,7 +114,7 @@ class ModelCutter:
         Returns:
             What measures them; it has those of a model once that has been cut.
         """
-        self._unit_times = UnitTimes(self._step, self._device, most_seconds, tell)
+        self._unit_times = UnitTimes(self._step.step, self._device.here, most_seconds, tell)
         return self._unit_times
 
     def split(self, placement: Placement, source: ScheduleSource | None = None) -> Cut:
@@ -154,14 +155,14 @@ class ModelCutter:
         return MemoryModel.of(
             self.options.sharding,
             self.sizes.data_parallel_shard,
-            self._dtypes,
+            self._step.dtypes,
             whole_batch_loss=self.options.schedule.whole_batch_loss,
-            optimizer=self._optimizer,
+            optimizer=self._step.optimizer,
         )
 
     def _request(self, recording: RecordedModel | None = None, source: ScheduleSource | None = None) -> LayoutRequest:
         request = self.options.layout_request(
-            self.sizes.pipeline, self.num_microbatches, self._device_type, self._flops_per_byte
+            self.sizes.pipeline, self.num_microbatches, self._device.type, self._device.flops_per_byte
         )
         if source is not None:
             request = replace(request, options=replace(request.options, source=source))
@@ -211,13 +212,15 @@ class ModelCutter:
     ) -> RecordedModel:
         return record_model(
             self.module,
-            device=self._device,
-            step=self._step,
+            device=self._device.here,
+            step=self._step.step,
             with_gradients=True,
             patterns=self.options.cut.units,
             num_stages=num_stages,
-            compute_dtype=self._dtypes.compute,
-            activation_checkpointing=self.options.activation_checkpointing,
-            split_head=self.options.split_head if split_head is None else split_head,
-            refined={*refined, *self.options.refined_units(self.module)},
+            how=RecordingOptions(
+                self._step.dtypes.compute,
+                self.options.activation_checkpointing,
+                split_head=self.options.split_head if split_head is None else split_head,
+                refined={*refined, *self.options.refined_units(self.module)},
+            ),
         )

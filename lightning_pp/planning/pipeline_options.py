@@ -33,6 +33,7 @@ class BatchOptions:
         check_first_batches: Whether a run's first batches are compared with parts of them.
         on_nonfinite: What a loss or a gradient comes to that is not finite: ``"error"``, ``"skip"`` or ``"ignore"``.
         unequal_data: What different numbers of batches come to: ``"error"`` or ``"shortest"``.
+        dynamic_step: Whether every microbatch is rehearsed.
 
     Raises:
         ConfigurationError: A value is not of its kind.
@@ -43,6 +44,7 @@ class BatchOptions:
     check_first_batches: bool = True
     on_nonfinite: OnNonFinite = "error"
     unequal_data: UnequalData = "error"
+    dynamic_step: bool = False
 
     def __post_init__(self) -> None:
         check_size("num_microbatches", self.num_microbatches)

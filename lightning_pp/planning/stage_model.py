@@ -147,6 +147,29 @@ class RecordedModel:
         return _num_parameters(self.units)
 
 
+@dataclass(frozen=True)
+class RecordingOptions:
+    """In which way a step is recorded.
+
+    Attributes:
+        compute_dtype: The dtype of parameters while their unit runs; None: their own.
+        activation_checkpointing: The strategy's.
+        may_fail: Whether a step that raises an exception is recorded up to there, and its other units by their
+            parameters; see :func:`~lightning_pp.split.record.unfinished.with_units_not_reached`.
+        split_head: In how many parts to cut a last projection with a cross entropy after it.
+        refined: Names of units in whose place their children are units.
+    """
+
+    compute_dtype: torch.dtype | None = None
+    activation_checkpointing: ActivationCheckpointing = False
+    may_fail: bool = False
+    split_head: SplitHead = False
+    refined: Collection[str] = ()
+
+
+RECORDED_PLAINLY = RecordingOptions()
+
+
 def record_model(
     module: nn.Module,
     *,
@@ -155,11 +178,7 @@ def record_model(
     with_gradients: bool,
     patterns: Sequence[str] | None,
     num_stages: int,
-    compute_dtype: torch.dtype | None = None,
-    activation_checkpointing: ActivationCheckpointing = False,
-    may_fail: bool = False,
-    split_head: SplitHead = False,
-    refined: Collection[str] = (),
+    how: RecordingOptions = RECORDED_PLAINLY,
 ) -> RecordedModel:
     """Finds the units of ``module``, at least ``num_stages`` of them if there are so many, and records ``step``.
 
@@ -172,51 +191,45 @@ def record_model(
         with_gradients: Whether it is a training step.
         patterns: What the user calls units, or None to discover them.
         num_stages: How many stages there are to be.
-        compute_dtype: The dtype of parameters while their unit runs; None: their own.
-        activation_checkpointing: The strategy's.
-        may_fail: Whether a step that raises an exception is recorded up to there, and its other units by their
-            parameters; see :func:`~lightning_pp.split.record.unfinished.with_units_not_reached`.
-        split_head: In how many parts to cut a last projection with a cross entropy after it.
-        refined: Names of units in whose place their children are units.
+        how: Which units and values are recorded in another way than the model has them.
 
     Raises:
-        ConfigurationError, SplitError: As :func:`~lightning_pp.planning.activation_checkpointing.recomputation_of` and
-            :func:`~lightning_pp.split.dry_run.run.dry_run` say.
+        ConfigurationError, SplitError: As :func:`recomputation_of` and :func:`dry_run` say.
     """
     materialize_buffers(module, device)
     fake_parameters = FakeParameters(module, device)
-    fake_parameters.set_compute_dtype(compute_dtype)
-    unnamed = Recomputation((), policy_of(activation_checkpointing))
+    fake_parameters.set_compute_dtype(how.compute_dtype)
+    unnamed = Recomputation((), policy_of(how.activation_checkpointing))
 
     def recorded(units: Mapping[str, nn.Module]) -> StepRecord:
         plans = StepPlanCache(module, units, fake_parameters, unnamed)
-        record = plans.record(step, with_gradients=with_gradients, may_fail=may_fail)
+        record = plans.record(step, with_gradients=with_gradients, may_fail=how.may_fail)
         if record.failure is None:
             return record
         return with_units_not_reached(record, _num_parameters(units), _outside_units(fake_parameters, units))
 
-    units = with_refined(discover_units(module, patterns), refined)
+    units = with_refined(discover_units(module, patterns), how.refined)
     units, record = _recorded(module, units, fake_parameters, recorded, patterns, num_stages)
     # nobody casts those used outside for their unit, and it runs with them as they are
     uncast = record.parameters_used_outside() | record.weights_of_float32_norms
-    if compute_dtype is not None and uncast:
-        fake_parameters.set_compute_dtype(compute_dtype, uncast)
+    if how.compute_dtype is not None and uncast:
+        fake_parameters.set_compute_dtype(how.compute_dtype, uncast)
         record = recorded(units)
 
     def of(units: Mapping[str, nn.Module], record: StepRecord, whole: RecordedModel | None = None) -> RecordedModel:
-        recomputation = recomputation_of(activation_checkpointing, module, units, record)
+        recomputation = recomputation_of(how.activation_checkpointing, module, units, record)
         record.recomputed_units = frozenset() if recomputation is None else recomputation.units
         return RecordedModel(module, units, fake_parameters, record, recomputation, whole)
 
     recording = of(units, record)
-    head = head_to_split(units, record, recording.num_parameters, split_head, num_stages)
+    head = head_to_split(units, record, recording.num_parameters, how.split_head, num_stages)
     if head is None:
         return recording
     units = with_parts(units, *head)
     record = recorded(units)
     if record.split_head is None:
         return replace(recording, about_head=about_whole_head(head[0], record.whole_head))
-    return of(units, record, whole=recording if split_head == "auto" else None)
+    return of(units, record, whole=recording if how.split_head == "auto" else None)
 
 
 def with_recomputation(recording: RecordedModel, activation_checkpointing: ActivationCheckpointing) -> RecordedModel:

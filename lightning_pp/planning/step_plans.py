@@ -10,7 +10,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from lightning_pp.errors import SplitError
-from lightning_pp.planning.conditions import NO_CONDITIONS, Conditions
+from lightning_pp.planning.step_state import INITIAL_STATE, StepState
 from lightning_pp.runtime.recomputation import Recomputation
 from lightning_pp.split.data.tree import entries_of, is_object, leaves_of, own_containers, own_copy
 from lightning_pp.split.dry_run.run import DryRun, dry_run
@@ -19,13 +19,11 @@ from lightning_pp.split.fakes.parameters import FakeParameters
 from lightning_pp.split.record.plan import StepPlan, build_plan
 from lightning_pp.split.record.step_record import Failure, StepRecord
 from lightning_pp.split.reductions.recording import EarlierRun
-from lightning_pp.split.side_effects.outside_state import OutsideState
 
 _TEXT = "text"
 # Enough for a bucketed sampler with some hundred lengths; a plan holds a few fakes and numbers per unit call.
 MAX_PLANS = 512
 MAX_PLANS_OF_A_SIGNATURE = 64
-MAX_LOOKS_OF_A_PLAN = 1024
 
 
 def signature_of(tree: Any) -> Hashable:
@@ -53,40 +51,29 @@ class _UnrecordedRun:
 
     Args:
         own: Gives a batch of its own to the run.
+
+    Attributes:
+        reads_progress: Whether the step may depend on the training's progress.
     """
 
     def __init__(self, own: Callable[[Any], Any]) -> None:
         self.own = own
+        self.reads_progress = False
 
     def need_at_end(self, value: Any, place: str | None = None) -> None:
         """What a sink is given."""
 
     def note_progress_read(self) -> None:
-        """That the step may go by the training's progress."""
+        """That the step may depend on the training's progress."""
+        self.reads_progress = True
 
 
 @dataclass(eq=False)
 class _UsedPlan:
-    """A plan, and what the step had to go by when it last took its path.
-
-    Attributes:
-        plan: The plan.
-        conditions: All besides shapes, values and what is drawn.
-        known_looks: Under these conditions, what steps on this path got to know of values.
-    """
+    """A plan, and the state in which a step was last known to follow it."""
 
     plan: StepPlan
-    conditions: Conditions
-    known_looks: set[tuple[Any, ...]]
-
-    def note_use(self, conditions: Conditions, looks: tuple[Any, ...] | None) -> None:
-        """Notes that a step took this path under ``conditions``, with these looks at values if they are known."""
-        is_as_before = conditions.matches(self.conditions, with_progress=self.plan.record.reads_progress)
-        if not is_as_before or len(self.known_looks) >= MAX_LOOKS_OF_A_PLAN:
-            self.known_looks.clear()
-        self.conditions = conditions
-        if looks is not None:
-            self.known_looks.add(looks)
+    state: StepState
 
 
 class StepPlanCache:
@@ -117,14 +104,6 @@ class StepPlanCache:
         self._owners: Mapping[str, Collection[int]] = {}
         self._failure: Failure | None = None
         self._paths = PathComparison(module, units, fake_parameters)
-        self._outside: OutsideState | None = None
-
-    @property
-    def outside(self) -> OutsideState:
-        """What the step's functions reach besides the module, as it was found before the last dry run."""
-        if self._outside is None:
-            self._outside = OutsideState(self._module)
-        return self._outside
 
     def set_partition(
         self,
@@ -151,10 +130,8 @@ class StepPlanCache:
         may_fail: bool = False,
     ) -> StepRecord:
         """A dry run of ``step``; see :func:`lightning_pp.split.dry_run.run`."""
-        self._outside = OutsideState(self._module)
         record = dry_run(
             step,
-            module=self._module,
             units=self._units,
             fake_parameters=self._fake_parameters,
             with_gradients=with_gradients,
@@ -162,7 +139,6 @@ class StepPlanCache:
             policy=self._recomputation.policy if with_gradients else None,
             earlier=earlier,
             may_fail=may_fail,
-            outside=self.outside,
         )
         record.recomputed_units = self._recomputation.units
         return record
@@ -174,21 +150,23 @@ class StepPlanCache:
         *,
         with_gradients: bool,
         seed_inter_unit: Callable[[int], None] | None = None,
-        conditions: Conditions = NO_CONDITIONS,
+        state: StepState = INITIAL_STATE,
+        rehearses: bool = False,
     ) -> StepPlan:
-        """The plan for ``key``, from a dry run of ``step`` when there is none yet.
+        """The plan for ``key``; records ``step`` if there is none yet.
 
-        The path of a step can depend on more than shapes: on numbers that it draws (layers dropped at random), values
-        in the batch (lengths, a task), progress, attributes of the module. A key then has several plans. If an
-        input to control flow has changed since the plan was last used, the step is rehearsed to pick the plan.
+        A step is **dynamic** if the shapes of its batch do not decide its path: the recording saw it read values of the
+        batch or random numbers, or the caller knows. There are then several plans for a key, and each microbatch
+        is rehearsed to pick one. Any other step is rehearsed when its state has changed since the plan was last used.
 
         Args:
-            key: Says which steps have the same plan.
+            key: Steps with equal keys may share a plan.
             step: Runs the user's step.
             with_gradients: Whether it is a training step.
             seed_inter_unit: Given the index of a unit call (-1: the step's start), seeds generators for the code after
                 it.
-            conditions: What else the step may go by.
+            state: What the step may depend on besides its batch.
+            rehearses: Whether the step is dynamic whatever the recording saw.
 
         Raises:
             SplitError: As :func:`dry_run` and :func:`build_plan` say, or a stage uses a parameter that it has not.
@@ -196,18 +174,23 @@ class StepPlanCache:
         key = (key, with_gradients, self._module.training)
         plans = self._plans.setdefault(key, [])
         self._plans.move_to_end(key)
-        used = next(
-            (used for used in reversed(plans) if self._serves(used, step, seed_inter_unit, conditions, with_gradients)),
-            None,
-        )
+
+        def serves(used: _UsedPlan) -> bool:
+            record = used.plan.record
+            draws = record.may_branch_at_random and seed_inter_unit is not None
+            if rehearses or draws or record.depends_on_batch_values:
+                return self._follows(used.plan, step, seed_inter_unit, with_gradients)
+            is_as_before = state.matches(used.state, with_progress=record.reads_progress)
+            return is_as_before or self._follows(used.plan, step, seed_inter_unit, with_gradients)
+
+        used = next(filter(serves, reversed(plans)), None)
         if used is None:
             record = self.record(step, with_gradients=with_gradients, seed_inter_unit=seed_inter_unit)
             used = next((used for used in plans if _course_of(used.plan.record) == _course_of(record)), None)
             if used is None:
-                plan = self._built(record)
-                used = _UsedPlan(plan, conditions, set())
+                used = _UsedPlan(self._built(record), state)
                 plans.append(used)
-            used.note_use(conditions, record.looks)
+        used.state = state
         if used is not plans[-1]:
             plans.remove(used)
             plans.append(used)
@@ -231,36 +214,24 @@ class StepPlanCache:
             ) from error
         return plan
 
-    def _serves(
+    def _follows(
         self,
-        used: _UsedPlan,
+        plan: StepPlan,
         step: Callable[[DryRun], Any],
         seed_inter_unit: Callable[[int], None] | None,
-        conditions: Conditions,
         with_gradients: bool,
     ) -> bool:
-        """Whether the step takes the path of the plan; rehearses it where it may take another."""
-        record = used.plan.record
-        draws = record.may_branch_at_random and seed_inter_unit is not None
-        is_as_before = not draws and conditions.matches(used.conditions, with_progress=record.reads_progress)
-        if is_as_before and not record.depends_on_batch_values:
-            return True
-        unrecorded = cast(DryRun, _UnrecordedRun(own_copy if record.edits_batch else own_containers))
-        known_looks = used.known_looks if is_as_before else ()
-        seed = seed_inter_unit or _draw_on
-        crossing = used.plan.crossing_operations
-        path = self._paths.compare(
+        """Rehearses the step, and tells whether it follows ``plan``."""
+        record = plan.record
+        run = _UnrecordedRun(own_copy if record.edits_batch else own_containers)
+        is_same = self._paths.is_same(
             record,
-            lambda: step(unrecorded),
-            seed,
-            self.outside,
-            known_looks,
-            crossing,
+            lambda: step(cast(DryRun, run)),
+            seed_inter_unit or _draw_on,
+            plan.crossing_operations,
             with_gradients=with_gradients,
         )
-        if path.is_same:
-            used.note_use(conditions, path.looks)
-        return path.is_same
+        return is_same and (record.reads_progress or not run.reads_progress)
 
     def _check_parameters(self, record: StepRecord) -> None:
         """Raises :class:`SplitError` if a stage uses a parameter, outside the unit that holds it, and has it not."""

@@ -58,12 +58,12 @@ class ByteGPT(L.LightningModule):
         num_layers: Transformer blocks.
         dim: Model width D.
         num_heads: Attention heads H; divides ``dim``.
-        max_seq_len: Longest sequence T there are positions for.
+        max_seq_len: Longest sequence T.
         dropout: Dropout probability.
         learning_rate: Peak of a cosine schedule after the warm-up.
         num_warmup_steps: Optimizer steps of linear warm-up.
         weight_decay: Decay of the matrices; norms and positions are not decayed.
-        optimizer: Makes the optimizer from groups of parameters and ``lr``; None is AdamW.
+        optimizer: Function that makes the optimizer from parameter groups and ``lr``. None: AdamW.
 
     Raises:
         ValueError: ``num_heads`` does not divide ``dim``.

@@ -149,13 +149,13 @@ class ByteTextDataModule(L.LightningDataModule):
 
     Args:
         files: Paths and glob patterns. Empty: the source code of the running Python's standard library.
-        batch_size: Sequences per batch B (per data-parallel rank, as always in Lightning).
+        batch_size: Sequences B in the batch of a data-parallel rank.
         seq_len: Bytes per sequence T.
-        num_train_crops: Training crops an epoch.
-        num_val_crops: Crops of validation, test and prediction.
-        val_fraction: Last part of the text that is kept for evaluation.
+        num_train_crops: Training crops per epoch.
+        num_val_crops: Crops for each of validation, test and prediction.
+        val_fraction: Share of the text, from its end, that is kept for evaluation.
         max_bytes: Text beyond this is not read.
-        seed: Chooses the training crops.
+        seed: Seed of the training crops.
         num_workers: Loader processes; reading crops from memory needs none.
 
     Raises:

@@ -80,14 +80,14 @@ class ImageDataModule(L.LightningDataModule):
     """Images of NumPy files, or drawn ones.
 
     Args:
-        folder: Has ``train`` and ``val``, each with ``images.npy``, uint8 [N, H, W, C], and ``labels.npy``, [N]. None:
-            drawn stripes, whose direction is the class.
+        folder: Folder with ``train`` and ``val``, each with ``images.npy``, uint8 [N, H, W, C], and ``labels.npy``,
+            [N]. None: drawn stripes, whose direction is the class.
         batch_size: Images in a batch of a data-parallel rank.
-        image_size: Of drawn images.
-        num_classes: Of drawn images.
-        num_train_images: Drawn images of an epoch.
-        num_val_images: Drawn images of a validation.
-        num_workers: Processes that load.
+        image_size: Height and width of drawn images.
+        num_classes: Number of classes of drawn images.
+        num_train_images: Drawn images per epoch.
+        num_val_images: Drawn images per validation.
+        num_workers: Loader processes.
 
     Raises:
         FileNotFoundError: A file is missing; all that are missing are named.

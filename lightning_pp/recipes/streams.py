@@ -118,21 +118,21 @@ class StreamDataModule(L.LightningDataModule):
     the same. A resumed training goes on with the batch that would have come next, if it reads the same stream.
 
     Args:
-        path: What ``datasets.load_dataset`` reads: ``json``, ``parquet``, ``text`` with ``data_files``, a folder, or a
-            dataset of a hub.
-        name: Of a dataset that has several configurations.
-        data_files: A path or pattern, a list of them, or a dict of them for each split.
-        split: To train on.
-        val_split: To validate, test and predict on; None for no validation.
-        text_field: What holds the text of a document.
+        path: First argument of ``datasets.load_dataset``: ``json``, ``parquet`` or ``text`` with ``data_files``, a
+            folder, or a dataset of a hub.
+        name: Configuration of a dataset that has several.
+        data_files: Path or pattern, a list of them, or a dict of them by split.
+        split: Split to train on.
+        val_split: Split to validate, test and predict on. None: no validation.
+        text_field: Field that holds the text of a document.
         tokenizer: ``byte``, a ``tokenizer.json``, or a directory that ``AutoTokenizer.from_pretrained`` reads.
-        end: The token that ends each document; None is the tokenizer's own, empty is none.
-        batch_size: Rows in a batch of a data-parallel rank B.
-        seq_len: Tokens of a row T.
-        shuffle_buffer: Documents from which the next one is drawn, anew in each epoch; 0 for the order of the files.
-        seed: Of these draws.
-        num_val_batches: Most batches of a validation.
-        num_workers: Processes that load for training; each reads files of its own.
+        end: Token that ends each document. None: the tokenizer's own; empty: none.
+        batch_size: Rows B in the batch of a data-parallel rank.
+        seq_len: Tokens T per row.
+        shuffle_buffer: Documents from which the next one is drawn; 0 keeps the order of the files.
+        seed: Seed of the shuffling.
+        num_val_batches: Most batches per validation.
+        num_workers: Loader processes for training; each reads its own files.
 
     Raises:
         ConfigurationError: The stream or the tokenizer cannot be read, or the first document has no text.

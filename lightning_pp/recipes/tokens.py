@@ -118,17 +118,18 @@ class TokenDataModule(L.LightningDataModule):
     Training is shuffled, anew in each epoch. A resumed training goes on with the batch that would have come next.
 
     Args:
-        directory: The folder that ``lightning-pp-data`` made.
-        batch_size: Rows in a batch of a data-parallel rank.
-        seq_len: Tokens of a row T.
-        documents: ``joined``: rows are windows of all documents one after the other. ``masked``: the same, and the
-            batch says which tokens are of one document, so that none sees another; the model has to take
-            ``position_ids`` and ``labels``, as those of transformers do. ``separate``: a row is a document, or a piece
-            of one, as long as it is; a batch is as long as its longest, rounded up to ``pad_to_multiple``.
-        pad_to_multiple: For ``separate``; fewer lengths are fewer plans to make and kernels to compile.
-        val_fraction: Share of the documents, from the end, that is not trained on.
-        num_val_batches: Most batches of a validation.
-        num_workers: Processes that load.
+        directory: Folder that ``lightning-pp-data`` made.
+        batch_size: Rows B in the batch of a data-parallel rank.
+        seq_len: Tokens T per row.
+        documents: How documents become rows: ``joined``, ``masked`` or ``separate``. ``joined``: windows over all
+            documents. ``masked``: the same, but no document attends to another; the model must take ``position_ids``
+            and ``labels``, as transformers models do. ``separate``: one document, or a piece of one, per row; a batch
+            is as long as its longest row, rounded up to ``pad_to_multiple``.
+        pad_to_multiple: For ``separate``, lengths are rounded up to this multiple. Fewer lengths mean fewer plans and
+            fewer compiled kernels.
+        val_fraction: Share of the documents, from the end, that is kept for evaluation.
+        num_val_batches: Most batches per validation.
+        num_workers: Loader processes.
 
     Raises:
         FileNotFoundError: There is no such folder.

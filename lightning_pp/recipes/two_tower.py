@@ -52,12 +52,12 @@ class TwoTower(L.LightningModule):
         num_layers: Transformer blocks of each tower.
         dim: Width D.
         num_heads: Attention heads; divides ``dim``.
-        max_seq_len: Longest half of a text.
-        temperature: Similarities are divided by it.
+        max_seq_len: Longest half T of a text.
+        temperature: Divisor of the similarities.
         learning_rate: Peak of a cosine schedule after the warm-up.
         num_warmup_steps: Optimizer steps of linear warm-up.
         weight_decay: Decay of the matrices.
-        optimizer: Makes the optimizer from groups of parameters and ``lr``; None is AdamW.
+        optimizer: Function that makes the optimizer from parameter groups and ``lr``. None: AdamW.
     """
 
     def __init__(

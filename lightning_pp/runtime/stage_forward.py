@@ -114,11 +114,11 @@ class _Call:
 
 
 _KNOWN_IN_ADVANCE = (
-    "Every stage must know in advance which units a step calls. It may go by the batch, by batch_idx, by what the "
-    "module asks its trainer for (self.global_step, self.current_epoch), and by an attribute of the module that "
-    "is a plain value or a list or dict of these. It may not go by a global variable, by the inside of another object, "
-    "or by a trainer that it does not get from the module. Keep the value in an attribute of the module, or make the "
-    "choice inside a unit."
+    "Every stage must know in advance which units a step calls. A step may decide that by its batch, by batch_idx, by "
+    "what the module asks its trainer for (self.global_step, self.current_epoch), and by plain attributes of the "
+    "module. If it decides by something else (a global variable, the inside of another object, a trainer that it does "
+    "not get from the module), set dynamic_step=True on the strategy: every microbatch is then rehearsed. If that is "
+    "set, make the choice inside a unit."
 )
 
 

@@ -163,21 +163,9 @@ def build_schedule(
     else:
         family = schedule_family(name)
         stages = stages_per_rank if stages_per_rank is not None else _default_stages(family, num_ranks, costs)
-        schedule = _build_family(
-            family,
-            ScheduleRequest(
-                num_ranks,
-                num_microbatches,
-                stages,
-                costs,
-                limits,
-                placement,
-                quick,
-                sharding,
-                whole_batch_loss,
-                search_seconds,
-            ),
-        )
+        sizes = num_ranks, num_microbatches, stages
+        request = ScheduleRequest(*sizes, costs, limits, placement, quick, sharding, whole_batch_loss, search_seconds)
+        schedule = _build_family(family, request)
     _check_placement(schedule, placement, name)
     if limits is not None:
         _check_limit(schedule, costs, limits)

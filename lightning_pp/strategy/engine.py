@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_pp.checkpoint import RankPart
 from lightning_pp.distributed.control import ControlGroups
-from lightning_pp.distributed.fingerprints import Fingerprint, check_same_batch, check_same_given, fingerprint
 from lightning_pp.distributed.watch.this_rank import RankStoppedError
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.schedules.predictions import Prediction
-from lightning_pp.runtime.compilation import NOTHING_TO_COMPILE, CompiledUnits, is_one_operation
 from lightning_pp.runtime.executor import PipelineExecutor, StepInputs
 from lightning_pp.runtime.timing import StepTimer
 from lightning_pp.schedule import Schedule, StageCosts
 from lightning_pp.sharding import CollectiveTimes
 from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.dry_run.run import DryRun
-from lightning_pp.strategy.autotune.compiled_backward import CompiledBackward
-from lightning_pp.strategy.autotune.plan_facts import plan_facts
+from lightning_pp.strategy.autotune.compiled_backward import compiled_units
+from lightning_pp.strategy.autotune.plan_facts import model_facts, plan_facts
 from lightning_pp.strategy.autotune.profiling import TunedPrograms
 from lightning_pp.strategy.batch.checks import BatchChecks
+from lightning_pp.strategy.batch.comparison import BatchComparison
 from lightning_pp.strategy.batch.power_iterations import PowerIterations
 from lightning_pp.strategy.batch.preparation import BatchPreparation
 from lightning_pp.strategy.batch.run import BatchRun, StepCall
@@ -36,20 +32,17 @@ from lightning_pp.strategy.lightning.gradient_norms import GradientNorms
 from lightning_pp.strategy.parameters.finite_gradients import FiniteGradients
 from lightning_pp.strategy.parameters.gradients import StageGradients
 from lightning_pp.strategy.parameters.precision import scaled, step_dtypes
-from lightning_pp.strategy.parameters.whole_module import make_whole
 from lightning_pp.strategy.results.finite_losses import LossCheck
 from lightning_pp.strategy.results.metrics import PipelineMetrics
 from lightning_pp.strategy.results.outputs import SKIPPED_IN_PART, NoLossError, loss_of, none_refused
-from lightning_pp.strategy.results.reports import BatchReport
-from lightning_pp.strategy.setup import LaidOutModel, Surroundings
-from lightning_pp.strategy.step.data import reads_streams, warn_of_equal_streams
+from lightning_pp.strategy.results.reports import BatchReport, ReportedBatch
+from lightning_pp.strategy.setup import LaidOutModel
 from lightning_pp.strategy.step.dry_steps import recorded_step
 from lightning_pp.strategy.step.frozen import FrozenParameters
 from lightning_pp.strategy.step.outside_steps import OutsideSteps
+from lightning_pp.strategy.surroundings import Surroundings
 from lightning_pp.telemetry import StepPrediction
 from lightning_pp.telemetry.diagnosis.evidence import PlanFacts
-
-_BATCHES_CHECKED_BEFOREHAND = 2
 
 
 class PipelineEngine:
@@ -101,10 +94,9 @@ class PipelineEngine:
         self._programs = programs
         self._seed = model.seed
         self._num_batches_run = {True: 0, False: 0}  # training, evaluation
-        self.num_batches_trained = 0  # in this process
-        self._fingerprint: Fingerprint | None = None
-        self._num_batches_before = 0  # of all kinds, when this run of the trainer began
-        self._failed = False
+        self.num_batches_trained = self._num_batches_before = 0  # in this process; of all kinds, when this run began
+        self.has_failed = False
+        """Whether an exception on this rank has ended the last run."""
         self._attached = ExitStack()
         self.last_training_step: tuple[Schedule, StepTimer] | None = None
         self.last_collectives: CollectiveTimes | None = None
@@ -127,30 +119,19 @@ class PipelineEngine:
         )
         self._programs.sharding = self.gradients.sharding
         self._frozen = FrozenParameters(self.module, fake_parameters)
+        self._comparison = BatchComparison(self.module, self.groups, self.sizes, self._frozen, self.mesh.get_rank())
         self._outside_steps = OutsideSteps(self.module, fake_parameters.mode)
-        self._preparation = self._new_preparation()
+        self._preparation = BatchPreparation(
+            surroundings, self.split, self.groups, model.cutter, self.metrics, self._frozen, self._recorded_step
+        )
         self._checks = self._new_checks()
         self.finite = FiniteGradients(
             self._options.batches.on_nonfinite, self.split, self.rank, self.device, lambda: self._trainer
         )
-        self._compiled_units, self._compiled_backward = self._compiled(surroundings.compile_options)
+        compiled = compiled_units(self.split, self.rank, self.groups, surroundings.compile_options)
+        self._compiled_units, self._compiled_backward = compiled
         self._executor = self._new_executor()
         self._connection.align_generators()
-
-    def _new_preparation(self) -> BatchPreparation:
-        return BatchPreparation(
-            self.module,
-            self.split,
-            self.metrics,
-            self.groups,
-            self._precision,
-            self.rank,
-            self.device,
-            self._model.cutter,
-            self._frozen,
-            self._recorded_step,
-            ends_with_batch=self._options.schedule.whole_batch_loss,
-        )
 
     def _new_checks(self) -> BatchChecks:
         return BatchChecks(
@@ -158,17 +139,9 @@ class PipelineEngine:
             self.groups,
             self._precision,
             self.device,
-            self._forward,
+            partial(self._execute, trains=False),
             is_on=self._options.batches.check_first_batches,
         )
-
-    def _compiled(self, options: Mapping[str, Any] | None) -> tuple[CompiledUnits | None, CompiledBackward | None]:
-        if options is None:
-            return None, None
-        if all(map(is_one_operation, self.split.units.values())):
-            rank_zero_warn(NOTHING_TO_COMPILE)
-        units = CompiledUnits(self.split.units_of(self.rank), options)
-        return units, CompiledBackward(self.groups, units)
 
     @property
     def groups(self) -> ControlGroups:
@@ -176,8 +149,8 @@ class PipelineEngine:
         return self._connection.groups
 
     def _new_executor(self) -> PipelineExecutor:
-        transport = self._connection.new_transport()
-        return PipelineExecutor(self.rank, self.split.units, transport, self.device, self.split.recomputation)
+        transport, split = self._connection.new_transport(), self.split
+        return PipelineExecutor(self.rank, split.units, transport, self.device, split.recomputation)
 
     def random_state(self) -> dict[str, int]:
         """What the random numbers of the next training batch depend on."""
@@ -208,14 +181,9 @@ class PipelineEngine:
         self.metrics.detach()
         if self._compiled_units is not None:
             self._compiled_units.detach()
-        if not self._failed:
+        if not self.has_failed:
             self._executor.drain()
             self._connection.drain()
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether an exception on this rank has ended the last run."""
-        return self._failed
 
     @property
     def running_action(self) -> str:
@@ -227,17 +195,13 @@ class PipelineEngine:
         """What carries tensors between stages, where they do not go through a group."""
         return self._connection.channels
 
-    def gather_module(self, part: RankPart) -> None:
-        """Makes the module whole on every rank; the engine cannot be used after it. Every rank has to call it."""
-        make_whole(part, self.split, self.gradients)
-
     def abandon(self) -> None:
         """After an exception: ends what the other ranks of the pipeline wait for.
 
         What is left of the step is dropped before the next one. Not now, for that would wait for collectives that a
         rank with an error never joins.
         """
-        self._failed = True
+        self.has_failed = True
         self._connection.abandon()
 
     def _recover(self) -> None:
@@ -246,7 +210,7 @@ class PipelineEngine:
         failed, counters = self._connection.recover([run[True], run[False], self.num_batches_trained])
         run[True], run[False], self.num_batches_trained = counters
         if failed:
-            self._failed = True  # drops this rank's part of the step
+            self.has_failed = True  # drops this rank's part of the step
             self._programs.start_over()
             if self._compiled_backward is not None:
                 self._compiled_backward.start_over()
@@ -275,22 +239,11 @@ class PipelineEngine:
 
     def facts(self) -> dict[str, int | str | bool]:
         """What the pipeline's options became, and the model's size, by name; the same on every rank."""
-        sizes, placement, options = self.sizes, self.placement, self._options
-        parameters = [self.split.fake_parameters.names[name] for name in self.split.owners]
         return {
-            "pipeline_parallel_size": sizes.pipeline,
-            "data_parallel_size": sizes.data_parallel,
-            "data_parallel_replicate_size": sizes.data_parallel_replicate,
-            "world_size": self.mesh.size(),
+            **model_facts(self.split, self.sizes, self._options, self.device),
             "num_microbatches": self._model.num_microbatches,
             "schedule": self._programs.schedule_of(self._model.num_microbatches).name,
-            "placement": placement.kind,
-            "num_stages": placement.num_stages,
             "costs_from": self._programs.costs_from,
-            "sharding": options.sharding.mode,
-            "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type,
-            "num_parameters": sum(parameter.numel() for parameter in parameters),
-            "num_trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
         }
 
     def predictions(self) -> list[Prediction]:
@@ -325,9 +278,12 @@ class PipelineEngine:
     def _run(
         self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any], factor: float, *, trains: bool, reduce: bool
     ) -> Any:
-        with self._abandoning(), self._outside_steps.in_step(), self.split.fake_parameters.standing_apart():
-            batch, *rest = args
-            call = StepCall(step, rest, kwargs, training=trains)
+        batch, *rest = args
+        call = StepCall(step, rest, kwargs, training=trains)
+        with ExitStack() as stack:
+            stack.push(self._abandon_after)
+            stack.enter_context(self._outside_steps.in_step())
+            stack.enter_context(self.split.fake_parameters.standing_apart())
             try:
                 run = self._prepare(call, batch, factor)
             except NoLossError:  # of a dry run or a check, hence on every rank of the pipeline, and nothing was run
@@ -339,23 +295,19 @@ class PipelineEngine:
                 return self._take_up(report, run)
         return self._skip(args, kwargs)
 
-    @contextmanager
-    def _abandoning(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
+    def _abandon_after(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if kind is not None:
             self.abandon()
-            raise
 
     def _prepare(self, call: StepCall, batch: Any, factor: float) -> BatchRun:
         """Cuts the batch, and checks it if it is one of the first; losses are multiplied by ``factor``."""
         microbatches = self._model.cutter.cut(batch, for_training=call.training)
-        if call.training and self._failed:
+        if call.training and self.has_failed:
             self.gradients.abandon()
-            self._failed = False
+            self.has_failed = False
         if call.training and self._compiled_backward is not None:
             self._compiled_backward.tell()
-        self._compare_ranks(call, batch)
+        self._comparison.compare(call, batch)
         is_checked = self._checks.check(call, batch, microbatches, self._seed)
         return self._preparation.prepare(
             call,
@@ -372,15 +324,9 @@ class PipelineEngine:
         return ((self._seed * 1_000_003 + number) * 8_191 + self.replica) % (1 << 50)
 
     def note_batch(self, batch: Any) -> None:
-        """Remembers the fingerprint of the batch that is about to be run: of all of it in a run's first batches."""
-        if self.sizes.pipeline > 1:
-            number = self.num_batches_run
-            is_read_whole = number - self._num_batches_before < _BATCHES_CHECKED_BEFOREHAND
-            self._fingerprint = fingerprint(batch, self.mesh.get_rank(), None if is_read_whole else number)
-
-    def _forward(self, run: BatchRun, indices: Sequence[int]) -> list[Any]:
-        """Runs microbatches of a batch for its check; what the last stage's step returned for each."""
-        return self._execute(run, indices, trains=False)
+        """Notes what the batch is that is about to be run, while it is on the host."""
+        number = self.num_batches_run
+        self._comparison.note(batch, number, number - self._num_batches_before)
 
     def _execute(
         self,
@@ -391,14 +337,9 @@ class PipelineEngine:
         reduce: bool = False,
         on_outputs: Callable[[list[Any]], None] | None = None,
     ) -> list[Any]:
-        """Runs this rank's program; returns what the last stage's step returned for each microbatch.
+        """Runs this rank's program on the microbatches ``indices``; what the last stage's step returned for each.
 
-        Args:
-            run: The batch.
-            indices: The microbatches that are run.
-            trains: Whether backwards are run as well.
-            reduce: Whether gradients are reduced.
-            on_outputs: Gets on the last stage what is returned, after its last forward.
+        ``on_outputs`` gets that on the last stage after its last forward. With ``reduce`` gradients are reduced.
         """
         most = self.gradients.most_microbatches(len(indices), reduce=reduce)
         schedule = self._programs.training(most) if trains else self._programs.evaluation(most)
@@ -423,7 +364,7 @@ class PipelineEngine:
                     self._programs.queued_bytes if trains else None,
                     run.whole,
                     on_outputs,
-                    is_timed=trains and self._is_looked_at,
+                    is_timed=trains and (self.is_timed or self._programs.measures),
                     label=self.label,
                 ),
             )
@@ -433,11 +374,6 @@ class PipelineEngine:
         self.gradients.end(reduce=reduce)
         self._note_training(run, schedule, timer)
         return outputs
-
-    @property
-    def _is_looked_at(self) -> bool:
-        """Whether somebody will ask for the times of the next training batch."""
-        return self.is_timed or self._programs.measures
 
     def _note_training(self, run: BatchRun, schedule: Schedule, timer: StepTimer) -> None:
         self.last_training_step = (schedule, timer)
@@ -451,26 +387,21 @@ class PipelineEngine:
         self.num_batches_trained += 1
 
     def _begin_report(self, run: BatchRun) -> BatchReport:
-        mine, self._fingerprint = self._fingerprint, None
+        losses = None
+        if run.call.training and self.finite.mode != "ignore":
+            stage = self.split.partition.num_stages - 1
+            where = f"{self.finite.where()}, on rank {self.mesh.get_rank()} (stage {stage}, the last)"
+            losses = LossCheck(self.finite.mode == "error", where, run.whole is not None)
         return BatchReport(
             self._connection.messages,
             run.logs,
             run.merged,
-            weights=run.weights,
-            num_samples=run.num_samples,
-            fingerprint=mine,
+            batch=ReportedBatch(run.weights, run.num_samples, self._comparison.take()),
             device=self.device,
             metrics=self.metrics,
-            losses=self._loss_check(run),
+            losses=losses,
             trainer=self._trainer,
         )
-
-    def _loss_check(self, run: BatchRun) -> LossCheck | None:
-        if not run.call.training or self.finite.mode == "ignore":
-            return None
-        stage = self.split.partition.num_stages - 1
-        where = f"{self.finite.where()}, on rank {self.mesh.get_rank()} (stage {stage}, the last)"
-        return LossCheck(self.finite.mode == "error", where, run.whole is not None)
 
     def _take_up(self, report: BatchReport, run: BatchRun) -> Any:
         """What the step returned for the batch; what it logged and changed on the module is there from now on."""
@@ -486,32 +417,15 @@ class PipelineEngine:
         self.finite.note_loss(report.nonfinite)
         return output
 
-    def _compare_ranks(self, call: StepCall, batch: Any) -> None:
-        """In the first batches of an epoch; later ones are checked by the report that ends a batch anyway."""
-        mine = self._fingerprint
-        if mine is not None and call.batch_idx < _BATCHES_CHECKED_BEFOREHAND:
-            given = fingerprint(batch, mine.rank)
-            told = self.groups.gather_in_pipeline((mine, given, self._frozen.tell()))
-            check_same_batch([mine, *(each for each, _, _ in told if each.rank != mine.rank)], call.batch_idx)
-            check_same_given([given, *(each for _, each, _ in told if each.rank != mine.rank)], call.batch_idx)
-            self._frozen.take_up(frozen for *_, frozen in told)
-            if call.training and call.batch_idx == 0 and self.sizes.data_parallel > 1 and reads_streams(self._trainer):
-                warn_of_equal_streams(self.groups.gather(mine.numbers, "the first batch of an epoch"))
-        elif call.training and self.sizes.pipeline > 1:
-            self._frozen.check(call.batch_idx)
-
     def _recorded_step(self, call: StepCall, microbatch: Microbatch) -> Callable[[DryRun], Any]:
-        return recorded_step(
-            self.module,
-            call.step,
-            microbatch.data,
-            call.rest,
-            call.kwargs,
-            precision=self._precision,
-            device=self.device,
-            trains=call.training,
-            around=self.gradients.dry,
-        )
+        step, precision = (self.module, call.step, microbatch.data, call.rest, call.kwargs), self._precision
+        recorded = recorded_step(*step, precision=precision, device=self.device, trains=call.training)
+
+        def run(dry: DryRun) -> Any:
+            with self.gradients.dry():
+                return recorded(dry)
+
+        return run
 
     def check_memory(self, optimizers: Sequence[Optimizer]) -> None:
         """Raises :class:`ConfigurationError` if training with them takes more than ``device_memory_gib``."""

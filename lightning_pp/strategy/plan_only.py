@@ -16,7 +16,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.optim import Optimizer
 
 from lightning_pp.distributed.sizes import ParallelSizes
-from lightning_pp.planning.model_cutter import ModelCutter
+from lightning_pp.planning.hardware.devices import PLANNED_ON_CPU, PlannedDevice
+from lightning_pp.planning.model_cutter import ModelCutter, StepToCut
 from lightning_pp.planning.pipeline_options import PipelineOptions
 from lightning_pp.planning.stage_model import RecordedModel
 from lightning_pp.split.data.microbatch import Microbatch
@@ -30,7 +31,6 @@ from lightning_pp.strategy.step.dry_steps import first_arguments, recorded_step
 from lightning_pp.strategy.step.refusals import refuse_unsupported
 
 _T = TypeVar("_T")
-_CPU = torch.device("cpu")
 # of the arguments of a trainer: what needs devices, or writes or prints
 _REPLACED: dict[str, Any] = {
     "devices": 1,
@@ -61,18 +61,14 @@ class FirstStep:
         batch: The first batch.
         precision: The trainer's.
         optimizer: The user's optimizer over the whole module; None where there is none.
-        device_type: Of the device that is planned for.
-        flops_per_byte: FLOPs that it does in the time in which its memory moves a byte; 0: not known.
-        device: Where the step is recorded, and the batch lies.
+        device: What is planned for.
     """
 
     module: pl.LightningModule
     batch: Any
     precision: Precision
     optimizer: Optimizer | None
-    device_type: str = "cpu"
-    flops_per_byte: float = 0.0
-    device: torch.device = _CPU
+    device: PlannedDevice = PLANNED_ON_CPU
 
     def microbatches(self, options: PipelineOptions, sizes: ParallelSizes) -> list[Microbatch]:
         """What training would cut the batch into."""
@@ -100,20 +96,15 @@ class FirstStep:
         """
         arguments = first_arguments(self.module, "training_step")
         first, precision = microbatches[0].data, self.precision
+        step = recorded_step(
+            self.module, "training_step", first, arguments, precision=precision, device=self.device.here, trains=True
+        )
         return ModelCutter(
             self.module,
             options,
             sizes,
-            batch=self.batch,
-            microbatches=microbatches,
-            step=recorded_step(
-                self.module, "training_step", first, arguments, precision=precision, device=self.device, trains=True
-            ),
-            device_type=self.device_type,
-            flops_per_byte=self.flops_per_byte,
-            optimizer=self.optimizer,
-            dtypes=step_dtypes(precision),
-            device=self.device,
+            StepToCut(self.batch, microbatches, step, self.optimizer, step_dtypes(precision)),
+            self.device,
             recordings=recordings,
             refines=refines,
         )
@@ -123,23 +114,14 @@ class DryStrategy(SingleDeviceStrategy):
     """Goes through a fit's preparations, as far as a pipeline would cut the module, looks at it, and ends the fit.
 
     Args:
-        device_type: Of the device that is planned for.
         look: Is given the first step, while the trainer is there.
-        flops_per_byte: FLOPs that the device does in the time in which its memory moves a byte; 0: not known.
-        device: Where the step is recorded, and units run that are measured.
+        device: What is planned for.
     """
 
-    def __init__(
-        self,
-        device_type: str,
-        look: Callable[[FirstStep], Any],
-        flops_per_byte: float = 0.0,
-        device: torch.device = _CPU,
-    ) -> None:
-        super().__init__(device)
-        self._device_type = device_type
+    def __init__(self, look: Callable[[FirstStep], Any], device: PlannedDevice) -> None:
+        super().__init__(device.here)
         self._look = look
-        self._flops_per_byte = flops_per_byte
+        self._device = device
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -157,15 +139,7 @@ class DryStrategy(SingleDeviceStrategy):
         first = first_batch(trainer)
         set_up_one_optimizer(self, trainer)
         optimizer = self.optimizers[0] if self.optimizers else None
-        step = FirstStep(
-            module,
-            first.batch,
-            self.precision_plugin,
-            optimizer,
-            self._device_type,
-            self._flops_per_byte,
-            self.root_device,
-        )
+        step = FirstStep(module, first.batch, self.precision_plugin, optimizer, self._device)
         with first.as_hooks_left_it():
             self._look(step)
         raise _LookedAt
@@ -184,10 +158,7 @@ def look_at_cuts(
     options: PipelineOptions,
     sizes: ParallelSizes,
     look: Callable[[ModelCutter], _T],
-    *,
-    device_type: str = "cpu",
-    flops_per_byte: float = 0.0,
-    device: torch.device = _CPU,
+    device: PlannedDevice = PLANNED_ON_CPU,
 ) -> _T:
     """As :func:`look_at_first_step`, for one pipeline.
 
@@ -198,9 +169,7 @@ def look_at_cuts(
         options: What the user says of the pipeline.
         sizes: Of the pipeline.
         look: Is given the cutter, while the trainer is there.
-        device_type: Of the device that is planned for.
-        flops_per_byte: FLOPs that it does in the time in which its memory moves a byte; 0: not known.
-        device: Where the step is recorded; one of this machine.
+        device: What is planned for.
 
     Returns:
         What ``look`` returned.
@@ -209,9 +178,7 @@ def look_at_cuts(
     def cut(step: FirstStep) -> _T:
         return look(step.cutter(options, sizes, step.microbatches(options, sizes)))
 
-    return look_at_first_step(
-        trainer_options, module, data, cut, device_type=device_type, flops_per_byte=flops_per_byte, device=device
-    )
+    return look_at_first_step(trainer_options, module, data, cut, device)
 
 
 def look_at_first_step(
@@ -219,10 +186,7 @@ def look_at_first_step(
     module: pl.LightningModule,
     data: Any,
     look: Callable[[FirstStep], _T],
-    *,
-    device_type: str = "cpu",
-    flops_per_byte: float = 0.0,
-    device: torch.device = _CPU,
+    device: PlannedDevice = PLANNED_ON_CPU,
 ) -> _T:
     """Prepares a fit of ``module`` without memory, devices or processes, and looks at its first step.
 
@@ -234,17 +198,15 @@ def look_at_first_step(
         module: The user's module.
         data: The user's data, a LightningDataModule or a loader; None if the module has its own.
         look: Is given the step, while the trainer is there.
-        device_type: Of the device that is planned for.
-        flops_per_byte: FLOPs that it does in the time in which its memory moves a byte; 0: not known.
-        device: Where the step is recorded; one of this machine.
+        device: What is planned for.
 
     Returns:
         What ``look`` returned.
     """
     found: list[_T] = []
-    strategy = DryStrategy(device_type, lambda step: found.append(look(step)), flops_per_byte, device)
+    strategy = DryStrategy(lambda step: found.append(look(step)), device)
     with _quiet_lightning():
-        replaced = {**_REPLACED, "accelerator": "cpu" if device.type == "cpu" else "gpu", "strategy": strategy}
+        replaced = {**_REPLACED, "accelerator": "cpu" if device.here.type == "cpu" else "gpu", "strategy": strategy}
         trainer = pl.Trainer(**{**trainer_options, **replaced})
         if isinstance(data, pl.LightningDataModule):
             trainer.fit(module, datamodule=data)

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins.precision import Precision
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_pp.distributed.sizes import ParallelSizes
 from lightning_pp.long_tasks import LongTask
 from lightning_pp.planning.memory.limit import DeviceMemory
 from lightning_pp.planning.memory.model import MemoryModel
-from lightning_pp.planning.pipeline_options import PipelineOptions
 from lightning_pp.planning.refinement.choice import CutChoice
-from lightning_pp.planning.stage_model import RecordedModel, SplitModel, assign_stages, record_model
+from lightning_pp.planning.stage_model import RecordedModel, RecordingOptions, SplitModel, assign_stages, record_model
 from lightning_pp.planning.tuning import Layout, LayoutRequest, decided_by_one
 from lightning_pp.split.cut.wide_cuts import ADVICE, WideCut, wide_cuts
 from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.data.row_references import lengths_noted
 from lightning_pp.split.dry_run.weight_updates import Updates
-from lightning_pp.strategy.autotune.profiling import TunedPrograms, tuned_programs
+from lightning_pp.strategy.autotune.profiling import TunedPrograms
 from lightning_pp.strategy.batch.cutter import BatchCutter
 from lightning_pp.strategy.batch.whole_batch import ending_with_batch
 from lightning_pp.strategy.connection import Connection
@@ -37,46 +31,7 @@ from lightning_pp.strategy.parameters.precision import step_dtypes
 from lightning_pp.strategy.step.dry_steps import first_arguments, recorded_step
 from lightning_pp.strategy.step.refusals import raise_own, refuse_carried_state, refuse_unrecorded
 from lightning_pp.strategy.step.update_hooks import UpdateHooks
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """Where a pipeline runs, and what is asked of it.
-
-    Attributes:
-        module: The user's module.
-        mesh: The whole mesh.
-        data_parallel: Of it, the replicas at this rank's place, as one axis.
-        sizes: Their sizes.
-        device: Where this rank computes.
-        precision: The precision plugin; its contexts are entered around the step of each microbatch.
-        options: What the user says of the pipeline.
-        timeout: How long a collective may wait.
-        compile_options: Keyword arguments for ``torch.compile`` of each unit; None to leave units as they are.
-        communicators_bytes: What the communicators of collectives have taken of a device. Those of channels between
-            neighbours are opened, and added, where there is a limit of memory.
-    """
-
-    module: pl.LightningModule
-    mesh: DeviceMesh
-    data_parallel: DeviceMesh
-    sizes: ParallelSizes
-    device: torch.device
-    precision: Precision
-    options: PipelineOptions
-    timeout: timedelta | None
-    compile_options: Mapping[str, Any] | None = None
-    communicators_bytes: int = 0
-
-    @property
-    def rank(self) -> int:
-        """This rank's place in the pipeline."""
-        return self.mesh.get_local_rank("pipeline")
-
-    @property
-    def replica(self) -> int:
-        """Which replica it belongs to."""
-        return self.data_parallel.get_local_rank()
+from lightning_pp.strategy.surroundings import Surroundings
 
 
 class AllRanks(Protocol):
@@ -186,7 +141,7 @@ class PipelineSetup:
     def programs(self, model: LaidOutModel) -> TunedPrograms:
         """The schedules of a model that is laid out; every rank asks for them."""
         given = self._given
-        return tuned_programs(
+        return TunedPrograms(
             self._options.schedule,
             model.layout,
             model.split,
@@ -296,11 +251,13 @@ class PipelineSetup:
                 with_gradients=trains,
                 patterns=self._options.cut.units,
                 num_stages=num_stages,
-                compute_dtype=step_dtypes(self._precision).compute,
-                activation_checkpointing=self._options.activation_checkpointing,
-                may_fail=True,
-                split_head=split_head if trains else False,
-                refined={*refined, *self._options.refined_units(self.module)},
+                how=RecordingOptions(
+                    step_dtypes(self._precision).compute,
+                    self._options.activation_checkpointing,
+                    may_fail=True,
+                    split_head=split_head if trains else False,
+                    refined={*refined, *self._options.refined_units(self.module)},
+                ),
             )
         refuse_carried_state(self.module, step, recording.record, len(microbatches))
         self._update_hooks = UpdateHooks(self.module, recording.fake_parameters, batch)

@@ -27,16 +27,16 @@ _SMALL = 1e-6
 
 @dataclass(frozen=True)
 class Difference:
-    """One value that is not as on one device.
+    """One value that differs from one device.
 
     Attributes:
         place: The moment: training or resumed training, and the batch.
         kind: ``loss``, ``logged``, ``gradient``, ``weight``, ``buffer``, ``learning rate`` or ``state of a callback``.
-        name: Of the value; of a tensor with the indices of the element that differs most.
-        stage: The stages that have it; empty where that means nothing.
-        expected: On one device.
-        found: In the pipeline.
-        relative: How much they differ, of the largest element.
+        name: Name of the value. For a tensor, with the indices of the element that differs most.
+        stage: The stages that have it, or an empty string.
+        expected: The value on one device.
+        found: The value in the pipeline.
+        relative: The difference, relative to the largest element.
     """
 
     place: str

@@ -21,13 +21,13 @@ from lightning_pp.verification.recording import FLOAT64, Facts, Job
 
 @dataclass
 class Verification:
-    """What came of :func:`verify`; ``print`` shows it as a table.
+    """The result of :func:`verify`; ``print`` shows it as a table.
 
     Attributes:
-        differences: Every value that is not as on one device, in the order of the training.
-        failure: Why there is nothing to compare: what the strategy refused, or a run ended with; empty if both ran.
+        differences: Every value that differs from one device, in the order of the training.
+        failure: The error of the strategy or of a run, if nothing could be compared; else empty.
         notes: What was changed for the comparison, such as dropout that was set to 0.
-        causes: What is known to make this module differ, if it does.
+        causes: Known reasons why this module differs, if it does.
         compared: Number of values of each kind that were compared.
         largest: Largest relative difference of each kind.
     """
@@ -41,7 +41,7 @@ class Verification:
 
     @property
     def equal(self) -> bool:
-        """Whether everything is as on one device."""
+        """Whether the pipeline trains as one device does."""
         return not self.failure and not self.differences
 
     def __str__(self) -> str:
@@ -72,25 +72,25 @@ def verify(
 ) -> Verification:
     """Trains a module with a plain ``Trainer()`` and as a pipeline of processes on the CPU, and compares the two.
 
-    Both start from the same seed and read the same data, in float64 where the module allows it and without dropout.
-    They train ``steps`` batches, validate two, save a checkpoint, and resume from it for as many again. Losses, logged
-    values, gradients, weights, persistent buffers, learning rates and states of callbacks are compared, batch by batch.
-    In a script, call it under ``if __name__ == "__main__":``. It writes into a temporary folder: for each batch twice
-    the weights, the gradients and the weights again, so make a large model smaller.
+    Both use the same seed and data, float64 where the module allows it, and no dropout. They train ``steps`` batches,
+    validate two, save a checkpoint, and resume from it for ``steps`` more. After each batch losses, logged values,
+    gradients, weights, persistent buffers, learning rates and states of callbacks are compared. In a script, call it
+    under ``if __name__ == "__main__":``. It writes twice the weights, the gradients and the weights again to a
+    temporary folder for each batch, so make a large model smaller.
 
     Args:
-        module: The module; or a function, or a class, that makes it, called in each process after seeding.
-        datamodule: The same for the data; None where the module has its loaders.
-        strategy: The same for the strategy, of one replica.
-        devices: Processes of the pipeline, as of the Trainer.
-        steps: Training batches before and after the checkpoint.
-        seed: Of both trainings.
-        callbacks: The user's own. Checkpoint callbacks and those of this package are left out.
-        trainer: Further arguments of the Trainer, such as ``accumulate_grad_batches``; its ``precision`` is what is
-            trained in if float64 fails on one device.
+        module: The module, or a function or class that makes it, called in each process after seeding.
+        datamodule: The same for the data; None if the module has its loaders.
+        strategy: The same for the strategy, which must have one replica.
+        devices: Number of processes of the pipeline.
+        steps: Training batches before the checkpoint, and after it.
+        seed: Seed of both trainings.
+        callbacks: Your own callbacks. Checkpoint callbacks and those of this package are left out.
+        trainer: Further arguments of the Trainer, such as ``accumulate_grad_batches``. Its ``precision`` is used if
+            float64 fails on one device.
 
     Raises:
-        ConfigurationError: ``devices`` or ``steps`` is too small, or something cannot be sent to the processes.
+        ConfigurationError: ``devices`` or ``steps`` is too small, or an argument cannot be sent to the processes.
     """
     for name, value, least in (("devices", devices, 2), ("steps", steps, 1)):
         if value < least:

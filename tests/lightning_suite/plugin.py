@@ -91,10 +91,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     gc.enable()
     deadline, why = time.monotonic() + LIMIT_S, f"it was still running after {LIMIT_S:.0f} s, and was killed"
     while (left := [stage for stage in stages if stage.process.is_alive()]) and time.monotonic() < deadline:
-        wait([stage.process.sentinel for stage in left], deadline - time.monotonic())
+        # after is_alive, which is where a process that has ended gets its exit code
         if any(stage.process.exitcode for stage in stages) and time.monotonic() + GRACE_S < deadline:
             deadline = time.monotonic() + GRACE_S
             why = f"it was still running {GRACE_S:.0f} s after another rank had failed, and was killed"
+        wait([stage.process.sentinel for stage in left], deadline - time.monotonic())
     report([stage.outcome(why) for stage in stages])
     return True
 

@@ -22,7 +22,7 @@ from lightning_pp.planning.memory.model import MemoryModel
 from lightning_pp.planning.schedules.options import ScheduleOptions
 from lightning_pp.planning.schedules.source import schedule_source
 from lightning_pp.planning.sharded_stages import ShardingSettings
-from lightning_pp.planning.stage_model import RecordedModel, record_model
+from lightning_pp.planning.stage_model import RecordedModel, RecordingOptions, record_model
 from lightning_pp.planning.tuning import Layout, LayoutRequest, choose_layout
 from lightning_pp.split.memory.state_memory import StepDtypes
 
@@ -82,7 +82,7 @@ def recorded(activation_checkpointing: Any = False) -> RecordedModel:
         with_gradients=True,
         patterns=None,
         num_stages=2,
-        activation_checkpointing=activation_checkpointing,
+        how=RecordingOptions(activation_checkpointing=activation_checkpointing),
     )
 
 

@@ -10,9 +10,9 @@ import torch
 from small_models import Blocks
 from torch import Tensor, nn
 
-from lightning_pp.planning.conditions import AttributesOutsideUnits, Conditions, opaque_leaves
 from lightning_pp.planning.stage_model import assign_stages, record_model
 from lightning_pp.planning.step_plans import StepPlanCache, signature_of
+from lightning_pp.planning.step_state import AttributesOutsideUnits, StepState, holds_objects
 from lightning_pp.schedule import Placement
 from lightning_pp.split.dry_run.run import DryRun
 
@@ -43,8 +43,10 @@ class Steps:
         self.cache: StepPlanCache = split.plans
         self.attributes = AttributesOutsideUnits(self.module, split.units)
 
-    def step(self, batch: Any) -> Callable[[DryRun], Tensor]:
+    def step(self, batch: Any, progress: Any = None) -> Callable[[DryRun], Tensor]:
         def run(dry: DryRun) -> Tensor:
+            self.progress = progress
+            self.note_progress_read = dry.note_progress_read
             self.num_runs += 1
             self.num_recorded += isinstance(dry, DryRun)
             h = batch[0] if isinstance(batch, tuple) else batch
@@ -57,14 +59,19 @@ class Steps:
 
     def num_blocks(self, batch: Any, progress: Any = None) -> int:
         """How many blocks the plan of a step calls."""
-        conditions = Conditions(progress, self.attributes.outlines(), opaque_leaves(batch))
-        plan = self.cache.plan(signature_of(batch), self.step(batch), with_gradients=True, conditions=conditions)
+        plan = self.cache.plan(
+            signature_of(batch),
+            self.step(batch, progress),
+            with_gradients=True,
+            state=StepState(progress, self.attributes.version()),
+            rehearses=holds_objects(batch),
+        )
         return len(plan.record.calls) - 1
 
 
 def test_what_stays_as_it_was_costs_no_run() -> None:
     steps = Steps(lambda module, batch: module.depth)
-    batch = (torch.zeros(2, 8), "text")
+    batch = torch.zeros(2, 8)
     assert steps.num_blocks(batch) == 2
     before = steps.num_runs
     assert [steps.num_blocks(batch, progress) for progress in range(20)] == [2] * 20
@@ -99,13 +106,40 @@ def test_values_that_decide_are_always_looked_at() -> None:
     assert [steps.num_blocks(torch.full((2, 8), sign)) for sign in signs] == [4 if sign > 0 else 2 for sign in signs]
 
 
-def test_a_step_that_has_seen_the_same_is_left_at_its_next_unit() -> None:
-    steps = Steps(lambda module, batch: 4 if batch.isfinite().all() else 2)
-    for _ in range(2):
-        steps.num_blocks(torch.rand(2, 8))
-    before = steps.num_units_called
-    assert {steps.num_blocks(torch.rand(2, 8)) for _ in range(10)} == {4}
-    assert steps.num_units_called == before + 10
+def test_a_step_that_begins_to_look_at_values_is_recorded_anew() -> None:
+    steps = Steps(lambda module, batch: 4 if getattr(module, "flag", False) and batch.sum() > 0 else 2)
+    steps.module.flag = False
+    high, low = torch.ones(2, 8), -torch.ones(2, 8)
+    assert steps.num_blocks(high) == 2
+    steps.module.flag = True
+    assert [steps.num_blocks(batch) for batch in (low, high, low, high)] == [2, 4, 2, 4]
+    steps.module.flag = False
+    assert [steps.num_blocks(batch) for batch in (low, high)] == [2, 2]
+
+
+def test_a_step_that_begins_to_read_progress_is_recorded_anew() -> None:
+    def depth(module: Blocks, batch: Any) -> int:
+        if not getattr(module, "flag", False):
+            return 2
+        steps.note_progress_read()
+        return 4 if steps.progress > 3 else 2
+
+    steps = Steps(depth)
+    steps.module.flag = False
+    found = []
+    for progress in range(6):
+        found.append(steps.num_blocks(torch.zeros(2, 8), progress))
+        steps.module.flag = progress >= 1
+    assert found == [2, 2, 2, 2, 4, 4]
+
+
+def test_a_look_at_a_constant_does_not_have_the_step_recorded_again() -> None:
+    steps = Steps(lambda module, batch: int(torch.arange(3).max()))
+    assert steps.num_blocks(torch.zeros(2, 8)) == 2
+    for number in range(10):
+        steps.module.num_seen = number
+        assert steps.num_blocks(torch.zeros(2, 8)) == 2
+    assert steps.num_recorded == 2  # one for the cut
 
 
 def test_what_was_seen_under_other_conditions_says_nothing() -> None:
@@ -118,7 +152,7 @@ def test_what_was_seen_under_other_conditions_says_nothing() -> None:
 
 
 @pytest.mark.parametrize("text", ["text", b"bytes"])
-def test_text_is_looked_at_where_it_is_another(text: Any) -> None:
+def test_text_may_decide(text: Any) -> None:
     steps = Steps(lambda module, batch: 4 if len(batch[1]) > 20 else 2)
     texts = [text * (1 + number // 12) for number in range(60)]
     found = [steps.num_blocks((torch.zeros(2, 8), each)) for each in texts]
@@ -143,7 +177,7 @@ class PacksFirst(Blocks):
 
 
 class PackingSteps(Steps):
-    def step(self, batch: Any) -> Callable[[DryRun], Tensor]:
+    def step(self, batch: Any, progress: Any = None) -> Callable[[DryRun], Tensor]:
         def run(dry: DryRun) -> Tensor:
             self.num_recorded += isinstance(dry, DryRun)
             first, *others = self.module.blocks

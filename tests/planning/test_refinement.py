@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_pp.distributed.sizes import ParallelSizes
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.cuts import CutOptions
-from lightning_pp.planning.model_cutter import ModelCutter
+from lightning_pp.planning.model_cutter import ModelCutter, StepToCut
 from lightning_pp.planning.pipeline_options import PipelineOptions
 from lightning_pp.planning.plan_summary import summarize_cut
 from lightning_pp.planning.schedules.options import ScheduleOptions
@@ -121,10 +121,7 @@ def cut(
         model,
         PipelineOptions(ScheduleOptions(schedule_source(schedule)), **(options or {})),
         ParallelSizes(num_ranks, 1),
-        batch=batch,
-        microbatches=split_batch(batch, 1) * 8,
-        step=step,
-        dtypes=dtypes,
+        StepToCut(batch, split_batch(batch, 1) * 8, step, dtypes=dtypes or StepDtypes()),
     )
     return cutter.split(build_schedule(schedule, num_ranks=num_ranks, num_microbatches=1).placement).split
 

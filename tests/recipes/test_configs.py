@@ -154,9 +154,9 @@ def test_help_names_every_recipe_option_and_value_there_is() -> None:
     assert options == sorted([*GROUP_OPTIONS, *(f"recipe/{name}" for name in RECIPE_NAMES)])
     values = {field.name for field in fields(PlanConf)} - {field.name for field in fields(RunConf)}
     plan = " ".join((helps / "lightning_pp_plan.yaml").read_text().split())
-    assert set(plan.split("besides: ")[1].rstrip(".").split(", ")) == values
+    assert set(plan.split("these options: ")[1].rstrip(".").split(", ")) == values
     verify = " ".join((helps / "lightning_pp_verify.yaml").read_text().split())
-    assert {verify.split("besides: ")[1].rstrip(".")} == {f.name for f in fields(VerifyConf)} - {
+    assert {verify.split("this option: ")[1].rstrip(".")} == {f.name for f in fields(VerifyConf)} - {
         f.name for f in fields(RunConf)
     }
 

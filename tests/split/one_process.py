@@ -17,7 +17,7 @@ import torch
 from live_memory import LiveMemory
 from torch import Tensor, nn
 
-from lightning_pp.planning.stage_model import SplitModel, assign_stages, record_model
+from lightning_pp.planning.stage_model import RecordingOptions, SplitModel, assign_stages, record_model
 from lightning_pp.planning.step_plans import StepPlanCache, signature_of
 from lightning_pp.runtime.randomness import StepRandomness
 from lightning_pp.runtime.recomputation import Recomputation
@@ -157,8 +157,7 @@ class OneProcessPipeline:
                 with_gradients=training,
                 patterns=units,
                 num_stages=num_stages,
-                activation_checkpointing=activation_checkpointing,
-                refined=refined,
+                how=RecordingOptions(activation_checkpointing=activation_checkpointing, refined=refined),
             ),
             placement=Placement.interleaved(num_stages),
             split_points=split_points,

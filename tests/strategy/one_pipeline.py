@@ -25,7 +25,7 @@ from lightning_pp.split.data.microbatch import split_batch
 from lightning_pp.strategy.results.logs import StepLogs
 from lightning_pp.strategy.results.metrics import PipelineMetrics
 from lightning_pp.strategy.results.outputs import merge_outputs
-from lightning_pp.strategy.results.reports import BatchReport
+from lightning_pp.strategy.results.reports import BatchReport, ReportedBatch
 
 
 def report_of(line: MessageLine, logs: StepLogs, samples: list[int], weights: list[float] | None = None) -> BatchReport:
@@ -34,9 +34,7 @@ def report_of(line: MessageLine, logs: StepLogs, samples: list[int], weights: li
         line,
         logs,
         lambda outputs: (merge_outputs(outputs, samples, weights), []),
-        weights=weights or [number / sum(samples) for number in samples],
-        num_samples=sum(samples),
-        fingerprint=None,
+        batch=ReportedBatch(weights or [number / sum(samples) for number in samples], sum(samples)),
         device=torch.device("cpu"),
     )
 

@@ -41,25 +41,25 @@ class PipelineMonitor(Callback):
             timelines, planned beside measured, to files, W&B and TensorBoard
         end: the same once more; make the report, with the findings of the latest steps
 
-    In between a batch costs no collective. The numbers are those of the first replica's pipeline; throughput is that
-    of all replicas, and losses are means over them. A logger that raises ends nothing: it is told once, in a warning.
-    Without a ``PipelineParallelStrategy``, or with one stage on one device, the callback does nothing but warn.
+    Between loggings a batch costs no collective. Times are those of the first replica's pipeline. Throughput is that
+    of all replicas, and losses are means over them. If a logger raises, a warning says so once and the fit continues.
+    Without a ``PipelineParallelStrategy``, or with one stage on one device, the callback only warns.
 
     Args:
-        every_n_steps: How often to log, in optimizer steps; None for ``Trainer(log_every_n_steps=)``.
-        log_timeline: Whether to write timelines, at least at the end of a fit: of the last step and of the slowest.
-        timeline_every_n_steps: How often to write them, in optimizer steps; None for the end only.
-        timeline_dirpath: Folder of ``timeline.html`` and ``timeline.json``; None for ``timelines`` in the folder of
-            the trainer's first logger that has one, and no files where none has.
-        peak_tflops: What one device can do at most, TFLOP/s, for ``pp/model_flops_utilization``; None: what Lightning
-            knows of the GPU and the precision, and no such metric where it knows nothing.
+        every_n_steps: Optimizer steps from one logging to the next. None: ``Trainer(log_every_n_steps=)``.
+        log_timeline: Whether to write timelines of the last and the slowest step, at least at the end of a fit.
+        timeline_every_n_steps: Optimizer steps from one writing of timelines to the next. None: only at the end.
+        timeline_dirpath: Folder of ``timeline.html`` and ``timeline.json``. None: ``timelines`` in the folder of the
+            trainer's first logger that has one. Without such a logger no files are written.
+        peak_tflops: Peak of one device in TFLOP/s, for ``pp/model_flops_utilization``. None: Lightning's figure for the
+            GPU and precision; without one the metric is not logged.
 
     Attributes:
-        report: What was measured, on global rank 0 once a fit has ended; None before that and elsewhere.
+        report: The measurements of a fit, on global rank 0 after its end; None before that and on other ranks.
 
     Raises:
-        ConfigurationError: ``every_n_steps`` or ``timeline_every_n_steps`` is less than 1, or ``peak_tflops`` is no
-            positive number.
+        ConfigurationError: ``every_n_steps`` or ``timeline_every_n_steps`` is less than 1, or ``peak_tflops`` is not
+            positive.
     """
 
     def __init__(

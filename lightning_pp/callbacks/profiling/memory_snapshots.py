@@ -21,24 +21,24 @@ _FOLDER = "memory"
 class MemorySnapshots(Callback):
     """Records allocations of CUDA memory, and writes them when it runs out.
 
-    A file holds the latest ``max_entries`` allocations and releases with the lines of code that made them, and what is
-    held. https://pytorch.org/memory_viz draws it, without sending it anywhere. Written are, on each of ``ranks``::
+    A file holds the current memory and the latest ``max_entries`` allocations and releases with their lines of code.
+    https://pytorch.org/memory_viz draws it in the browser. Files on each of ``ranks``::
 
         memory runs out in a fit: <dirpath>/rank0001.out_of_memory.pickle
         every_n_steps optimizer steps: <dirpath>/rank0001.000100.pickle
 
-    Recording costs about a microsecond for each allocation, most of it on the host.
+    Recording costs about a microsecond per allocation, most of it on the host.
 
     Args:
-        every_n_steps: How often to write besides, in optimizer steps; None for never.
-        max_entries: The most allocations and releases that are kept; older ones are forgotten.
+        every_n_steps: Also write every so many optimizer steps. None: only when memory runs out.
+        max_entries: Most allocations and releases that are kept; older ones are dropped.
         ranks: ``"all"``, or the numbers of the processes to record.
-        dirpath: Folder of the files; None for ``memory`` in the folder of the trainer's first logger that has one, else
-            in ``default_root_dir``. On several hosts each writes to its own, unless the folder is shared.
+        dirpath: Folder of the files. None: ``memory`` in the folder of the trainer's first logger that has one, else in
+            ``default_root_dir``. Each host writes to its own folder, unless it is shared.
 
     Raises:
-        ConfigurationError: A number is less than 1, ``ranks`` is neither ``"all"`` nor a list of ranks that there are,
-            or the run does not compute on CUDA devices.
+        ConfigurationError: A number is less than 1; ``ranks`` is neither ``"all"`` nor a list of existing ranks; or
+            the run does not use CUDA devices.
     """
 
     def __init__(

@@ -24,39 +24,39 @@ Label = Callable[[str], AbstractContextManager[Any]]
 
 
 class PipelineProfiler(Callback):
-    """Profiles windows of training batches by ``torch.profiler`` on every rank, with the pipeline's actions named.
+    """Runs ``torch.profiler`` on every rank for some windows of training batches, and names the pipeline's actions.
 
     A fit, on each of ``ranks``::
 
         wait batches: nothing
-        warmup batches: the profiler runs, and what it finds is dropped
+        warmup batches: the profiler runs, and its results are dropped
         active batches: a window; each action is a range "stage 1 F microbatch 3", each wait for another stage
             "wait for stage 1 F microbatch 3"
         after the window: <dirpath>/rank0001.000015.pt.trace.json.gz (rank, last batch of the window)
-        again, until there were repeat windows
+        again, for repeat windows in all
 
-    The files are what ui.perfetto.dev, TensorBoard's profiler and Holistic Trace Analysis open. Outside of windows
-    nothing is named, and nothing costs time. Works under every strategy; without a pipeline there are no actions.
+    ui.perfetto.dev, TensorBoard's profiler and Holistic Trace Analysis open the files. Outside of windows the profiler
+    costs no time. It works under every strategy; without a pipeline there are no actions to name.
 
-    With ``nvtx=True`` there is no trace: ranges are NVTX's, and a window is from ``cudaProfilerStart`` to
+    ``nvtx=True`` writes no trace. Actions are NVTX ranges, and a window lasts from ``cudaProfilerStart`` to
     ``cudaProfilerStop``, for ``nsys profile --capture-range=cudaProfilerApi``.
 
     Args:
         wait: Batches before a window's warm-up.
         warmup: Batches that warm the profiler up.
         active: Batches in a window.
-        repeat: How many windows; 0: until the fit ends.
+        repeat: Number of windows; 0: until the fit ends.
         ranks: ``"all"``, or the numbers of the processes to profile.
-        dirpath: Folder of the traces; None for ``profiles`` in the folder of the trainer's first logger that has one,
-            else in ``default_root_dir``. On several hosts each writes to its own, unless the folder is shared.
-        nvtx: Names actions by NVTX ranges, for Nsight Systems, in place of a trace.
-        record_shapes: Also records the shapes of what operations get.
-        profile_memory: Also records allocations.
-        with_stack: Also records lines of code.
+        dirpath: Folder of the traces. None: ``profiles`` in the folder of the trainer's first logger that has one, else
+            in ``default_root_dir``. Each host writes to its own folder, unless it is shared.
+        nvtx: Mark actions with NVTX ranges, for Nsight Systems, instead of writing a trace.
+        record_shapes: Also record the shapes of operations' inputs.
+        profile_memory: Also record allocations.
+        with_stack: Also record lines of code.
 
     Raises:
-        ConfigurationError: A number is too small, ``ranks`` is neither ``"all"`` nor a list of ranks that there are,
-            NVTX is asked for without CUDA, or the trainer has a ``PyTorchProfiler``, beside which no other can run.
+        ConfigurationError: A number is too small; ``ranks`` is neither ``"all"`` nor a list of existing ranks; NVTX is
+            set without CUDA; or the trainer has a ``PyTorchProfiler``, which allows no other profiler.
     """
 
     def __init__(

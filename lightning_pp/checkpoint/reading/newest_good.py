@@ -41,17 +41,17 @@ def newest_good(
     weights_only: bool | None = None,
     ranks: Ranks | None = None,
 ) -> NewestGood:
-    """Find the newest checkpoint of which no byte is damaged. All of it is read, also what this rank would not load.
+    """Find the newest undamaged checkpoint. All of it is read, also what this rank would not load.
 
     Args:
-        where: A path or URL of a folder, in which checkpoints are looked for at any depth (:func:`checkpoints_in`); or
-            candidates, newest first.
+        where: A path or URL of a folder, which is searched at any depth (:func:`checkpoints_in`); or candidates,
+            newest first.
         weights_only: As in ``torch.load``; None is True.
-        ranks: Where given, all ranks call this, each reads its share, and the root's ``where`` counts. Without, this
+        ranks: If given, all ranks call this, each reads its share, and the root's ``where`` is used. If None, this
             process works alone.
 
     Raises:
-        CheckpointError: On all ranks: there is no candidate, or each is damaged; the text names them all.
+        CheckpointError: On all ranks: there is no candidate, or all are damaged. The text names them all.
     """
     together: Any = nullcontext if ranks is None else fail_together
     with _errors(together):

@@ -1,4 +1,4 @@
-"""``lightning-pp-data``: text to a folder of tokens, which ``data=tokens data.directory=FOLDER`` trains on."""
+"""``lightning-pp-data``: makes a folder of tokens from text; ``data=tokens data.directory=FOLDER`` trains on it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from lightning_pp.versions import version_line
 
 _CHARACTERS_AT_ONCE = 1 << 22
 _EPILOG = """\
-A source is a text file (one document, or with --lines one in each line), a .jsonl or .ndjson file, a .parquet file, or
-a folder that Dataset.save_to_disk of the library datasets wrote. The folder of tokens appears when it is whole; a
-command that is interrupted leaves nothing.
+A source is a text file (one document, or with --lines one per line), a .jsonl or .ndjson file, a .parquet file, or a
+folder written by Dataset.save_to_disk of the library datasets. The folder of tokens appears when it is complete. An
+interrupted command leaves nothing.
 
 examples:
   lightning-pp-data corpus/*.txt --output corpus_bytes
@@ -110,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=version_line("lightning-pp-data"))
     parser.add_argument("sources", nargs="+", metavar="SOURCE", help="files, patterns, or folders of datasets")
-    parser.add_argument("-o", "--output", required=True, metavar="FOLDER", help="to make; must not exist")
+    parser.add_argument("-o", "--output", required=True, metavar="FOLDER", help="folder to make; must not exist")
     parser.add_argument(
         "--tokenizer",
         default="byte",
@@ -120,11 +120,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--end",
         metavar="TOKEN",
-        help="put after each document (default: the end token of a directory's tokenizer; '' for none)",
+        help="token after each document (default: the end token of a directory's tokenizer; '' for none)",
     )
-    parser.add_argument("--field", default="text", help="of JSON lines, parquet and datasets (default: text)")
+    parser.add_argument("--field", default="text", help="field of JSON lines, parquet and datasets (default: text)")
     parser.add_argument("--lines", action="store_true", help="each line of a text file is a document")
-    parser.add_argument("--split", help="of a folder with several datasets")
+    parser.add_argument("--split", help="split of a folder with several datasets")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""``lightning-pp-export``: a checkpoint as safetensors, as a plain ``.ckpt``, or as a Hugging Face model directory."""
+"""``lightning-pp-export``: writes a checkpoint as safetensors, a plain ``.ckpt``, or a Hugging Face model directory."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from lightning_pp.versions import version_line
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _EPILOG = """\
-The format follows from TARGET: *.safetensors is one file, *.ckpt a file that Trainer() on one device resumes from,
-anything else a folder: a model directory that transformers' from_pretrained loads, if the module is known and wraps a
-transformers model (a run of `lightning-pp` keeps its config, so its checkpoints need no --module), or else the
-safetensors files alone. Of a model of PEFT the folder holds the adapter alone, which PeftModel.from_pretrained loads,
-or with --merge a model directory as of any other model.
+TARGET chooses the format. *.safetensors is one file. *.ckpt is a file from which Trainer() on one device resumes.
+Anything else is a folder. If the module is known and wraps a transformers model, the folder is a model directory for
+from_pretrained; otherwise it has only the safetensors files. Checkpoints of `lightning-pp` need no --module, because a
+run keeps its config. For a PEFT model the folder holds only the adapter, which PeftModel.from_pretrained loads, or with
+--merge a whole model directory.
 
 examples:
   lightning-pp-export outputs/.../last.ckpt model.safetensors
@@ -194,23 +194,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=version_line("lightning-pp-export"))
     parser.add_argument("source", help="a sharded checkpoint folder, or a .ckpt file; a path or a URL (s3://...)")
-    parser.add_argument("target", help="what to write on this machine; must not exist")
-    parser.add_argument("--format", choices=("safetensors", "ckpt", "folder", "hf"), help="instead of TARGET's suffix")
+    parser.add_argument("target", help="file or folder to write on this machine; must not exist")
+    parser.add_argument(
+        "--format", choices=("safetensors", "ckpt", "folder", "hf"), help="format, instead of by TARGET"
+    )
     parser.add_argument("--module", metavar="PKG.MOD:CLASS", help="LightningModule of the checkpoint")
-    parser.add_argument("--prefix", help="take the names that start with it, without it (default: found by --module)")
-    parser.add_argument("--merge", action="store_true", help="a PEFT model as its base model, with the adapter added")
-    parser.add_argument("--adapter", metavar="NAME", help="which adapter of a PEFT model (default: the only one)")
+    parser.add_argument("--prefix", help="keep only names with this prefix, and remove it (default: found by --module)")
+    parser.add_argument("--merge", action="store_true", help="add a PEFT adapter to its base model")
+    parser.add_argument("--adapter", metavar="NAME", help="adapter of a PEFT model (default: the only one)")
     parser.add_argument("--dtype", choices=_DTYPES, help="cast floating point weights (default: as they are)")
     parser.add_argument(
-        "--max-shard-size", type=_bytes, default=_bytes("5GB"), metavar="SIZE", help="of a file in a folder (5GB)"
+        "--max-shard-size", type=_bytes, default=_bytes("5GB"), metavar="SIZE", help="largest file in a folder (5GB)"
     )
-    parser.add_argument("--model-only", action="store_true", help="a .ckpt without optimizer state")
+    parser.add_argument("--model-only", action="store_true", help="write a .ckpt without optimizer state")
     parser.add_argument("--overwrite", action="store_true", help="replace TARGET")
     parser.add_argument(
         "--no-weights-only",
         dest="weights_only",
         action="store_false",
-        help="allow the checkpoint to hold objects of any class; it can run code then",
+        help="allow objects of any class in the checkpoint; loading them can run code",
     )
     return parser
 

@@ -26,21 +26,21 @@ def hydra_main(
     *,
     command: str | None = None,
 ) -> Callable[[Task], Callable[[], None]]:
-    """A decorator that takes the place of ``hydra.main``, whose arguments these are.
+    """A decorator to use instead of ``hydra.main``, with the same arguments.
 
-    What it does besides:
+    It adds:
 
-    - The groups and recipes of this package can be chosen, behind those of ``config_path``.
-    - Ranks other than 0 make no output folder and write no log file, whoever started them: ``torchrun``, a cluster or
+    - The groups and recipes of this package can be chosen. Those of ``config_path`` come first.
+    - Only rank 0 makes an output folder and a log file, under ``torchrun``, on a cluster and with
       ``Trainer(devices=N)``.
-    - An override that is refused is told in one sentence, with the closest names and options, once for all ranks. The
-      process ends with code 1; ``HYDRA_FULL_ERROR=1`` shows Hydra's own traceback.
+    - A refused override gives one sentence with the closest names and options, once for all ranks. The process ends
+      with code 1. ``HYDRA_FULL_ERROR=1`` shows Hydra's own traceback.
 
     Args:
-        config_path: As of ``hydra.main``: a folder beside the decorated function's file, or ``pkg://package``.
+        config_path: As in ``hydra.main``: a folder beside the decorated function's file, or ``pkg://package``.
         config_name: The primary config.
-        version_base: Of Hydra.
-        command: What messages begin with; by default the name of the program.
+        version_base: As in ``hydra.main``.
+        command: First word of messages; by default the name of the program.
     """
 
     def decorate(task: Task) -> Callable[[], None]:

@@ -34,7 +34,7 @@ from lightning_pp.cli.problems import UserError
 from lightning_pp.cli.report import wide
 from lightning_pp.distributed.sizes import ParallelSizes
 from lightning_pp.planning.cuts import CutOptions
-from lightning_pp.planning.model_cutter import ModelCutter
+from lightning_pp.planning.model_cutter import ModelCutter, StepToCut
 from lightning_pp.planning.pipeline_options import BatchOptions, PipelineOptions
 from lightning_pp.planning.schedules.options import ScheduleOptions
 from lightning_pp.planning.schedules.source import schedule_source
@@ -87,10 +87,10 @@ def run_check(arguments: Sequence[str], console: Console | None = None) -> int:
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="lightning-pp-plan", description="Say whether a module can be cut, and where."
+        prog="lightning-pp-plan", description="Checks whether a module can be cut, and where."
     )
     add = parser.add_argument
-    add("--check", metavar="MODULE:CLASS", required=True, help="the LightningModule; this folder is looked in, too")
+    add("--check", metavar="MODULE:CLASS", required=True, help="the LightningModule; may be in the current folder")
     add("--batch", metavar="MODULE:NAME", help="a function that makes a batch, a DataLoader or a LightningDataModule")
     add("--config", metavar="FILE", help="a YAML file of constructor arguments")
     add("--stages", type=_positive, default=2, help="how many stages to cut into (2)")
@@ -218,4 +218,4 @@ def forward_cutter(module: L.LightningModule, options: PipelineOptions, sizes: P
             raise UserError(f"no output of {type(module).__name__}.forward depends on a parameter that is trained")
         return torch.stack([value.float() for value in sums]).sum()
 
-    return ModelCutter(module, options, sizes, batch=inputs, microbatches=microbatches, step=step)
+    return ModelCutter(module, options, sizes, StepToCut(inputs, microbatches, step))

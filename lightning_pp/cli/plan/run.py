@@ -26,7 +26,7 @@ from lightning_pp.cli.report import wide
 from lightning_pp.conf.targets import build, check_targets_of_run
 from lightning_pp.errors import BatchError, ConfigurationError, SplitError
 from lightning_pp.long_tasks import LongTask
-from lightning_pp.planning.hardware.devices import dtype_of_precision
+from lightning_pp.planning.hardware.devices import PlannedDevice, dtype_of_precision
 from lightning_pp.planning.model_cutter import ModelCutter
 from lightning_pp.schedule import available_schedules
 from lightning_pp.schedule.registry import is_schedule_file
@@ -114,9 +114,7 @@ def _plan(request: Request, console: Console, tell: Callable[[str], None]) -> Pl
             request.strategy.options,
             request.strategy.sizes,
             look,
-            device_type=device_type,
-            flops_per_byte=request.speed.flops_per_byte_of_cuts,
-            device=_device_here(config),
+            PlannedDevice(device_type, request.speed.flops_per_byte_of_cuts, _device_here(config)),
         )
 
 

@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class PlannedDevice:
+    """The device that is planned for, and where the planning itself runs.
+
+    Attributes:
+        type: Of the device that is planned for.
+        flops_per_byte: FLOPs that it does in the time in which its memory moves a byte; 0: not known.
+        here: Where the step is recorded, the batch lies, and units run that are measured; one of this machine.
+    """
+
+    type: str = "cpu"
+    flops_per_byte: float = 0.0
+    here: torch.device = _CPU
+
+
+PLANNED_ON_CPU = PlannedDevice()
 
 EFFICIENCY = 0.4
 """The share of its peak FLOP/s that a device is taken to reach."""

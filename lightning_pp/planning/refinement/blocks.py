@@ -90,7 +90,7 @@ def what_differs(whole: RecordedModel, finer: RecordedModel, names: Collection[s
 def _course(record: StepRecord) -> Mapping[str, Any]:
     """What a step does outside of units, as far as it may change what a step gives, or when it is rehearsed."""
     return {
-        "its course hangs on values": (record.depends_on_batch_values, len(record.looks)),
+        "its course hangs on values": (record.depends_on_batch_values, record.num_looks),
         "its course hangs on random numbers": (record.may_branch_at_random, record.inter_unit_draws.in_python),
         "it reads how far the training is": record.reads_progress,
         "it reads values": len(record.value_reads_in_tail),

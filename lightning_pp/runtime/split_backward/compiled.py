@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from lightning_pp.runtime.split_backward.graph_products import (
-    Product,
+    ProductCall,
     find_products,
     values_of,
     weights_in_use,
@@ -57,7 +57,7 @@ class _TappedGraph:
         self._options = options
         self._kept = kept
         self._compiled: Callable[..., Any] | None = None
-        self._products: list[Product] = []
+        self._products: list[ProductCall] = []
         self._known: dict[tuple[Any, ...], list[ProductShapes]] = {}
         self._zeros: dict[torch.dtype, Tensor] = {}
 

@@ -13,14 +13,9 @@ from torch import Tensor, fx
 from lightning_pp.runtime.split_backward.functions import ConvolutionOptions, per_dimension
 from lightning_pp.runtime.split_backward.taps import ProductShapes, tap_input, tap_output
 from lightning_pp.split._torch_private import FakeTensorMode
+from lightning_pp.split.record.products import TARGETS, Family, Product
 
-_LINEAR = frozenset({F.linear})
-_MATMUL = frozenset({torch.matmul, operator.matmul, torch.mm, torch.bmm, "matmul", "mm", "bmm", "__matmul__"})
-_ADDMM = frozenset({torch.addmm, "addmm"})
-_CONVOLUTIONS: dict[Any, tuple[int, bool]] = {
-    **{getattr(torch, f"conv{n}d"): (n, False) for n in (1, 2, 3)},
-    **{getattr(torch, f"conv_transpose{n}d"): (n, True) for n in (1, 2, 3)},
-}
+_CONVOLUTIONS = (Family.CONVOLUTION, Family.TRANSPOSED_CONVOLUTION)
 # calls that make views of their first argument
 _VIEWS = frozenset({"t", "transpose", "chunk", "split", "narrow", "unbind", "permute", torch.t, torch.transpose})
 _VIEWS |= {torch.chunk, torch.split, torch.narrow, torch.unbind, torch.permute, operator.getitem}
@@ -29,22 +24,30 @@ _VIEW_ATTRIBUTES = ("T", "mT")
 _VIEWS |= {each for packet in (torch.ops.aten.numpy_T, torch.ops.aten.mT) for each in (packet, packet.default)}
 
 
-class Product(NamedTuple):
+class ProductCall(NamedTuple):
     """A call in a graph whose weight gradient can be computed outside of it.
 
     Attributes:
         node: The call.
-        input: Position of its input among its arguments.
-        weight: Position of its weight.
+        product: What it calls.
         parameter: Position of the Parameter among the graph's inputs.
         views: What makes the weight of the Parameter, first to last; empty if it is the Parameter.
     """
 
     node: fx.Node
-    input: int
-    weight: int
+    product: Product
     parameter: int
     views: tuple[fx.Node, ...]
+
+    @property
+    def input(self) -> fx.Node:
+        """Its input."""
+        return _argument(self.node, self.product.input)
+
+    @property
+    def weight(self) -> fx.Node:
+        """Its weight."""
+        return _argument(self.node, self.product.weight)
 
     def weight_of(self, args: Sequence[Any]) -> Tensor:
         """The weight, as the Parameter among the graph's inputs ``args`` that it is, or the view of it."""
@@ -60,12 +63,11 @@ class Product(NamedTuple):
 
     def shapes(self, values: dict[fx.Node, Any]) -> ProductShapes:
         """What its gradient needs to know, given fakes for the values of the graph."""
-        input, weight = values[_argument(self.node, self.input)], values[_argument(self.node, self.weight)]
-        output = values[self.node]
-        options = None
-        if self.node.target in _CONVOLUTIONS:
-            options = _convolution_options(self.node, weight)
-        return ProductShapes(input.shape, output.shape, output.dtype, self.node.target in _LINEAR, options)
+        input, output, product = values[self.input], values[self.node], self.product
+        options = (
+            _convolution_options(self.node, product, values[self.weight]) if product.family in _CONVOLUTIONS else None
+        )
+        return ProductShapes(input.shape, output.shape, output.dtype, product.family is Family.LINEAR, options)
 
 
 class _Recording(fx.Interpreter):
@@ -92,7 +94,7 @@ def values_of(module: fx.GraphModule, args: Sequence[Any]) -> dict[fx.Node, Any]
     return recording.values
 
 
-def find_products(module: fx.GraphModule, args: Sequence[Any], values: dict[fx.Node, Any]) -> list[Product]:
+def find_products(module: fx.GraphModule, args: Sequence[Any], values: dict[fx.Node, Any]) -> list[ProductCall]:
     """The products whose weight gradients can be computed outside of the graph, in the order of their calls.
 
     Args:
@@ -103,11 +105,12 @@ def find_products(module: fx.GraphModule, args: Sequence[Any], values: dict[fx.N
     parameters = _trained_weights(module, args)
     products = []
     for node in module.graph.nodes:
-        for input, weight in _operands(node):
-            product = _product(node, input, weight, parameters)
-            if product is not None and _has_known_gradient(product, values):
-                products.append(product)
-                break
+        product = TARGETS.get(node.target) if node.op in ("call_function", "call_method") else None
+        if product is None or (node.kwargs and product.family in (Family.MATMUL, Family.ADDMM)):
+            continue
+        call = _call(node, product, parameters)
+        if call is not None and _has_known_gradient(call, values):
+            products.append(call)
     return products
 
 
@@ -125,7 +128,7 @@ def _trained_weights(module: fx.GraphModule, args: Sequence[Any]) -> dict[fx.Nod
     return {node: index for index, node in enumerate(inputs) if _is_trained_weight(args[index])}
 
 
-def with_taps(module: fx.GraphModule, products: Sequence[Product]) -> fx.GraphModule:
+def with_taps(module: fx.GraphModule, products: Sequence[ProductCall]) -> fx.GraphModule:
     """A copy of the graph with two inputs more for each product, and the product between taps that use them."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -139,10 +142,10 @@ def with_taps(module: fx.GraphModule, products: Sequence[Product]) -> fx.GraphMo
             dummies.append(last)
         node = copies[product.node]
         with graph.inserting_before(node):
-            input = graph.call_function(tap_input, (_argument(node, product.input), dummies[0]))
-            weight = graph.call_method("detach", (_argument(node, product.weight),))
+            input = graph.call_function(tap_input, (_argument(node, product.product.input), dummies[0]))
+            weight = graph.call_method("detach", (_argument(node, product.product.weight),))
         arguments = list(node.args)
-        arguments[product.input], arguments[product.weight] = input, weight
+        arguments[product.product.input], arguments[product.product.weight] = input, weight
         node.args = tuple(arguments)
         with graph.inserting_after(node):
             output = graph.call_function(tap_output, (node, dummies[1]))
@@ -150,20 +153,6 @@ def with_taps(module: fx.GraphModule, products: Sequence[Product]) -> fx.GraphMo
             if user is not output:
                 user.replace_input_with(node, output)
     return fx.GraphModule(module, graph)
-
-
-def _operands(node: fx.Node) -> list[tuple[int, int]]:
-    """Positions of input and weight among the arguments of a call, if it is a product."""
-    if node.op not in ("call_function", "call_method"):
-        return []
-    target: Any = node.target
-    if target in _LINEAR or target in _CONVOLUTIONS:
-        return [(0, 1)]
-    if target in _MATMUL and not node.kwargs:
-        return [(0, 1)]
-    if target in _ADDMM and not node.kwargs:
-        return [(1, 2)]
-    return []
 
 
 def _argument(node: fx.Node, position: int) -> fx.Node:
@@ -182,17 +171,18 @@ def _is_trained_weight(arg: Any) -> bool:
     )
 
 
-def _product(node: fx.Node, input: int, weight: int, parameters: dict[fx.Node, int]) -> Product | None:
-    if len(node.args) <= weight or not all(isinstance(node.args[at], fx.Node) for at in (input, weight)):
+def _call(node: fx.Node, product: Product, parameters: dict[fx.Node, int]) -> ProductCall | None:
+    positions = product.input, product.weight
+    if len(node.args) <= max(positions) or not all(isinstance(node.args[at], fx.Node) for at in positions):
         return None
     views: list[fx.Node] = []
-    source = _argument(node, weight)
+    source = _argument(node, product.weight)
     while source not in parameters:
         if not _is_view(source):
             return None
         views.append(source)
         source = _argument(source, 0)
-    return Product(node, input, weight, parameters[source], tuple(reversed(views)))
+    return ProductCall(node, product, parameters[source], tuple(reversed(views)))
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -201,23 +191,23 @@ def _is_view(node: fx.Node) -> bool:
     return node.op != "placeholder" and is_known and len(node.all_input_nodes) == 1
 
 
-def _has_known_gradient(product: Product, values: dict[fx.Node, Any]) -> bool:
-    node = product.node
-    input, weight = values[_argument(node, product.input)], values[_argument(node, product.weight)]
-    for value in (input, weight, values[node]):
+def _has_known_gradient(call: ProductCall, values: dict[fx.Node, Any]) -> bool:
+    input, weight, product = values[call.input], values[call.weight], call.product
+    for value in (input, weight, values[call.node]):
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.layout is not torch.strided:
             return False
-    if node.target in _CONVOLUTIONS:
-        is_batched = input.dim() == weight.dim() == _CONVOLUTIONS[node.target][0] + 2
-        return is_batched and _convolution_options(node, weight) is not None
+    if product.family in _CONVOLUTIONS:
+        is_batched = input.dim() == weight.dim() == product.num_dims
+        return is_batched and _convolution_options(call.node, product, weight) is not None
     if weight.dim() == 2:
         return bool(input.dim() > 1)
-    return bool(weight.dim() == input.dim() == 3 and input.size(0) == weight.size(0) and node.target not in _LINEAR)
+    is_batch = weight.dim() == input.dim() == 3 and input.size(0) == weight.size(0)
+    return bool(is_batch and product.family is not Family.LINEAR)
 
 
-def _convolution_options(node: fx.Node, weight: Tensor) -> ConvolutionOptions | None:
+def _convolution_options(node: fx.Node, product: Product, weight: Tensor) -> ConvolutionOptions | None:
     """The options of a convolution, with a number for each dimension; None for paddings of unequal ends."""
-    num_spatial, is_transposed = _CONVOLUTIONS[node.target]
+    num_spatial, is_transposed = product.num_spatial, product.family is Family.TRANSPOSED_CONVOLUTION
     names: tuple[str, ...] = ("stride", "padding", "dilation", "groups")
     if is_transposed:
         names = ("stride", "padding", "output_padding", "groups", "dilation")

@@ -15,8 +15,7 @@ tensor subclass should look its functions up when it is imported, as they common
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +33,7 @@ from lightning_pp.runtime.split_backward.functions import (
     DeferredMatmul,
     per_dimension,
 )
+from lightning_pp.split.record.products import PRODUCTS, Family, Product
 
 TensorFunction = Callable[..., Any]
 Numbers = int | Sequence[int]
@@ -99,7 +99,7 @@ def _autocast_dtype(input: Tensor, weight: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type)
 
 
-def _replace_linear(original: TensorFunction) -> TensorFunction:
+def _replace_linear(original: TensorFunction, product: Product) -> TensorFunction:
     def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
         if (
             not _is_compiling()
@@ -113,8 +113,9 @@ def _replace_linear(original: TensorFunction) -> TensorFunction:
     return linear
 
 
-def _replace_matmul(original: TensorFunction, num_dims: int | None) -> TensorFunction:
-    """For ``matmul`` (``num_dims`` None), ``mm`` (2) and ``bmm`` (3), with the weight on the right."""
+def _replace_matmul(original: TensorFunction, product: Product) -> TensorFunction:
+    """For ``matmul``, ``mm`` and ``bmm``, with the weight on the right."""
+    num_dims = product.num_dims
 
     def matmul(*args: Any, **options: Any) -> Any:
         if len(args) == 2 and not options and not _is_compiling() and _is_deferrable(*args):
@@ -130,7 +131,7 @@ def _replace_matmul(original: TensorFunction, num_dims: int | None) -> TensorFun
     return matmul
 
 
-def _replace_addmm(original: TensorFunction) -> TensorFunction:
+def _replace_addmm(original: TensorFunction, product: Product) -> TensorFunction:
     def addmm(*args: Any, **options: Any) -> Any:  # options: beta and alpha
         if len(args) == 3 and not options and not _is_compiling():
             bias, input, weight = args
@@ -141,7 +142,9 @@ def _replace_addmm(original: TensorFunction) -> TensorFunction:
     return addmm
 
 
-def _replace_convolution(original: TensorFunction, num_spatial: int) -> TensorFunction:
+def _replace_convolution(original: TensorFunction, product: Product) -> TensorFunction:
+    num_spatial = product.num_spatial
+
     def convolution(
         input: Tensor,
         weight: Tensor,
@@ -178,7 +181,9 @@ def _replace_convolution(original: TensorFunction, num_spatial: int) -> TensorFu
     return convolution
 
 
-def _replace_transposed_convolution(original: TensorFunction, num_spatial: int) -> TensorFunction:
+def _replace_transposed_convolution(original: TensorFunction, product: Product) -> TensorFunction:
+    num_spatial = product.num_spatial
+
     def transposed_convolution(
         input: Tensor,
         weight: Tensor,
@@ -225,31 +230,24 @@ class Replacement(NamedTuple):
     function: TensorFunction
 
 
+_REPLACE: Mapping[Family, Callable[[TensorFunction, Product], TensorFunction]] = {
+    Family.LINEAR: _replace_linear,
+    Family.MATMUL: _replace_matmul,
+    Family.ADDMM: _replace_addmm,
+    Family.CONVOLUTION: _replace_convolution,
+    Family.TRANSPOSED_CONVOLUTION: _replace_transposed_convolution,
+}
+
+
 def _build_table() -> list[Replacement]:
-    makers: list[tuple[Any, str, Callable[[TensorFunction], TensorFunction]]] = [
-        (F, "linear", _replace_linear),
-        (Tensor, "__matmul__", partial(_replace_matmul, num_dims=None)),
-    ]
-    for owner in (torch, Tensor):
-        makers += [
-            (owner, "matmul", partial(_replace_matmul, num_dims=None)),
-            (owner, "mm", partial(_replace_matmul, num_dims=2)),
-            (owner, "bmm", partial(_replace_matmul, num_dims=3)),
-            (owner, "addmm", _replace_addmm),
-        ]
-    for owner in (torch, F):
-        for n in (1, 2, 3):
-            makers += [
-                (owner, f"conv{n}d", partial(_replace_convolution, num_spatial=n)),
-                (owner, f"conv_transpose{n}d", partial(_replace_transposed_convolution, num_spatial=n)),
-            ]
     table = []
-    for owner, name, make in makers:
-        original = getattr(owner, name)
-        function = make(original)
-        function.__name__ = name
-        function.__doc__ = original.__doc__
-        table.append(Replacement(owner, name, original, function))
+    for product in PRODUCTS:
+        for owner in product.owners:
+            original = getattr(owner, product.name)
+            function = _REPLACE[product.family](original, product)
+            function.__name__ = product.name
+            function.__doc__ = original.__doc__
+            table.append(Replacement(owner, product.name, original, function))
     return table
 
 

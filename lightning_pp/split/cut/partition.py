@@ -11,7 +11,7 @@ from functools import lru_cache
 from lightning_pp.errors import ConfigurationError, SplitError
 from lightning_pp.schedule import Placement
 from lightning_pp.split.cut.balance import CutProblem, balanced_starts, even_starts, smallest_limit
-from lightning_pp.split.cut.unit_costs import UnitCost, estimate_unit_costs, weighted
+from lightning_pp.split.cut.unit_costs import UnitCost, estimate_unit_costs
 from lightning_pp.split.record.crossing import find_crossing, has_operations
 from lightning_pp.split.record.step_record import StepRecord
 
@@ -61,10 +61,8 @@ def partition_units(
     num_parameters: Mapping[str, int],
     split_points: Sequence[str] | None = None,
     costs: Mapping[str, UnitCost] | None = None,
-    unit_weights: Mapping[str, float] | None = None,
     rank_speeds: Sequence[float] | None = None,
     memory: UnitMemory | None = None,
-    flops_per_byte: float = 0.0,
     even_stages: bool = False,
 ) -> Partition:
     """Cuts the units, in the order of their first calls, into consecutive runs, one for each stage of ``placement``.
@@ -80,16 +78,14 @@ def partition_units(
         num_parameters: Every unit's number of parameters; units that the step does not call are put on the stage of
             the unit named before them.
         split_points: Names of the units that start stages 1, 2, ...; overrides the balance.
-        costs: Cost of every called unit; by default an estimate (:func:`estimate_unit_costs`) by ``flops_per_byte``.
-        unit_weights: Name or shell pattern of units to a factor for their cost.
+        costs: Cost of every called unit; by default an estimate (:func:`estimate_unit_costs`).
         rank_speeds: For each rank how fast it is, compared with the others; by default all alike.
         memory: What units hold and ranks may hold; None for no limit.
-        flops_per_byte: Of the device.
         even_stages: Whether stages are made alike (:func:`even_starts`), whatever ranks with several of them come to.
 
     Raises:
-        ConfigurationError: There are fewer units than stages, nothing fits the memory limit, or ``split_points``,
-            ``unit_weights`` or ``rank_speeds`` do not fit.
+        ConfigurationError: There are fewer units than stages, nothing fits the memory limit, or ``split_points``
+            or ``rank_speeds`` do not fit.
         SplitError: The order of calls leaves fewer places to cut than needed.
     """
     num_stages = placement.num_stages
@@ -99,7 +95,7 @@ def partition_units(
             f"The step calls no layer, so the model cannot be cut by it into {num_stages} stages. Run a fit first, or "
             "another step that calls the layers, with the same trainer; or run this step with a Trainer on one device."
         )
-    unit_costs = weighted(costs or estimate_unit_costs(record, num_parameters, flops_per_byte), unit_weights or {})
+    unit_costs = costs or estimate_unit_costs(record, num_parameters)
     speeds = _checked_speeds(rank_speeds, placement.num_ranks)
     if num_stages > len(order):
         raise ConfigurationError(

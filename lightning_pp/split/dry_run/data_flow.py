@@ -20,7 +20,7 @@ from lightning_pp.split._torch_private import (
     without_dispatch_modes,
 )
 from lightning_pp.split.dry_run.drawn_values import DrawnValues
-from lightning_pp.split.dry_run.looks import content_of, seen_in, values_looked_at
+from lightning_pp.split.dry_run.looks import values_looked_at
 from lightning_pp.split.dry_run.memory_watch import MemoryWatch
 from lightning_pp.split.fakes.fake_mode import FakeValueMode, NeedsDataError
 from lightning_pp.split.fakes.made_up_data import MadeUpData
@@ -93,7 +93,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         call_looks: Whether it has looked at a value that the step was given, or made a shape of it.
         value_reads: Where inter-unit code did.
         looks: Where inter-unit code looked at values that the step was given.
-        seen: What it got to know by that, and of constants.
+        num_looks: How often it looked at values, those of constants among them.
         edited: Unit outputs, and results of operations between units, that code after them writes into.
         inter_unit_draws: Calls after which inter-unit code draws random numbers, up to the next; -1: before the first.
         branches_at_random: Whether Python looked at a number that inter-unit code drew.
@@ -121,7 +121,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.call_looks = False
         self.value_reads: list[ValueRead] = []
         self.looks: list[Look] = []
-        self.seen: list[Any] = []
+        self.num_looks = 0
         self.edited: set[Value] = set()
         self.inter_unit_draws: set[int] = set()
         self.branches_at_random = False
@@ -267,8 +267,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def look(self, tensor: Tensor) -> None:
         """Records that Python looks at the content of ``tensor``, which is there."""
-        if self.call is None:
-            self.seen.append(content_of(tensor))
+        self.num_looks += self.call is None
         if storage_of(tensor) not in self._constants:
             self._note_look(is_in_python=True)
 
@@ -310,7 +309,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             found = self.sources_of(tensor)
             if found:
                 sources = sources | found if sources else found
-        looks = self._note_looks_at_given(func, args, inputs)
+        self._note_looks_at_given(func, args, inputs)
         if self.call is None and torch.Tag.nondeterministic_seeded in func.tags:
             self.inter_unit_draws.add(self.num_calls - 1)
         drawn = self.drawn_values.found_in(func, inputs, self.num_calls, None if self.call is None else self.call.index)
@@ -319,8 +318,6 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._keep_contents(func, args, kwargs)
         if not any_fake and not sources:
             result = func(*args, **kwargs)
-            if looks:
-                self.seen.append(seen_in(result))
             self._note_memory(func, inputs, result)
             self._note_policy(func, args, kwargs, result, 0)
             if self.call is None and self.inter_unit_draws:
@@ -338,8 +335,6 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.weights_of_float32_norms |= weights_of_float32_norm(func, inputs, self._weights_of)
         given = (args, kwargs)
         result = self._run(func, args, kwargs, sources)
-        if looks:
-            self.seen.append(seen_in(result))
         flops = self._count_work(func, args, kwargs, result, inputs)
         self.drawn_values.note(drawn, result)
         self._note_product(func, args, result)
@@ -442,13 +437,13 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.keep([product[0]], memory.queued)
             memory.queued_gradients_bytes += product[1]
 
-    def _note_looks_at_given(self, func: Any, args: Any, inputs: list[Tensor]) -> bool:
-        """Notes what hangs on values that the step was given; whether code outside units gets to know of any."""
+    def _note_looks_at_given(self, func: Any, args: Any, inputs: list[Tensor]) -> None:
+        """Notes what depends on values that the step was given."""
         looked_at = values_looked_at(func, args, inputs)
         there = [tensor for tensor in looked_at if not self.is_missing(tensor)] if looked_at else []
         if any(storage_of(tensor) not in self._constants for tensor in there):
             self._note_look(torch.Tag.data_dependent_output in func.tags)
-        return bool(there) and self.call is None
+        self.num_looks += bool(there) and self.call is None
 
     def _note_look(self, is_in_python: bool) -> None:
         if self.call is None:

@@ -12,16 +12,10 @@ from torch.autograd.graph import Node
 
 from lightning_pp.split._torch_private import packet_of, tree_leaves
 from lightning_pp.split.fakes.parameters import is_fake
+from lightning_pp.split.record.products import ATEN_OPERANDS
 from lightning_pp.split.record.sources import storage_of
 
 _aten = torch.ops.aten
-# the operations that deferred weight gradients come down to: where their input is, and where the weight
-_PRODUCTS: dict[Any, tuple[int, int]] = {
-    _aten.mm: (0, 1),
-    _aten.bmm: (0, 1),
-    _aten.addmm: (1, 2),
-    _aten.convolution: (0, 1),
-}
 _CASTS = (_aten._to_copy, _aten.to)
 
 
@@ -95,7 +89,7 @@ class MemoryWatch:
             if is_trainable is not None:
                 self.note_weight(result, is_trainable)
             return None
-        places = _PRODUCTS.get(packet)
+        places = ATEN_OPERANDS.get(packet)
         if places is None or self._is_in_one_piece or not torch.is_grad_enabled() or not isinstance(result, Tensor):
             return None
         input, weight = (args[place] for place in places)

@@ -437,7 +437,7 @@ class DryRun:
         self.record.depends_on_batch_values = any(call.looks_at is not None for call in calls) or any(
             look.is_in_python or look.num_calls_before < len(calls) for look in self._flow.looks
         )
-        self.record.looks = tuple(self._flow.seen)
+        self.record.num_looks = self._flow.num_looks
         self.record.weights_of_float32_norms = frozenset(self._flow.weights_of_float32_norms)
         after = frozenset(self._flow.inter_unit_draws | self._draws_in_python)
         self.record.inter_unit_draws = InterUnitDraws(after, in_python=bool(self._draws_in_python))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +26,23 @@ IsSameCall = Callable[[UnitCall, Callable[..., Any], tuple[Any, ...], "dict[str,
 """Whether a recorded call gives the same when it is run with these arguments; the second is what runs it."""
 
 
+@dataclass(frozen=True)
+class Compared:
+    """How a rehearsal is compared with a record.
+
+    Attributes:
+        is_same_call: Is asked about each call of a unit that the record has in the same place.
+        on_look: Is told of tensors with data that Python reads as a whole.
+        operations: Follows the operations between units.
+        with_gradients: Whether gradients have to flow as in the record, to each call and from the loss.
+    """
+
+    is_same_call: IsSameCall = lambda *_: True
+    on_look: Callable[[torch.Tensor], None] = lambda _: None
+    operations: OperationCalls | None = None
+    with_gradients: bool = False
+
+
 class Rehearsed(BaseException):
     """Leaves the user's step."""
 
@@ -38,10 +56,7 @@ def rehearse(
     *,
     unit_calls: UnitCalls | None = None,
     preserving: AbstractContextManager[Any] | None = None,
-    is_same_call: IsSameCall = lambda *_: True,
-    on_look: Callable[[torch.Tensor], None] = lambda _: None,
-    operations: OperationCalls | None = None,
-    with_gradients: bool = False,
+    compared: Compared | None = None,
 ) -> tuple[bool, Exception | None]:
     """Runs ``step`` with every unit standing in, until its end or until it calls a unit otherwise than ``record`` says.
 
@@ -55,26 +70,24 @@ def rehearse(
         seed_inter_unit: Given the index of a call (-1: the step's start), seeds the generators for the code after it.
         unit_calls: Intercepts the units' calls; kept by who rehearses often.
         preserving: A context that keeps the module's state, if the step may change it.
-        is_same_call: Is asked about each call of a unit that ``record`` has in the same place.
-        on_look: Is told of tensors with data that Python reads as a whole.
-        operations: Follows the operations between units.
-        with_gradients: Whether gradients have to flow as in ``record``, to each call and from the loss.
+        compared: How closely the step has to follow ``record``; None: in the order of its units alone.
 
     Returns:
         Whether the step called the units of ``record`` as it says, and what it raised, which may be due to made-up
         values.
     """
-    gradients = _Gradients(record) if with_gradients else None
-    stand_ins = _StandIns(record, units, seed_inter_unit, is_same_call, operations, gradients)
+    compared = compared or Compared()
+    gradients = _Gradients(record) if compared.with_gradients else None
+    stand_ins = _StandIns(record, units, seed_inter_unit, compared, gradients)
     failure: Exception | None = None
     with ExitStack() as stack:
         stack.enter_context(generators_untouched(device))
         stack.enter_context(preserving or nullcontext())
         stack.callback(stand_ins.side_effects.undo)
-        stack.enter_context(_values_made_up(record, on_look))
+        stack.enter_context(_values_made_up(record, compared.on_look))
         stack.enter_context((unit_calls or UnitCalls(units)).handled_by(stand_ins.on_call))
-        stack.enter_context(torch.set_grad_enabled(with_gradients))
-        stack.enter_context(operations or nullcontext())
+        stack.enter_context(torch.set_grad_enabled(compared.with_gradients))
+        stack.enter_context(compared.operations or nullcontext())
         if -1 in record.inter_unit_draws.after:
             seed_inter_unit(-1)
         try:
@@ -132,15 +145,14 @@ class _StandIns:
         record: StepRecord,
         units: Mapping[str, nn.Module],
         seed_inter_unit: Callable[[int], None],
-        is_same_call: IsSameCall,
-        operations: OperationCalls | None,
+        compared: Compared,
         gradients: _Gradients | None,
     ) -> None:
         self._record = record
         self._units = units
         self._seed_inter_unit = seed_inter_unit
-        self._is_same_call = is_same_call
-        self._operations = operations
+        self._is_same_call = compared.is_same_call
+        self._operations = compared.operations
         self._gradients = gradients
         self.side_effects = FakeSideEffects(with_made_up=True)
         self.num_calls = 0

@@ -27,7 +27,6 @@ from lightning_pp.split.record.step_record import CarriedState, Failure, StepRec
 from lightning_pp.split.reductions.recording import EarlierRun, ReductionRecorder
 from lightning_pp.split.side_effects.generators import generators_untouched
 from lightning_pp.split.side_effects.module_state import preserved_state
-from lightning_pp.split.side_effects.outside_state import OutsideState
 from lightning_pp.split.unit_calls.compilation import uncompiled
 from lightning_pp.split.unit_calls.interception import UnitCalls
 from lightning_pp.split.unit_calls.selective_policy import Policy
@@ -40,7 +39,6 @@ _OWN_ERRORS = (BatchError, ConfigurationError, ScheduleError, SplitError)
 def dry_run(
     step: Callable[[DryRun], Any],
     *,
-    module: nn.Module,
     units: Mapping[str, nn.Module],
     fake_parameters: FakeParameters,
     with_gradients: bool,
@@ -48,64 +46,45 @@ def dry_run(
     policy: Policy | None = None,
     earlier: EarlierRun | None = None,
     may_fail: bool = False,
-    outside: OutsideState | None = None,
 ) -> StepRecord:
     """Runs ``step`` with every parameter fake, and records unit calls, what they read, and what the end needs.
 
     Everything computed from the batch alone stays real, so masks, positions and Python branches on the batch work. The
-    module's state (buffers, lists, attributes, gradients), what the step's functions reach besides it, the batch and
-    all random generators are as before afterwards. A unit that cannot run on fakes (its inside depends on data, as the
+    module's state (buffers, lists, attributes, gradients), its classes, the batch and all random generators are as
+    before afterwards. A unit that cannot run on fakes (its inside depends on data, as the
     routing of a mixture of experts does) is run on made-up data; so is the end of a step after its last unit call.
     A head that has parts among ``units`` is called whole in a step that needs its logits for more than one loss.
 
     Args:
         step: Runs the user's step on one microbatch and returns what it returned. It is given the recording, so that
             sinks such as ``self.log`` can report what they consume.
-        module: The whole model.
         units: Names and modules of the units.
-        fake_parameters: Makes the fakes.
+        fake_parameters: Makes the fakes of the whole model.
         with_gradients: Whether autograd is on, as in training.
         seed_inter_unit: Given the index of a unit call (-1: the step's start), seeds the generators for the code after
             it.
         policy: What units save that are run again in backward, for the memory in the record.
         earlier: A dry run of the step on fewer samples; see :class:`ReductionRecorder`.
         may_fail: Whether an exception of the user's code gives the record up to there, with its ``failure``.
-        outside: What the step's functions reach besides the module; None to find it.
 
     Raises:
         SplitError: The step looks at a weight-dependent value before its last unit call, or the outputs of a unit have
             shapes that depend on weights.
     """
-    outside = outside or OutsideState(module)
-
-    def recorded(*, splits_heads: bool) -> StepRecord:
-        return _recorded(
-            partial(
-                DryRun,
-                units,
-                fake_parameters,
-                seed_inter_unit=seed_inter_unit,
-                policy=policy,
-                splits_heads=splits_heads,
-            ),
-            partial(
-                _attempt,
-                step=step,
-                module=module,
-                units=units,
-                fake_parameters=fake_parameters,
-                with_gradients=with_gradients,
-                earlier=earlier,
-                outside=outside,
-            ),
-            with_gradients=with_gradients,
-            may_fail=may_fail,
-        )
-
+    new_run = partial(DryRun, units, fake_parameters, seed_inter_unit=seed_inter_unit, policy=policy)
+    attempt = partial(
+        _attempt,
+        step=step,
+        units=units,
+        fake_parameters=fake_parameters,
+        with_gradients=with_gradients,
+        earlier=earlier,
+    )
+    recorded = partial(_recorded, attempt=attempt, with_gradients=with_gradients, may_fail=may_fail)
     try:
-        return recorded(splits_heads=True)
+        return recorded(partial(new_run, splits_heads=True))
     except WholeHeadError as reason:
-        record = recorded(splits_heads=False)
+        record = recorded(partial(new_run, splits_heads=False))
         record.whole_head = str(reason)
         return record
 
@@ -204,21 +183,18 @@ def _is_about_fakes(failure: Exception) -> bool:
 def _attempt(
     run: DryRun,
     step: Callable[[DryRun], Any],
-    module: nn.Module,
     units: Mapping[str, nn.Module],
     fake_parameters: FakeParameters,
     with_gradients: bool,
     earlier: EarlierRun | None,
-    outside: OutsideState,
 ) -> StepRecord:
-    record = run.record
+    record, module = run.record, fake_parameters.module
     recorder = ReductionRecorder(run.depends_on_weights, run.depends_on_units, earlier)
     record.reductions = recorder.reductions
     with ExitStack() as stack:
         stack.callback(run.release)
         stack.enter_context(generators_untouched(fake_parameters.device))
         stack.enter_context(fake_parameters.all_fake(lambda fake, name: set_sources(fake, {Parameter(name)})))
-        stack.enter_context(outside.preserved())
         changes = stack.enter_context(preserved_state(module))
         buffers = list(buffers_outside(module, units))
         stack.enter_context(torch.set_grad_enabled(with_gradients))

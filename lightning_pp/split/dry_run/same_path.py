@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_pp.split.data.tree import leaves_of
-from lightning_pp.split.dry_run.looks import LooksWatched, content_of
-from lightning_pp.split.dry_run.rehearsal import Rehearsed, rehearse
+from lightning_pp.split.dry_run.looks import LooksWatched
+from lightning_pp.split.dry_run.rehearsal import Compared, rehearse
 from lightning_pp.split.fakes.parameters import FakeParameters, is_fake
 from lightning_pp.split.record.reduction import Place, Reduction
 from lightning_pp.split.record.source_lines import innermost_user_line
@@ -19,23 +19,10 @@ from lightning_pp.split.record.step_record import OperationPlace, PassedOn, Step
 from lightning_pp.split.record.unknown_numbers import UnknownNumber
 from lightning_pp.split.reductions.recording import ReductionRecorder
 from lightning_pp.split.side_effects.module_state import RehearsedState, preserved_state
-from lightning_pp.split.side_effects.outside_state import OutsideState
 from lightning_pp.split.unit_calls.call_arguments import fingerprint_of, shapes_of
 from lightning_pp.split.unit_calls.compute_dtype import cast_activations
 from lightning_pp.split.unit_calls.interception import UnitCalls
 from lightning_pp.split.unit_calls.operations import OperationCalls
-
-
-class Path(NamedTuple):
-    """What a rehearsal has found.
-
-    Attributes:
-        is_same: Whether the step takes the path of the record.
-        looks: What it got to know of values; None where that has not been followed to the end.
-    """
-
-    is_same: bool
-    looks: tuple[Any, ...] | None
 
 
 class PathComparison:
@@ -54,80 +41,67 @@ class PathComparison:
         self._state = RehearsedState(module, units)
         self._of_made_up_values: set[tuple[type, str]] = set()
 
-    def compare(
+    def is_same(
         self,
         record: StepRecord,
         step: Callable[[], Any],
         seed_inter_unit: Callable[[int], None],
-        outside: OutsideState,
-        known_looks: Collection[tuple[Any, ...]] = (),
         crossing: Collection[int] = (),
         *,
         with_gradients: bool = False,
-    ) -> Path:
+    ) -> bool:
         """Rehearses ``step`` and tells whether it takes the path of ``record``.
 
         Args:
             record: The record.
             step: Runs the user's step on one microbatch.
             seed_inter_unit: As for :func:`rehearse`.
-            outside: What the step's functions reach besides the module.
-            known_looks: If the step goes by nothing but values that it looks at: what steps on this path have seen.
-                One that has seen the same takes the same path, and is left at its next unit.
-            crossing: Numbers of operations between units, to which the step must come as well.
+            crossing: Numbers of operations between units, which the step must run as well.
             with_gradients: Whether gradients must flow as in ``record`` as well.
 
         Raises:
-            Exception: What the step raised, if it does not do so again: that comes of no made-up value.
+            Exception: What the step raised, if it does not do so again: no made-up value caused that.
         """
-        compared = partial(
-            self._compared, record, step, seed_inter_unit, outside, known_looks, crossing, with_gradients
-        )
-        path, failure = compared()
+        compared = partial(self._compared, record, step, seed_inter_unit, crossing, with_gradients)
+        is_same, failure = compared()
         if failure is not None and _kind_of(failure) not in self._of_made_up_values:
             _, again = compared()
             if again is None or _kind_of(again) != _kind_of(failure):
                 raise failure
             self._of_made_up_values.add(_kind_of(failure))
-        return path
+        return is_same
 
     def _compared(
         self,
         record: StepRecord,
         step: Callable[[], Any],
         seed_inter_unit: Callable[[int], None],
-        outside: OutsideState,
-        known_looks: Collection[tuple[Any, ...]],
         crossing: Collection[int],
         with_gradients: bool,
-    ) -> tuple[Path, Exception | None]:
-        """:meth:`compare`, and what the step raised."""
-        seen: list[Any] = []
-        last_look = max((call.index for call in record.calls if call.looks_at is not None), default=-1)
-        is_known = False
+    ) -> tuple[bool, Exception | None]:
+        """:meth:`is_same`, and what the step raised."""
 
         def is_same_call(
             call: UnitCall, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> bool:
-            nonlocal is_known
-            if not self._gives_the_same(call, record, original, args, kwargs):
-                return False
-            if call.index >= last_look and known_looks and tuple(seen) in known_looks:
-                is_known = True
-                raise Rehearsed
-            return True
+            return self._gives_the_same(call, record, original, args, kwargs)
 
         operations, others = None, set[int]()
+        num_looks = 0
+
+        def on_look(*_: Any) -> None:
+            nonlocal num_looks
+            num_looks += 1
+
         if crossing:
             operations = self._followed(record, crossing, others)
         recorder = ReductionRecorder(is_fake, is_fake)
         with ExitStack() as stack:
             if record.updates:  # the code between units writes into parameters
                 stack.enter_context(self._fake_parameters.all_fake(_unmarked))
-            stack.enter_context(outside.preserved())
             stack.enter_context(recorder)
-            # only who goes by values has looks to compare
-            stack.enter_context(LooksWatched(seen.append) if record.depends_on_batch_values else nullcontext())
+            if not record.depends_on_batch_values:
+                stack.enter_context(LooksWatched(on_look))
             matches, failure = rehearse(
                 record,
                 self._units,
@@ -136,18 +110,15 @@ class PathComparison:
                 seed_inter_unit,
                 unit_calls=self._unit_calls,
                 preserving=self._state.preserved(),
-                is_same_call=is_same_call,
-                on_look=lambda tensor: seen.append(content_of(tensor)),
-                operations=operations,
-                with_gradients=with_gradients,
+                compared=Compared(is_same_call, on_look, operations, with_gradients),
             )
-        if is_known:
-            return Path(True, None), None
         if operations is not None:
             matches &= not others and operations.have_come(record, crossing)
-        # what the end of the step makes of made-up values says nothing
-        is_same = matches and (failure is not None or places_of(recorder.reductions) == places_of(record.reductions))
-        return Path(is_same, None if failure else tuple(seen)), failure
+        if failure is None:  # else what the end of the step makes of made-up values says nothing
+            matches &= places_of(recorder.reductions) == places_of(record.reductions)
+            # a step that begins to look at values needs a plan that says so
+            matches &= record.depends_on_batch_values or num_looks == record.num_looks
+        return matches, failure
 
     def _followed(self, record: StepRecord, crossing: Collection[int], others: set[int]) -> OperationCalls:
         """Follows the operations between units; ``others`` gets those of ``crossing`` that give another shape."""

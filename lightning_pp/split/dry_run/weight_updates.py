@@ -18,7 +18,6 @@ from lightning_pp.split.fakes.parameters import FakeParameters, has_data
 from lightning_pp.split.record.sources import Parameter, set_sources
 from lightning_pp.split.side_effects.generators import generators_untouched
 from lightning_pp.split.side_effects.module_state import preserved_state
-from lightning_pp.split.side_effects.outside_state import OutsideState
 
 # Canonical name of a parameter that is written into, to those that its new value is computed from, itself left out.
 Updates = Mapping[str, frozenset[str]]
@@ -34,7 +33,6 @@ def updates_by(name: str, function: Callable[[], Any], module: nn.Module, fake_p
     with (
         generators_untouched(fake_parameters.device),
         fake_parameters.all_fake(lambda fake, name: set_sources(fake, {Parameter(name)})),
-        OutsideState(module, (name,)).preserved(),
         preserved_state(module),
     ):
         flow = DataFlow(fake_parameters.mode)

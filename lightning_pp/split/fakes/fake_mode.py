@@ -18,6 +18,7 @@ from lightning_pp.split._torch_private import (
     NOT_FAKEABLE,
     FakeTensor,
     FakeTensorMode,
+    refuse_data_pointers,
     schema_of,
     tree_flatten,
     tree_map,
@@ -77,6 +78,7 @@ class FakeValueMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        refuse_data_pointers(self)
         self._depth = 0
         self._makes_up = False
         self._refuses_edits = False

@@ -393,8 +393,7 @@ class StepRecord:
         may_branch_at_random: Whether Python may look at such a number, so that another draw may call other units.
         depends_on_batch_values: Whether values that the step was given (the batch, buffers) may decide which units are
             called, or a shape.
-        looks: What code outside units got to know of such values, in order: numbers, contents and shapes; see
-            :mod:`lightning_pp.split.dry_run.looks`.
+        num_looks: How often code outside units looked at values that are there, those of constants among them.
         reads_progress: Whether the step may go by how far the training is.
         value_reads_in_tail: Lines after the last call that read a weight-dependent value (``.item()``).
         mutated_attributes: ``(module name, attribute)`` that the step set or whose content it changed.
@@ -425,7 +424,7 @@ class StepRecord:
     drawn_uses: Mapping[tuple[int, int], str] = field(default_factory=dict)
     may_branch_at_random: bool = False
     depends_on_batch_values: bool = False
-    looks: tuple[Any, ...] = ()
+    num_looks: int = 0
     reads_progress: bool = False
     value_reads_in_tail: list[str] = field(default_factory=list)
     mutated_attributes: tuple[tuple[str, str], ...] = ()

@@ -21,7 +21,7 @@ from lightning_pp.split._torch_private import (
     forward_pre_hooks_of,
 )
 from lightning_pp.split.side_effects.generators import putting_back
-from lightning_pp.split.side_effects.reach import Reached, class_containers, reached_from
+from lightning_pp.split.side_effects.reach import ClassAttributes, Reached, class_containers, reached_from
 
 Changes = Callable[[], list[tuple[str, str, Any]]]
 
@@ -37,7 +37,7 @@ _WAS_EMPTY: Sequence[Reached] = [Reached("", {})]
 def preserved_state(module: nn.Module) -> Iterator[Changes]:
     """Within, the attributes and buffers of every submodule may change; afterwards all are as before.
 
-    So are the containers and objects that attributes hold, to any depth, and those that classes hold.
+    So are the attributes of the users' classes, and the containers and objects that any of these hold, to any depth.
 
     Yields:
         A function that lists ``(module name, attribute, value)`` for everything changed so far: an attribute set anew,
@@ -51,7 +51,8 @@ def preserved_state(module: nn.Module) -> Iterator[Changes]:
 def _preserved(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[Changes]:
     saved = []
     generators = _generators_of(child for _, child in modules)
-    of_classes = {kind: class_containers(kind) for kind in {type(child) for _, child in modules}}
+    kinds = {type(child) for _, child in modules}
+    classes, of_classes = ClassAttributes(kinds), {kind: class_containers(kind) for kind in kinds}
     for name, child in modules:
         attributes = child.__dict__
         contents = {key: _held_by(key, value) for key, value in attributes.items() if not _is_kept_as_is(key, value)}
@@ -90,7 +91,7 @@ def _preserved(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[Changes]:
     try:
         yield changes
     finally:
-        for restore in generators:
+        for restore in (*generators, classes.restore):
             restore()
         for _, child, before, contents, of_class in saved:
             for key, held in contents.items():

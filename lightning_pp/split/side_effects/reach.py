@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import is_not
 from types import SimpleNamespace
 from typing import Any
@@ -105,11 +106,39 @@ def reached_from(value: Any, name: str) -> list[Reached]:
     return found
 
 
+@contextmanager
+def restored(reached: Sequence[Reached]) -> Iterator[None]:
+    """Within, ``reached`` may change; afterwards each holds what it held when it was made."""
+    try:
+        yield
+    finally:
+        for each in reached:
+            each.restore()
+
+
+class ClassAttributes:
+    """The attributes of the users' classes that ``kinds`` are or inherit from, as they are now."""
+
+    def __init__(self, kinds: Iterable[type]) -> None:
+        users = {each for kind in kinds for each in kind.__mro__ if not _is_of_library(each)}
+        self._before = [(each, dict(vars(each))) for each in users]
+
+    def restore(self) -> None:
+        """Puts back those that were set, and deletes those that were added."""
+        for kind, before in self._before:
+            now = dict(vars(kind))
+            for name in [name for name in now if name not in before and not name.startswith("__")]:
+                delattr(kind, name)
+            for name, value in before.items():
+                if now.get(name) is not value and not name.startswith("__"):
+                    setattr(kind, name, value)
+
+
 def class_containers(kind: type) -> dict[str, Any]:
     """The containers that a user's class and those that it inherits from hold, by name."""
     found: dict[str, Any] = {}
     for each in reversed(kind.__mro__):
-        if each.__module__.partition(".")[0] in LIBRARIES:
+        if _is_of_library(each):
             continue
         for name, value in vars(each).items():
             if isinstance(value, MUTABLE) and not name.startswith("__"):
@@ -135,9 +164,13 @@ def _children(path: str, node: Any) -> Iterator[tuple[str, Any]]:
 def _attributes_of_users(node: Any) -> dict[str, Any] | None:
     """The attributes of an object of a user's class."""
     kind = type(node)
-    if kind is not SimpleNamespace and kind.__module__.partition(".")[0] in LIBRARIES:
+    if kind is not SimpleNamespace and _is_of_library(kind):
         return None
     return attributes_of(node)
+
+
+def _is_of_library(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in LIBRARIES
 
 
 def _copied(container: Any) -> Any:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_pp.split._torch_private import tree_leaves
 from lightning_pp.split.data.tree import leaves_of
+from lightning_pp.split.record import products
 from lightning_pp.split.record.source_lines import user_line
 from lightning_pp.split.record.step_record import OF_OPERATION, OperationPlace, StepRecord, UnitCall, Value
 from lightning_pp.split.unit_calls.interception import OutsideUnits, gives_value
@@ -23,13 +24,6 @@ from lightning_pp.split.unit_calls.interception import OutsideUnits, gives_value
 _VALUE = "_pp_value"
 # Whether these give another tensor than they are given depends on how it lies in memory, on its dtype or its device.
 _PASS_ON = frozenset({"contiguous", "to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu", "cuda"})
-# Steps with a split backward run other functions in the place of these (runtime/split_backward/replacements.py).
-_PRODUCTS = frozenset(
-    {
-        *("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm"),
-        *(f"conv{transposed}{n}d" for transposed in ("", "_transpose") for n in (1, 2, 3)),
-    }
-)
 
 OnOperation = Callable[[int, OperationPlace, list[Tensor], Tensor], Tensor]
 """Is told the number of an operation, its place, the tensors that it was given and what it gave; returns what it shall
@@ -89,7 +83,7 @@ class OperationCalls(OutsideUnits):
         """What the function ``name``, which has given ``result``, is to give."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         given = tuple(map(self._value_of, tensors))
-        if not any(given) or name in _PRODUCTS:
+        if not any(given) or name in products.NAMES:  # a split backward replaces these
             return result
         if name in _PASS_ON:
             if given[0] is not None:
@@ -114,7 +108,8 @@ def lost_operation(place: OperationPlace, line: str) -> str:
     """What is wrong where a run of a step has not come to an operation as the recorded step did."""
     return (
         f"{line} computed in the recorded step what crosses between stages there ({place.name}), and this step did "
-        f"not run it in the same way (seen at {user_line()}). Every stage must run the same code between units: it "
-        "may go by the batch's shapes, by what the module asks its trainer for and by plain attributes of the module. "
-        "Make the choice inside a unit, or name a larger module with units=."
+        f"not run it in the same way (seen at {user_line()}). Every stage must run the same code between units. That "
+        "code may depend on the batch, on what the module asks its trainer for, and on plain attributes of the module. "
+        "If it depends on something else, set dynamic_step=True on the strategy, make the choice inside a unit, or "
+        "name a larger module with units=."
     )

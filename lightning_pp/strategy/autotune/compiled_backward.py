@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from lightning_utilities.core.rank_zero import rank_zero_info
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_pp.distributed.control import ControlGroups
-from lightning_pp.runtime.compilation import CompiledUnits
+from lightning_pp.planning.stage_model import SplitModel
+from lightning_pp.runtime.compilation import NOTHING_TO_COMPILE, CompiledUnits, is_one_operation
 from lightning_pp.schedule import Schedule
 
 _MOST_NAMES = 8
@@ -41,6 +45,18 @@ class CompiledBackward:
     def start_over(self) -> None:
         """After a step that failed: ranks may have run different numbers of batches, so counting starts again."""
         self._has_run = False
+
+
+def compiled_units(
+    split: SplitModel, rank: int, groups: ControlGroups, options: Mapping[str, Any] | None
+) -> tuple[CompiledUnits | None, CompiledBackward | None]:
+    """The units of ``rank`` to be compiled with ``options``, and what tells of them; None where nothing is compiled."""
+    if options is None:
+        return None, None
+    if all(map(is_one_operation, split.units.values())):
+        rank_zero_warn(NOTHING_TO_COMPILE)
+    units = CompiledUnits(split.units_of(rank), options)
+    return units, CompiledBackward(groups, units)
 
 
 def _text(names: list[str]) -> str:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
+
+from lightning_pp.distributed.sizes import ParallelSizes
 from lightning_pp.errors import ConfigurationError, SplitError
 from lightning_pp.planning.cuts import best_partition
 from lightning_pp.planning.memory.limit import DeviceMemory
@@ -51,6 +54,25 @@ def plan_facts(split: SplitModel, options: PipelineOptions, memory: DeviceMemory
         names_schedule=not isinstance(options.schedule.source, FromFile),
         fixed_ms=assumed_speed(device_type).action_ms,
     )
+
+
+def model_facts(
+    split: SplitModel, sizes: ParallelSizes, options: PipelineOptions, device: torch.device
+) -> dict[str, int | str | bool]:
+    """What the options of a pipeline became, and the size of its model, by name; the same on every rank."""
+    parameters = [split.fake_parameters.names[name] for name in split.owners]
+    return {
+        "pipeline_parallel_size": sizes.pipeline,
+        "data_parallel_size": sizes.data_parallel,
+        "data_parallel_replicate_size": sizes.data_parallel_replicate,
+        "world_size": sizes.pipeline * sizes.data_parallel,
+        "placement": split.placement.kind,
+        "num_stages": split.placement.num_stages,
+        "sharding": options.sharding.mode,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "num_parameters": sum(parameter.numel() for parameter in parameters),
+        "num_trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
+    }
 
 
 def _called(units: Sequence[str], flops: Mapping[str, UnitCost]) -> list[str]:

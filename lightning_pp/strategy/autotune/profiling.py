@@ -47,15 +47,13 @@ class TunedPrograms:
 
     Args:
         options: What the user asks of the schedule.
-        cache: The programs.
+        layout: What the model was cut for, and the first schedule.
         split: The split model.
         mesh: The axis ``pipeline``.
         data_parallel: The ranks that hold the same stages.
         groups: Who talks to whom.
         device: Where this rank computes.
         broadcast: Returns rank 0's argument on every rank.
-        room_gib: What is left for activations on each rank of a limit of all memory; None without one.
-        rejected: What was found on other placements, by estimated or given costs.
 
     Attributes:
         sharding: What the stages gather and reduce; the search compares schedules with it. None: nothing.
@@ -64,24 +62,28 @@ class TunedPrograms:
     def __init__(
         self,
         options: ScheduleOptions,
-        cache: ProgramCache,
+        layout: Layout,
         split: SplitModel,
         mesh: DeviceMesh,
         data_parallel: DeviceMesh,
         groups: ControlGroups,
         device: torch.device,
         broadcast: Callable[[Any], Any],
-        room_gib: tuple[float, ...] | None = None,
-        rejected: tuple[Prediction, ...] = (),
     ) -> None:
-        self._rejected = rejected
+        self._rejected = layout.rejected
         self._options = options
-        self._cache = cache
+        self._cache = ProgramCache(
+            options.source,
+            layout.placement,
+            layout.costs,
+            options.memory_limit(layout.costs, layout.placement, layout.room_gib),
+            found=layout.start if options.source.is_searched else None,
+        )
         self._split = split
         self._groups = groups
         self._device = device
         self._broadcast = broadcast
-        self._room_gib = room_gib
+        self._room_gib = layout.room_gib
         self._exchange = CostExchange(
             split, mesh["pipeline"], data_parallel, groups, device, whole_batch_loss=options.whole_batch_loss
         )
@@ -92,8 +94,12 @@ class TunedPrograms:
         self._num_batches = 0
         self._noted: list[tuple[StepTimer, dict[tuple[int, int], int], list[Shape], Sequence[StepPlan]]] = []
         self.queued_bytes: dict[tuple[int, int], int] | None = None
-        self.costs: StageCosts | None = None
+        # given ones are of these cuts, and with the bytes that were not given
+        self.costs: StageCosts | None = None if options.costs is None else layout.costs
         self.sharding: Sharding | None = None
+        if layout.reason:
+            how = "estimated" if options.costs is None else "given"
+            rank_zero_info(f"{self._asked} begins with {layout.start.name}, by {how} costs:\n{layout.reason}")
 
     def training(self, num_microbatches: int) -> Schedule:
         """The schedule of the training batch that is about to be run; every rank asks before every batch."""
@@ -197,10 +203,7 @@ class TunedPrograms:
             with LongTask("The search for a schedule", rank_zero_info):
                 found = self._options.source.program(placement, number, measured.costs, limit, sharding=self.sharding)
         except ScheduleError as error:
-            return (
-                None,
-                f"{self._asked} keeps the schedule that it began with, {before.name}: {error}",
-            )
+            return None, f"{self._asked} keeps the schedule that it began with, {before.name}: {error}"
         seconds = time.perf_counter() - started
         return found, "\n".join(
             [
@@ -210,34 +213,3 @@ class TunedPrograms:
                 *comparison(measured, found, before, self._options),
             ]
         )
-
-
-def tuned_programs(
-    options: ScheduleOptions,
-    layout: Layout,
-    split: SplitModel,
-    mesh: DeviceMesh,
-    data_parallel: DeviceMesh,
-    groups: ControlGroups,
-    device: torch.device,
-    broadcast: Callable[[Any], Any],
-) -> TunedPrograms:
-    """The programs of a model that was cut for ``layout``; the other arguments are those of :class:`TunedPrograms`."""
-    cache = ProgramCache(
-        options.source,
-        layout.placement,
-        layout.costs,
-        options.memory_limit(layout.costs, layout.placement, layout.room_gib),
-        found=layout.start if options.source.is_searched else None,
-    )
-    if layout.reason:
-        how = "given" if options.costs is not None else "estimated"
-        rank_zero_info(
-            f"schedule={options.source.name!r} begins with {layout.start.name}, by {how} costs:\n{layout.reason}"
-        )
-    programs = TunedPrograms(
-        options, cache, split, mesh, data_parallel, groups, device, broadcast, layout.room_gib, layout.rejected
-    )
-    if options.costs is not None:
-        programs.costs = layout.costs  # of these cuts, and with the bytes that were not given
-    return programs

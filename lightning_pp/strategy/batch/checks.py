@@ -104,7 +104,6 @@ class BatchChecks:
         with ExitStack() as stack:
             for scope in (
                 generators_untouched(self._device),
-                preparation.split.plans.outside.preserved(),
                 preserved_state(preparation.module),
                 loggers_muted(preparation.module.trainer),
                 trainer_watched(preparation.module),

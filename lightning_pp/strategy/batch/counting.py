@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from lightning_pp.errors import SplitError
-from lightning_pp.planning.conditions import Conditions
-from lightning_pp.planning.step_plans import MAX_PLANS, StepPlanCache
+from lightning_pp.planning.step_plans import MAX_PLANS
+from lightning_pp.planning.step_state import StepState
 from lightning_pp.split.dry_run.rehearsal import Rehearsed, rehearse
 from lightning_pp.split.fakes.parameters import has_data
 from lightning_pp.split.record.reduction import Place
@@ -47,7 +47,7 @@ class CountedStep:
         data: The microbatch.
         call: Runs the user's step on it.
         seed: Seeds the generators for the code after a unit call.
-        conditions: Gives what the step may go by besides its batch; None to rehearse it in any case.
+        state: What the step may depend on besides its batch; None to rehearse it in any case.
         is_training: Whether it is an error if it cannot be rehearsed.
     """
 
@@ -58,7 +58,7 @@ class CountedStep:
     data: Any
     call: Callable[[], Any]
     seed: Callable[[int], None]
-    conditions: Callable[[], Conditions] | None
+    state: StepState | None
     is_training: bool
 
 
@@ -72,7 +72,6 @@ class StepCounting:
     Args:
         module: The user's module.
         units: Its units.
-        plans: Of its steps.
         metrics: Left alone while counting.
         device: Where this rank computes.
         forward_context: Goes around steps, as of the precision plugin.
@@ -82,14 +81,12 @@ class StepCounting:
         self,
         module: pl.LightningModule,
         units: Mapping[str, nn.Module],
-        plans: StepPlanCache,
         metrics: PipelineMetrics,
         device: torch.device,
         forward_context: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._module = module
         self._units = units
-        self._plans = plans
         self._metrics = metrics
         self._device = device
         self._forward_context = forward_context
@@ -103,11 +100,11 @@ class StepCounting:
         """
         if not step.needed:
             return {}
-        if step.conditions is None or not _is_determined(step.record):
+        if step.state is None or not _is_determined(step.record):
             return self._rehearsed(step, None)
-        traced, conditions = self._traced(step.record), step.conditions()
-        if not conditions.matches(traced.conditions, with_progress=step.record.reads_progress):
-            traced.start(conditions)
+        traced = self._traced(step.record)
+        if not step.state.matches(traced.state, with_progress=step.record.reads_progress):
+            traced.start(step.state)
         if traced.trace and traced.serves():
             return self._by_trace(traced.trace, step.data)
         tracing = CountTrace(step.data, step.facts) if traced.trace is None else None
@@ -142,7 +139,6 @@ class StepCounting:
             stack.enter_context(ScaledStep(step.facts, step.scale, has_data, counted))
             if tracing is not None:
                 stack.enter_context(tracing)
-            stack.enter_context(self._plans.outside.preserved())
             preserving = preserved_state(self._module) if step.record.mutated_attributes else None
             _, failure = rehearse(step.record, self._units, step.call, self._device, step.seed, preserving=preserving)
         if failure is None or counted.are_complete:
@@ -187,17 +183,17 @@ class _Traced:
 
     Attributes:
         record: The step.
-        conditions: What it went by when the trace was made.
-        trace: None where there is none yet, and empty where there can be none under these conditions.
+        state: The step's state when the trace was made.
+        trace: None where there is none yet, and empty where there can be none in this state.
     """
 
     def __init__(self, record: weakref.ref[StepRecord]) -> None:
         self.record = record
-        self.start(Conditions())
+        self.start(StepState())
 
-    def start(self, conditions: Conditions) -> None:
-        """Knows nothing any more, and waits for a trace made under ``conditions``."""
-        self.conditions = conditions
+    def start(self, state: StepState) -> None:
+        """Forgets the trace; the next one is made in ``state``."""
+        self.state = state
         self.trace: Trace | None = None
         self._num_uses_left = 0
         self._has_served = False
@@ -224,6 +220,6 @@ class _Traced:
 
 
 def _is_determined(record: StepRecord) -> bool:
-    """Whether the step does the same for all batches of the same shapes, as far as conditions are the same."""
+    """Whether the step does the same for all batches of the same shapes, while its state is the same."""
     draws = record.may_branch_at_random or record.inter_unit_draws.in_python
     return not (record.depends_on_batch_values or draws or record.edits_batch)

@@ -8,13 +8,11 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-from lightning.pytorch.plugins.precision import Precision
 
 from lightning_pp.distributed.control import ControlGroups
-from lightning_pp.planning.conditions import AttributesOutsideUnits, Conditions, opaque_leaves
 from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.planning.step_plans import signature_of
+from lightning_pp.planning.step_state import AttributesOutsideUnits, StepState, holds_objects
 from lightning_pp.runtime.randomness import StepRandomness
 from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.data.tree import own_containers, own_copy
@@ -27,7 +25,7 @@ from lightning_pp.strategy.batch.counting import StepCounting
 from lightning_pp.strategy.batch.cutter import BatchCutter
 from lightning_pp.strategy.batch.differences import Around
 from lightning_pp.strategy.batch.run import BatchRun, StepCall
-from lightning_pp.strategy.batch.scaling import BatchScaling, TwoSizes, two_sizes
+from lightning_pp.strategy.batch.scaling import BatchScaling, BatchSteps, TwoSizes, two_sizes
 from lightning_pp.strategy.batch.scopes import StepScopes
 from lightning_pp.strategy.batch.whole_batch import (
     END_OF_BATCH,
@@ -46,6 +44,7 @@ from lightning_pp.strategy.step.frozen import FrozenParameters
 from lightning_pp.strategy.step.held_output import output_held
 from lightning_pp.strategy.step.progress import progress_of
 from lightning_pp.strategy.step.refusals import refuse_carried_state
+from lightning_pp.strategy.surroundings import Surroundings
 
 _LIGHTNINGS_ATTRIBUTES = frozenset(vars(pl.LightningModule()))
 RecordedStep = Callable[[StepCall, Microbatch], Callable[[DryRun], Any]]
@@ -56,45 +55,37 @@ class BatchPreparation:
     """Prepares the batches of one rank.
 
     Args:
-        module: The user's module.
+        surroundings: Where the pipeline runs, and what is asked of it.
         split: The split model.
-        metrics: The module's.
         groups: Join the ranks.
-        precision: The precision plugin.
-        rank: This rank's place in the pipeline.
-        device: Where it computes.
         cutter: Cuts batches.
+        metrics: The module's.
         frozen: Knows which parameters require a gradient.
         recorded_step: Makes steps for dry runs.
-        ends_with_batch: Whether steps end once, on the whole batch (``whole_batch_loss``).
     """
 
     def __init__(
         self,
-        module: pl.LightningModule,
+        surroundings: Surroundings,
         split: SplitModel,
-        metrics: PipelineMetrics,
         groups: ControlGroups,
-        precision: Precision,
-        rank: int,
-        device: torch.device,
         cutter: BatchCutter,
+        metrics: PipelineMetrics,
         frozen: FrozenParameters,
         recorded_step: RecordedStep,
-        *,
-        ends_with_batch: bool,
     ) -> None:
-        self.module = module
+        self.module = module = surroundings.module
         self.split = split
         self.metrics = metrics
-        self._precision = precision
-        self._rank = rank
-        self._device = device
+        self._precision = precision = surroundings.precision
+        self._rank = surroundings.rank
+        self._device = device = surroundings.device
         self._cutter = cutter
         self._recorded_step = recorded_step
-        self._ends_with_batch = ends_with_batch
+        self._ends_with_batch = surroundings.options.schedule.whole_batch_loss
+        self._is_dynamic = surroundings.options.batches.dynamic_step
         self._parameters = frozen.all()
-        counting = StepCounting(module, split.units, split.plans, metrics, device, precision.forward_context)
+        counting = StepCounting(module, split.units, metrics, device, precision.forward_context)
         self._scaling = BatchScaling(groups, counting)
         self._whole_batches = WholeBatchPlans()
         self._attributes = AttributesOutsideUnits(module, split.units, _LIGHTNINGS_ATTRIBUTES)
@@ -121,13 +112,13 @@ class BatchPreparation:
             around: For the check of a part of a batch: what goes around its steps.
             follows_estimates: Whether a loss that does not add up over microbatches is an error.
         """
-        conditions = Conditions(progress_of(self.module.trainer, call.batch_idx), self._attributes.outlines())
+        state = StepState(progress_of(self.module.trainer, call.batch_idx), self._attributes.version())
         indices = range(len(microbatches)) if around is None else [0] * len(microbatches)
         seeds = [StepRandomness.of_microbatch(seed, index, self._device).seed_inter_unit for index in indices]
         if self.ends_with_batch(call.step):
-            return self._prepare_whole(call, batch, microbatches, seed, factor, conditions, around)
+            return self._prepare_whole(call, batch, microbatches, seed, factor, state, around)
         plans = [
-            self._plan(call, microbatch, seed_inter_unit, conditions)
+            self._plan(call, microbatch, seed_inter_unit, state)
             for microbatch, seed_inter_unit in zip(microbatches, seeds, strict=True)
         ]
         for plan in plans:
@@ -139,21 +130,13 @@ class BatchPreparation:
             with self._precision.forward_context(), output_held():
                 return call_part(index, None)
 
-        def conditions_of(index: int) -> Conditions:
-            return conditions._replace(opaque=opaque_leaves(microbatches[index].data))
-
+        is_traced = around is None and not self._rehearses(microbatches[0])
         scaled = self._scaling.of_batch(
-            call.step,
-            microbatches,
-            plans,
-            rehearse,
-            seeds,
-            factor,
+            BatchSteps(call.step, microbatches, plans, rehearse, seeds, factor, state if is_traced else None),
             sizes=lambda: self.two_sizes(microbatches, batch),
-            record_at=partial(self._record_at, call, seeds[0], conditions),
+            record_at=partial(self._record_at, call, seeds[0], state),
             among_replicas=around is None,
             follows_estimates=follows_estimates,
-            conditions=conditions_of if around is None else None,
         )
         logs = StepLogs()
         scopes = StepScopes(
@@ -165,13 +148,13 @@ class BatchPreparation:
         self,
         call: StepCall,
         seed_inter_unit: Callable[[int], None],
-        conditions: Conditions,
+        state: StepState,
         part: Microbatch,
         earlier: EarlierRun | None,
     ) -> StepRecord:
         """A dry run of the step on a part of the batch."""
         if earlier is None:  # a check of the batch needs its plan as well
-            return self._plan(call, part, seed_inter_unit, conditions).record
+            return self._plan(call, part, seed_inter_unit, state).record
         recorded = self._recorded_step(call, part)
         return self.split.plans.record(
             recorded, with_gradients=call.training, seed_inter_unit=seed_inter_unit, earlier=earlier
@@ -184,7 +167,7 @@ class BatchPreparation:
         microbatches: Sequence[Microbatch],
         seed: int,
         factor: float,
-        conditions: Conditions,
+        state: StepState,
         around: Around | None,
     ) -> BatchRun:
         """The same for a batch whose step ends once, on all of it."""
@@ -192,9 +175,9 @@ class BatchPreparation:
         indices = range(number + 1) if around is None else [0] * (number + 1)
         seeds = [StepRandomness.of_microbatch(seed, index, self._device).seed_inter_unit for index in indices]
         whole = in_one_piece(batch, microbatches)
-        of_batch = self._plan(call, whole, seeds[number if number > 1 else 0], conditions)
+        of_batch = self._plan(call, whole, seeds[number if number > 1 else 0], state)
         plans = [
-            self._plan(call, microbatch, seed_inter_unit, conditions, of_batch.record)
+            self._plan(call, microbatch, seed_inter_unit, state, of_batch.record)
             for microbatch, seed_inter_unit in zip(microbatches, seeds, strict=False)
         ]
         refuse_carried_state(self.module, call.step, of_batch.record, number)
@@ -245,7 +228,7 @@ class BatchPreparation:
         call: StepCall,
         microbatch: Microbatch,
         seed_inter_unit: Callable[[int], None],
-        conditions: Conditions,
+        state: StepState,
         end_of_batch: StepRecord | None = None,
     ) -> StepPlan:
         trainable = tuple(parameter.requires_grad for parameter in self._parameters) if call.training else None
@@ -257,8 +240,13 @@ class BatchPreparation:
             recorded if end_of_batch is None else ending_with_batch(recorded, end_of_batch),
             with_gradients=call.training,
             seed_inter_unit=seed_inter_unit,
-            conditions=conditions._replace(opaque=opaque_leaves(microbatch.data)),
+            state=state,
+            rehearses=self._rehearses(microbatch),
         )
+
+    def _rehearses(self, microbatch: Microbatch) -> bool:
+        """Whether the path of the step may depend on what the plan's key does not hold."""
+        return self._is_dynamic or holds_objects(microbatch.data)
 
     def _kept_by(self, plans: Sequence[StepPlan]) -> tuple[tuple[str, str], ...]:
         mutated = dict.fromkeys(name for plan in plans for name in plan.record.mutated_attributes)

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.errors import SplitError
-from lightning_pp.planning.conditions import Conditions
+from lightning_pp.planning.step_state import StepState
 from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.fakes.parameters import has_data
 from lightning_pp.split.record.plan import StepPlan
@@ -65,6 +65,39 @@ def two_sizes(
         first = cut(batch, max(1, len(microbatches) // 2))[0]
     parts = cut(first.data, 2)
     return TwoSizes(replace(first, weight=1.0), parts, is_cut_by_user) if len(parts) == 2 else None
+
+
+@dataclass(frozen=True)
+class BatchSteps:
+    """The user's step on each microbatch of a batch.
+
+    Attributes:
+        name: Name of the step.
+        microbatches: The batch.
+        plans: The plan of each.
+        call: Runs the step's code outside units on the microbatch of that index.
+        seeds: For each, what seeds the generators for the code after a unit call.
+        factor: What all weights are multiplied by.
+        state: What the step may depend on besides its batch; None to rehearse every microbatch.
+    """
+
+    name: str
+    microbatches: Sequence[Microbatch]
+    plans: Sequence[StepPlan]
+    call: Callable[[int], Any]
+    seeds: Sequence[Callable[[int], None]]
+    factor: float
+    state: StepState | None
+
+    @property
+    def is_training(self) -> bool:
+        """Whether it is a training step."""
+        return self.name == "training_step"
+
+    @property
+    def records(self) -> list[StepRecord]:
+        """The records of the plans, each once."""
+        return list({id(plan.record): plan.record for plan in self.plans}.values())
 
 
 @dataclass
@@ -154,98 +187,72 @@ class BatchScaling:
 
     def of_batch(
         self,
-        step: str,
-        microbatches: Sequence[Microbatch],
-        plans: Sequence[StepPlan],
-        call_step: Callable[[int], Any],
-        seeds: Sequence[Callable[[int], None]],
-        factor: float,
+        steps: BatchSteps,
         *,
         sizes: Callable[[], TwoSizes | None],
         record_at: RecordAt,
         among_replicas: bool = True,
         follows_estimates: bool = False,
-        conditions: Callable[[int], Conditions] | None = None,
     ) -> ScaledBatch:
         """Starts counting for one batch; runs the code of the step outside units where that is needed.
 
         Args:
-            step: Name of the user's step.
-            microbatches: The batch.
-            plans: The plan of each.
-            call_step: Runs the user's step on the microbatch of that index.
-            seeds: For each, what seeds the generators for the code after a unit call.
-            factor: What all weights are multiplied by.
+            steps: The steps of the batch.
             sizes: A part of the batch at two sizes; None where it has only one sample.
             record_at: Makes a dry run of the step on such a part.
             among_replicas: Whether the batch is a part of a global batch.
             follows_estimates: Whether a loss that does not add up over microbatches is an error.
-            conditions: What the step may go by besides its batch, by index; None to rehearse every microbatch.
 
         Raises:
             SplitError: The step cannot be rehearsed to count what its loss divides by.
         """
-        shares = [microbatch.weight for microbatch in microbatches]
-        weights = [share * factor for share in shares]
+        shares = [microbatch.weight for microbatch in steps.microbatches]
+        weights = [share * steps.factor for share in shares]
         num_replicas = self._groups.num_replicas if among_replicas else 1
-        if not self._groups.is_last_stage or (len(microbatches) == 1 and num_replicas == 1):
+        if not self._groups.is_last_stage or (len(shares) == 1 and num_replicas == 1):
             return ScaledBatch(weights, _nothing)
-        facts = self._facts.setdefault(step, Facts())
-        records = {id(plan.record): plan.record for plan in plans}.values()
+        facts, records = self._facts.setdefault(steps.name, Facts()), steps.records
         is_known = all(facts.knows(record.reductions) for record in records) or _learn(facts, sizes(), record_at)
-        is_training = step == "training_step"
         batch = ScaledBatch(weights, _nothing, facts, shares)
-        batch.is_training = is_training and is_known  # of one sample nothing is known: replicas are as under DDP
+        batch.is_training = steps.is_training and is_known  # of one sample nothing is known: as under DDP
         batch.follows_estimates = follows_estimates and batch.is_training
         batch.grows = any(facts.grow(record.reductions) for record in records)
 
-        conditions = conditions if is_training else None
-        count = partial(self._count, batch, facts, microbatches, plans, call_step, seeds, conditions, is_training)
+        count = partial(self._count, batch, facts, steps)
         batch.counts = count()
         batch.totals = total_of(batch.counts, facts)
         counts_may_depend_on_counts = any(
             facts.counts_may_depend_on_counts(facts.counted(record.reductions)) for record in records
         )
         if num_replicas > 1:
-            self._join_replicas(step, batch, microbatches, factor, count, counts_may_depend_on_counts)
+            self._join_replicas(batch, steps, count, counts_may_depend_on_counts)
         else:
             _complete_alone(batch, facts, count, counts_may_depend_on_counts)
         return batch
 
-    def _count(
-        self,
-        batch: ScaledBatch,
-        facts: Facts,
-        microbatches: Sequence[Microbatch],
-        plans: Sequence[StepPlan],
-        call_step: Callable[[int], Any],
-        seeds: Sequence[Callable[[int], None]],
-        conditions: Callable[[int], Conditions] | None,
-        is_training: bool,
-    ) -> list[Counts]:
+    def _count(self, batch: ScaledBatch, facts: Facts, steps: BatchSteps) -> list[Counts]:
         """What each microbatch counts, given what ``batch`` counts so far."""
-        steps = (
-            CountedStep(
-                plan.record,
-                facts,
-                facts.counted(plan.record.reductions),
-                Scale(batch.shares[index], batch.totals),
-                microbatches[index].data,
-                partial(call_step, index),
-                seeds[index],
-                None if conditions is None else partial(conditions, index),
-                is_training=is_training,
+        return [
+            self._counting.counts_of(
+                CountedStep(
+                    plan.record,
+                    facts,
+                    facts.counted(plan.record.reductions),
+                    Scale(batch.shares[index], batch.totals),
+                    steps.microbatches[index].data,
+                    partial(steps.call, index),
+                    steps.seeds[index],
+                    steps.state if steps.is_training else None,
+                    is_training=steps.is_training,
+                )
             )
-            for index, plan in enumerate(plans)
-        )
-        return list(map(self._counting.counts_of, steps))
+            for index, plan in enumerate(steps.plans)
+        ]
 
     def _join_replicas(
         self,
-        step: str,
         batch: ScaledBatch,
-        microbatches: Sequence[Microbatch],
-        factor: float,
+        steps: BatchSteps,
         count: Callable[[], list[Counts]],
         counts_may_depend_on_counts: bool,
     ) -> None:
@@ -256,12 +263,12 @@ class BatchScaling:
         """
 
         def settles() -> None:
-            self._waits_early[step] = True
+            self._waits_early[steps.name] = True
 
-        join = _Replicas(self._groups, batch, microbatches, factor, count, counts_may_depend_on_counts, settles)
+        join = _Replicas(self._groups, batch, steps, count, counts_may_depend_on_counts, settles)
         batch.wait_for_replica_counts = join.wait
-        waits_early = self._waits_early.get(step, True)
-        self._waits_early.setdefault(step, False)
+        waits_early = self._waits_early.get(steps.name, True)
+        self._waits_early.setdefault(steps.name, False)
         if waits_early:
             join.wait()
 
@@ -272,9 +279,8 @@ class _Replicas:
     Args:
         groups: Joins them.
         batch: This replica's; gets the global batch's shares, weights and totals.
-        microbatches: Its microbatches.
-        factor: What all weights are multiplied by.
-        count: Counts them again, with what is known by then.
+        steps: Its steps.
+        count: Counts again, with what is known by then.
         counts_may_depend_on_counts: Whether its counts may depend on each other.
         settles: Called where those of any replica may: all of them do so in the same batch.
     """
@@ -283,8 +289,7 @@ class _Replicas:
         self,
         groups: ControlGroups,
         batch: ScaledBatch,
-        microbatches: Sequence[Microbatch],
-        factor: float,
+        steps: BatchSteps,
         count: Callable[[], list[Counts]],
         counts_may_depend_on_counts: bool,
         settles: Callable[[], None],
@@ -292,8 +297,8 @@ class _Replicas:
         assert batch.facts is not None
         self._settles = settles
         self._groups, self._batch, self._facts, self._count = groups, batch, batch.facts, count
-        self._num_samples = [microbatch.num_samples for microbatch in microbatches]
-        self._factor = factor
+        self._num_samples = [microbatch.num_samples for microbatch in steps.microbatches]
+        self._factor = steps.factor
         named = self._facts.named(batch.totals)
         self._gather: Callable[[], list[Any]] | None = groups.start_gather(
             (sum(self._num_samples), counts_may_depend_on_counts, on_host(named)), "the samples of a batch"

@@ -28,9 +28,10 @@ from lightning_pp.distributed.launcher_store import store_of_attempt
 from lightning_pp.distributed.loopback import gloo_on_loopback, keep_gloo_on_loopback, store_on_loopback
 from lightning_pp.distributed.meeting import among_all_ranks, store_if_ended
 from lightning_pp.distributed.meshes import groups_of_collectives, make_meshes
-from lightning_pp.distributed.sizes import Auto, ParallelSizes
+from lightning_pp.distributed.sizes import Auto, ParallelSizes, check_size
 from lightning_pp.distributed.watch.this_rank import RankStoppedError
 from lightning_pp.errors import ConfigurationError
+from lightning_pp.planning.sharded_stages import ShardingSettings
 from lightning_pp.runtime.split_backward.wide_products import try_products
 from lightning_pp.sharding import end_stage_update, end_update
 from lightning_pp.split.side_effects.generators import GeneratorStates
@@ -65,14 +66,12 @@ class MeshStrategy(ParallelStrategy):
         data_parallel_size: Replicas, or ``"auto"``.
         process_group_backend: ``"nccl"``, ``"gloo"``, ...; by default what suits the device.
         timeout: How long a collective may wait, once all processes have met.
-        data_parallel_replicate_size: Of the replicas, how many hold the same shards.
-        has_shards_on_host: Whether collectives on tensors of the host have to work as well: those of tied parameters,
-            of checkpoints, and what users ask of sharded parameters.
+        sharding: What replicas share. With shards on the host collectives on its tensors have to work as well: those of
+            tied parameters, of checkpoints, and what users ask of sharded parameters.
         flight_recorder_dirpath: Folder for what goes over NCCL, written when it times out.
-        shards_parameters: Whether replicas share parameters; they hold whole ones otherwise.
 
     Raises:
-        ConfigurationError: ``timeout`` is not positive, or longer than torch can wait.
+        ConfigurationError: ``timeout`` is not positive, or longer than torch can wait; a size is less than 1.
     """
 
     def __init__(
@@ -81,11 +80,8 @@ class MeshStrategy(ParallelStrategy):
         data_parallel_size: int | Auto,
         process_group_backend: str | None,
         timeout: timedelta | None,
-        data_parallel_replicate_size: int = 1,
-        *,
-        has_shards_on_host: bool = False,
-        flight_recorder_dirpath: str | Path | None = None,
-        shards_parameters: bool = True,
+        sharding: ShardingSettings,
+        flight_recorder_dirpath: str | Path | None,
     ) -> None:
         check_overridden_names()
         if timeout is not None and not timedelta() < timeout <= _LONGEST_TIMEOUT:
@@ -93,23 +89,24 @@ class MeshStrategy(ParallelStrategy):
                 f"timeout={timeout!r} must be positive and at most {_LONGEST_TIMEOUT.days} days; None is ten minutes "
                 "over NCCL and half an hour over gloo."
             )
+        check_size("pipeline_parallel_size", pipeline_parallel_size)  # whether sizes fit the devices is checked later
         super().__init__()
         self.num_nodes = 1  # set by the trainer
         self._pipeline_parallel_size = pipeline_parallel_size
         self._data_parallel_size = data_parallel_size
-        self._data_parallel_replicate_size = data_parallel_replicate_size
+        self._sharding = sharding
         self._process_group_backend = process_group_backend
-        self._timeout = timeout
-        self._has_shards_on_host = has_shards_on_host
+        self.timeout = timeout
+        """How long a collective may wait: what was asked for, or from the set-up on what the backend has."""
         self._flight_recorder_dirpath = flight_recorder_dirpath
-        self._shards_parameters = shards_parameters
         self._sizes: ParallelSizes | None = None
         self._device_mesh: DeviceMesh | None = None
         self.communicators_bytes = 0
         """What communicators of collectives have taken of the device, on the rank where it is most."""
         self._data_parallel_mesh: DeviceMesh | None = None
         self._running_step: str | None = None
-        self._num_collectives = 0
+        self.num_collectives = 0
+        """Collectives that Lightning and users have asked for; to be read from any thread."""
         self._world: dist.ProcessGroup | None = None
 
     # ---------------------------------------------------------------- processes
@@ -182,23 +179,23 @@ class MeshStrategy(ParallelStrategy):
         if self.root_device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             # by default every process would take all cores, and the pipeline would run many times slower
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.num_processes))
-        if self._has_shards_on_host and self.root_device.type != "cpu" and ":" not in backend:
+        if self._sharding.cpu_offload and self.root_device.type != "cpu" and ":" not in backend:
             backend = f"cpu:gloo,{self.root_device.type}:{backend}"
         # Not bound to the device (device_id): torch would then split each further group off this one, which takes all
         # ranks of the world, and the ranks outside of a gloo group would wait for a split that its members do not make.
         record_nccl(self._flight_recorder_dirpath, backend)
         is_new = self._meet(backend)
-        if self._timeout is None:
-            self._timeout = default_timeout(backend)
+        if self.timeout is None:
+            self.timeout = default_timeout(backend)
         if is_new:
-            set_timeout(self._timeout)
+            set_timeout(self.timeout)
         self._sizes = self._resolve_sizes(self.num_ranks)
         self._tell_of_placement()
         if self._device_mesh is None:
             self._device_mesh, self._data_parallel_mesh = make_meshes(self.root_device.type, self.sizes)
             groups = groups_of_collectives(self._device_mesh, self._data_parallel_mesh)
             for group in groups:
-                set_timeout(self._timeout, group)
+                set_timeout(self.timeout, group)
             if self.root_device.type != "cpu":
                 taken = warm_up(groups, self.root_device)
                 self.communicators_bytes = largest_of_all(taken, self.root_device)
@@ -222,7 +219,11 @@ class MeshStrategy(ParallelStrategy):
                 stacklevel=2,
             )
         within = self.sizes.replicate_size_within_nodes(self.num_processes)
-        if self.global_rank == 0 and within != self.sizes.data_parallel_replicate and self._shards_parameters:
+        if (
+            self.global_rank == 0
+            and within != self.sizes.data_parallel_replicate
+            and self._sharding.mode != "replicate"
+        ):
             remedy = (
                 f"data_parallel_replicate_size={within} keeps them inside, and each rank then holds shards of "
                 f"1/{self.sizes.data_parallel // within} in the place of 1/{self.sizes.data_parallel_shard}."
@@ -239,7 +240,7 @@ class MeshStrategy(ParallelStrategy):
         environment = self.cluster_environment
         assert environment is not None
         # processes may come late: they import, and build models, before they meet
-        timeout = max(self._timeout or default_pg_timeout, default_pg_timeout)
+        timeout = max(self.timeout or default_pg_timeout, default_pg_timeout)
         num_ranks = environment.world_size()
         store: Store | None = None
         if dist.is_initialized():
@@ -298,7 +299,7 @@ class MeshStrategy(ParallelStrategy):
 
     def _resolve_sizes(self, world_size: int) -> ParallelSizes:
         return ParallelSizes.resolve(
-            self._pipeline_parallel_size, self._data_parallel_size, world_size, self._data_parallel_replicate_size
+            self._pipeline_parallel_size, self._data_parallel_size, world_size, self._sharding.replicate_size
         )
 
     @property
@@ -408,7 +409,7 @@ class MeshStrategy(ParallelStrategy):
             self._running_step = before
 
     def _check_outside_step(self, collective: str, num_ranks: int) -> None:
-        self._num_collectives += 1
+        self.num_collectives += 1
         if self._running_step is not None and num_ranks > 1:
             raise ConfigurationError(
                 f"{self._running_step} calls strategy.{collective} among {num_ranks} ranks, at {line_of_user()}. In a "

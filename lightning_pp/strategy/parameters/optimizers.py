@@ -16,7 +16,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_pp.checkpoint.ownership.catalog import OptimizerGroups
 from lightning_pp.checkpoint.ownership.rank_part import shard_like
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.sharding import forget_shards, update_shards
+from lightning_pp.sharding import update_shards
 from lightning_pp.split.fakes.parameters import FakeParameters, is_fake
 from lightning_pp.strategy._lightning_private import NoOptimizer
 
@@ -70,12 +70,6 @@ def update_as_shards(optimizers: Sequence[Optimizer]) -> None:
     """See :func:`~lightning_pp.sharding.update_shards`."""
     for optimizer in training_ones(optimizers):
         update_shards(optimizer)
-
-
-def end_of_updates(optimizers: Sequence[Optimizer]) -> None:
-    """At the end of a run; see :func:`~lightning_pp.sharding.forget_shards`."""
-    for optimizer in optimizers:
-        forget_shards(optimizer)
 
 
 def training_ones(optimizers: Sequence[Optimizer]) -> list[Optimizer]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -51,6 +51,20 @@ class _Content:
     should_stop: bool = False
 
 
+class ReportedBatch(NamedTuple):
+    """What a batch is on one rank.
+
+    Attributes:
+        weights: Share of each microbatch.
+        num_samples: Samples of the replica's batch.
+        fingerprint: Of the batch that this rank saw; None: it is not compared.
+    """
+
+    weights: Sequence[float]
+    num_samples: int
+    fingerprint: Fingerprint | None = None
+
+
 class BatchReport:
     """The report of one batch on one rank; every rank of the pipeline makes it before the step.
 
@@ -58,9 +72,7 @@ class BatchReport:
         line: Carries the report.
         logs: What the microbatches log.
         merge: Merges what they returned and changed; called on the last stage.
-        weights: Share of each microbatch.
-        num_samples: Samples of the replica's batch.
-        fingerprint: Of the batch that this rank saw.
+        batch: What the batch is here.
         device: Where this rank computes.
         metrics: Those of the module, whose counts of updates are told; None for none.
         losses: Looks at the losses; None for not.
@@ -76,9 +88,7 @@ class BatchReport:
         logs: StepLogs,
         merge: Callable[[Sequence[Any]], Merged],
         *,
-        weights: Sequence[float],
-        num_samples: int,
-        fingerprint: Fingerprint | None,
+        batch: ReportedBatch,
         device: torch.device,
         metrics: PipelineMetrics | None = None,
         losses: LossCheck | None = None,
@@ -91,9 +101,7 @@ class BatchReport:
         self._metrics = metrics
         self._logs = logs
         self._merge = merge
-        self._weights = weights
-        self._num_samples = num_samples
-        self._fingerprint = fingerprint
+        self._batch = batch
         self._device = device
         self._own: Merged | None = None
         self._message: Future[_Content] | None = None if line.groups.is_last_stage else line.listen()
@@ -122,13 +130,13 @@ class BatchReport:
             copies.wait()
             finding = None if found is None else found()
             calls, total, finding = self._logs.merge_over_replicas(
-                self._weights, self._num_samples, self._line.groups, finding
+                self._batch.weights, self._batch.num_samples, self._line.groups, finding
             )
             if failure is not None:
                 raise failure
             if finding is not None and self._losses is not None and self._losses.raises:
                 raise NonFiniteError(finding)
-            return _Content(calls, total, packed, self._fingerprint, counts, finding, should_stop)
+            return _Content(calls, total, packed, self._batch.fingerprint, counts, finding, should_stop)
 
         self._message = self._line.tell(produce)
 
@@ -150,8 +158,9 @@ class BatchReport:
         assert self._message is not None
         content = self._message.result()
         self.nonfinite = content.nonfinite
-        if self._fingerprint is not None and content.fingerprint is not None:
-            check_same_batch([self._fingerprint, content.fingerprint], batch_idx)
+        mine, theirs = self._batch.fingerprint, content.fingerprint
+        if mine is not None and theirs is not None:
+            check_same_batch([mine, theirs], batch_idx)
         replay(module, content.calls, content.num_samples)
         if content.should_stop:
             module.trainer.should_stop = True

@@ -20,7 +20,7 @@ from lightning_pp.errors import ConfigurationError
 from lightning_pp.split.data.tree import own_containers, own_copy
 from lightning_pp.split.side_effects.generators import generators_untouched
 from lightning_pp.split.side_effects.module_state import preserved_state
-from lightning_pp.split.side_effects.outside_state import OutsideState
+from lightning_pp.split.side_effects.reach import Reached, restored
 from lightning_pp.strategy._lightning_private import (
     check_iterable,
     data_source_of,
@@ -109,8 +109,8 @@ def _transferred(trainer: pl.Trainer, batch: Any) -> tuple[Any, list[tuple[nn.Mo
     """
     module = trainer.lightning_module
     data_module: Any = trainer.datamodule  # type: ignore[attr-defined]
-    outside = OutsideState(module, TRANSFER_HOOKS, () if data_module is None else (data_module,))
-    with output_held(), outside.preserved(), preserved_state(module) as changes:
+    of_data = [] if data_module is None else [Reached("", vars(data_module))]
+    with output_held(), restored(of_data), preserved_state(module) as changes:
         before = {child: vars(child).copy() for child in module.modules()}
         batch = transferred_by_hook(module, batch)
         batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)

@@ -157,7 +157,6 @@ def recorded_step(
     precision: Precision,
     device: torch.device,
     trains: bool,
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Callable[[DryRun], Any]:
     """The user's step on one microbatch, for :func:`lightning_pp.split.dry_run.run`.
 
@@ -173,7 +172,6 @@ def recorded_step(
         precision: Its forward context is entered around the step.
         device: Where the step computes.
         trains: Whether the step has to return a loss.
-        around: Makes a context to enter around the step.
     """
 
     def run(dry: DryRun) -> Any:
@@ -184,7 +182,6 @@ def recorded_step(
         calls = LoggedCalls(module, step)
 
         with ExitStack() as stack:
-            stack.enter_context(around())
             stack.enter_context(collectives_refused(module, step))
             stack.enter_context(precision.forward_context())
             stack.enter_context(logging_to(module, dry.need_at_end, calls.note))

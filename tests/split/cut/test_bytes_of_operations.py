@@ -37,7 +37,6 @@ def recorded() -> tuple[StepRecord, dict[str, int]]:
     batch = torch.randint(0, WORDS, (3, 5))
     record = dry_run(
         lambda dry: module.training_step(batch),
-        module=module,
         units=units,
         fake_parameters=FakeParameters(module, torch.device("cpu")),
         with_gradients=True,

@@ -41,7 +41,6 @@ def recording() -> tuple[nn.Module, StepRecord, dict[str, int], dict[str, torch.
     batch = {"input_ids": ids, "labels": ids}
     record = dry_run(
         recorded(module, batch),
-        module=module,
         units=units,
         fake_parameters=FakeParameters(module, CPU),
         with_gradients=True,

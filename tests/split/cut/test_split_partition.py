@@ -23,6 +23,7 @@ from lightning_pp.split.cut.unit_costs import (
     calibrated,
     estimate_unit_costs,
     stage_costs,
+    weighted,
 )
 from lightning_pp.split.fakes.parameters import FakeParameters
 
@@ -58,7 +59,6 @@ def recorded_model(name: str) -> tuple[nn.Module, StepRecord, dict[str, int]]:
     batch = tokens()
     record = dry_run(
         recorded(module, batch),
-        module=module,
         units=units,
         fake_parameters=FakeParameters(module, CPU),
         with_gradients=True,
@@ -131,7 +131,6 @@ def test_autocast_does_not_hide_weights() -> None:
     units = discover_units(module)
     record = dry_run(
         recorded(module, torch.randn(3, 8, dtype=torch.float32)),
-        module=module.float(),
         units=units,
         fake_parameters=FakeParameters(module, CPU),
         with_gradients=True,
@@ -154,7 +153,6 @@ def stacked(num_blocks: int = 6) -> tuple[StepRecord, dict[str, int]]:
     units = discover_units(module)
     record = dry_run(
         recorded(module, torch.randint(0, 24, (3, 6))),
-        module=module,
         units=units,
         fake_parameters=FakeParameters(module, CPU),
         with_gradients=True,
@@ -182,8 +180,7 @@ def test_weights_of_units_move_the_cut() -> None:
         record,
         placement=Placement.interleaved(2),
         num_parameters=num_parameters,
-        costs=equal,
-        unit_weights={"blocks.*": 1.0, "head": 5.0},
+        costs=weighted(equal, {"blocks.*": 1.0, "head": 5.0}),
     )
     assert units_of(partition)[1] == ["blocks.5", "head"]
 
@@ -211,11 +208,11 @@ def test_a_memory_limit_moves_the_cut_and_one_that_is_too_small_names_the_least(
 
 def test_wrong_weights_and_speeds_are_named() -> None:
     record, num_parameters = stacked()
-    placement = Placement.interleaved(2)
+    placement, costs = Placement.interleaved(2), estimate_unit_costs(record, num_parameters)
     with pytest.raises(ConfigurationError, match="'layers\\.\\*', and no unit .* embedding, blocks.0"):
-        partition_units(record, placement=placement, num_parameters=num_parameters, unit_weights={"layers.*": 2.0})
+        weighted(costs, {"layers.*": 2.0})
     with pytest.raises(ConfigurationError, match=r"unit_weights\['head'\]=0 must be a positive number"):
-        partition_units(record, placement=placement, num_parameters=num_parameters, unit_weights={"head": 0})
+        weighted(costs, {"head": 0})
     with pytest.raises(ConfigurationError, match=r"rank_speeds=\[1\.0\] must be .* each of the 2 ranks"):
         partition_units(record, placement=placement, num_parameters=num_parameters, rank_speeds=[1.0])
 

@@ -17,7 +17,7 @@ from one_process import CPU, OneProcessPipeline, compare, compare_evaluation, re
 from torch import Tensor, nn
 
 from lightning_pp.errors import SplitError
-from lightning_pp.planning.conditions import Conditions
+from lightning_pp.planning.step_state import StepState
 from lightning_pp.runtime.randomness import StepRandomness
 from lightning_pp.split.record.least_cut import least_cut
 from lightning_pp.split.record.plan import StepPlan
@@ -251,7 +251,7 @@ def test_a_step_whose_code_between_units_is_another_gets_another_plan() -> None:
 
     def plan(subtracts: bool) -> StepPlan:
         module.subtracts = subtracts
-        return plans.plan("key", step, with_gradients=True, conditions=Conditions(attributes={(0, "s"): subtracts}))
+        return plans.plan("key", step, with_gradients=True, state=StepState(attributes=int(subtracts)))
 
     adding, subtracting = plan(False), plan(True)
     assert plan(False) is adding and plan(True) is subtracting and adding is not subtracting

@@ -65,7 +65,6 @@ def find(module: nn.Module, first: int) -> list[WideCut]:
     batch = torch.randint(0, VOCAB, (ROWS, LENGTH))
     record = dry_run(
         recorded(module, batch),
-        module=module,
         units=units,
         fake_parameters=FakeParameters(module, CPU),
         with_gradients=True,

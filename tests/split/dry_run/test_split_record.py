@@ -27,7 +27,6 @@ HANDS_ON = {"structured"}
 def record_of(module: nn.Module, batch: Any, *, units: Any = None, with_gradients: bool = True) -> StepRecord:
     return dry_run(
         recorded(module, batch),
-        module=module,
         units=discover_units(module, units),
         fake_parameters=FakeParameters(module, CPU),
         with_gradients=with_gradients,

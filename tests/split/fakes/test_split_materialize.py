@@ -43,6 +43,7 @@ def spread(module: nn.Module) -> dict[str, tuple[float, float]]:
 
 
 def test_reset_parameters_fills_plain_layers() -> None:
+    torch.manual_seed(0)
     module = materialized(plain)
     assert not any(p.is_meta for p in module.parameters())
     assert torch.equal(module[1].weight, torch.ones(8)) and torch.equal(module[1].running_var, torch.ones(8))

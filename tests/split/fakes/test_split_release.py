@@ -30,7 +30,6 @@ def test_a_recorded_model_is_freed() -> None:
     fake_parameters = FakeParameters(module, CPU)
     record = dry_run(
         recorded(module, torch.randint(0, 24, (3, 6))),
-        module=module,
         units=discover_units(module),
         fake_parameters=fake_parameters,
         with_gradients=True,

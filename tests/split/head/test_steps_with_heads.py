@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.cuts import CutOptions
-from lightning_pp.planning.stage_model import RecordedModel, assign_stages, record_model
+from lightning_pp.planning.stage_model import RecordedModel, RecordingOptions, assign_stages, record_model
 from lightning_pp.schedule import Placement
 
 WORDS, WIDTH = 96, 8
@@ -116,7 +116,7 @@ def recording_of(kind: type[Model], split_head: Any = 4) -> RecordedModel:
         with_gradients=True,
         patterns=None,
         num_stages=3,
-        split_head=split_head,
+        how=RecordingOptions(split_head=split_head),
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
 from typing import Any
 
 import pytest
@@ -116,6 +118,39 @@ class Conversions(text.SharedInList):
 def test_units_may_convert_their_own_modules() -> None:
     torch.manual_seed(7)
     compare(Conversions, [tokens_of(3)], 3)
+
+
+class Kernel(torch.autograd.Function):
+    """``tanh`` by code that reads memory at an address, as a raw kernel does. Address 0 ends the process."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        numbers = (ctypes.c_double * x.numel()).from_address(x.data_ptr())
+        result = torch.tensor([math.tanh(number) for number in numbers], dtype=x.dtype).view_as(x)
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        (result,) = ctx.saved_tensors
+        return gradient * (1 - result * result)
+
+
+class RunsKernel(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return Kernel.apply(super().forward(x))  # type: ignore[no-any-return]
+
+
+class Kernels(text.SharedInList):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(RunsKernel() for _ in range(3))
+
+
+def test_units_may_launch_raw_kernels() -> None:
+    torch.manual_seed(7)
+    compare(Kernels, [tokens_of(3)], 3)
 
 
 class Reversed(torch.autograd.Function):

@@ -15,6 +15,7 @@ from small_models import Blocks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_pp import PipelineParallelStrategy
 from lightning_pp.strategy.step.progress import reads_batch_idx
 
 NUM_BATCHES = 16
@@ -116,6 +117,22 @@ class KeepsATrainer(Changing):
         return self.elsewhere[0].global_step >= 10  # type: ignore[no-any-return]
 
 
+num_batches_ended = 0
+
+
+class ByGlobal(Changing):
+    def uses_third(self, batch: Any, batch_idx: int) -> bool:
+        return num_batches_ended % 5 == 3
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        global num_batches_ended
+        num_batches_ended += 1
+
+    def on_fit_start(self) -> None:
+        global num_batches_ended
+        num_batches_ended = 0
+
+
 CHANGING: list[type[Changing]] = [ByBit, ByEpoch, ByCounter, ByValue, UpdatesParameters]
 MORE_CHANGING: list[type[Changing]] = [InASet, ByDivmod, ByIndexUnderAnotherName, ByEntryOfADict, ByText]
 
@@ -143,13 +160,15 @@ class Losses(pl.Callback):
         self.found.append(float(outputs["loss"]))
 
 
-def train(kinds: list[type[Changing]], pipelined: bool) -> list[tuple[list[float], dict[str, Tensor]]]:
+def train(kinds: list[type[Changing]], pipelined: bool, **given: Any) -> list[tuple[list[float], dict[str, Tensor]]]:
     """In a worker: for each kind of module the losses, and the weights that the rank holds."""
     runs = []
     for kind in kinds:
         module, losses = kind(), Losses()
         options: dict[str, Any] = {"precision": "64-true", "callbacks": [losses], "max_epochs": 2}
-        run = trainer(**options) if pipelined else trainer(1, "auto", **options)
+        strategy = PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=2, **given)
+        run = trainer(2, strategy, **options) if pipelined else trainer(1, "auto", **options)
+        module.elsewhere = [run]
         run.fit(module, batches(with_text=kind is ByText))
         runs.append((losses.found, {name: weight.detach().clone() for name, weight in module.named_parameters()}))
     return runs
@@ -159,8 +178,12 @@ def train(kinds: list[type[Changing]], pipelined: bool) -> list[tuple[list[float
     "kinds", [CHANGING, pytest.param(MORE_CHANGING, marks=pytest.mark.nightly)], ids=["usual", "more"]
 )
 def test_each_trains_as_on_one_device(pool: WorkerPool, kinds: list[type[Changing]]) -> None:
+    check_against_one_device(pool, kinds)
+
+
+def check_against_one_device(pool: WorkerPool, kinds: list[type[Changing]], **given: Any) -> None:
     [expected] = pool.run(train, kinds, False, world_size=1, timeout=120)
-    ranks = pool.run(train, kinds, True, world_size=2, timeout=280)
+    ranks = pool.run(train, kinds, True, world_size=2, timeout=280, **given)
     for number, (kind, (losses, weights)) in enumerate(zip(kinds, expected, strict=True)):
         assert len(losses) == 2 * NUM_BATCHES
         for rank in ranks:
@@ -169,6 +192,10 @@ def test_each_trains_as_on_one_device(pool: WorkerPool, kinds: list[type[Changin
         assert held.keys() == weights.keys()
         for name, weight in weights.items():
             torch.testing.assert_close(held[name], weight, rtol=1e-9, atol=1e-12, msg=f"{kind.__name__}: {name}")
+
+
+def test_a_step_that_depends_on_what_is_not_seen_trains_if_each_microbatch_is_rehearsed(pool: WorkerPool) -> None:
+    check_against_one_device(pool, [KeepsATrainer, ByGlobal], dynamic_step=True)
 
 
 def train_with_a_hidden_trainer() -> None:
@@ -183,7 +210,7 @@ def test_a_trainer_that_the_module_does_not_give_is_refused_with_the_line(pool: 
     assert any(
         "test_changing_steps.py" in message
         and "called unit 'blocks.2', but the recorded step called 'blocks.3' there" in message
-        and "a trainer that it does not get from the module" in message
+        and "set dynamic_step=True on the strategy" in message
         for message in messages
     ), messages
 

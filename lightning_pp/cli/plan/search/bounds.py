@@ -20,6 +20,7 @@ from lightning_pp.schedule import Placement, Schedule
 from lightning_pp.schedule.program.coded import B, F, I
 from lightning_pp.schedule.registry import ScheduleRequest, schedule_family
 from lightning_pp.split.cut.partition import Partition, inseparable_groups, partition_units
+from lightning_pp.split.cut.unit_costs import estimate_unit_costs, weighted
 from lightning_pp.split.memory.activation_memory import least_held
 from lightning_pp.split.memory.state_memory import ParameterSize
 
@@ -54,12 +55,12 @@ class Blocks:
         """
         groups = inseparable_groups(recording.record)
         one = Placement.interleaved(1)
+        estimated = estimate_unit_costs(recording.record, recording.num_parameters, wishes.flops_per_byte)
         whole = partition_units(
             recording.record,
             placement=one,
             num_parameters=recording.num_parameters,
-            unit_weights=wishes.unit_weights,
-            flops_per_byte=wishes.flops_per_byte,
+            costs=weighted(estimated, wishes.unit_weights or {}),
         )
         block_of_unit = {unit: index for index, group in enumerate(groups) for unit in group}
         split = assign_stages(recording, placement=one, partition=whole)

@@ -242,7 +242,7 @@ class PlanSearch:
     def _blocks_of(self, layout: Layout) -> list[Blocks]:
         """Of the recording, and of the one with its head whole, where that is another."""
         recording, found = self._recording(layout), []
-        wishes = replace(self._options.cut, flops_per_byte=self._step.flops_per_byte)
+        wishes = replace(self._options.cut, flops_per_byte=self._step.device.flops_per_byte)
         for one in filter(None, (recording, recording.whole)):
             if id(one) not in self._blocks:  # recordings are kept, so that their ids stay their own
                 self._blocks[id(one)] = Blocks.of(one, self._costs(1), wishes)

@@ -23,6 +23,7 @@ from lightning_pp.conf.targets import build
 from lightning_pp.distributed.sizes import ParallelSizes
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.activation_checkpointing import ActivationCheckpointing
+from lightning_pp.planning.hardware.devices import PlannedDevice
 from lightning_pp.planning.pipeline_options import PipelineOptions
 from lightning_pp.schedule.registry import is_schedule_file, schedule_family
 from lightning_pp.split.data.microbatch import batch_size_of
@@ -111,14 +112,8 @@ def _searched(config: DictConfig, request: Request, batch: _Batch, tell: Callabl
 
     device_type = "cpu" if config.trainer.accelerator == "cpu" else "cuda"
     with user_errors(FileNotFoundError):
-        return look_at_first_step(
-            trainer_options(config.trainer),
-            model,
-            data,
-            look,
-            device_type=device_type,
-            flops_per_byte=request.speed.flops_per_byte_of_cuts,
-        )
+        device = PlannedDevice(device_type, request.speed.flops_per_byte_of_cuts)
+        return look_at_first_step(trainer_options(config.trainer), model, data, look, device)
 
 
 def _check(config: DictConfig) -> None:

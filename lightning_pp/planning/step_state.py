@@ -1,10 +1,8 @@
-"""What a step may go by besides its batch's shapes, values and what it draws: progress, attributes, text."""
+"""What a step may depend on besides its batch: the training's progress, and attributes of the module."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from enum import Enum
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -20,38 +18,27 @@ _PLAIN = (type(None), bool, int, float, str)
 _MOST_ENTRIES = 256
 
 
-class Conditions(NamedTuple):
-    """What a step may go by besides its batch's shapes, values and what it draws.
+class StepState(NamedTuple):
+    """What a step may depend on besides its batch.
 
     Attributes:
         progress: How far the training is.
-        attributes: What the module holds outside of units: a number for the module and a name, to an outline.
-        opaque: What the batch holds that its signature says nothing of, such as text.
+        attributes: The version of the attributes outside units; see :class:`AttributesOutsideUnits`.
     """
 
     progress: Any = None
-    attributes: Mapping[tuple[int, str], Any] = MappingProxyType({})
-    opaque: tuple[Any, ...] = ()
+    attributes: int = 0
 
-    def matches(self, others: Conditions, *, with_progress: bool) -> bool:
-        """Whether a step has nothing else to go by than it had under ``others``.
-
-        Args:
-            others: The other conditions.
-            with_progress: Whether the step goes by the training's progress.
-        """
-        return (
-            (not with_progress or self.progress == others.progress)
-            and self.attributes == others.attributes
-            and self.opaque == others.opaque
-        )
+    def matches(self, other: StepState, *, with_progress: bool) -> bool:
+        """Whether nothing has changed since ``other``; progress counts if ``with_progress``."""
+        return self.attributes == other.attributes and (not with_progress or self.progress == other.progress)
 
 
-NO_CONDITIONS = Conditions()
+INITIAL_STATE = StepState()
 
 
 class AttributesOutsideUnits:
-    """The attributes that code between units may go by.
+    """Watches the attributes that code between units may read.
 
     Args:
         module: The whole model.
@@ -67,15 +54,21 @@ class AttributesOutsideUnits:
             for name, child in module.named_modules()
             if name not in units and not name.startswith(inside) and not isinstance(child, Metric)
         ]
+        self._outlines: dict[tuple[int, str], Any] = {}
+        self._version = 0
 
-    def outlines(self) -> dict[tuple[int, str], Any]:
-        """What code may branch by in each attribute, by the number of its module and its name."""
-        return {
+    def version(self) -> int:
+        """A number that grows when any of the attributes has changed since the last call."""
+        outlines = {
             (number, key): outline_of(value)
             for number, held in enumerate(self._held)
             for key, value in held.items()
             if key not in self._not_the_users
         }
+        if outlines != self._outlines:
+            self._outlines = outlines
+            self._version += 1
+        return self._version
 
 
 def outline_of(value: Any) -> Any:
@@ -98,14 +91,6 @@ def _outline_of_entry(value: Any) -> Any:
     return value.shape if isinstance(value, Tensor) else id(value)
 
 
-def opaque_leaves(tree: Any) -> tuple[Any, ...]:
-    """What ``tree`` holds that :func:`~lightning_pp.planning.step_plans.signature_of` says nothing of.
-
-    Text and members of an enumeration are given as they are. Another object is equal to none,
-    since what is in it may have changed.
-    """
-    return tuple(
-        leaf if isinstance(leaf, (str, bytes, Enum)) else object()
-        for leaf in leaves_of(tree)
-        if not (leaf is None or isinstance(leaf, (Tensor, bool, int, float)))
-    )
+def holds_objects(tree: Any) -> bool:
+    """Whether ``tree`` holds anything that its signature does not describe, such as text."""
+    return any(not (leaf is None or isinstance(leaf, (Tensor, bool, int, float))) for leaf in leaves_of(tree))

@@ -1,0 +1,69 @@
+"""All ranks of a pipeline run the same batch, and know the same parameters to be frozen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_pp.distributed.control import ControlGroups
+from lightning_pp.distributed.fingerprints import Fingerprint, check_same_batch, check_same_given, fingerprint
+from lightning_pp.distributed.sizes import ParallelSizes
+from lightning_pp.strategy.batch.run import StepCall
+from lightning_pp.strategy.step.data import reads_streams, warn_of_equal_streams
+from lightning_pp.strategy.step.frozen import FrozenParameters
+
+_BATCHES_CHECKED_BEFOREHAND = 2
+
+
+class BatchComparison:
+    """Compares batches in the first two of an epoch before they run; later ones are checked by the report of each.
+
+    Args:
+        module: The user's module.
+        groups: Join the ranks.
+        sizes: How many there are.
+        frozen: Which parameters are frozen.
+        rank: This process's global rank.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        groups: ControlGroups,
+        sizes: ParallelSizes,
+        frozen: FrozenParameters,
+        rank: int,
+    ) -> None:
+        self._module = module
+        self._groups = groups
+        self._sizes = sizes
+        self._frozen = frozen
+        self._rank = rank
+        self._fingerprint: Fingerprint | None = None
+
+    def note(self, batch: Any, number: int, number_in_run: int) -> None:
+        """Remembers the fingerprint of the batch that is about to be run: of all of it in a run's first batches."""
+        if self._sizes.pipeline > 1:
+            is_read_whole = number_in_run < _BATCHES_CHECKED_BEFOREHAND
+            self._fingerprint = fingerprint(batch, self._rank, None if is_read_whole else number)
+
+    def compare(self, call: StepCall, batch: Any) -> None:
+        """Raises :class:`BatchError` or :class:`ConfigurationError` where ranks differ; every rank has to call it."""
+        mine, groups = self._fingerprint, self._groups
+        if mine is not None and call.batch_idx < _BATCHES_CHECKED_BEFOREHAND:
+            given = fingerprint(batch, mine.rank)
+            told = groups.gather_in_pipeline((mine, given, self._frozen.tell()))
+            check_same_batch([mine, *(each for each, _, _ in told if each.rank != mine.rank)], call.batch_idx)
+            check_same_given([given, *(each for _, each, _ in told if each.rank != mine.rank)], call.batch_idx)
+            self._frozen.take_up(frozen for *_, frozen in told)
+            is_first = call.training and call.batch_idx == 0
+            if is_first and self._sizes.data_parallel > 1 and reads_streams(self._module.trainer):
+                warn_of_equal_streams(groups.gather(mine.numbers, "the first batch of an epoch"))
+        elif call.training and self._sizes.pipeline > 1:
+            self._frozen.check(call.batch_idx)
+
+    def take(self) -> Fingerprint | None:
+        """The fingerprint of the batch under way, for its report."""
+        mine, self._fingerprint = self._fingerprint, None
+        return mine

@@ -1,0 +1,248 @@
+"""The options of the strategy: documented here alone, checked as soon as they are given, and handed on in groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from lightning_pp.distributed.sizes import Auto
+from lightning_pp.errors import ConfigurationError
+from lightning_pp.planning.activation_checkpointing import ActivationCheckpointing
+from lightning_pp.planning.cuts import CutOptions, names_of
+from lightning_pp.planning.pipeline_options import BatchOptions, OnNonFinite, PipelineOptions, UnequalData
+from lightning_pp.planning.schedules.given_costs import given_costs
+from lightning_pp.planning.schedules.options import DEFAULT_NUM_PROFILED_BATCHES, ScheduleOptions
+from lightning_pp.planning.schedules.source import schedule_source
+from lightning_pp.planning.sharded_stages import ShardingSettings
+from lightning_pp.runtime.compilation import check_compile_options
+from lightning_pp.schedule import StageCosts
+from lightning_pp.schedule.sharding import ShardingMode
+from lightning_pp.split.data.microbatch import SplitBatch
+from lightning_pp.strategy.lightning.mesh_strategy import MeshStrategy
+
+
+class CheckpointOptions(NamedTuple):
+    """The strategy's arguments that concern checkpoints.
+
+    Attributes:
+        is_sharded: Whether they are folders.
+        in_background: Whether they are written while training goes on.
+        initial_weights: What to start from.
+    """
+
+    is_sharded: bool
+    in_background: bool
+    initial_weights: str | Path | None
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The strategy's arguments that concern a run, and not the plan of its pipeline.
+
+    Attributes:
+        compile: True, or options of ``torch.compile``.
+        meta_init: Whether parameters are made without memory.
+        checkpoints: What is said of checkpoints.
+        deadlock_seconds: The run ends if all ranks have waited so long.
+        preemption_seconds: How long a batch may take to begin, after a signal.
+
+    Raises:
+        ConfigurationError: A value is not of its kind.
+    """
+
+    compile: bool | Mapping[str, Any]
+    meta_init: bool
+    checkpoints: CheckpointOptions
+    deadlock_seconds: float
+    preemption_seconds: float
+
+    def __post_init__(self) -> None:
+        for name in ("deadlock_seconds", "preemption_seconds"):
+            if not getattr(self, name) > 0:
+                raise ConfigurationError(f"{name}={getattr(self, name)!r} must be a number of seconds above 0.")
+        check_compile_options(self.compile)
+
+    @property
+    def compile_options(self) -> dict[str, Any] | None:
+        """Keyword arguments for ``torch.compile`` of each unit; None to leave units as they are."""
+        return check_compile_options(self.compile)
+
+    @property
+    def needs_engine(self) -> bool:
+        """Whether something is asked for that a pipeline's engine does with one stage too."""
+        _, in_background, initial_weights = self.checkpoints
+        return bool(self.compile or self.meta_init or in_background or initial_weights is not None)
+
+
+class StrategyOptions(MeshStrategy):
+    """Trains an unmodified LightningModule as a pipeline, with the loss curve of one device.
+
+    The strategy runs the training step once on fake parameters to cut the module into stages. Every rank then runs
+    the same step, with fakes for the parameters of other stages. FSDP2 shards the parameters of a stage over the
+    data-parallel ranks. The pipeline's program decides when they are gathered and reduced.
+
+    One stage on one device is plain training: :attr:`is_plain`.
+
+    It is not a ``ModelParallelStrategy``, because Lightning refuses double precision for those.
+
+    Args:
+        pipeline_parallel_size: Number of ranks along the pipeline. ``"auto"``: devices / ``data_parallel_size``.
+        data_parallel_size: Number of replicas of the pipeline. ``"auto"``: devices / ``pipeline_parallel_size``.
+        num_microbatches: Number of slices of each batch along dimension 0. ``"auto"``: 2 to 4 per pipeline rank.
+        schedule: Name of a schedule (:func:`lightning_pp.schedule.available_schedules`), a CSV file, or ``"auto"``. A
+            CSV file has torch's notation and fixes placement and order, also for fewer microbatches. ``"auto"`` chooses
+            placement and a first order by costs estimated from FLOPs. After the first batches it searches for an order
+            with measured costs. No result depends on the schedule.
+        stages_per_rank: Number of stages on each rank. None: what is usual for the schedule; 1 or 2 with ``"auto"``.
+        costs: Costs of the stages, or a JSON file of them (``save_costs`` of an earlier run). Nothing is measured then.
+            ``held_after_forward`` and ``held_after_input`` are in GiB; bytes are estimated if they are left at 1.0.
+        save_costs: JSON file to which rank 0 writes measured costs, with any schedule.
+        num_profiled_batches: Number of training batches that are measured, after two for warm-up.
+        memory_limit_gib: Most GiB that a rank may hold for microbatches between their F and their W, with any schedule.
+            It counts what autograd saves and what waiting weight gradients keep. Without it ``"auto"`` holds at most
+            what ``zb_h2`` would, two microbatches per pipeline rank.
+        device_memory_gib: Most GiB that a rank may hold altogether; cuts and ``"auto"`` keep to it. The dry run
+            estimates parameters, gradients, optimizer state, activations, and buffers of messages and gathers. On a
+            device, communicators are measured too. Leave room for temporaries of operations, the allocator, CUDA, and
+            channels between ranks that are not neighbours.
+        search_seconds: With ``"auto"``, wall-clock seconds that rank 0 may search. Hand-made schedules are always
+            compared. None: no time limit; the search stops by its own effort.
+        whole_batch_loss: Run the code after the last unit once, on the joined outputs of all microbatches. A loss needs
+            this if it is not a mean or sum over samples, such as an in-batch contrastive loss. With any schedule, every
+            rank then runs all forwards first and holds all microbatches; ``lightning-pp-plan`` shows the cost. By
+            default that code runs once for each microbatch.
+        check_first_batches: Run a part of the first batches both in one piece and in two, forward only, and compare.
+            The first two batches of a fit and the first of validation are checked. A difference in loss, logged values,
+            outputs or changed attributes ends the run; the error says where samples are coupled.
+        dynamic_step: Rehearse each microbatch before it runs, to find out which units it calls. This costs about 0.1 ms
+            per unit call. Set it only if an error asks for it: the called units then depend on what the pipeline cannot
+            see, such as a global variable.
+        on_nonfinite: Reaction to a NaN or infinite loss, or gradient before an update. ``"error"``: the run ends with a
+            :class:`~lightning_pp.errors.NonFiniteError` before anything is updated with it. ``"skip"``: all ranks skip
+            the update, with a warning. ``"ignore"``: nothing is checked. ``"error"`` and ``"skip"`` do not save weights
+            that are not finite. ``16-mixed`` skips by its scaler.
+        unequal_data: Reaction to ranks with different numbers of batches. ``"error"``: the run ends and names both
+            numbers. ``"shortest"``: every loader ends on all ranks when the first rank runs out. For data without a
+            length the ranks ask each other before each batch.
+        units: Names or shell patterns of modules that stay whole on one stage. None: they are found.
+        split_points: Names of the units that start stages 1, 2, ...; a block's child cuts the block there. By default
+            the cut has the shortest step, by given measured costs, else by FLOPs and parameters. It is inside of blocks
+            where that makes the step at least 2 % shorter.
+        unit_weights: Factor for the cost of units in the cut, by name or shell pattern.
+        rank_speeds: Relative speed of each pipeline rank, if devices differ.
+        split_head: Number of parts into which a last ``nn.Linear`` is cut along its classes, for several stages; False,
+            or ``"auto"``. Its logits must go into one cross entropy. ``"auto"`` cuts a head that costs more than a
+            stage, if the step gets shorter. Every stage with a part holds the whole weight. Steps that use the logits
+            otherwise (metrics, prediction) run the whole head on the last stage.
+        sharding: What data-parallel ranks share of a stage. ``"replicate"``: nothing; gradients are all-reduced.
+            ``"shard_grad_op"``: parameters, gradients and optimizer states are sharded, and parameters gathered once
+            per step. ``"full_shard"``: parameters are gathered before each window of use, and freed after it.
+        unshard_budget: With ``"full_shard"``, most bytes of gathered parameters on a rank. None: two stages, but at
+            most half of what the rank holds and at least its two largest units.
+        cpu_offload: Keep parameters, gradients and optimizer states of units on the host, and run the optimizer there.
+            It works with one replica, but not with ``"replicate"``.
+        data_parallel_replicate_size: Number of data-parallel ranks that hold the same shards (HSDP); a divisor of
+            ``data_parallel_size``. Gathers stay within ``data_parallel_size / data_parallel_replicate_size`` ranks.
+        compile: True, or options of ``torch.compile``: compile every unit by itself. Where the backward is split, their
+            weight gradients wait for W too. Units that are one layer of torch are not compiled.
+        activation_checkpointing: Units that keep only their inputs and run again in backward. True: units in lists of
+            repeated blocks. Names or patterns: those units. A policy, or a list of operations whose outputs are saved,
+            as ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes them: repeated blocks.
+        save_distributed_checkpoint: True: every rank writes its shard, into a folder that loads under any other layout.
+            False: one ``.ckpt`` file, from which a plain ``Trainer()`` on one device resumes.
+        async_checkpoint: Write checkpoints while training continues; see :meth:`wait_for_checkpoint`.
+        meta_init: Run ``configure_model`` without allocating parameters, as ``trainer.init_module(empty_init=True)``
+            does. A rank allocates what it owns and initialises it by ``_init_weights`` or ``reset_parameters``. The
+            values differ from those of one device.
+        initial_weights: Path or URL of weights to start from: a ``.safetensors`` file, a Hugging Face model directory,
+            a checkpoint of any kind, or a saved ``state_dict``. Every rank reads what it owns. The names may lack a
+            prefix that all the module's names have.
+        process_group_backend: ``"nccl"``, ``"gloo"``, ...; by default what suits the device.
+        deadlock_seconds: Seconds after which a deadlock ends the run. In a deadlock every rank waits for the others in
+            one call, and none runs the user's code. All ranks then end with code 1 and report where each stands.
+        preemption_seconds: After a signal the run ends at the next batch, which must begin within this many seconds.
+            Otherwise all processes end at once with the signal's code (143 for SIGTERM) and save nothing. Raise it for
+            long batches.
+        timeout: How long a collective or a message may wait. None: ten minutes over NCCL, half an hour over gloo, as in
+            torch. The first meeting of all processes may take half an hour.
+        flight_recorder_dirpath: Folder for torch's flight recorder. If a collective or message over NCCL times out,
+            each rank writes its latest ones there. None: nothing is recorded.
+        split_batch: Function ``split_batch(batch, n)`` that cuts a batch on the device into at most ``n`` microbatches.
+            Give it if cutting along dimension 0 is wrong (graphs, objects). It returns a list of
+            :class:`lightning_pp.BatchPart`, or of data whose tensors share one length along dimension 0, the same on
+            every rank of a pipeline. In a configuration: ``{_target_: hydra.utils.get_method, path:
+            my_module.split_graphs}``.
+
+    Raises:
+        ConfigurationError: The product of the sizes is not the number of devices; ``sharding`` is unknown; the budget
+            is less than one unit; a number is less than 1; a file is for other sizes; no cut fits
+            ``device_memory_gib``; or the module or the trainer needs what a pipeline cannot do.
+        ScheduleError: The schedule is unknown or does not allow ``stages_per_rank``; its file cannot be run; or no
+            schedule fits the memory limit.
+    """
+
+    def __init__(
+        self,
+        pipeline_parallel_size: int | Auto = "auto",
+        data_parallel_size: int | Auto = "auto",
+        num_microbatches: int | Auto = "auto",
+        *,
+        schedule: str | PathLike[str] = "zb_h1",
+        stages_per_rank: int | None = None,
+        costs: StageCosts | str | PathLike[str] | None = None,
+        save_costs: str | PathLike[str] | None = None,
+        num_profiled_batches: int = DEFAULT_NUM_PROFILED_BATCHES,
+        memory_limit_gib: float | None = None,
+        device_memory_gib: float | None = None,
+        search_seconds: float | None = None,
+        whole_batch_loss: bool = False,
+        check_first_batches: bool = True,
+        dynamic_step: bool = False,
+        on_nonfinite: OnNonFinite = "error",
+        unequal_data: UnequalData = "error",
+        units: Sequence[str] | str | None = None,
+        split_points: Sequence[str] | str | None = None,
+        unit_weights: Mapping[str, float] | None = None,
+        rank_speeds: Sequence[float] | None = None,
+        split_head: bool | int | Literal["auto"] = "auto",
+        sharding: ShardingMode = "shard_grad_op",
+        unshard_budget: int | None = None,
+        cpu_offload: bool = False,
+        data_parallel_replicate_size: int = 1,
+        compile: bool | Mapping[str, Any] = False,
+        activation_checkpointing: ActivationCheckpointing = False,
+        save_distributed_checkpoint: bool = True,
+        async_checkpoint: bool = False,
+        meta_init: bool = False,
+        initial_weights: str | Path | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
+        deadlock_seconds: float = 60.0,
+        preemption_seconds: float = 25.0,
+        flight_recorder_dirpath: str | Path | None = None,
+        split_batch: SplitBatch | None = None,
+    ) -> None:
+        shards = ShardingSettings(sharding, unshard_budget, cpu_offload, data_parallel_replicate_size)
+        super().__init__(
+            pipeline_parallel_size, data_parallel_size, process_group_backend, timeout, shards, flight_recorder_dirpath
+        )
+        source = schedule_source(schedule, stages_per_rank, whole_batch_loss, search_seconds)
+        source.check_sizes(pipeline_parallel_size)
+        self.options = PipelineOptions(
+            ScheduleOptions(source, memory_limit_gib, given_costs(costs), num_profiled_batches, save_costs),
+            BatchOptions(num_microbatches, split_batch, check_first_batches, on_nonfinite, unequal_data, dynamic_step),
+            CutOptions(names_of(split_points), unit_weights, rank_speeds, names_of(units), split_head),
+            shards,
+            activation_checkpointing,
+            device_memory_gib,
+        )
+        checkpoints = CheckpointOptions(save_distributed_checkpoint, async_checkpoint, initial_weights)
+        self.run_options = RunOptions(compile, meta_init, checkpoints, deadlock_seconds, preemption_seconds)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Makes what the strategy consists of, once the options are there."""
