@@ -53,7 +53,7 @@ class PipelineWandbLogger(WandbLogger):
             raise ConfigurationError(f"log_model_as={log_model_as!r} must be 'files' or 'reference'.")
         if every_node and offline:
             raise ConfigurationError(
-                "every_node=True needs offline=False: the processes of one W&B run are joined by its server."
+                "every_node=True needs offline=False: W&B's server joins the processes of one run."
             )
         super().__init__(save_dir=os.fspath(save_dir), **kwargs)
         self.log_model = log_model

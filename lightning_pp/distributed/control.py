@@ -211,10 +211,10 @@ def _check_same_place(told: Sequence[str]) -> None:
     other = next((replica for replica, what in enumerate(told) if what != told[0]), None)
     if other is not None:
         raise ConfigurationError(
-            f"Replicas are at different places: replica 0 tells {told[0]}, and replica {other} tells {told[other]}. "
-            "Their data have different numbers of batches, or the code of the user goes different ways on them. With "
-            'data of unequal length, unequal_data="shortest" of the strategy ends all replicas where the first runs '
-            "out of data."
+            f"Replicas are at different points of the run: replica 0 tells {told[0]}, and replica {other} tells "
+            f"{told[other]}. Their data have different numbers of batches, or your code took different branches on "
+            'them. For data of unequal length set unequal_data="shortest" on the strategy: all replicas then end '
+            "when the first one runs out of data."
         )
 
 

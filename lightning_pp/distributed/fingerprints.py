@@ -85,8 +85,8 @@ def check_same_batch(fingerprints: Sequence[Fingerprint], batch_idx: int) -> Non
     if different := _different(fingerprints, "loaded"):
         raise BatchError(
             f"Batch {batch_idx} differs between the ranks of one pipeline{different}. Every rank of a pipeline must "
-            "load the same batch. Seed what the dataset, its transforms and its sampler draw "
-            "(seed_everything(seed, workers=True)), and let nothing in them depend on the rank: shard data by "
+            "load the same batch. Seed the random numbers of the dataset, its transforms and its sampler "
+            "(seed_everything(seed, workers=True)), and let none of them depend on the rank. Shard data by "
             "strategy.data_parallel_rank and strategy.data_parallel_size, not by global_rank."
         )
 
@@ -100,10 +100,10 @@ def check_same_given(fingerprints: Sequence[Fingerprint], batch_idx: int) -> Non
     """
     if different := _different(fingerprints, "gave the step"):
         raise BatchError(
-            f"The ranks of one pipeline loaded the same batch {batch_idx}, and it differs after "
-            f"on_after_batch_transfer{different}. Every rank must give its step the same batch. In the hooks of the "
-            "transfer draw from the default generators, which are alike on all ranks of a pipeline, or from one that "
-            "is seeded alike, and let nothing depend on the rank."
+            f"The ranks of one pipeline loaded the same batch {batch_idx}, but it differs after "
+            f"on_after_batch_transfer{different}. Every rank must pass its step the same batch. In transfer hooks, "
+            "draw from the default generators, which are equal on all ranks of a pipeline, or from one that is "
+            "seeded equally. Let nothing in them depend on the rank."
         )
 
 

@@ -85,6 +85,6 @@ def _connected() -> TCPStore:
         return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)
     except DistError as error:
         raise ConnectionError(
-            f"The store of torchrun ({_address()}) does not answer in {_CONNECT_SECONDS:.0f} s: the torchrun of the "
-            "first node has ended, or cannot be reached from this one. Start the job again, on all nodes."
+            f"The store of torchrun ({_address()}) did not answer within {_CONNECT_SECONDS:.0f} s. The torchrun of "
+            "the first node has ended, or this node cannot reach it. Start the job again, on all nodes."
         ) from error

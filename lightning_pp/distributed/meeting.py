@@ -59,7 +59,7 @@ class TextStore:
         try:
             told: bytes = self._store.get(f"{self._prefix}/{name}")
         except DistStoreError as error:
-            raise TimeoutError(f"Nothing has come to {self.description} under {name}.") from error
+            raise TimeoutError(f"Nothing was written to {self.description} under {name}.") from error
         return told.decode()
 
     def count(self, name: str, more: int = 1) -> int:
@@ -118,8 +118,8 @@ def _give_name(store: TextStore, num_ranks: int, telling: str, seconds: float) -
         elif time.monotonic() > deadline:
             which = ", ".join(map(str, late[:_MOST_NAMED])) + (", ..." if len(late) > _MOST_NAMED else "")
             raise TimeoutError(
-                f"{len(late)} of {num_ranks} ranks ({which}) have not come to {store.description} in {seconds:.0f} s. "
-                "Start the job again, on all nodes."
+                f"{len(late)} of {num_ranks} ranks ({which}) did not reach {store.description} within {seconds:.0f} "
+                "s. Start the job again, on all nodes."
             )
         else:
             time.sleep(_POLL_S)
@@ -147,7 +147,7 @@ def _take_name(store: TextStore, rank: int, num_ranks: int, telling: str, second
         else:
             time.sleep(_POLL_S)
     raise TimeoutError(
-        f"Rank {rank} has got no answer of rank 0 for all {num_ranks} ranks from {store.description} in "
+        f"Rank {rank} got no answer from rank 0 (for all {num_ranks} ranks) through {store.description} within "
         f"{seconds:.0f} s. Start the job again, on all nodes."
     )
 

@@ -43,7 +43,7 @@ class MessageLine:
         self._thread: threading.Thread | None = None
         self._number = 0
 
-    def tell(self, produce: Callable[[], Any]) -> Future[Any]:
+    def send(self, produce: Callable[[], Any]) -> Future[Any]:
         """Sends the message of a batch; the last stage calls this once a batch, each other rank :meth:`listen`.
 
         Args:
@@ -142,7 +142,7 @@ def _listen(message: Future[Any], groups: ControlGroups, tag: int) -> None:
             payload += _receive(missing, groups, tag + 1)
         failed, content = pickle.loads(payload)
     except RuntimeError as error:
-        message.set_exception(RankStoppedError(f"What a batch came to did not arrive from the last stage: {error}"))
+        message.set_exception(RankStoppedError(f"The results of a batch did not arrive from the last stage: {error}"))
     except Exception as error:  # whatever unpickling raises
         message.set_exception(error)
     else:

@@ -62,7 +62,7 @@ def recomputation_of(
     for call in record.calls:
         if call.unit in names and (call.region is not None or call.num_regions_inside):
             raise ConfigurationError(
-                f"The unit {call.unit!r} is checkpointed by the model itself, and activation_checkpointing would run "
+                f"The model already checkpoints the unit {call.unit!r} itself, and activation_checkpointing would run "
                 "it a third time. Turn one of the two off: gradient_checkpointing_disable() for a model of "
                 "transformers, or leave activation_checkpointing out."
             )
@@ -94,8 +94,8 @@ def _repeated(module: nn.Module, units: Mapping[str, nn.Module]) -> set[str]:
     names = {name for name, unit in units.items() if any(modules.get(one) in blocks for one in _around(name, unit))}
     if not names:
         raise ConfigurationError(
-            f"activation_checkpointing is for repeated blocks, and none of the units of {type(module).__name__} "
-            f"({', '.join(list(units)[:5])}) is one of a list. Name units: activation_checkpointing=['...']."
+            f"activation_checkpointing=True applies to repeated blocks, but {type(module).__name__} has none among "
+            f"its units ({', '.join(list(units)[:5])}). Name units: activation_checkpointing=['...']."
         )
     return names
 

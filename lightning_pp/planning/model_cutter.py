@@ -142,7 +142,7 @@ class ModelCutter:
         """Where training would put the stages.
 
         Raises:
-            ConfigurationError, SplitError, ScheduleError: As :func:`lightning_pp.planning.tuning.choose_layout` says.
+            ConfigurationError, SplitError, ScheduleError: As :func:`lightning_pp.planning.tuning.best_layout` says.
         """
         request = self._request()
         if len(request.placements) == 1:

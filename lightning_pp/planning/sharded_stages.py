@@ -47,23 +47,23 @@ class ShardingSettings:
         if self.mode == "replicate" and self.replicate_size != 1:
             raise ConfigurationError(
                 f"data_parallel_replicate_size={self.replicate_size} shards within groups of replicas, but "
-                "sharding='replicate' shards nothing: leave it at 1, or choose shard_grad_op or full_shard."
+                "sharding='replicate' shards nothing. Leave it at 1, or choose shard_grad_op or full_shard."
             )
         if not isinstance(self.cpu_offload, bool):
             raise ConfigurationError(f"cpu_offload={self.cpu_offload!r} must be True or False.")
         if self.cpu_offload and self.mode == "replicate":
             raise ConfigurationError(
-                "cpu_offload=True keeps shards on the host and gathers them for a step, but sharding='replicate' has "
-                "whole parameters on every device and gathers nothing: choose shard_grad_op or full_shard, which do so "
-                "with one replica too, or leave cpu_offload out."
+                "cpu_offload=True keeps shards on the host and gathers them for a step, but sharding='replicate' "
+                "keeps whole parameters on every device. Choose shard_grad_op or full_shard, which also work with "
+                "one replica, or leave cpu_offload out."
             )
         budget = self.unshard_budget
         if budget is None:
             return
         if self.mode != "full_shard":
             raise ConfigurationError(
-                f"unshard_budget={budget} is the memory window of sharding='full_shard', and sharding={self.mode!r} "
-                "has none: leave one of the two out."
+                f"unshard_budget={budget} limits the memory of gathered parameters in sharding='full_shard', but "
+                f"sharding={self.mode!r} has no such limit. Leave out unshard_budget, or choose full_shard."
             )
         if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
             raise ConfigurationError(f"unshard_budget={budget!r} must be a number of bytes, at least 1, or None.")

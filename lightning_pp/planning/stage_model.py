@@ -50,11 +50,11 @@ class Refinement:
         several = len(self.blocks) > 1
         where = f"{len(self.blocks)} blocks" if several else "a block"
         if math.isinf(self.before_ms):
-            why = "no cut between whole blocks keeps the limit of memory"
+            why = "no cut between whole blocks stays within the memory limit"
         else:
             saved = 1 - self.after_ms / self.before_ms
             whole = "these blocks" if several else "this block"
-            why = f"a step is estimated to take {saved:.1%} less time so than with {whole} whole"
+            why = f"a step is estimated to take {saved:.1%} less time than with {whole} whole"
         return f"Cuts fall inside of {where} ({', '.join(self.blocks)}): {why}."
 
 
@@ -324,7 +324,7 @@ def places_of(recording: RecordedModel, partition: Partition, updates: Updates =
         updates: Parameters that hooks write into, and those that they compute their new values from.
     """
     record, units, fake_parameters = recording.record, recording.units, recording.fake_parameters
-    partition = _beside_what_they_follow(recording, partition, updates)
+    partition = _colocate_averaged_copies(recording, partition, updates)
     direct = direct_parameters(record, partition.stage_of_unit, partition.num_stages)
     owners = _owners(fake_parameters, units, record, partition, direct)
     for name, others in updates.items():
@@ -342,7 +342,7 @@ def parameter_sizes_of(recording: RecordedModel, places: Places) -> tuple[Parame
     return parameter_sizes(recording.fake_parameters, recording.units, places.owners, places.direct)
 
 
-def _beside_what_they_follow(recording: RecordedModel, partition: Partition, updates: Updates) -> Partition:
+def _colocate_averaged_copies(recording: RecordedModel, partition: Partition, updates: Updates) -> Partition:
     """Moves units that the step does not call (an averaged copy of the model) to the stages of what they follow."""
     called = recording.record.first_calls()
     unit_of = _unit_of(recording.fake_parameters, recording.units)
@@ -407,11 +407,7 @@ def _recorded(
 
 
 def _finer_units(
-    module: nn.Module,
-    units: dict[str, nn.Module],
-    fake_parameters: FakeParameters,
-    record: StepRecord,
-    num_stages: int,
+    module: nn.Module, units: dict[str, nn.Module], fake_parameters: FakeParameters, record: StepRecord, num_stages: int
 ) -> dict[str, nn.Module] | None:
     called = set(record.first_calls())
     used_directly = set(record.tail.parameters).union(*(call.reads.parameters for call in record.calls))

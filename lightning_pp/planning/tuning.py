@@ -98,30 +98,18 @@ class LayoutRequest:
         return None
 
 
-def choose_layout(record: StepRecord, num_parameters: Mapping[str, int], request: LayoutRequest) -> Layout:
-    """Chooses cuts, placement and first schedule.
+def best_layout(on: Callable[[Placement], Layout], request: LayoutRequest) -> Layout:
+    """Chooses placement and first schedule: the shortest step of the layouts ``on`` the placements of ``request``.
 
     A schedule with a name or in a file says the placement, and the cuts balance FLOPs and parameters. For ``auto`` the
     search is run on every placement to try (one chunk, V, interleaved): with given costs in full, with estimated ones
-    without the improvement, since real costs come after the first batches. The shortest predicted step wins, and more
-    stages on a rank only if they make it 2 % shorter.
-
-    Args:
-        record: A dry run of the step on one microbatch.
-        num_parameters: Every unit's number of parameters.
-        request: What to choose from.
+    without the improvement, since real costs come after the first batches. More stages on a rank are taken only if they
+    make a step 2 % shorter.
 
     Raises:
         ConfigurationError, SplitError: The step cannot be cut into so many stages.
         ScheduleError: No schedule keeps the memory limit; the message says the smallest that works.
     """
-    return best_layout(
-        lambda on: layout_of(record, choose_cuts(record, num_parameters, request, on), request, on), request
-    )
-
-
-def best_layout(on: Callable[[Placement], Layout], request: LayoutRequest) -> Layout:
-    """The one with the shortest step, of those ``on`` the placements of ``request``."""
     found: list[Layout] = []
     failures: list[Exception] = []
     rejected: list[Prediction] = []
@@ -245,9 +233,9 @@ def _warn_of_other_cuts(measured: GivenCosts, partition: Partition) -> None:
     ]
     if different:
         _log.warning(
-            f"{measured.origin[0].upper()}{measured.origin[1:]} were measured on other cuts: stage {different[0]} had "
-            f"{_shortened(units_then[different[0]])} and has {_shortened(units_now[different[0]])}. "
-            "Measure again by leaving costs out."
+            f"{measured.origin[0].upper()}{measured.origin[1:]} were measured for other cuts: stage {different[0]} "
+            f"had {_shortened(units_then[different[0]])} then, and has {_shortened(units_now[different[0]])} now. "
+            "Leave costs out to measure again."
         )
 
 
@@ -265,7 +253,7 @@ def _reason(best: Prediction, found: Sequence[Prediction], failures: Sequence[Ex
     return "\n".join(lines + [f"  not possible: {error}" for error in failures])
 
 
-def decided_by_one(compute: Callable[[], T], *, decides: bool, broadcast: Callable[[Any], Any]) -> T:
+def compute_on_rank0(compute: Callable[[], T], *, decides: bool, broadcast: Callable[[Any], Any]) -> T:
     """What ``compute`` returns or raises on the rank that decides, on every rank.
 
     Args:

@@ -17,8 +17,9 @@ from lightning_pp.runtime.split_backward.deferral import weight_gradients_may_wa
 from lightning_pp.split.head.parts import HeadPart
 
 NOTHING_TO_COMPILE = (
-    "compile compiles nothing: every unit of the model is one layer of torch, and these run as they are, since a call "
-    "of compiled code costs more than it saves there. Name larger units by units=[...], or leave out compile."
+    "compile compiles nothing: every unit of the model is a single layer of torch. Such layers are not compiled, "
+    "because a call of compiled code costs more there than it saves. Name larger units with units=[...], or leave "
+    "out compile."
 )
 
 
@@ -44,8 +45,8 @@ def check_compile_options(compile: bool | Mapping[str, Any]) -> dict[str, Any] |
     options = compile.get("options") or {}
     if compile.get("mode") in ("reduce-overhead", "max-autotune") or options.get("triton.cudagraphs"):
         raise ConfigurationError(
-            f"compile={dict(compile)!r} asks for CUDA graphs. They write each result where the one before lies, and a "
-            "pipeline keeps results of many microbatches at a time. Use mode='default' or "
+            f"compile={dict(compile)!r} asks for CUDA graphs. They overwrite the previous result with each new one, "
+            "but a pipeline keeps results of several microbatches at once. Use mode='default' or "
             "'max-autotune-no-cudagraphs'."
         )
     return dict(compile)

@@ -114,17 +114,17 @@ class _Call:
 
 
 _KNOWN_IN_ADVANCE = (
-    "Every stage must know in advance which units a step calls. A step may decide that by its batch, by batch_idx, by "
-    "what the module asks its trainer for (self.global_step, self.current_epoch), and by plain attributes of the "
-    "module. If it decides by something else (a global variable, the inside of another object, a trainer that it does "
-    "not get from the module), set dynamic_step=True on the strategy: every microbatch is then rehearsed. If that is "
-    "set, make the choice inside a unit."
+    "Every stage must know in advance which units a step calls. The choice may depend on the batch, on batch_idx, on "
+    "what the module reads from its trainer (self.global_step, self.current_epoch), and on attributes of the module "
+    "that are plain values, or lists or dicts of these. If it depends on something else (a global variable, the inside "
+    "of another object, a trainer that is not reached through the module), set dynamic_step=True on the strategy: "
+    "every microbatch is then rehearsed. If that is set, make the choice inside a unit."
 )
 
 
 _LOGITS_USED = (
-    "{how}, and in the recorded step their one use was a cross entropy: {head!r} is cut along its classes, and no "
-    "stage has all logits. Set split_head=False on the strategy, or use logits in validation only."
+    "{how}, but {head!r} is cut along its classes, so no stage has all logits. In the recorded step one cross "
+    "entropy was their only use. Set split_head=False on the strategy, or use logits in validation only."
 )
 
 
@@ -351,17 +351,17 @@ class StageForward:
         assert spec is not None
         if result.shape != spec.shape or result.dtype != spec.dtype:
             raise SplitError(
-                f"{user_line()} ({place.name}) gives a tensor of shape {tuple(result.shape)} and dtype {result.dtype}, "
-                f"which crosses between stages, and the recorded step saw {spec.shape} and {spec.dtype} there: other "
-                "stages cannot know its size."
+                f"{user_line()} ({place.name}) made a tensor of shape {tuple(result.shape)} and dtype {result.dtype}, "
+                f"but the recorded step made {spec.shape} and {spec.dtype} there. The tensor crosses between stages, "
+                "and the other stages rely on the recorded size."
             )
         if value in self._stage.received:
             return self._tensor_of(value)
         if type(result) is not Tensor:
             raise SplitError(
-                f"{user_line()} ({place.name}) computed with a value of another stage than stage "
-                f"{self._stage.plan.stage}, which sends the result and has not got that value: the recorded step did "
-                "not use it there. What the code between units reads may depend on the shapes of the batch only."
+                f"{user_line()} ({place.name}) used a value that stage {self._stage.plan.stage} does not have. This "
+                "stage sends the result, and the recorded step did not use that value there. Which values the code "
+                "between units reads may depend on the shapes of the batch only."
             )
         self._keep_value(value, result)
         if number in self._stage.last_operations:
@@ -393,8 +393,8 @@ class StageForward:
         if self._next_call < len(calls):
             missing = calls[self._next_call]
             raise SplitError(
-                f"The step ended after {self._next_call} unit calls, but the recorded step called unit "
-                f"{missing.unit!r} then, at {missing.record.line}. {_KNOWN_IN_ADVANCE}"
+                f"The step ended after {self._next_call} unit calls, but the recorded step went on to call unit "
+                f"{missing.unit!r} at {missing.record.line}. {_KNOWN_IN_ADVANCE}"
             )
 
     def _take_received(self, receive: Callable[[], Iterable[tuple[Value, Tensor]]]) -> None:
@@ -439,7 +439,7 @@ class StageForward:
         leaves = [output] if isinstance(output, Tensor) else leaves_of(output)
         if len(leaves) != len(record.leaves):
             raise SplitError(
-                f"The unit {call.unit!r} returned {len(leaves)} values, where the dry run saw {len(record.leaves)}."
+                f"The unit {call.unit!r} returned {len(leaves)} values, but the dry run saw {len(record.leaves)}."
             )
         replaced = False
         for position, (leaf, expected, sent) in enumerate(zip(leaves, record.leaves, call.sent, strict=True)):
@@ -447,9 +447,9 @@ class StageForward:
                 continue
             if type(leaf) is not Tensor and (not isinstance(leaf, Tensor) or is_fake(leaf)):
                 raise SplitError(
-                    f"The unit {call.unit!r} on stage {self._stage.plan.stage} computed with a value of another stage "
-                    "that the dry run did not see it use. The values that a unit reads must not depend on more than "
-                    "the shapes of the batch; make the choice inside a unit."
+                    f"The unit {call.unit!r} on stage {self._stage.plan.stage} used a value of another stage that it "
+                    "did not use in the dry run. Which values a unit reads may depend on the shapes of the batch "
+                    "only. Make the choice inside a unit."
                 )
             if sent is None:
                 continue
@@ -465,10 +465,10 @@ class StageForward:
         """Keeps a tensor that another stage needs."""
         value, shape, dtype, edited_in_place = sent
         if tensor.shape != shape or tensor.dtype != dtype:
-            what = f"Output {value.leaf}" if value.leaf >= 0 else "A tensor left behind besides the outputs"
+            what = f"Output {value.leaf}" if value.leaf >= 0 else "A tensor that is not an output"
             raise SplitError(
-                f"{what} of the unit {call.unit!r} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, where the "
-                f"dry run of a batch of the same shapes saw {shape} and {dtype}: other stages cannot know its size."
+                f"{what} of the unit {call.unit!r} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, but the "
+                f"dry run of a batch of the same shapes saw {shape} and {dtype}. The other stages rely on that size."
             )
         # code after the unit may edit what left it as a side effect, and nothing can give it a copy
         self._keep_value(value, tensor.clone() if value.leaf < 0 and edited_in_place else tensor)

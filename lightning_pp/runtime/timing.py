@@ -107,7 +107,7 @@ class StepTimer:
 
     def _all_times(self) -> list[ActionTimes]:
         if not self._is_on:
-            raise RuntimeError("No times were taken in this step, since nobody had asked for them before it.")
+            raise RuntimeError("This step was not timed, since no times were asked for before it began.")
         if self._cuda and self._marks:
             self._marks[-1][-1].synchronize()
         times = []

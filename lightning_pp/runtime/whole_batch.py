@@ -225,10 +225,10 @@ class _RowWatch:
         if not fitting:
             call = self._calls[place[0]]
             raise SplitError(
-                f"The unit {call.unit!r} ({call.line}) is called with other values when the step runs on the whole "
-                f"batch than on its {len(numbers)} microbatches (an argument of shape {tuple(tensor.shape)}): code "
-                "before it works across samples, as a sort or a mean over the batch does. With whole_batch_loss=True "
-                "only the code after the last unit sees the whole batch. Do it there, or in the dataloader."
+                f"The unit {call.unit!r} ({call.line}) gets other values from the whole batch than from its "
+                f"{len(numbers)} microbatches (argument of shape {tuple(tensor.shape)}). Code before it works across "
+                "samples, as a sort or a mean over the batch does. With whole_batch_loss=True only the code after "
+                "the last unit sees the whole batch. Move the code there, or into the dataloader."
             )
         if len(orders) > len(fitting) == 1:
             self._by_sample.setdefault(rows, set()).add(fitting[0])

@@ -23,8 +23,8 @@ def keep_first_microbatches(schedule: Schedule, num_microbatches: int) -> Schedu
     """
     if not 1 <= num_microbatches <= schedule.num_microbatches:
         raise ScheduleError(
-            f"{schedule.name} has {schedule.num_microbatches} microbatches, of which 1 to {schedule.num_microbatches} "
-            f"can be kept, not {num_microbatches}"
+            f"{schedule.name} has {schedule.num_microbatches} microbatches, so {num_microbatches} of them cannot be "
+            f"kept: give 1 to {schedule.num_microbatches}"
         )
     if num_microbatches == schedule.num_microbatches:
         return schedule

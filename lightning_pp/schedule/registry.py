@@ -199,8 +199,8 @@ def _build_family(family: Family, request: ScheduleRequest) -> Schedule:
 def _check_placement(schedule: Schedule, placement: Placement | None, name: str) -> None:
     if placement not in (None, schedule.placement):
         raise ScheduleError(
-            f"{name} puts the stages on ranks {list(schedule.placement.rank_of_stage)}, but they have to be on "
-            f"{list(placement.rank_of_stage)}: choose a schedule with that placement ({placement.kind})"
+            f"{name} puts the stages on ranks {list(schedule.placement.rank_of_stage)}, but the pipeline needs them "
+            f"on ranks {list(placement.rank_of_stage)}. Choose a schedule with that placement ({placement.kind})"
         )
 
 
@@ -217,14 +217,14 @@ def _check_limit(schedule: Schedule, costs: StageCosts, limits: Sequence[float])
     over = [rank for rank, (peak, limit) in enumerate(zip(peaks, limits, strict=True)) if exceeds(peak, limit)]
     if over and schedule.whole_batch_loss:
         raise ScheduleError(
-            f"{schedule.name} holds {peaks[over[0]]:g} on rank {over[0]}, the memory limit is {limits[over[0]]:g}: "
-            f"with whole_batch_loss every schedule holds all {schedule.num_microbatches} microbatches of a batch at "
-            f"once; the smallest limit that works is {max(peaks):g}. {HELPS_WHOLE_BATCH}"
+            f"{schedule.name} holds {peaks[over[0]]:g} on rank {over[0]}, but the memory limit is "
+            f"{limits[over[0]]:g}. With whole_batch_loss every schedule holds all {schedule.num_microbatches} "
+            f"microbatches of a batch at once. The smallest limit that works is {max(peaks):g}. {HELPS_WHOLE_BATCH}"
         )
     if over:
         rank = over[0]
         raise ScheduleError(
-            f"{schedule.name} holds {peaks[rank]:g} on rank {rank}, the memory limit is {limits[rank]:g}: "
-            f"the smallest limit that works for it is {max(peaks):g}; raise the limit, make microbatches smaller, "
-            "or choose a schedule that holds less"
+            f"{schedule.name} holds {peaks[rank]:g} on rank {rank}, but the memory limit is {limits[rank]:g}. The "
+            f"smallest limit that works for it is {max(peaks):g}. Raise the limit, use smaller microbatches, or "
+            "choose a schedule that holds less"
         )

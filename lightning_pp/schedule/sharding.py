@@ -84,9 +84,9 @@ class Sharding:
         unit, largest = max(self.num_bytes.items(), key=lambda item: item[1])
         if largest > self.budget:
             raise ConfigurationError(
-                f"unshard_budget={self.budget} bytes is less than the unit {unit} takes when gathered ({largest} "
-                f"bytes): give at least {largest}, better twice as much, so that the next unit is gathered while one "
-                "is in use; or cut the unit into smaller ones with units=..."
+                f"unshard_budget={self.budget} bytes is too small: unit {unit} takes {largest} bytes when gathered. "
+                f"Give at least {largest}, or twice as much to gather the next unit while one is in use. Or name "
+                "smaller units with units=..."
             )
 
 

@@ -46,7 +46,7 @@ def limit_of_each_rank(memory_limit: float | Sequence[float] | None, num_ranks: 
     limits = tuple(map(float, memory_limit))
     if len(limits) != num_ranks:
         raise ScheduleError(
-            f"memory_limit has {len(limits)} numbers for {num_ranks} ranks: give one number, or one a rank"
+            f"memory_limit has {len(limits)} numbers for {num_ranks} ranks: give one number, or one per rank"
         )
     return limits
 
@@ -121,7 +121,7 @@ class _Checker:
             self._fail(f"{action} is misplaced: stage {action.stage} is on rank {other}", rank, cell)
         if action.kind.is_compute:
             self._fail(f"{action} is of microbatch {action.microbatch}, but there are {m} microbatches", rank, cell)
-        self._fail(f"{action} has a microbatch, but {action.kind} concerns all of them", rank, cell)
+        self._fail(f"{action} names a microbatch, but {action.kind} applies to all of them", rank, cell)
 
     def _fail_doubled(self, rank: int, cells: Codes) -> None:
         """Name the first action of ``cells`` that stands in an earlier one, too."""
@@ -129,7 +129,7 @@ class _Checker:
         for cell in cells.tolist():
             action = self.schedule.programs[rank][cell]
             if action in seen:
-                self._fail(f"{action} is doubled: it stands in cell {seen[action]} already", rank, cell)
+                self._fail(f"{action} is repeated: cell {seen[action]} already has it", rank, cell)
             seen[action] = cell
 
     def _check_complete(self, rank: int, cells: Codes, *, forward_only: bool) -> None:
@@ -148,7 +148,7 @@ class _Checker:
             self._fail(f"{names[F]} is missing", rank, min((at for at in (at_i, at_w, at_b) if at >= 0), default=end))
         if at_b >= 0:
             half, at = (names[I], at_i) if at_i >= 0 else (names[W], at_w)
-            self._fail(f"{half} is doubled: {names[B]} in cell {at_b} includes it", rank, at)
+            self._fail(f"{half} is repeated: {names[B]} in cell {at_b} includes it", rank, at)
         if at_i < 0:
             self._fail(f"{names[I]} (or {names[B]}) is missing", rank, at_w if at_w >= 0 else at_f + 1)
         self._fail(f"{names[W]} is missing: {names[I]} needs it later", rank, end)
@@ -172,8 +172,7 @@ class _Checker:
             cell, needed_cell = first
             program = self.schedule.programs[rank]
             self._fail(
-                f"{program[cell]} is misplaced: it needs {program[needed_cell]}, which comes only in cell "
-                f"{needed_cell}",
+                f"{program[cell]} comes too early: it needs {program[needed_cell]}, which is in cell {needed_cell}",
                 rank,
                 cell,
             )
@@ -186,8 +185,9 @@ class _Checker:
         if cell is not None:
             before = next(action for action in program if action.kind.is_compute and action.kind is not ActionKind.F)
             self._fail(
-                f"{program[cell]} comes after {before}, but with whole_batch_loss every backward needs the forwards of "
-                "all microbatches: put all F of a rank before its I, W and B (Schedule.with_whole_batch_loss() does)",
+                f"{program[cell]} comes after {before}, but with whole_batch_loss every backward needs the forwards "
+                "of all microbatches. Put all F of a rank before its I, W and B (Schedule.with_whole_batch_loss() "
+                "does)",
                 rank,
                 cell,
             )
@@ -205,7 +205,7 @@ class _Checker:
                 gathered.discard(action.stage)
             elif action.kind is ActionKind.REDUCE:
                 if action.stage in reduced:
-                    self._fail(f"{action} is doubled: it stands in cell {reduced[action.stage]} already", rank, cell)
+                    self._fail(f"{action} is repeated: cell {reduced[action.stage]} already has it", rank, cell)
                 reduced[action.stage] = cell
             elif action.kind is not ActionKind.F and action.stage in reduced:
                 self._fail(
@@ -215,7 +215,9 @@ class _Checker:
                     cell,
                 )
             elif action.kind is not ActionKind.W and gathers and action.stage not in gathered:
-                self._fail(f"{action} uses stage {action.stage}, which is not gathered: UNSHARD it before", rank, cell)
+                self._fail(
+                    f"{action} uses stage {action.stage}, which is not gathered. Add UNSHARD before it", rank, cell
+                )
 
     def _check_deadlock(self) -> None:
         """Run it; what is left shows who waits for whom."""
@@ -246,8 +248,8 @@ class _Checker:
             if exceeds(most, limit):
                 cell = next(cell for cell, amount in enumerate(held.tolist()) if exceeds(amount, limit))
                 self._fail(
-                    f"after {program[cell]} the rank holds {held[cell]:g}, its memory limit is {limit:g}; "
-                    f"this schedule needs {most:g}",
+                    f"the rank holds {held[cell]:g} after {program[cell]}, but its memory limit is {limit:g}. This "
+                    f"schedule needs {most:g}",
                     rank,
                     cell,
                 )

@@ -43,7 +43,7 @@ def global_norm(
         ValueError: ``norm_type`` is 0.
     """
     if norm_type == 0:
-        raise ValueError("norm_type=0 is no norm; use a positive number or math.inf")
+        raise ValueError("norm_type=0 is not a norm: give a positive number or math.inf")
     norms, device = _norms_by_copies(parameters, mesh, norm_type)
     none = torch.zeros(0, dtype=torch.float64, device=device)
     if math.isinf(norm_type):

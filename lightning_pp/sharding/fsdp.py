@@ -164,7 +164,9 @@ class ShardedUnits:
             RuntimeError: The batch before was neither ended nor abandoned.
         """
         if self._is_in_batch:
-            raise RuntimeError("the batch before has not ended: call end_of_batch(), or abandon_step() after a failure")
+            raise RuntimeError(
+                "the previous batch has not ended: call end_of_batch(), or abandon_step() after a failure"
+            )
         self._is_in_batch = True
 
     def unshard(self, unit: str) -> None:

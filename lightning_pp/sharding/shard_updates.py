@@ -59,9 +59,9 @@ def update_shards(optimizer: Optimizer) -> None:
         for flag in ("foreach", "fused"):
             if group.get(flag) and num_sharded and num_whole:
                 raise ConfigurationError(
-                    f"{type(optimizer).__name__}({flag}=True) updates all parameters in one call. {num_sharded} "
-                    f"parameters of this rank are sharded and {num_whole} are whole, and torch does not mix them. "
-                    f"Leave out {flag}=True."
+                    f"{type(optimizer).__name__}({flag}=True) updates all parameters in one call. On this rank "
+                    f"{num_sharded} parameters are sharded and {num_whole} are whole, and torch cannot mix them in "
+                    f"one call. Leave out {flag}=True."
                 )
 
 

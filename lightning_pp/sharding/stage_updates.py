@@ -110,10 +110,11 @@ class StageUpdates:
         one, other = (copies[0].detach() for _, _, copies in self._copies)
         if _differ(one, other, before):
             raise ConfigurationError(
-                f"{type(optimizer).__name__} computes over several parameters at once: a parameter that it updates "
-                "alone becomes another than with a second one beside it. A stage has only its own parameters, so the "
-                "weights would not be those of one device. Take an optimizer that updates each parameter by itself "
-                "(AdamW, SGD, ...), or turn off what it computes over all of them, such as its own gradient clipping."
+                f"{type(optimizer).__name__} combines several parameters in an update: a parameter that is updated "
+                "alone gets another value than beside a second one. A stage has only its own parameters, so the "
+                "weights would differ from those of one device. Take an optimizer that updates each parameter by "
+                "itself (AdamW, SGD, ...), or turn off what combines parameters, such as gradient clipping by the "
+                "optimizer itself."
             )
         if not self._num_left:
             self._copies = []

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, cast
 
@@ -60,57 +60,8 @@ _resolve_overfit_batches: Callable[..., None] = private(f"{_CONNECTORS}.data_con
 _call_callback_hooks: Callable[..., None] = private(f"{_PYTORCH}.trainer.call._call_callback_hooks")
 _call_lightning_module_hook: Callable[..., Any] = private(f"{_PYTORCH}.trainer.call._call_lightning_module_hook")
 
-__all__ = [
-    "NO_SYNC",
-    "AutomaticOptimization",
-    "DataLoaderSource",
-    "EndOfFit",
-    "NoOptimizer",
-    "ResultCollection",
-    "SubprocessScriptLauncher",
-    "accumulates",
-    "allow_compiled_modules",
-    "ask_for_loaders_again",
-    "averaging_options",
-    "call_before_update",
-    "call_hooks",
-    "call_strategy",
-    "check_iterable",
-    "computing_locally",
-    "data_source_of",
-    "folder_of",
-    "forget_computed",
-    "give_device_mesh",
-    "goes_through_loaders_in_turn",
-    "hook_that_logs_kept",
-    "init_process_group",
-    "is_computing_for_batch",
-    "keywords_for",
-    "leave_samplers_alone",
-    "logging_from",
-    "names_of_metrics_kept",
-    "note_sigterm",
-    "optimizers_to_device",
-    "prepare_for_training",
-    "reduced",
-    "replace_link",
-    "replace_search_for_last",
-    "replace_signal_handling",
-    "request_dataloader",
-    "requeue_by_slurm",
-    "results_of",
-    "set_average",
-    "set_trainer",
-    "set_update_count",
-    "set_value_on_batch",
-    "synchronizes_layers",
-    "throughputs_of",
-    "trainer_of",
-    "training_loaders_untouched",
-    "transferred_by_hook",
-    "update_count",
-    "value_on_batch",
-]
+# of these alone type checkers see an import, which they do not take for a name of this file
+__all__ = ["AutomaticOptimization", "DataLoaderSource", "EndOfFit", "NoOptimizer", "ResultCollection"]
 
 
 def check_overridden_names() -> None:
@@ -324,6 +275,16 @@ def transferred_by_hook(module: pl.LightningModule, batch: Any) -> Any:
 # ---------------------------------------------------------------- logs
 
 
+@contextmanager
+def _kept(owner: object, name: str) -> Iterator[None]:
+    """Afterwards the attribute of ``owner`` is what it was before."""
+    before = getattr(owner, name)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
 @uses("lightning.pytorch.LightningModule._trainer", "lightning.pytorch.Trainer._results")
 def results_of(module: pl.LightningModule) -> ResultCollection | None:
     """What ``module.log`` writes to; None without a trainer, and outside of loops."""
@@ -334,37 +295,24 @@ def results_of(module: pl.LightningModule) -> ResultCollection | None:
 @contextmanager
 def logging_from(module: pl.LightningModule, hook: str) -> Iterator[None]:
     """Within, ``module.log`` takes its caller for ``hook``."""
-    before, module._current_fx_name = module._current_fx_name, hook
-    try:
+    with _kept(module, "_current_fx_name"):
+        module._current_fx_name = hook
         yield
-    finally:
-        module._current_fx_name = before
 
 
 @uses("lightning.pytorch.LightningModule._metric_attributes")
-@contextmanager
-def names_of_metrics_kept(module: pl.LightningModule) -> Iterator[None]:
+def names_of_metrics_kept(module: pl.LightningModule) -> AbstractContextManager[None]:
     """Afterwards ``module.log`` looks for metrics as before; it searches the module for them once."""
-    before = module._metric_attributes
-    try:
-        yield
-    finally:
-        module._metric_attributes = before
+    return _kept(module, "_metric_attributes")
 
 
 @uses(
     "lightning.pytorch.Trainer._logger_connector",
     f"{_CONNECTORS}.logger_connector.logger_connector._LoggerConnector._current_fx",
 )
-@contextmanager
-def hook_that_logs_kept(trainer: pl.Trainer) -> Iterator[None]:
+def hook_that_logs_kept(trainer: pl.Trainer) -> AbstractContextManager[None]:
     """Afterwards the trainer takes the hook that logged last for the one that it was before."""
-    connector = trainer._logger_connector
-    before = connector._current_fx
-    try:
-        yield
-    finally:
-        connector._current_fx = before
+    return _kept(trainer._logger_connector, "_current_fx")
 
 
 # ---------------------------------------------------------------- callbacks
@@ -481,12 +429,12 @@ def forget_computed(metric: Metric) -> None:
 @contextmanager
 def computing_locally(metric: Metric) -> Iterator[None]:
     """Within, ``compute`` does not sync ``metric``; what it gave is not kept for later calls."""
-    before, metric._to_sync = metric._to_sync, False
-    try:
-        yield
-    finally:
-        metric._to_sync = before
-        forget_computed(metric)
+    with _kept(metric, "_to_sync"):
+        metric._to_sync = False
+        try:
+            yield
+        finally:
+            forget_computed(metric)
 
 
 @uses("torchmetrics.Metric._update_count")

@@ -170,7 +170,7 @@ class PipelineEngine:
         self._attached.enter_context(self._outside_steps.watched())
         self._attached.enter_context(self._model.update_hooks.attached(self.groups))
         norms = GradientNorms(self.module, self.split.fake_parameters, self.groups, self.gradients.clip_by_norm)
-        self._attached.enter_context(norms.in_place_of_others())
+        self._attached.enter_context(norms.patched())
         self.metrics.attach()
         if self._compiled_units is not None:
             self._compiled_units.attach()
@@ -283,7 +283,7 @@ class PipelineEngine:
         with ExitStack() as stack:
             stack.push(self._abandon_after)
             stack.enter_context(self._outside_steps.in_step())
-            stack.enter_context(self.split.fake_parameters.standing_apart())
+            stack.enter_context(self.split.fake_parameters.without_registering_fakes())
             try:
                 run = self._prepare(call, batch, factor)
             except NoLossError:  # of a dry run or a check, hence on every rank of the pipeline, and nothing was run
@@ -291,8 +291,8 @@ class PipelineEngine:
                     raise
             else:
                 report = self._begin_report(run)
-                self._execute(run, range(len(run.microbatches)), trains=trains, reduce=reduce, on_outputs=report.tell)
-                return self._take_up(report, run)
+                self._execute(run, range(len(run.microbatches)), trains=trains, reduce=reduce, on_outputs=report.send)
+                return self._receive(report, run)
         return self._skip(args, kwargs)
 
     def _abandon_after(self, kind: type[BaseException] | None, *_: Any) -> None:
@@ -306,7 +306,7 @@ class PipelineEngine:
             self.gradients.abandon()
             self.has_failed = False
         if call.training and self._compiled_backward is not None:
-            self._compiled_backward.tell()
+            self._compiled_backward.report()
         self._comparison.compare(call, batch)
         is_checked = self._checks.check(call, batch, microbatches, self._seed)
         return self._preparation.prepare(
@@ -342,7 +342,7 @@ class PipelineEngine:
         ``on_outputs`` gets that on the last stage after its last forward. With ``reduce`` gradients are reduced.
         """
         most = self.gradients.most_microbatches(len(indices), reduce=reduce)
-        schedule = self._programs.training(most) if trains else self._programs.evaluation(most)
+        schedule = self._programs.next_training_schedule(most) if trains else self._programs.evaluation(most)
         self.gradients.clock.begin(is_on=trains and self.is_timed)
         schedule = self.gradients.begin(schedule, len(indices), reduce=reduce)
 
@@ -403,10 +403,10 @@ class PipelineEngine:
             trainer=self._trainer,
         )
 
-    def _take_up(self, report: BatchReport, run: BatchRun) -> Any:
+    def _receive(self, report: BatchReport, run: BatchRun) -> Any:
         """What the step returned for the batch; what it logged and changed on the module is there from now on."""
         try:
-            output, changes = report.take_up(self.module, run.call.batch_idx)
+            output, changes = report.receive_and_apply(self.module, run.call.batch_idx)
         except RankStoppedError:
             raise
         except Exception:

@@ -115,9 +115,8 @@ class HeldPipeline:
         if is_fitting:
             finetune_whole_module(trainer, self._of_all_parameters)
             average_own_part(trainer, module, self._checkpoints)
-        initial_weights = strategy.run_options.checkpoints.initial_weights
-        if is_new and initial_weights is not None:
-            self._checkpoints.load_initial_weights(initial_weights)
+        if is_new and (path := strategy.run_options.checkpoints.initial_weights) is not None:
+            self._checkpoints.load_initial_weights(path)
 
     def _prepare_fit(self, trainer: pl.Trainer, optimizers: list[Optimizer]) -> None:
         strategy = self._strategy
@@ -264,8 +263,3 @@ class HeldPipeline:
         elif setup is None:
             return ""
         return f"{stages}pipeline {strategy.data_parallel_rank}"
-
-    @property
-    def num_batches_trained(self) -> int:
-        """By this pipeline."""
-        return 0 if self.engine is None else self.engine.num_batches_trained

@@ -17,7 +17,7 @@ from lightning_pp.planning.memory.limit import DeviceMemory
 from lightning_pp.planning.memory.model import MemoryModel
 from lightning_pp.planning.refinement.choice import CutChoice
 from lightning_pp.planning.stage_model import RecordedModel, RecordingOptions, SplitModel, assign_stages, record_model
-from lightning_pp.planning.tuning import Layout, LayoutRequest, decided_by_one
+from lightning_pp.planning.tuning import Layout, LayoutRequest, compute_on_rank0
 from lightning_pp.split.cut.wide_cuts import ADVICE, WideCut, wide_cuts
 from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.data.row_references import lengths_noted
@@ -153,10 +153,7 @@ class PipelineSetup:
         )
 
     def _recorded_by_all(
-        self,
-        record: Callable[[], RecordedModel],
-        step: str,
-        beforehand: AbstractContextManager[Optimizer | None],
+        self, record: Callable[[], RecordedModel], step: str, beforehand: AbstractContextManager[Optimizer | None]
     ) -> RecordedModel:
         """What ``record`` gives, once it is known that it did the same on every rank; otherwise every rank raises."""
 
@@ -176,10 +173,7 @@ class PipelineSetup:
         return recording
 
     def _laid_out(
-        self,
-        recording: RecordedModel,
-        request: LayoutRequest,
-        record: Callable[..., RecordedModel],
+        self, recording: RecordedModel, request: LayoutRequest, record: Callable[..., RecordedModel]
     ) -> tuple[RecordedModel, Layout]:
         """The recording that is laid out, perhaps with blocks refined that a cut falls in, and how."""
 
@@ -197,7 +191,7 @@ class PipelineSetup:
 
         hooks = {id(recording.fake_parameters): self._update_hooks}
         decides = self._given.rank == 0 and self._given.replica == 0
-        decided = partial(decided_by_one, decides=decides, broadcast=self._ranks.broadcast)
+        decided = partial(compute_on_rank0, decides=decides, broadcast=self._ranks.broadcast)
         with LongTask("The choice of cuts and schedule", rank_zero_info):
             chosen, layout = CutChoice(recording, request_of, again, decided).layout()
         self._update_hooks = hooks[id(chosen.fake_parameters)]

@@ -341,13 +341,7 @@ class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring s
         """Compares how many batches the ranks have, of each loader; from here on errors of loggers are warnings."""
         self._watch.before_first_batch(self._trainer)
 
-    def on_test_start(self) -> None:
-        """Compares how many batches the ranks have, of each loader; from here on errors of loggers are warnings."""
-        self._watch.before_first_batch(self._trainer)
-
-    def on_predict_start(self) -> None:
-        """Compares how many batches the ranks have, of each loader; from here on errors of loggers are warnings."""
-        self._watch.before_first_batch(self._trainer)
+    on_test_start = on_predict_start = on_validation_start
 
     @property
     def has_device(self) -> bool:
@@ -367,6 +361,3 @@ class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring s
     def _is_preempted(self) -> bool:
         trainer = None if self.lightning_module is None else trainer_of(self.lightning_module)
         return trainer is not None and trainer.received_sigterm
-
-
-__all__ = ["PipelineParallelStrategy"]

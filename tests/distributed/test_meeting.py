@@ -130,9 +130,9 @@ def test_one_process_started_anew_meets_those_that_wait(server: TCPStore, killed
 def test_who_does_not_come_is_told(server: TCPStore) -> None:
     with ThreadPoolExecutor(2) as threads:
         first, last = (threads.submit(agreed_name, texts(server), rank, 3, timedelta(seconds=1)) for rank in (0, 2))
-    with pytest.raises(TimeoutError, match=rf"1 of 3 ranks \(1\) have not come .*127.0.0.1:{server.port}"):
+    with pytest.raises(TimeoutError, match=rf"1 of 3 ranks \(1\) did not reach .*127.0.0.1:{server.port}"):
         first.result()
-    with pytest.raises(TimeoutError, match="Rank 2 has got no answer of rank 0 for all 3 ranks"):
+    with pytest.raises(TimeoutError, match="Rank 2 got no answer from rank 0 \(for all 3 ranks\)"):
         last.result()
 
 
@@ -140,5 +140,5 @@ def test_a_store_that_is_gone_is_told(monkeypatch: pytest.MonkeyPatch, server: T
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("MASTER_PORT", "1")
     monkeypatch.setattr("lightning_pp.distributed.launcher_store._CONNECT_SECONDS", 1.0)
-    with pytest.raises(ConnectionError, match=r"The store of torchrun \(127.0.0.1:1\) does not answer in 1 s"):
+    with pytest.raises(ConnectionError, match=r"The store of torchrun \(127.0.0.1:1\) did not answer within 1 s"):
         launcher_store()

@@ -99,7 +99,7 @@ def test_after_a_time_out_a_rank_that_does_not_answer_is_the_failure() -> None:
     ranks = [Rank(store, 0, WAITS), Rank(store, 1, WAITS)]
     look_until(ranks, ranks[0].standstill.ask())
     (failure,) = ranks[0].failures
-    assert str(failure) == "rank 2 does not answer, and others have waited for it"
+    assert str(failure) == "rank 2 does not answer, while others wait for it"
 
 
 def test_after_a_time_out_in_which_all_waited_nobody_is_blamed() -> None:

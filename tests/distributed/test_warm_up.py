@@ -113,6 +113,6 @@ def test_queues_of_a_device(
 def test_the_thread_of_messages_has_the_device_of_its_rank() -> None:
     with patch("torch.cuda.set_device") as chosen:
         line = MessageLine(ControlGroups(), CUDA)
-        assert line.tell(lambda: 3).result(timeout=30) == 3
+        assert line.send(lambda: 3).result(timeout=30) == 3
         line.drain()
     chosen.assert_called_once_with(CUDA)

@@ -7,13 +7,14 @@ from itertools import combinations, pairwise
 
 import pytest
 import torch
+from layouts import choose_layout
 from torch import Tensor, nn
 
 from lightning_pp.planning.cuts import CutOptions, _with_moved_cuts, best_partition, measured_unit_costs
 from lightning_pp.planning.schedules.given_costs import GivenCosts
 from lightning_pp.planning.schedules.options import ScheduleOptions
 from lightning_pp.planning.schedules.source import schedule_source
-from lightning_pp.planning.tuning import LayoutRequest, choose_layout
+from lightning_pp.planning.tuning import LayoutRequest
 from lightning_pp.schedule import Placement, Schedule, StageCosts, build_schedule
 from lightning_pp.split import StepRecord, discover_units, dry_run
 from lightning_pp.split.cut.moved_cuts import moved_partitions

@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from layouts import choose_layout
 from pipelined_fit import trainer
 from pool import WorkerPool
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from lightning_pp.planning.schedules.options import ScheduleOptions
 from lightning_pp.planning.schedules.source import schedule_source
 from lightning_pp.planning.sharded_stages import ShardingSettings
 from lightning_pp.planning.stage_model import RecordedModel, RecordingOptions, record_model
-from lightning_pp.planning.tuning import Layout, LayoutRequest, choose_layout
+from lightning_pp.planning.tuning import Layout, LayoutRequest
 from lightning_pp.split.memory.state_memory import StepDtypes
 
 GIB = 2.0**30
@@ -193,7 +194,7 @@ def test_what_counts(recording: RecordedModel) -> None:
     assert fits(recorded(activation_checkpointing=True))
     assert fits(num_microbatches=4)
     table = BYTES_PER_PARAMETER * recording.num_parameters["embedding"]
-    with pytest.raises(ConfigurationError, match=r"'embedding' by itself needs .* more ranks do not help"):
+    with pytest.raises(ConfigurationError, match=r"'embedding' alone needs .* more ranks do not help"):
         layout_of(recording, 0.9 * table)
     # a sharded table is gathered whole, and its gradients are whole until they are reduced
     sharded = layout_of(recording, 0.95 * table, memory_model=model(num_shards=8))
@@ -216,8 +217,8 @@ def test_a_search_finds_what_a_schedule_by_hand_cannot(recording: RecordedModel)
 def test_a_limit_that_nobody_can_meet(recording: RecordedModel) -> None:
     pattern = (
         r"No cut of the model into 3 stages keeps every rank within device_memory_gib=0\.0001 under zb_h1 with 4 "
-        r"microbatches: the one that needs least needs 0\.0\d+ GiB on rank \d of the pipeline \(stage \d: [\w.]+.*\): "
-        r"0\.0\d+ of parameters, .* of gradients, .* of optimizer state, .*The unit 'embedding' by itself needs 0\.\d+"
+        r"microbatches: the best one needs 0\.0\d+ GiB on rank \d of the pipeline \(stage \d: [\w.]+.*\): "
+        r"0\.0\d+ of parameters, .* of gradients, .* of optimizer state, .*The unit 'embedding' alone needs 0\.\d+"
         r" GiB.*smaller units.*sharding over data-parallel ranks.*cpu_offload=True, or a larger device_memory_gib"
     )
     with pytest.raises(ConfigurationError, match=pattern):
@@ -288,7 +289,7 @@ def test_what_the_optimizer_keeps_is_asked_of_it(pool: WorkerPool) -> None:
     report = pool.run(train, limit, world_size=2, expect_failure=True)
     for failure in report.failures:
         assert failure is not None and failure.type == "ConfigurationError"
-        assert "of optimizer state" in failure.message and "'embedding' by itself needs" in failure.message
+        assert "of optimizer state" in failure.message and "'embedding' alone needs" in failure.message
     assert report.seconds < 15
 
 
@@ -309,7 +310,7 @@ def test_a_model_that_was_cut_for_validation_is_counted_again(pool: WorkerPool) 
     report = pool.run(train, limit, "AdamW", "validate", world_size=2, expect_failure=True)
     for failure in report.failures:
         assert failure is not None and failure.type == "ConfigurationError"
-        assert "is too little for training with AdamW after the model was cut for something else" in failure.message
+        assert "is too little for training with AdamW, for which the model was not cut," in failure.message
 
 
 @pytest.mark.parametrize("limit", [0, -1.0, float("nan"), float("inf")])

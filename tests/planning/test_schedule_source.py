@@ -31,9 +31,9 @@ def test_a_file_gives_its_first_microbatches_and_its_placement(path: Path) -> No
     assert source.num_microbatches("auto") == 3 and source.num_microbatches(2) == 2
     assert source.program(Placement.interleaved(2), 3).csv_text() == WRITTEN
     assert source.program(Placement.interleaved(2), 2).csv_text() == WITHOUT_THE_LAST
-    with pytest.raises(ScheduleError, match="cut into 4 microbatches, and .* is for 3: set num_microbatches=3"):
+    with pytest.raises(ScheduleError, match="cut into 4 microbatches, but .* is for 3. Set num_microbatches=3"):
         source.program(Placement.interleaved(2), 4)
-    with pytest.raises(ConfigurationError, match="has rows for 2 ranks, and the pipeline has 3"):
+    with pytest.raises(ConfigurationError, match="has rows for 2 ranks, but the pipeline has 3"):
         source.placements(3)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from layouts import choose_layout
 from one_process import CPU, OneProcessPipeline, recorded
 from torch import Tensor, nn
 
@@ -17,7 +18,7 @@ from lightning_pp.planning.schedules.given_costs import GivenCosts
 from lightning_pp.planning.schedules.options import ScheduleOptions
 from lightning_pp.planning.schedules.source import schedule_source
 from lightning_pp.planning.stage_model import RecordedModel, record_model
-from lightning_pp.planning.tuning import Layout, LayoutRequest, choose_layout
+from lightning_pp.planning.tuning import Layout, LayoutRequest
 from lightning_pp.planning.unit_times.alone import StepAlone
 from lightning_pp.planning.unit_times.measure import UnitTimes
 from lightning_pp.split.cut.unit_costs import stage_costs

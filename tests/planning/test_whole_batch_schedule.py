@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from layouts import choose_layout
 from lightning.pytorch import Callback
 from lightning_utilities.core import rank_zero
 from pipelined_fit import loader, trainer
@@ -25,7 +26,7 @@ from lightning_pp.planning.schedules.options import ScheduleOptions
 from lightning_pp.planning.schedules.source import schedule_source
 from lightning_pp.planning.sharded_stages import ShardingSettings
 from lightning_pp.planning.stage_model import RecordedModel, record_model
-from lightning_pp.planning.tuning import Layout, LayoutRequest, choose_layout
+from lightning_pp.planning.tuning import Layout, LayoutRequest
 from lightning_pp.schedule import Schedule, build_schedule
 from lightning_pp.split.memory.state_memory import StepDtypes
 
@@ -79,7 +80,7 @@ def test_training_runs_forwards_first_and_says_so_once(pool: WorkerPool, tmp_pat
     assert [schedule.num_microbatches for schedule in schedules] == [3, 3, 2, 3, 3, 2]
     assert all(schedule.whole_batch_loss and forwards_come_first(schedule) for schedule in schedules)
     assert said.count("whole_batch_loss=True") == 1 and "holds all 3 microbatches at once" in said
-    assert said.count("its actions were put in this one") == (name == "mine.csv")
+    assert said.count("its actions were reordered") == (name == "mine.csv")
     if name == "mine.csv":
         assert schedules[0].csv_text() == "0F0,0F1,0F2,0B0,0B1,0B2\n1F0,1F1,1F2,1I0,1W0,1B1,1B2\n"
 
@@ -184,7 +185,7 @@ def test_a_limit_for_activations_is_kept_or_refused(recording: RecordedModel, sc
     enough.start.validate(costs=enough.costs, memory_limit=1.001 * need)
     with pytest.raises(
         ScheduleError,
-        match=rf"memory_limit_gib=.*all 6 microbatches.*smallest limit that works is {need:g}\. What helps: fewer",
+        match=rf"memory_limit_gib=.*all 6 microbatches.*smallest limit that works is {need:g}\. Use fewer",
     ):
         layout_of(recording, schedule, memory_limit_gib=0.999 * need)
 

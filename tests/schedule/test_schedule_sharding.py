@@ -203,7 +203,7 @@ def test_budget_below_a_unit_names_it() -> None:
     ("row", "error"),
     [
         ("0UNSHARD,0F0,0RESHARD,0B0", "0B0 uses stage 0, which is not gathered"),
-        ("0F0,0B0,0REDUCE_GRAD,0REDUCE_GRAD", "0REDUCE_GRAD is doubled"),
+        ("0F0,0B0,0REDUCE_GRAD,0REDUCE_GRAD", "0REDUCE_GRAD is repeated"),
         ("0F0,0I0,0REDUCE_GRAD,0W0", "0W0 comes after the gradients of stage 0 were reduced in cell 2"),
     ],
 )

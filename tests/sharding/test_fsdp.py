@@ -707,11 +707,11 @@ def bad_units() -> None:
     outer = nn.Sequential(nn.Linear(2, 2))
     with pytest.raises(ConfigurationError, match="unit outer contains unit inner"):
         ShardedUnits({"outer": outer, "inner": outer[0]}, mesh=mesh)
-    with pytest.raises(ConfigurationError, match=r"mixed\.1\.weight.*cast them to one dtype"):
+    with pytest.raises(ConfigurationError, match=r"mixed\.1\.weight.*Cast them to one dtype"):
         ShardedUnits({"mixed": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())}, mesh=mesh)
     once = nn.Linear(2, 2)
     ShardedUnits({"once": once}, mesh=mesh)
-    with pytest.raises(ConfigurationError, match=r"once\.weight is a DTensor"):
+    with pytest.raises(ConfigurationError, match=r"once\.weight is already a DTensor"):
         ShardedUnits({"once": once}, mesh=mesh)
     with torch.device("meta"):
         meta = nn.Linear(2, 2)

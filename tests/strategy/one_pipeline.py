@@ -110,8 +110,8 @@ class OnePipelineStrategy(SingleDeviceStrategy):
                     finally:
                         module.ends_here = False
         if is_last:
-            report.tell(outputs)
-        shared, _ = report.take_up(module, 0)
+            report.send(outputs)
+        shared, _ = report.receive_and_apply(module, 0)
         self.line.drain()  # its groups serve others as well
         if shared is None or not outputs or not torch.is_grad_enabled():
             return shared

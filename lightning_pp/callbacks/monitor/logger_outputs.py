@@ -100,8 +100,8 @@ class LoggerOutputs:
                 write(logger)
             except Exception as error:
                 rank_zero_warn(
-                    f"What PipelineMonitor wrote to {type(logger).__name__} is lost, which raised "
-                    f"{type(error).__name__}: {error}. Training goes on."
+                    f"{type(logger).__name__} raised {type(error).__name__}: {error}. What PipelineMonitor wrote to "
+                    "it is lost. Training goes on."
                 )
 
 

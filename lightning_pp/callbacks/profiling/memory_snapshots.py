@@ -69,8 +69,8 @@ class MemorySnapshots(Callback):
         device = trainer.strategy.root_device
         if device.type != "cuda":
             raise ConfigurationError(
-                f"MemorySnapshots records the memory of CUDA devices, and this run computes on {device.type}. Leave it "
-                "out."
+                f"MemorySnapshots records the memory of CUDA devices, but this run computes on {device.type}. Leave "
+                "the callback out."
             )
         folder = shared_folder(trainer, self.dirpath, _FOLDER)
         if is_chosen("MemorySnapshots", self.ranks, trainer.global_rank):

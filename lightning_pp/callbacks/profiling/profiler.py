@@ -94,13 +94,13 @@ class PipelineProfiler(Callback):
         self._windows = None
         if isinstance(trainer.profiler, PyTorchProfiler):  # type: ignore[attr-defined] # set by a connector
             raise ConfigurationError(
-                "PipelineProfiler cannot run beside Trainer(profiler='pytorch'), since torch has one profiler only. "
-                "Leave one of them out."
+                "PipelineProfiler cannot run beside Trainer(profiler='pytorch'), because torch runs one profiler at "
+                "a time. Leave out one of them."
             )
         device = trainer.strategy.root_device
         if self.nvtx and device.type != "cuda":
             raise ConfigurationError(
-                "PipelineProfiler(nvtx=True) names actions for Nsight Systems, which watches CUDA devices, and this "
+                "PipelineProfiler(nvtx=True) names actions for Nsight Systems, which records CUDA devices, but this "
                 f"run computes on {device.type}. Leave nvtx out."
             )
         folder = shared_folder(trainer, self.dirpath, _FOLDER)

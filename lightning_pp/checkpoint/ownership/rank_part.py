@@ -99,8 +99,9 @@ def to_save(values: Mapping[str, Any], catalog: ParameterCatalog, pipeline_rank:
     if missing := [name for name in mine if name not in values]:
         raise CheckpointError(
             f"pipeline rank {pipeline_rank} owns {len(missing)} names that its state_dict does not have: "
-            f"{enumerate_names(missing)}; all names are saved, in parts. Leave names out in on_save_checkpoint of "
-            "a single file (save_distributed_checkpoint=False), and do not remove parameters after the set-up"
+            f"{enumerate_names(missing)}. A sharded checkpoint saves every name. To leave names out, save a single "
+            "file (save_distributed_checkpoint=False) and remove them in on_save_checkpoint. Do not remove "
+            "parameters after the set-up"
         )
     return {name: values[name] for name in mine}
 
@@ -117,8 +118,8 @@ def read_optimizer(optimizer: Optimizer, parameters: Mapping[str, Parameter]) ->
     strange += [str(key) for key in state_dict["state"] if not isinstance(key, int)]
     if strange:
         raise CheckpointError(
-            f"{type(optimizer).__name__} keeps state that belongs to no parameter ({enumerate_names(strange)}), "
-            "which a pipeline cannot divide among its stages; use an optimizer whose state is kept by parameter"
+            f"{type(optimizer).__name__} keeps state that belongs to no parameter ({enumerate_names(strange)}). A "
+            "pipeline cannot divide such state among its stages. Use an optimizer that keeps its state by parameter"
         )
     labels = [label for group in optimizer.param_groups for label in group.get("param_names", ())]
     return OptimizerPart(

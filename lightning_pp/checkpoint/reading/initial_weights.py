@@ -67,8 +67,8 @@ def _open(
         if is_remote(path):
             raise CheckpointError(f"The weights to start from, {path}, do not exist; give the URL of a file or folder")
         raise CheckpointError(
-            f"The weights to start from, {path}, do not exist (looked from {Path.cwd()}). They are read from a path of "
-            "this machine: a model of a hub has to be downloaded first"
+            f"The weights to start from, {path}, do not exist (looked from {Path.cwd()}). They are read from a path "
+            "of this machine. Download a model of a hub first"
         )
     if path.suffix == ".safetensors":
         return map_safetensors(path), None

@@ -57,7 +57,9 @@ class OpenedCheckpoint(ABC):
         with fail_together():
             saved = content.get(MODEL)
             if not isinstance(saved, Mapping):
-                raise CheckpointError(f"{self.path} has no 'state_dict' left after on_load_checkpoint; keep it")
+                raise CheckpointError(
+                    f"on_load_checkpoint removed 'state_dict' from the checkpoint {self.path}. Keep it there"
+                )
             check_model(self.path, saved, catalog, part.destinations().keys(), strict)
         groups = self.checked_groups(num_optimizers, catalog, content) if num_optimizers else []
         load_state(saved, part, self.reader)

@@ -24,7 +24,7 @@ class Table:
     def __init__(self, metadata: Metadata, path: Location) -> None:
         if not isinstance(metadata.planner_data, Mapping):
             raise CheckpointError(
-                f"{path / folder.TABLE_FILENAME} has no paths of its keys; it was saved by another tool"
+                f"{path / folder.TABLE_FILENAME} does not give the paths of its keys, so another tool saved it"
             )
         self.metadata = metadata
         self.paths: dict[str, KeyPath] = {

@@ -98,13 +98,13 @@ def check_complete(path: Location, table: Metadata) -> None:
             raise CheckpointError(f"{file} is missing, so the checkpoint {path} cannot be loaded; use another one")
         if (size := sizes[name]) > end:
             raise CheckpointError(
-                f"{file} is damaged: it has {size} bytes, and {end} were written, so the checkpoint {path} cannot be "
+                f"{file} is damaged: it has {size} bytes, but {end} were written. The checkpoint {path} cannot be "
                 "loaded; use another one"
             )
         if size < end:
             raise CheckpointError(
-                f"{file} is truncated: it has {size} bytes of at least {end}, so the checkpoint {path} cannot be "
-                "loaded; use another one"
+                f"{file} is truncated: it has {size} bytes, but at least {end} were written. The checkpoint {path} "
+                "cannot be loaded; use another one"
             )
 
 

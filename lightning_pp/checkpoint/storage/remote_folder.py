@@ -49,9 +49,9 @@ def stage(path: UPath, save_id: str, trainer_state: bytes, table: Metadata) -> N
     for name, needed in sorted(sizes_needed(table).items()):
         if sizes.get(name, -1) < needed:
             raise CheckpointError(
-                f"{path / name}, just written by a rank, is not there for the first rank: sharded checkpoints need a "
-                "storage that all processes share, and memory:// is one process's own; choose another URL, or set "
-                "save_distributed_checkpoint=False"
+                f"{path / name} was just written by a rank, but the first rank cannot see it. Sharded checkpoints "
+                "need storage that all processes share, and each process has a memory:// of its own. Choose another "
+                "URL, or set save_distributed_checkpoint=False"
             )
     put(trainer_state, path / _trainer_state_name(save_id))
 
@@ -67,7 +67,9 @@ def commit(path: UPath, save_id: str, trainer_state: bytes, table: Metadata) -> 
         put(trainer_state, path / TRAINER_STATE_FILENAME)
         _remove(path, [name for name in sizes_of_files(path) if _is_of_a_save(name) and save_id not in name])
     except Exception as error:
-        _log.warning(f"{path} is saved, but files of the checkpoint that was there before are left: {error}")
+        _log.warning(
+            f"{path} is saved, but cleaning up failed, so files of the previous checkpoint may be left: {error}"
+        )
 
 
 def abandon(path: UPath, save_id: str) -> None:
@@ -75,7 +77,7 @@ def abandon(path: UPath, save_id: str) -> None:
     try:
         _remove(path, [name for name in sizes_of_files(path) if _is_of_a_save(name) and save_id in name])
     except Exception as error:
-        _log.warning(f"Files of a save that failed are left at {path}: {error}")
+        _log.warning(f"Files of a failed save could not be removed from {path}: {error}")
 
 
 def remove_folder(path: UPath) -> None:

@@ -79,8 +79,9 @@ class ShardedSave:
             with fail_together(group):
                 if not staged.is_dir():
                     raise CheckpointError(
-                        f"{staged}, made by the first rank, is not visible here: sharded checkpoints need a file "
-                        "system that all nodes share; choose a path on one, or set save_distributed_checkpoint=False"
+                        f"{staged} was made by the first rank, but is not visible here. Sharded checkpoints need a "
+                        "file system that all nodes share. Choose a path on one, or set "
+                        "save_distributed_checkpoint=False"
                     )
             storage.save(self.entries, TyingWriter(staged, self.tied, self.order), group)
             with fail_together(group):
@@ -156,10 +157,7 @@ def make_stager() -> DefaultStager:
     is_cuda = torch.cuda.is_available()
     return DefaultStager(
         StagingOptions(
-            use_pinned_memory=is_cuda,
-            use_shared_memory=False,
-            use_async_staging=False,
-            use_non_blocking_copy=is_cuda,
+            use_pinned_memory=is_cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=is_cuda
         )
     )
 

@@ -85,18 +85,18 @@ class Neighbours:
         return None
 
     def _stopped(self, rank: int) -> RankFailure:
-        what = f"was stopped by a signal and did not go on for {_STOPPED_S:.0f} s"
+        what = f"was stopped by a signal and did not continue within {_STOPPED_S:.0f} s"
         return RankFailure(rank, f"process {self._pids[rank]}", what, is_gone=True)
 
 
 def _ended(code: int | None) -> str:
     """How a process has ended, as a part of a sentence; by its exit code, None if nobody knows."""
     if code is None:
-        return "has ended without a word: killed, perhaps for want of memory"
+        return "ended without a message: killed, perhaps because memory ran out"
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-        return f"was killed by {name}{', perhaps for want of memory' if name == 'SIGKILL' else ''}"
-    return f"left in the middle of the run, with exit code {code}"
+        return f"was killed by {name}{', perhaps because memory ran out' if name == 'SIGKILL' else ''}"
+    return f"exited in the middle of the run with exit code {code}"
 
 
 def _state_of(pid: int) -> tuple[str, int | None]:

@@ -121,7 +121,7 @@ class Standstill:
             if answer is not None and not answer.stack.waits and answer.seconds >= self._silent_s:
                 return RankFailure(rank, answer.place, f"kept the others waiting: it {answer}", is_gone=True)
         silent = next((rank for rank, answer in self._answers.items() if answer is None), None)
-        what = "does not answer, and others have waited for it"
+        what = "does not answer, while others wait for it"
         return None if silent is None else RankFailure(silent, "", what, is_gone=True)
 
 
@@ -130,7 +130,7 @@ def in_words(answers: Mapping[int, Standing | None]) -> str:
     answers = dict(sorted(answers.items()))
     holders = {rank: answer for rank, answer in answers.items() if answer is None or not answer.stack.waits}
     sentences = [
-        f"Rank {rank} does not answer: its process is gone, or lets none of its threads run."
+        f"Rank {rank} does not answer: its process is gone, or none of its threads can run."
         if answer is None
         else f"Rank {rank} ({answer.place}) {answer}."
         for rank, answer in (holders or answers).items()

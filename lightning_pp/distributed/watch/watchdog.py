@@ -160,9 +160,9 @@ class Watchdog:
             if number < progress.num_batches:
                 earlier = f" after {progress.num_before} of earlier passes" if progress.num_before else ""
                 what = (
-                    f"has {number} batches of {progress.data} data{earlier}, and rank {self._table.rank} has begun "
-                    f"batch {progress.num_batches}: every rank must have the same number of batches, or "
-                    "unequal_data='shortest' ends all where the first ends"
+                    f"has {number} batches of {progress.data} data{earlier}, but rank {self._table.rank} has begun "
+                    f"batch {progress.num_batches}. Give every rank the same number of batches, or set "
+                    "unequal_data='shortest' to end all of them with the first"
                 )
                 self._table.tell_failure(RankFailure(rank, "", what))
 

@@ -120,7 +120,7 @@ class DeviceMemory:
         model = replace(self.model.with_optimizer(optimizer), trains=True)
         if model != self.model:
             estimate = model.estimate(split.record, split.partition, split.placement, split.parameter_sizes(), schedule)
-            what = f"training with {type(optimizer).__name__} after the model was cut for something else"
+            what = f"training with {type(optimizer).__name__}, for which the model was not cut,"
             self._check(self._needs(estimate, split.placement), split.partition, split.placement, schedule, what)
 
     def _check(
@@ -177,7 +177,7 @@ class DeviceMemory:
             return least
         begins = (
             f"No cut of the model into {placement.num_stages} stages keeps every rank within "
-            f"device_memory_gib={self.limit_gib:g} {_order_text(held_by)}: the one that needs least needs"
+            f"device_memory_gib={self.limit_gib:g} {_order_text(held_by)}: the best one needs"
         )
         needs = self.needs(least, placement, held_by)
         raise self._refusal(begins, needs, least, placement, held_by, units)
@@ -285,7 +285,7 @@ class DeviceMemory:
         largest = max(alone, key=lambda unit: alone[unit])
         if alone[largest] <= self.limit_gib * BYTES_PER_GIB:
             return None
-        return f"The unit {largest!r} by itself needs {_gib(alone[largest])} GiB, so that more ranks do not help. "
+        return f"The unit {largest!r} alone needs {_gib(alone[largest])} GiB, so more ranks do not help. "
 
     def _ways_out(self, need: Need, schedule: Schedule | None, *, more_ranks: bool) -> list[str]:
         ways = ["more pipeline ranks"] if more_ranks else ["smaller units (units=)"]

@@ -14,12 +14,7 @@ from lightning_pp.planning.sharded_stages import ShardingSettings
 from lightning_pp.schedule import Placement, Schedule
 from lightning_pp.split.cut.partition import Partition
 from lightning_pp.split.memory.estimate import MemoryEstimate, estimate_memory
-from lightning_pp.split.memory.state_memory import (
-    ParameterSize,
-    StateSizes,
-    StepDtypes,
-    optimizer_bytes_per_parameter,
-)
+from lightning_pp.split.memory.state_memory import ParameterSize, StateSizes, StepDtypes, optimizer_bytes_per_parameter
 from lightning_pp.split.record.step_record import StepRecord
 
 # AdamW's two states in float32: what is assumed of an optimizer that cannot be asked

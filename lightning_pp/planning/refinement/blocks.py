@@ -83,18 +83,18 @@ def what_differs(whole: RecordedModel, finer: RecordedModel, names: Collection[s
     for call in finer.record.calls:
         of_refined = any(call.unit.startswith(f"{name}.") for name in names)
         if of_refined and call.is_cast:
-            return f"{call.unit} gets other arguments than in one piece"
+            return f"{call.unit} gets other arguments than when the block is whole"
     return None
 
 
 def _course(record: StepRecord) -> Mapping[str, Any]:
     """What a step does outside of units, as far as it may change what a step gives, or when it is rehearsed."""
     return {
-        "its course hangs on values": (record.depends_on_batch_values, record.num_looks),
-        "its course hangs on random numbers": (record.may_branch_at_random, record.inter_unit_draws.in_python),
-        "it reads how far the training is": record.reads_progress,
+        "its control flow depends on values": (record.depends_on_batch_values, record.num_looks),
+        "its control flow depends on random numbers": (record.may_branch_at_random, record.inter_unit_draws.in_python),
+        "it reads the training's progress": record.reads_progress,
         "it reads values": len(record.value_reads_in_tail),
-        "shapes hang on values": record.has_dynamic_shapes,
+        "its shapes depend on values": record.has_dynamic_shapes,
         "it sets attributes": record.mutated_attributes,
         "it carries state": record.carried,
         "it puts hooks on gradients": len(record.gradient_hooks),
@@ -104,7 +104,7 @@ def _course(record: StepRecord) -> Mapping[str, Any]:
         "it has norms of another dtype": record.weights_of_float32_norms,
         # residuals are added; what else bears on how a loss grows with the batch stays inside
         "it sums up, multiplies or divides": sum(each.kind is not Kind.ADDITION for each in record.reductions),
-        "values leave units by other ways than their outputs": _num_escapes(record),
+        "values leave units by side effects": _num_escapes(record),
     }
 
 

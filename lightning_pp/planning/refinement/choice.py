@@ -80,7 +80,7 @@ class CutChoice:
         """The recording that is laid out, and how.
 
         Raises:
-            ConfigurationError, SplitError, ScheduleError: As :func:`~lightning_pp.planning.tuning.choose_layout` says.
+            ConfigurationError, SplitError, ScheduleError: As :func:`~lightning_pp.planning.tuning.best_layout` says.
         """
         whole, refusal = self._decided(self._best_layout)
         placements = self._request(self._heads[0]).placements if whole is None else [whole.placement]

@@ -45,9 +45,9 @@ class GivenCosts:
             return  # one number for all, or known by unit, so that other stages can be made of them
         if number % num_ranks if num_stages is None else number != num_stages:
             raise ConfigurationError(
-                f"{self.origin} are for {number} stages, and {num_ranks} ranks have "
-                f"{f'a multiple of {num_ranks}' if num_stages is None else num_stages} of them: give costs that were "
-                "measured with as many stages, or leave costs out and they are measured."
+                f"{self.origin} are for {number} stages, but {num_ranks} ranks have "
+                f"{f'a multiple of {num_ranks}' if num_stages is None else num_stages} of them. Give costs that were "
+                "measured with that number of stages, or leave costs out to have them measured."
             )
 
 

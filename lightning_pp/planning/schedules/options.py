@@ -71,7 +71,7 @@ class ScheduleOptions:
 
     def whole_batch_text(self, schedule: Schedule) -> str:
         """What ``whole_batch_loss`` does to ``schedule``, for the log."""
-        reordered = " The file has another order; its actions were put in this one." if self.source.is_reordered else ""
+        reordered = " The file has another order; its actions were reordered." if self.source.is_reordered else ""
         return (
             f"whole_batch_loss=True: {schedule.name} runs all forwards of a batch before its backwards, and holds all "
             f"{schedule.num_microbatches} microbatches at once.{reordered}"

@@ -35,21 +35,16 @@ class ProgramCache:
     ) -> None:
         self._source = source
         self._placement = placement
-        self._costs = costs
+        self.costs = costs
         self._memory_limit = memory_limit
         self._found = found
         self._training: dict[int, Schedule] = {}
         self._measured: dict[int, Schedule] = {}
         self._evaluation: dict[int, Schedule] = {}
 
-    @property
-    def costs(self) -> StageCosts:
-        """Costs of the stages that programs are chosen by."""
-        return self._costs
-
     def use(self, found: Schedule, costs: StageCosts, memory_limit: float | Sequence[float] | None) -> None:
         """From now on programs come from ``found``, and these costs and limits count."""
-        self._found, self._costs, self._memory_limit = found, costs, memory_limit
+        self._found, self.costs, self._memory_limit = found, costs, memory_limit
         self._training.clear()
         self._measured.clear()
 
@@ -79,5 +74,5 @@ class ProgramCache:
         if self._found is not None and num_microbatches <= self._found.num_microbatches:
             return keep_first_microbatches(self._found, num_microbatches)
         return self._source.program(
-            self._placement, num_microbatches, self._costs, self._memory_limit, quick=True, on_every_rank=True
+            self._placement, num_microbatches, self.costs, self._memory_limit, quick=True, on_every_rank=True
         )

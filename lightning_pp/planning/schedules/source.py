@@ -150,11 +150,7 @@ class ScheduleSource(ABC):
         return (self.program_to_cut_by(placement, num_microbatches),)
 
     def memory_limit(
-        self,
-        asked: float | None,
-        costs: StageCosts,
-        placement: Placement,
-        room: Sequence[float] | None = None,
+        self, asked: float | None, costs: StageCosts, placement: Placement, room: Sequence[float] | None = None
     ) -> float | tuple[float, ...] | None:
         """What microbatches may hold on each rank, in the unit of ``costs.held_*``; None for no limit.
 
@@ -210,11 +206,13 @@ class FromFile(ScheduleSource):
         super().__post_init__()
         placement, asked = self.written.placement, self.stages_per_rank
         if self.written.forward_only:
-            raise ScheduleError(f"{self.name} has no backward: a schedule to train with has I and W, or B, for every F")
+            raise ScheduleError(
+                f"{self.name} has no backward. A schedule for training needs I and W, or B, for every F"
+            )
         if asked is not None and asked * placement.num_ranks != placement.num_stages:
             raise ConfigurationError(
-                f"stages_per_rank={asked}, but {self.name} has {placement.num_stages} stages on "
-                f"{placement.num_ranks} ranks: leave stages_per_rank out, the file says where the stages are."
+                f"stages_per_rank={asked}, but {self.name} has {placement.num_stages} stages on {placement.num_ranks} "
+                "ranks. Leave stages_per_rank out: the file says where the stages are."
             )
 
     @property
@@ -232,13 +230,13 @@ class FromFile(ScheduleSource):
         rows, number = self.written.placement.num_ranks, self.written.num_microbatches
         if num_ranks not in ("auto", rows):
             raise ConfigurationError(
-                f"schedule={self.name!r} has rows for {rows} ranks, and the pipeline has "
-                f"{num_ranks}: set pipeline_parallel_size={rows}, or write a row a rank."
+                f"schedule={self.name!r} has rows for {rows} ranks, but the pipeline has {num_ranks}. Set "
+                f"pipeline_parallel_size={rows}, or write one row per rank."
             )
         if num_microbatches != "auto" and num_microbatches > number:
             raise ConfigurationError(
-                f"num_microbatches={num_microbatches}, but {self.name} is for {number} microbatches: set "
-                f"num_microbatches={number} (or 'auto', which takes the file's), or write a schedule for "
+                f"num_microbatches={num_microbatches}, but {self.name} is for {number} microbatches. Set "
+                f"num_microbatches={number} (or 'auto', to take the file's number), or write a schedule for "
                 f"{num_microbatches}."
             )
 
@@ -260,8 +258,8 @@ class FromFile(ScheduleSource):
         most, num_microbatches = self.written.num_microbatches, request.num_microbatches
         if num_microbatches > most:
             raise ScheduleError(
-                f"The batch is cut into {num_microbatches} microbatches, and {self.name} is for {most}: set "
-                f"num_microbatches={most} (or 'auto', which takes the file's), or write a schedule for "
+                f"The batch is cut into {num_microbatches} microbatches, but {self.name} is for {most}. Set "
+                f"num_microbatches={most} (or 'auto', to take the file's number), or write a schedule for "
                 f"{num_microbatches}."
             )
         all_of_it = self.schedule.validate(costs=request.costs, memory_limit=request.memory_limit)
@@ -331,11 +329,7 @@ class Searched(ScheduleSource):
         return (replace(usual, name=self.name, programs=tuple(map(whole_backwards, usual.programs))),)
 
     def memory_limit(
-        self,
-        asked: float | None,
-        costs: StageCosts,
-        placement: Placement,
-        room: Sequence[float] | None = None,
+        self, asked: float | None, costs: StageCosts, placement: Placement, room: Sequence[float] | None = None
     ) -> float | tuple[float, ...] | None:
         """What the user allows, or else the memory of ``zb_h2``; not more than there is room for.
 

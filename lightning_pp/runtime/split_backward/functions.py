@@ -245,8 +245,8 @@ def weight_gradient_destination(weight: Tensor, version: int, node: Any) -> Weig
     """
     if version_of(weight) != version:
         raise RuntimeError(
-            f"a weight of shape {list(weight.shape)} was modified in place between its forward and its backward, from "
-            f"version {version} to {version_of(weight)}: update weights only while no microbatch is under way"
+            f"a weight of shape {list(weight.shape)} was modified in place between its forward and its backward "
+            f"(version {version} became {version_of(weight)}). Update weights only while no microbatch is under way"
         )
     parameter = weight
     is_view_wanted = False
@@ -284,8 +284,8 @@ def _finish(ctx: Any, grad_weight: Tensor | None) -> Tensor | None:
         return grad_weight
     return refusing_derivatives(
         grad_weight,
-        "a weight gradient made under autocast cannot be differentiated again inside weight_gradients_deferrable(): "
-        "take second derivatives outside autocast, or outside of a step whose backward is split",
+        "a weight gradient made under autocast cannot be differentiated again inside weight_gradients_deferrable(). "
+        "Take second derivatives outside autocast, or outside a step whose backward is split",
     )
 
 

@@ -172,8 +172,8 @@ class Transport:
                     work.wait()
                 except RuntimeError as error:
                     raise RankStoppedError(
-                        f"Pipeline rank {self._rank} waited in vain for pipeline rank {sender} (global rank "
-                        f"{self._ranks[sender]}) to send what {stop.action} needs: {error}"
+                        f"Pipeline rank {self._rank} did not receive what {stop.action} needs from pipeline rank "
+                        f"{sender} (global rank {self._ranks[sender]}): {error}"
                     ) from error
                 # one that is empty is not sent, and proves nothing
                 self._sends.acknowledge(sender, self._receipts[tag])

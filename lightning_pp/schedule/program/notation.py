@@ -69,17 +69,17 @@ class CsvTable:
         if missing is not None:
             rank, column = self._first_cell(lambda action: action.stage > missing)
             raise ScheduleError(
-                f"{self.path}, rank {rank}, cell {column}: no row has actions of stage {missing}, though there are "
-                f"stages up to {self.num_stages - 1}: stages are numbered from 0 without gaps\n"
-                f"{picture(self.cells, rank, column)}"
+                f"{self.path}, rank {rank}, cell {column}: no row has actions of stage {missing}, but the highest "
+                f"stage is {self.num_stages - 1}. Number stages from 0 without "
+                f"gaps\n{picture(self.cells, rank, column)}"
             )
         empty = next((rank for rank in range(len(self.programs)) if rank not in rank_of_stage.values()), None)
         if empty is not None:
             stage = self.programs[empty][0].stage
             raise ScheduleError(
-                f"{self.path}, rank {empty}, cell {self.columns[empty][0]}: the row has no stage of its own: stage "
-                f"{stage} is on rank {rank_of_stage[stage]}, whose row names it first\n"
-                f"{picture(self.cells, empty, self.columns[empty][0])}"
+                f"{self.path}, rank {empty}, cell {self.columns[empty][0]}: rank {empty} holds no stage of its own. "
+                f"Stage {stage} is on rank {rank_of_stage[stage]}, whose row names it "
+                f"first\n{picture(self.cells, empty, self.columns[empty][0])}"
             )
         return Placement(len(self.programs), tuple(rank_of_stage[stage] for stage in range(self.num_stages)))
 

@@ -31,8 +31,8 @@ class Placement:
         empty = [rank for rank, held in enumerate(stages) if not held]
         if empty:
             raise ScheduleError(
-                f"rank {empty[0]} holds no stage: {len(self.rank_of_stage)} stages on {self.num_ranks} ranks, "
-                "give every rank at least one"
+                f"rank {empty[0]} holds no stage: {len(self.rank_of_stage)} stages are placed on {self.num_ranks} "
+                "ranks. Give every rank at least one"
             )
         object.__setattr__(self, "_stages_of_rank", tuple(map(tuple, stages)))
 

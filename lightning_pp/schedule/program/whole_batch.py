@@ -21,8 +21,8 @@ from lightning_pp.schedule.program.action import Action, ActionKind
 from lightning_pp.schedule.program.coded import UNSHARD, CodedProgram, F
 
 HELPS_WHOLE_BATCH = (
-    "What helps: fewer samples in a batch (fewer microbatches of the same size), activation_checkpointing, or more "
-    "pipeline ranks; no schedule and no other number of microbatches for the same batch does"
+    "Use fewer samples in a batch (fewer microbatches of the same size), activation_checkpointing, or more pipeline "
+    "ranks. Another schedule does not help, and neither does another number of microbatches for the same batch"
 )
 """The end of errors about too little memory."""
 

@@ -187,14 +187,13 @@ def _check_limit(request: ScheduleRequest, placements: list[Placement]) -> None:
     if not placements:
         if request.whole_batch_loss:
             raise ScheduleError(
-                f"memory_limit {limits[rank]:g} is too small for any schedule: with whole_batch_loss rank {rank} holds "
-                f"all {number} microbatches of a batch on all its stages ({request.stages_per_rank}) at once; the "
-                f"smallest limit that works is {min(needs):g}. {HELPS_WHOLE_BATCH}"
+                f"memory_limit {limits[rank]:g} is too small for any schedule. With whole_batch_loss, rank {rank} "
+                f"holds all {number} microbatches of a batch on all its stages ({request.stages_per_rank}) at once. "
+                f"The smallest limit that works is {min(needs):g}. {HELPS_WHOLE_BATCH}"
             )
         raise ScheduleError(
-            f"memory_limit {min(limits):g} is too small for any schedule: a rank must hold one "
-            f"microbatch on all its stages ({request.stages_per_rank}) at once; the smallest limit that works is "
-            f"{min(needs):g}"
+            f"memory_limit {min(limits):g} is too small for any schedule. A rank must hold one microbatch on all its "
+            f"stages ({request.stages_per_rank}) at once. The smallest limit that works is {min(needs):g}"
         )
 
 

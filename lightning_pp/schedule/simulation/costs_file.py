@@ -80,23 +80,25 @@ def read_costs_file(path: str | PathLike[str]) -> CostsFile:
     except (OSError, UnicodeDecodeError) as error:
         raise ScheduleError(f"cannot read the costs {path}: {error}") from error
     except json.JSONDecodeError as error:
-        raise ScheduleError(f"{path} is no JSON file of costs: {error}") from error
+        raise ScheduleError(f"{path} is not a JSON file of costs: {error}") from error
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         found = content.get("format") if isinstance(content, dict) else type(content).__name__
-        raise ScheduleError(f'{path} is no file of costs: its "format" is {found!r}, not {_FORMAT!r}')
+        raise ScheduleError(f'{path} is not a file of costs: its "format" is {found!r}, not {_FORMAT!r}')
     units, costs = content.get("units", {}), content.get("costs", {})
     measured_on = content.get("measured_on", {})
     for name, part in (("units", units), ("costs", costs), ("measured_on", measured_on)):
         if not isinstance(part, dict):
-            raise ScheduleError(f'{path}: "{name}" is {type(part).__name__}, it must be an object')
+            raise ScheduleError(f'{path}: "{name}" is of type {type(part).__name__}, but must be an object')
     if units.get("time", "ms") != "ms":
-        raise ScheduleError(f'{path}: times are in {units["time"]!r}; write milliseconds, and "ms" as their unit')
+        raise ScheduleError(
+            f'{path}: times are in {units["time"]!r}. Give them in milliseconds, with "ms" as their unit'
+        )
     missing = [name for name in _REQUIRED if name not in costs]
     unknown = [name for name in costs if name not in _TIMES + _HELD]
     if missing or unknown:
         raise ScheduleError(
             f"{path}: "
-            + "; ".join([*(f"{name} is missing" for name in missing), *(f"{name!r} is no cost" for name in unknown)])
+            + "; ".join([*(f"{name} is missing" for name in missing), *(f"{name!r} is not a cost" for name in unknown)])
             + f". Costs are {', '.join(_TIMES + _HELD)}."
         )
     for name, value in costs.items():

@@ -10,12 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lightning_pp.sharding._torch_private import (
-    backward_pass,
-    call_after_backward,
-    next_node_number,
-    nodes_made_since,
-)
+from lightning_pp.sharding._torch_private import backward_pass, call_after_backward, next_node_number, nodes_made_since
 from lightning_pp.sharding.units.collective_times import CollectiveClock
 from lightning_pp.sharding.units.group import UnitGroup
 from lightning_pp.sharding.units.windows import UnitWindows

@@ -232,8 +232,8 @@ def slots_of(units: Mapping[str, nn.Module], excluded: Iterable[nn.Parameter]) -
             full_name = f"{unit_name}.{name}" if unit_name else name
             if isinstance(parameter, DTensor):
                 raise ConfigurationError(
-                    f"parameter {full_name} is a DTensor on {parameter.device_mesh} already; "
-                    "give unit parameters that nothing has sharded"
+                    f"parameter {full_name} is already a DTensor on {parameter.device_mesh}. Give units parameters "
+                    "that are not sharded yet"
                 )
             prefix, _, attribute = name.rpartition(".")
             places[parameter] = ParameterSlot(full_name, unit.get_submodule(prefix), attribute)
@@ -245,7 +245,7 @@ def slots_of(units: Mapping[str, nn.Module], excluded: Iterable[nn.Parameter]) -
     if len(by_dtype) > 1:
         found = "; ".join(f"{len(names)} in {dtype}, as {names[0]}" for dtype, names in by_dtype.items())
         raise ConfigurationError(
-            f"the trainable parameters of unit {', '.join(units)} differ in dtype ({found}), and are reduced in one "
-            "collective; cast them to one dtype, or leave those of one dtype out of sharding with `replicated`"
+            f"the trainable parameters of unit {', '.join(units)} differ in dtype ({found}), but are reduced in one "
+            "collective. Cast them to one dtype, or leave those of one dtype out of sharding with `replicated`"
         )
     return slots

@@ -73,11 +73,11 @@ class UnitWindows:
         if group.name not in self._held:
             if self._is_ragged:
                 raise RuntimeError(
-                    f"unit {group.name} is used out of the order of its stage's calls (by a checkpoint over several "
-                    "units, or a batch that calls them otherwise), and the replicas' batches have different numbers of "
-                    "microbatches, so that they would gather in different orders: give replicas batches of one size "
-                    "(drop_last=True), checkpoint each unit by itself, raise unshard_budget, or use "
-                    "sharding='shard_grad_op'"
+                    f"unit {group.name} was used out of its stage's order of calls (by a checkpoint over several "
+                    "units, or a batch that calls units in another order). The replicas' batches have different "
+                    "numbers of microbatches, so replicas would gather units in different orders. Give replicas "
+                    "batches of one size (drop_last=True), checkpoint each unit by itself, raise unshard_budget, or "
+                    "use sharding='shard_grad_op'"
                 )
             self._start_gather(group.name)
 

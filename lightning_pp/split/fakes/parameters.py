@@ -283,7 +283,7 @@ class FakeParameters:
                 parent.__dict__[attribute] = parameters_of(parent).pop(attribute, None)
 
     @contextmanager
-    def standing_apart(self) -> Iterator[None]:
+    def without_registering_fakes(self) -> Iterator[None]:
         """Within, code may put fake_parameters where it found them; afterwards they are no parameters of their modules.
 
         ``torch.func.functional_call`` does so, and ``Module.__setattr__`` makes a parameter of each.

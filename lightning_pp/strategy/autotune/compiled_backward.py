@@ -33,7 +33,7 @@ class CompiledBackward:
         """Says that a training batch has been run."""
         self._has_run = self._has_run or schedule.splits_backward
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Before a training batch; every rank of the pipeline has to call it. One small gather, once in a training."""
         if self._is_done or not self._has_run:
             return

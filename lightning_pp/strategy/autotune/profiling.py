@@ -17,7 +17,7 @@ from lightning_pp.planning.schedules.options import ScheduleOptions
 from lightning_pp.planning.schedules.predictions import Prediction
 from lightning_pp.planning.schedules.programs import ProgramCache
 from lightning_pp.planning.stage_model import SplitModel
-from lightning_pp.planning.tuning import Layout, decided_by_one
+from lightning_pp.planning.tuning import Layout, compute_on_rank0
 from lightning_pp.runtime.timing import StepTimer
 from lightning_pp.schedule import Schedule, Sharding, StageCosts
 from lightning_pp.split.data.microbatch import Microbatch
@@ -56,6 +56,7 @@ class TunedPrograms:
         broadcast: Returns rank 0's argument on every rank.
 
     Attributes:
+        measures: Whether it needs the times of training batches.
         sharding: What the stages gather and reduce; the search compares schedules with it. None: nothing.
     """
 
@@ -90,7 +91,7 @@ class TunedPrograms:
         self._asked = f"schedule={options.source.name!r}"
         self._tells_order = options.whole_batch_loss
         self._is_first = mesh.get_local_rank("pipeline") == 0 and groups.replica == 0
-        self._measures = options.measures
+        self.measures = options.measures
         self._num_batches = 0
         self._noted: list[tuple[StepTimer, dict[tuple[int, int], int], list[Shape], Sequence[StepPlan]]] = []
         self.queued_bytes: dict[tuple[int, int], int] | None = None
@@ -101,23 +102,23 @@ class TunedPrograms:
             how = "estimated" if options.costs is None else "given"
             rank_zero_info(f"{self._asked} begins with {layout.start.name}, by {how} costs:\n{layout.reason}")
 
-    def training(self, num_microbatches: int) -> Schedule:
+    def next_training_schedule(self, num_microbatches: int) -> Schedule:
         """The schedule of the training batch that is about to be run; every rank asks before every batch."""
         self.queued_bytes = None
         if self._tells_order:
             self._tells_order = False
             rank_zero_info(self._options.whole_batch_text(self._cache.training(num_microbatches)))
-        if not self._measures:
+        if not self.measures:
             return self._cache.training(num_microbatches)
         if self._num_batches >= NUM_WARM_UP_BATCHES + self._options.num_profiled_batches:
-            self._measures = False
+            self.measures = False
             self._tune()
             return self._cache.training(num_microbatches)
         self.queued_bytes = {}
         return self._cache.measured(num_microbatches)
 
     def schedule_of(self, num_microbatches: int) -> Schedule:
-        """The schedule of training batches, as things stand; unlike :meth:`training` it changes nothing."""
+        """The schedule of training batches, as things stand; asking for it changes nothing."""
         return self._cache.training(num_microbatches)
 
     def predictions(self, num_microbatches: int) -> list[Prediction]:
@@ -142,14 +143,9 @@ class TunedPrograms:
         """The schedule of an evaluation batch."""
         return self._cache.evaluation(num_microbatches)
 
-    @property
-    def measures(self) -> bool:
-        """Whether it needs the times of training batches."""
-        return self._measures
-
     def note(self, timer: StepTimer, microbatches: Sequence[Microbatch], plans: Sequence[StepPlan]) -> None:
         """Keeps what the training batch took that has just been run."""
-        if self._measures and self.queued_bytes is not None:
+        if self.measures and self.queued_bytes is not None:
             self._num_batches += 1
             if self._num_batches > NUM_WARM_UP_BATCHES:
                 self._noted.append((timer, self.queued_bytes, list(map(Shape.of, microbatches)), plans))
@@ -183,7 +179,7 @@ class TunedPrograms:
             f"{self._asked}: measured {self._options.num_profiled_batches} batches; rank 0 searches for a schedule of "
             f"{measured.num_microbatches} microbatches on {self._split.placement.num_ranks} ranks, the others wait."
         )
-        schedule, report = decided_by_one(
+        schedule, report = compute_on_rank0(
             lambda: self._search(measured), decides=self._is_first, broadcast=self._broadcast
         )
         if schedule is None:

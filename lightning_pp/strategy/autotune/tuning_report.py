@@ -95,10 +95,7 @@ def costs_text(costs: StageCosts) -> str:
 
 
 def predicted_schedules(
-    costs: StageCosts,
-    chosen: Schedule,
-    options: ScheduleOptions,
-    before: Schedule | None = None,
+    costs: StageCosts, chosen: Schedule, options: ScheduleOptions, before: Schedule | None = None
 ) -> list[Prediction]:
     """What ``costs`` say of the schedule that is chosen, of the one before, and of those made by hand in its place."""
     source = options.source

@@ -15,12 +15,7 @@ from lightning_pp.split.data.microbatch import Microbatch, batch_size_of
 from lightning_pp.split.side_effects.generators import generators_untouched
 from lightning_pp.split.side_effects.module_state import preserved_state
 from lightning_pp.split.unit_calls.compilation import uncompiled
-from lightning_pp.strategy.batch.differences import (
-    Around,
-    batch_norm_frozen,
-    tell_of_batch_norm,
-    tolerance_of,
-)
+from lightning_pp.strategy.batch.differences import Around, batch_norm_frozen, tell_of_batch_norm, tolerance_of
 from lightning_pp.strategy.batch.part_check import Outcome, PartCheck, observed
 from lightning_pp.strategy.batch.preparation import BatchPreparation
 from lightning_pp.strategy.batch.run import BatchRun, StepCall

@@ -53,10 +53,10 @@ class BatchComparison:
         mine, groups = self._fingerprint, self._groups
         if mine is not None and call.batch_idx < _BATCHES_CHECKED_BEFOREHAND:
             given = fingerprint(batch, mine.rank)
-            told = groups.gather_in_pipeline((mine, given, self._frozen.tell()))
+            told = groups.gather_in_pipeline((mine, given, self._frozen.own()))
             check_same_batch([mine, *(each for each, _, _ in told if each.rank != mine.rank)], call.batch_idx)
             check_same_given([given, *(each for _, each, _ in told if each.rank != mine.rank)], call.batch_idx)
-            self._frozen.take_up(frozen for *_, frozen in told)
+            self._frozen.apply(frozen for *_, frozen in told)
             is_first = call.training and call.batch_idx == 0
             if is_first and self._sizes.data_parallel > 1 and reads_streams(self._module.trainer):
                 warn_of_equal_streams(groups.gather(mine.numbers, "the first batch of an epoch"))

@@ -125,11 +125,13 @@ class PartCheck:
         of_replicas = self._groups.gather(differences, "the check of a first batch")
         if not any(of_replicas):
             return
-        are_harmless = _are_of_attributes(of_replicas) and not self._attributes_matter(observe, whole, parts)
+        are_attributes = all(difference.is_attribute for found in of_replicas for difference in found)
+        are_harmless = are_attributes and not self._attributes_matter(observe, whole, parts)
         culprit, moved = (None, ()) if are_harmless else self._culprit(observe)
         shown = differences or next(found for found in of_replicas if found)
         sizes = [part.num_samples for part in self._sizes.parts]
-        where = _line_of(self._module, self._step)
+        code = getattr(inspect.unwrap(getattr(type(self._module), self._step)), "__code__", None)
+        where = self._step if code is None else f"{code.co_filename}:{code.co_firstlineno}"
         if are_harmless:
             if new := [difference for difference in shown if difference.what not in self._told]:
                 rank_zero_warn(text_about_attributes(new, where))
@@ -254,18 +256,9 @@ class PartCheck:
         return everywhere[min(everywhere)] if everywhere else None, all_moved
 
 
-def _are_of_attributes(of_replicas: Sequence[Sequence[Difference]]) -> bool:
-    return all(difference.is_attribute for found in of_replicas for difference in found)
-
-
 def _outcome(observe: Observe, microbatches: Sequence[Microbatch], around: Around) -> Outcome:
     """What came of a run; a dry run in which the step returns None ends on every rank alike, before anything is run."""
     try:
         return observe(microbatches, around)
     except NoLossError as error:
         return error
-
-
-def _line_of(module: pl.LightningModule, step: str) -> str:
-    code = getattr(inspect.unwrap(getattr(type(module), step)), "__code__", None)
-    return step if code is None else f"{code.co_filename}:{code.co_firstlineno}"

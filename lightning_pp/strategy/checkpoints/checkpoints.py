@@ -70,14 +70,9 @@ class Checkpoints:
     """
 
     def __init__(
-        self,
-        *,
-        is_sharded: bool,
-        in_background: bool,
-        timeout: timedelta | None,
-        is_interrupted: Callable[[], bool],
+        self, *, is_sharded: bool, in_background: bool, timeout: timedelta | None, is_interrupted: Callable[[], bool]
     ) -> None:
-        self._is_sharded = is_sharded
+        self.is_sharded = is_sharded
         self._in_background = in_background
         self._timeout = timeout
         self._is_interrupted = is_interrupted
@@ -88,14 +83,9 @@ class Checkpoints:
         self._promised: set[str] = set()
         self._opened: OpenedCheckpoint | None = None
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether checkpoints are folders."""
-        return self._is_sharded
-
     def refuse_plugin(self, checkpoint_io: CheckpointIO) -> None:
         """Raises :class:`ConfigurationError` for a plugin that a sharded checkpoint would not go through."""
-        if type(checkpoint_io) is not TorchCheckpointIO and self._is_sharded:
+        if type(checkpoint_io) is not TorchCheckpointIO and self.is_sharded:
             raise ConfigurationError(
                 f"The plugin {type(checkpoint_io).__name__} writes single files, and sharded checkpoints are written "
                 "by every rank without it. Set save_distributed_checkpoint=False to use it; to write sharded "
@@ -164,14 +154,14 @@ class Checkpoints:
             return {}
         part = self._attached.part
         own = {**part.local_state_dict(), **(replaced or {})}
-        return own if self._is_sharded else gather_full_state(part, own)
+        return own if self.is_sharded else gather_full_state(part, own)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state as one device would have it, on rank 0; nothing for a sharded checkpoint.
 
         A sharded checkpoint collects the state when it is written, without a copy of it all.
         """
-        if self._is_interrupted() or self._is_sharded or isinstance(optimizer, NoOptimizer):
+        if self._is_interrupted() or self.is_sharded or isinstance(optimizer, NoOptimizer):
             return {}
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return gather_full_optimizer_state(with_added_groups(self._attached.part), inner)
@@ -197,7 +187,7 @@ class Checkpoints:
         path = from_root(str(filepath), Ranks.from_mesh(run.part.mesh))
         checkpoint = {**checkpoint, **own_run_state(checkpoint, run.engine, run.data)}
         write: Callable[[dist.ProcessGroup | None], None]
-        if self._is_sharded:
+        if self.is_sharded:
             if storage_options is not None:
                 raise TypeError(
                     "storage_options apply to single files; set save_distributed_checkpoint=False to use them."

@@ -125,7 +125,8 @@ class RunWatch:
     def _place(self) -> str:
         """Where this rank is, and how far it has come."""
         stages = self._pipeline.stages
-        return stages and f"{stages}, after {self._pipeline.num_batches_trained} training batches"
+        number = 0 if self._pipeline.engine is None else self._pipeline.engine.num_batches_trained
+        return stages and f"{stages}, after {number} training batches"
 
     def _position(self) -> Position:
         """How far this rank has come in all that it does; read from a thread."""

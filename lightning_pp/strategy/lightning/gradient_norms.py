@@ -111,7 +111,7 @@ class GradientNorms:
         return total.to(dtypes[0] if dtypes else torch.get_default_dtype())
 
     @contextmanager
-    def in_place_of_others(self) -> Iterator[None]:
+    def patched(self) -> Iterator[None]:
         """Within, the two functions are these, where Lightning and torch have them and in the user's modules."""
         originals = grads.grad_norm, torch.nn.utils.clip_grad_norm_
 

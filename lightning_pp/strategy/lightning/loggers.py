@@ -19,15 +19,7 @@ from lightning_pp.strategy._lightning_private import uploads_checkpoints
 from lightning_pp.strategy.lightning.patching import replaced
 
 #: What Lightning, its callbacks and the monitor of the pipeline call.
-_METHODS = (
-    "log_metrics",
-    "log_hyperparams",
-    "log_graph",
-    "log_table",
-    "save",
-    "finalize",
-    "after_save_checkpoint",
-)
+_METHODS = ("log_metrics", "log_hyperparams", "log_graph", "log_table", "save", "finalize", "after_save_checkpoint")
 
 
 class GuardedLoggers:

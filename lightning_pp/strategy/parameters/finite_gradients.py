@@ -38,12 +38,7 @@ class FiniteGradients:
     """
 
     def __init__(
-        self,
-        mode: OnNonFinite,
-        split: SplitModel,
-        rank: int,
-        device: torch.device,
-        trainer: Callable[[], pl.Trainer],
+        self, mode: OnNonFinite, split: SplitModel, rank: int, device: torch.device, trainer: Callable[[], pl.Trainer]
     ) -> None:
         self.mode = mode
         self._split = split
@@ -108,7 +103,7 @@ class FiniteGradients:
         if looks and not are_finite(gradient for _, _, gradient in self._gradients()):
             own, is_bad = self._last_of_own(), True
         if self.mode == "skip" and looks:
-            is_bad = self._on_any_rank(is_bad)
+            is_bad = self._largest(torch.full((), float(is_bad), device=self._device))
             known_to_all = True
         if not is_bad:
             return True
@@ -152,9 +147,6 @@ class FiniteGradients:
         for norm in norms_by_device(gradient for _, _, gradient in self._gradients()):
             flag.add_((~norm.isfinite()).to(flag.device, flag.dtype))
         return self._largest(flag)
-
-    def _on_any_rank(self, is_bad: bool) -> bool:
-        return self._largest(torch.full((), float(is_bad), device=self._device))
 
     @staticmethod
     def _largest(flag: Tensor) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
@@ -208,8 +207,7 @@ class StageGradients:
         def clip_by_value(optimizer: Optimizer, clip_val: int | float) -> None:
             clip_by_value_(precision.main_params(optimizer), clip_val)
 
-        methods: dict[str, Any] = {"clip_grad_by_norm": clip_by_norm, "clip_grad_by_value": clip_by_value}
-        vars(precision).update(methods)
+        vars(precision).update(clip_grad_by_norm=clip_by_norm, clip_grad_by_value=clip_by_value)
 
     def clip_by_norm(
         self,

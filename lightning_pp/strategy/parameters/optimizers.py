@@ -34,7 +34,9 @@ def set_up_one_optimizer(strategy: Strategy, trainer: pl.Trainer) -> None:
             "pipeline steps exactly one. Give one optimizer several parameter groups instead."
         ) from None
     for optimizer in strategy.optimizers:
-        if not isinstance(optimizer, LBFGS) and _needs_closure(optimizer):
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        needs_closure = closure is not None and closure.default is inspect.Parameter.empty
+        if needs_closure and not isinstance(optimizer, LBFGS):
             raise ConfigurationError(
                 f"{type(optimizer).__name__}.step needs a closure, which it calls to evaluate the step again at other "
                 "weights; a pipeline has one forward and backward per step. Use an optimizer whose step takes the "
@@ -45,12 +47,6 @@ def set_up_one_optimizer(strategy: Strategy, trainer: pl.Trainer) -> None:
             "LBFGS evaluates the step several times and needs all parameters at once, and a stage has its own "
             "only; use a first-order optimizer (AdamW, SGD, ...)."
         )
-
-
-def _needs_closure(optimizer: Optimizer) -> bool:
-    """Whether its step insists on a closure, which it calls to evaluate the step as often as it likes."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def keep_parameters(optimizers: Sequence[Optimizer], owned: Collection[nn.Parameter]) -> None:

@@ -69,11 +69,6 @@ class StepAttributes:
             self._attributes.append(_Attribute(module.get_submodule(name), attribute, dotted, seen))
         self._changes: dict[int, list[_Changes]] = {}
 
-    @property
-    def are_kept(self) -> bool:
-        """Whether there are any."""
-        return bool(self._attributes)
-
     @contextmanager
     def of_microbatch(
         self, microbatch: int, of_whole_batch: Callable[[Any], Any] | None = None, *, active: bool

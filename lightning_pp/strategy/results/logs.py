@@ -178,9 +178,7 @@ class StepLogs:
         parts = [
             [
                 replace(
-                    item.call,
-                    value=None if item.value is None else next(numbers),
-                    weight=weights[index] * num_samples,
+                    item.call, value=None if item.value is None else next(numbers), weight=weights[index] * num_samples
                 )
                 for item in self._microbatches[index]
             ]

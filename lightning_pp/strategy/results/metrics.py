@@ -91,7 +91,7 @@ class PipelineMetrics:
         """How often each metric was updated since its reset, where steps run to their end."""
         return [update_count(metric) for metric in self._collected if isinstance(metric, Metric)]
 
-    def take_up_counts(self, counts: Sequence[int]) -> None:
+    def apply_counts(self, counts: Sequence[int]) -> None:
         """Makes other ranks know what :meth:`update_counts` gave on the last stage: code asks ``update_called``."""
         metrics = (metric for metric in self._collected if isinstance(metric, Metric))
         for metric, count in zip(metrics, counts, strict=True):
@@ -122,14 +122,11 @@ class PipelineMetrics:
             if self._scope is _Scope.SHARED:
                 return compute(*args, **kwargs)
             if self._scope is _Scope.LOCAL or is_computing_for_batch(metric):
-                return self._compute_local(metric, functools.partial(compute, *args, **kwargs))
+                with computing_locally(metric), self._scoped(_Scope.LOCAL):
+                    return compute(*args, **kwargs)
             return self._compute_shared(metric, functools.partial(compute, *args, **kwargs))
 
         return InPlaceOf(pipeline_compute, compute)
-
-    def _compute_local(self, metric: Metric, compute: Callable[[], Any]) -> Any:
-        with computing_locally(metric), self._scoped(_Scope.LOCAL):
-            return compute()
 
     def _compute_shared(self, metric: Metric, compute: Callable[[], Any]) -> Any:
         mine: list[Any] = []

@@ -106,7 +106,7 @@ class BatchReport:
         self._own: Merged | None = None
         self._message: Future[_Content] | None = None if line.groups.is_last_stage else line.listen()
 
-    def tell(self, outputs: Sequence[Any]) -> None:
+    def send(self, outputs: Sequence[Any]) -> None:
         """Starts to tell the others, on the last stage after its last forward; waits for nobody, nor for the device.
 
         Args:
@@ -138,9 +138,9 @@ class BatchReport:
                 raise NonFiniteError(finding)
             return _Content(calls, total, packed, self._batch.fingerprint, counts, finding, should_stop)
 
-        self._message = self._line.tell(produce)
+        self._message = self._line.send(produce)
 
-    def take_up(self, module: pl.LightningModule, batch_idx: int) -> Merged:
+    def receive_and_apply(self, module: pl.LightningModule, batch_idx: int) -> Merged:
         """At the end of this rank's step: waits for the report, and hands Lightning what was logged.
 
         Args:
@@ -167,6 +167,6 @@ class BatchReport:
         if self._own is not None:
             return self._own
         if self._metrics is not None:
-            self._metrics.take_up_counts(content.update_counts)
+            self._metrics.apply_counts(content.update_counts)
         merged: Merged = unpacked_outputs(content.merged, self._device)
         return merged

@@ -225,7 +225,7 @@ def _tell_of_logger(step: str) -> None:
 
 
 def _tell_of_metrics(step: str, calls: LoggedCalls) -> None:
-    if not calls.are_there:
+    if not calls.noted:
         return
     rank_zero_warn(
         f"{step} reads the trainer's metrics after it has logged, at {user_line()}. In a pipeline a step logs for one "

@@ -34,12 +34,12 @@ class FrozenParameters:
         """The parameters of this rank, and what stands for those of others."""
         return [*self._own.values(), *self._others.values()]
 
-    def tell(self) -> Frozen:
+    def own(self) -> Frozen:
         """For the other ranks: names of this rank's parameters that are frozen, and of all others of this rank."""
         self._told = self._frozen()
         return self._told, frozenset(self._own.keys() - self._told)
 
-    def take_up(self, told: Iterable[Frozen]) -> None:
+    def apply(self, told: Iterable[Frozen]) -> None:
         """Has what stands for others' parameters be frozen, or not, as they have told."""
         for frozen, trained in told:
             for name in frozen & self._others.keys():

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 # how to ask for, and to set, the state of a generator
-_Access: TypeAlias = tuple[Callable[[], Any], Callable[[Any], None]]
+_Access: TypeAlias = tuple[Callable[[], Any], Callable[[Any], object]]
 
 
 def host_draws() -> list[Any]:
@@ -56,7 +56,7 @@ def _own_generators(loader: Any) -> list[_Access]:
     found: dict[int, _Access] = {}
     for value in held:
         if isinstance(value, torch.Generator):
-            found[id(value)] = _of_torch(value)
+            found[id(value)] = value.get_state, value.set_state
         elif isinstance(value, random.Random):
             found[id(value)] = _of_python(value)
         elif isinstance(value, np.random.Generator):
@@ -64,13 +64,6 @@ def _own_generators(loader: Any) -> list[_Access]:
         elif isinstance(value, np.random.RandomState):
             found[id(value)] = _of_legacy_numpy(value)
     return list(found.values())
-
-
-def _of_torch(generator: torch.Generator) -> _Access:
-    def put(state: Any) -> None:
-        generator.set_state(state)
-
-    return generator.get_state, put
 
 
 def _of_python(generator: random.Random) -> _Access:

@@ -28,16 +28,11 @@ class LoggedCalls:
     def __init__(self, module: pl.LightningModule, step: str) -> None:
         self._module = module
         self._step = step
-        self._calls: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = []
-
-    @property
-    def are_there(self) -> bool:
-        """Whether anything was logged."""
-        return bool(self._calls)
+        self.noted: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = []
 
     def note(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Takes note of a call; of what is no metric only that it is a number."""
-        self._calls.append((name, value if isinstance(value, Metric) else 0.0, args, options))
+        self.noted.append((name, value if isinstance(value, Metric) else 0.0, args, options))
 
     def check(self) -> None:
         """Calls Lightning's ``log`` with what was noted; nothing is stored.
@@ -57,7 +52,7 @@ class LoggedCalls:
             names_of_metrics_kept(module),
             replaced(results, log=_nothing, reset=_nothing),
         ):
-            for name, value, args, options in self._calls:
+            for name, value, args, options in self.noted:
                 pl.LightningModule.log(module, name, value, *args, **options)
 
 

@@ -300,7 +300,7 @@ def test_memory_of_one_process(pool: WorkerPool, tmp_path: Path, in_background: 
 def test_memory_of_one_process_is_not_enough_for_two(pool: WorkerPool) -> None:
     results = pool.run(fit, "memory://two", (2, 1), 1, {}, {"dirpath": "memory://two", "filename": "model"})
     for result in results:
-        assert "memory:// is one process's own" in result["error"], result["error"]
+        assert "each process has a memory:// of its own" in result["error"], result["error"]
 
 
 def test_what_cannot_be_a_location(tmp_path: Path) -> None:

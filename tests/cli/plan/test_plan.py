@@ -407,7 +407,7 @@ def test_unreadable_or_unfitting_costs_are_named(tmp_path: Path, capsys: pytest.
     assert str(path) in capsys.readouterr().err
     StageCosts([1.0, 1.0, 1.0], 1.0, 1.0).to_json(path)
     assert run_plan(plan_config(f"costs={path}")) == 1
-    assert "are for 3 stages, and 2 ranks have a multiple of 2" in capsys.readouterr().err
+    assert "are for 3 stages, but 2 ranks have a multiple of 2" in capsys.readouterr().err
     StageCosts([1.0] * 4, 1.0, 1.0).to_json(path)
     assert run_plan(plan_config(f"costs={path}")) == 1
     assert "has costs of 4 stages, and the pipeline that is configured has 2" in capsys.readouterr().err

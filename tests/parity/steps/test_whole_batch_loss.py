@@ -312,7 +312,7 @@ REFUSED: list[tuple[Any, str]] = [
         "output of the unit 'blocks.0' .* has shape \\(\\) for a microbatch and \\(\\) for the whole batch",
     ),
     (NoiseAtTheEnd, "uses random numbers that were drawn before the last unit"),
-    (CenteredBatch, "The unit 'embed' .* is called with other values when the step runs on the whole batch"),
+    (CenteredBatch, "The unit 'embed' .* gets other values from the whole batch"),
     (RowsInOneUnit, "output of the unit 'embed' .* has shape .* this output has none that can be told"),
     (HookOnFeatures, "puts a hook on the gradient of a tensor that is made before the end of the last unit"),
     (FailsAtTheEnd, "the end of the second step"),

@@ -152,7 +152,9 @@ def test_layers_of_torch_run_as_they_are(pool: WorkerPool, schedule: str) -> Non
 def test_a_model_with_nothing_to_compile_is_told(pool: WorkerPool) -> None:
     (first, warned, far), (last, others, _) = pool.run(compiled_graphs, 0, "zb_h1", world_size=2, timeout=200)
     assert (first, last, far, others) == (0, 0, [], [])
-    assert len(warned) == 1 and warned[0].startswith("compile compiles nothing: every unit of the model is one layer")
+    assert len(warned) == 1 and warned[0].startswith(
+        "compile compiles nothing: every unit of the model is a single layer"
+    )
 
 
 def told(compiled_by_user: bool) -> list[str]:

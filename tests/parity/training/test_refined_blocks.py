@@ -187,7 +187,7 @@ def fit_in_memory() -> tuple[tuple[list[float], tuple[str, ...], list[str]], str
             pipeline_parallel_size=2, num_microbatches=4, schedule="1f1b", device_memory_gib=limit_gib, **options
         )
 
-    with pytest.raises(ConfigurationError, match="needs least needs") as refusal:
+    with pytest.raises(ConfigurationError, match="the best one needs") as refusal:
         fit_three(strategy(1e-3, units=["blocks.*"]), *LARGE)
     needed = re.search(r"least needs ([\d.]+) GiB", str(refusal.value))
     assert needed is not None
@@ -199,7 +199,7 @@ def test_training_cuts_inside_a_block_where_whole_ones_do_not_fit(pool: WorkerPo
     expected, _, _ = fit_three(None, *LARGE)
     for (losses, refined, _), why in pool.run(fit_in_memory, world_size=2, timeout=120):
         assert refined == ("blocks.1",)
-        assert why.endswith("no cut between whole blocks keeps the limit of memory.")
+        assert why.endswith("no cut between whole blocks stays within the memory limit.")
         assert losses == pytest.approx(expected, rel=1e-9)
 
 

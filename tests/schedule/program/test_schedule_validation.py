@@ -34,13 +34,13 @@ def test_good_file_is_accepted(tmp_path: Path) -> None:
         ("1F0,1I0,1F1,1B1", "rank 1, cell 4: 1W0 is missing"),
         ("1F0,1I0,1F1,1W0", "rank 1, cell 3: 1I1 (or 1B1) is missing"),
         ("1F0,1I0,1B1,1W0", "rank 1, cell 2: 1F1 is missing"),
-        ("1F0,1I0,1F1,1B1,1W0,1W0", "rank 1, cell 5: 1W0 is doubled: it stands in cell 4"),
-        ("1F0,1I0,1F1,1B1,1W0,1W1", "rank 1, cell 5: 1W1 is doubled: 1B1 in cell 3 includes it"),
+        ("1F0,1I0,1F1,1B1,1W0,1W0", "rank 1, cell 5: 1W0 is repeated: cell 4 already has it"),
+        ("1F0,1I0,1F1,1B1,1W0,1W1", "rank 1, cell 5: 1W1 is repeated: 1B1 in cell 3 includes it"),
         ("1F0,0I0,1F1,1B1,1W0", "rank 1, cell 1: 0I0 is misplaced: stage 0 is on rank 0"),
-        ("1I0,1F0,1F1,1B1,1W0", "rank 1, cell 0: 1I0 is misplaced: it needs 1F0, which comes only in cell 1"),
+        ("1I0,1F0,1F1,1B1,1W0", "rank 1, cell 0: 1I0 comes too early: it needs 1F0, which is in cell 1"),
         ("1F0,1I0,1F1,1V1,1W0", "rank 1, cell 3: '1V1' has the unknown kind 'V'"),
         ("1F0,1I0,1F1,hello,1W0", "rank 1, cell 3: 'hello' is not an action"),
-        ("1F0,,,1I0,1F1,1B1,,1W0,1W0", "rank 1, cell 8: 1W0 is doubled"),
+        ("1F0,,,1I0,1F1,1B1,,1W0,1W0", "rank 1, cell 8: 1W0 is repeated"),
     ],
 )
 def test_bad_row_is_pointed_at(tmp_path: Path, row: str, message: str) -> None:
@@ -110,14 +110,16 @@ def test_memory_limit() -> None:
     schedule = build_schedule("1f1b", num_ranks=4, num_microbatches=8)
     schedule.validate(memory_limit=4)
     schedule.validate(memory_limit=[4, 3, 2, 1])
-    with pytest.raises(ScheduleError, match=r"rank 1, cell 2: after 1F2 the rank holds 3, its memory limit is 2"):
+    with pytest.raises(ScheduleError, match=r"rank 1, cell 2: the rank holds 3 after 1F2, but its memory limit is 2"):
         schedule.validate(memory_limit=[4, 2, 2, 1])
     with pytest.raises(ScheduleError, match="memory_limit has 2 numbers for 4 ranks"):
         schedule.validate(memory_limit=[4, 4])
     costs = StageCosts(1, 1, 1, held_after_forward=[3, 1, 1, 1])
-    with pytest.raises(ScheduleError, match="holds 9, its memory limit is 8; this schedule needs 12"):
+    with pytest.raises(
+        ScheduleError, match="the rank holds 9 after 0F2, but its memory limit is 8. This schedule needs 12"
+    ):
         schedule.validate(costs=costs, memory_limit=8)
-    with pytest.raises(ScheduleError, match="the smallest limit that works for it is 4"):
+    with pytest.raises(ScheduleError, match="The smallest limit that works for it is 4"):
         build_schedule("1f1b", num_ranks=4, num_microbatches=8, memory_limit=3)
 
 

@@ -261,7 +261,7 @@ def test_a_limit_below_all_microbatches_is_refused(name: str) -> None:
     build_schedule(name, memory_limit=14, **sizes).validate(memory_limit=14)
     pattern = (
         r"limit.* 13.*holds all 7 microbatches of a batch.*smallest limit that works is 14\. "
-        r"What helps: fewer samples in a batch.*activation_checkpointing"
+        r"Use fewer samples in a batch.*activation_checkpointing"
     )
     with pytest.raises(ScheduleError, match=pattern):
         build_schedule(name, memory_limit=13, **sizes)

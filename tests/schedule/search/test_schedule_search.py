@@ -268,7 +268,7 @@ def test_csv_path_is_a_schedule(tmp_path: Path) -> None:
     assert read.placement == Placement.v_shaped(3)
     with pytest.raises(ScheduleError, match="it has 3 rows .*, the run has 4; it has 5 microbatches, the run has 6"):
         build_schedule(str(path), num_ranks=4, num_microbatches=6)
-    with pytest.raises(ScheduleError, match="the smallest limit that works for it is 6"):
+    with pytest.raises(ScheduleError, match="The smallest limit that works for it is 6"):
         build_schedule(str(path), num_ranks=3, num_microbatches=5, memory_limit=4)
 
 
@@ -286,7 +286,7 @@ def test_auto_keeps_to_a_placement(quick: bool) -> None:
             if by_hand.placement == placement:
                 assert schedule.simulate(costs).makespan <= 1.005 * by_hand.simulate(costs).makespan
             else:
-                with pytest.raises(ScheduleError, match=r"puts the stages on ranks .* but they have to be on"):
+                with pytest.raises(ScheduleError, match=r"puts the stages on ranks .* but the pipeline needs them on"):
                     build_schedule(name, placement=placement, **request)
 
 

@@ -53,8 +53,8 @@ def test_defaults_may_be_left_out(tmp_path: Path) -> None:
     [
         ({"format": "other"}, r"\"format\" is 'other'.*lightning_pp\.StageCosts/1"),
         ({"units": {"time": "s"}}, r"times are in 's'.*milliseconds"),
-        ({"units": "ms"}, r'"units" is str'),
-        ({"costs": {"forward": 1.0, "wait": 2}}, r"backward_input is missing.*'wait' is no cost.*p2p"),
+        ({"units": "ms"}, r'"units" is of type str'),
+        ({"costs": {"forward": 1.0, "wait": 2}}, r"backward_input is missing.*'wait' is not a cost.*p2p"),
         ({"costs": {**GOOD["costs"], "p2p": "fast"}}, r"p2p is 'fast'.*one for each stage"),
         ({"costs": {**GOOD["costs"], "p2p": []}}, r"p2p is \[\]"),
         ({"costs": {**GOOD["costs"], "p2p": [1.0]}}, r"costs\.json: .*different numbers of stages.*'p2p': 1"),
@@ -72,5 +72,5 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(ScheduleError, match=r"cannot read the costs .*nowhere\.json"):
         StageCosts.from_json(tmp_path / "nowhere.json")
     (tmp_path / "costs.json").write_text("forward: 1")
-    with pytest.raises(ScheduleError, match=r"costs\.json is no JSON"):
+    with pytest.raises(ScheduleError, match=r"costs\.json is not a JSON"):
         StageCosts.from_json(tmp_path / "costs.json")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from layouts import choose_layout
 from one_process import CPU, build, recorded
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -18,7 +19,7 @@ from lightning_pp.planning.schedules.given_costs import given_costs
 from lightning_pp.planning.schedules.options import ScheduleOptions
 from lightning_pp.planning.schedules.source import schedule_source
 from lightning_pp.planning.stage_costs import assumed_speed
-from lightning_pp.planning.tuning import Layout, LayoutRequest, choose_layout
+from lightning_pp.planning.tuning import Layout, LayoutRequest
 from lightning_pp.schedule import Placement, Schedule, StageCosts, build_schedule
 from lightning_pp.split import StepRecord, discover_units, dry_run
 from lightning_pp.split.fakes.parameters import FakeParameters
@@ -131,6 +132,6 @@ def test_costs_of_other_cuts_are_told(recording: Any, tmp_path: Any, caplog: pyt
     assert not caplog.messages
     StageCosts(1.0, 1.0, [1.0, 2.0]).to_json(path, measured_on={"stages": [stages[0][:-1], stages[1]]})
     layout = layout_of(recording, 2, 4, costs=path)
-    assert "measured on other cuts: stage 0 had" in caplog.text and "Measure again" in caplog.text
+    assert "measured for other cuts: stage 0 had" in caplog.text and "to measure again" in caplog.text
     # no bytes in the file: those of the dry run
     assert layout.costs.held_after_forward == layout_of(recording, 2, 4, stages_per_rank=1).costs.held_after_forward

@@ -227,7 +227,7 @@ def test_units_are_chosen() -> None:
 def test_mistakes_are_named() -> None:
     with pytest.raises(ConfigurationError, match=r"'block\.\*' matches none of the .* closest names are: .*blocks\.0"):
         resolved("tied_by_hand", ["block.*"])
-    with pytest.raises(ConfigurationError, match=re.escape("is checkpointed by the model itself")):
+    with pytest.raises(ConfigurationError, match=re.escape("The model already checkpoints the unit")):
         resolved("checkpointed", True)
     for value in (3, ["blocks.0", 3], None):
         with pytest.raises(ConfigurationError, match="must be True, a list of names or patterns of units"):

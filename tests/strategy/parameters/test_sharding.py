@@ -152,11 +152,14 @@ def test_tied_ends_on_one_rank_cost_no_communication(pool: WorkerPool) -> None:
     ("arguments", "error"),
     [
         ({"sharding": "zero3"}, "sharding='zero3' is unknown: choose one of replicate, shard_grad_op, full_shard"),
-        ({"unshard_budget": 100}, "unshard_budget=100 is the memory window of sharding='full_shard'"),
+        (
+            {"unshard_budget": 100},
+            "unshard_budget=100 limits the memory of gathered parameters in sharding='full_shard'",
+        ),
         ({"sharding": "full_shard", "unshard_budget": 0}, "unshard_budget=0 must be a number of bytes"),
         ({"sharding": "full_shard", "unshard_budget": "6GiB"}, "unshard_budget='6GiB' must be a number of bytes"),
         ({"sharding": "replicate", "data_parallel_replicate_size": 2}, "sharding='replicate' shards nothing"),
-        ({"sharding": "replicate", "cpu_offload": True}, "sharding='replicate' has whole parameters on every device"),
+        ({"sharding": "replicate", "cpu_offload": True}, "sharding='replicate' keeps whole parameters on every device"),
         ({"cpu_offload": "optimizer"}, "cpu_offload='optimizer' must be True or False"),
     ],
 )
@@ -173,7 +176,7 @@ def too_small_a_budget() -> str:
 
 def test_budget_below_one_unit(pool: WorkerPool) -> None:
     for message in pool.run(too_small_a_budget, world_size=4, timeout=60):
-        assert message.startswith("unshard_budget=100 bytes is less than the unit units.0")
+        assert message.startswith("unshard_budget=100 bytes is too small: unit units.0")
         assert f"({UNIT_BYTES} bytes)" in message
 
 

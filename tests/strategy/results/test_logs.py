@@ -333,8 +333,8 @@ def fail_to_merge() -> None:
     report = report_of(MessageLine(groups, torch.device("cpu")), logs, [2, 2])
     if groups.is_last_stage:
         logs._microbatches[4] = []
-        report.tell([1.0, 1.0])
-    report.take_up(Regression(), 0)
+        report.send([1.0, 1.0])
+    report.receive_and_apply(Regression(), 0)
 
 
 def test_a_failed_merge_raises_on_every_rank(pool: WorkerPool) -> None:

@@ -161,8 +161,8 @@ def shared(groups: ControlGroups, outputs: list[Any], samples: list[int]) -> Any
     line = MessageLine(groups, torch.device("cpu"))
     report = report_of(line, StepLogs(), samples)
     if groups.is_last_stage:
-        report.tell(outputs)
-    output, _ = report.take_up(Regression(), 0)
+        report.send(outputs)
+    output, _ = report.receive_and_apply(Regression(), 0)
     line.drain()
     return output
 

@@ -235,11 +235,11 @@ FILES = {
         ("unknown", {}, r"unknown\.csv, rank 1, cell 1: '1X0' has the unknown kind 'X'"),
         ("forward", {}, r"forward\.csv has no backward"),
         ("good", {"stages_per_rank": 2}, r"stages_per_rank=2, but .*good\.csv has 2 stages on 2 ranks"),
-        ("good", {"pipeline_parallel_size": 4}, r"good\.csv' has rows for 2 ranks, and the pipeline has 4: set"),
+        ("good", {"pipeline_parallel_size": 4}, r"good\.csv' has rows for 2 ranks, but the pipeline has 4. Set"),
         (
             "good",
             {"num_microbatches": 3},
-            r"num_microbatches=3, but .*good\.csv is for 2 microbatches: set num_microbatches=2 \(or 'auto'",
+            r"num_microbatches=3, but .*good\.csv is for 2 microbatches. Set num_microbatches=2 \(or 'auto'",
         ),
     ],
 )
@@ -255,7 +255,7 @@ def test_schedules_in_files_that_cannot_be_trained_with(
 def test_a_file_for_other_ranks_than_there_are(pool: WorkerPool, tmp_path: Any) -> None:
     (tmp_path / "three.csv").write_text(FILES["three.csv"])
     options = {"schedule": str(tmp_path / "three.csv"), "pipeline_parallel_size": "auto", "num_microbatches": "auto"}
-    check_everywhere(pool, r"rows for 3 ranks, and the pipeline has 2: set", fit_with, Blocks, **options)
+    check_everywhere(pool, r"rows for 3 ranks, but the pipeline has 2. Set", fit_with, Blocks, **options)
 
 
 @pytest.mark.by_day(2)
@@ -269,11 +269,11 @@ def test_a_file_for_other_ranks_than_there_are(pool: WorkerPool, tmp_path: Any) 
         ({"schedule": "zb_h2"}, r"memory_limit_gib=1e-09: zb_h2 holds .*smallest limit that works for it is \d"),
         (
             {"schedule": "auto", "costs": StageCosts([1.0] * 3, 1, 1)},
-            r"costs are for 3 stages, and 2 ranks have a mult",
+            r"costs are for 3 stages, but 2 ranks have a mult",
         ),
         (
             {"costs": StageCosts([1.0] * 4, 1, 1), "stages_per_rank": 1},
-            r"costs are for 4 stages, and 2 ranks have 2 of",
+            r"costs are for 4 stages, but 2 ranks have 2 of",
         ),
     ],
 )

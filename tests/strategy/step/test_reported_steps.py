@@ -312,7 +312,7 @@ REFUSED = [
     (SeedsAGenerator, r"reported_steps.py:\d+ in training_step draws the same random numbers for every microbatch"),
     (SeedsAtItsEnd, r"test_reported_steps.py:\d+ in extra draws the same random numbers for every microbatch"),
     (SeedsTorch, r"test_reported_steps.py:\d+ in training_step draws the same random numbers for every microbatch"),
-    (UpdatesOverAll, "OverAll computes over several parameters at once"),
+    (UpdatesOverAll, "OverAll combines several parameters in an update"),
     (Codebook, r"The step writes into a buffer of the module \('code'\)"),
     (CountsAndCouples, r"The samples are coupled in .*test_reported_steps.py:\d+ in extra by `std`"),
     (ScaleThatMoves, r"The attribute 'scale' that training_step changes .* depends on how the batch is cut"),
