@@ -105,17 +105,13 @@ class ShardedUnits:
         self._is_in_batch = False
 
         # no list of all parameters may outlive this line: each is freed as soon as it is sharded
-        self._replicated = _of_units([*never_sharded(units), *replicated], units)
-        for names in groups_sharing_parameters(units, set(self._replicated)):
+        self.replicated = _of_units([*never_sharded(units), *replicated], units)
+        """The parameters of the units that are left whole; somebody else has to reduce their gradients."""
+        for names in groups_sharing_parameters(units, set(self.replicated)):
             together = {name: units[name] for name in names}
             if before_sharding is not None:
                 before_sharding(together)
             self._shard(together)
-
-    @property
-    def replicated(self) -> tuple[nn.Parameter, ...]:
-        """The parameters of the units that are left whole; somebody else has to reduce their gradients."""
-        return self._replicated
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -297,7 +293,7 @@ class ShardedUnits:
             self._hooks.is_paused = before
 
     def _shard(self, units: Mapping[str, nn.Module]) -> None:
-        slots = slots_of(units, self._replicated)
+        slots = slots_of(units, self.replicated)
         if not slots:
             return
         for slot in slots:
@@ -309,7 +305,7 @@ class ShardedUnits:
             (slot.registered for slot in slots), self.mesh.size(self.mesh.ndim - 1), self.mp_policy.param_dtype
         )
         before = UnitsBefore(modules)
-        leader = shard_together(modules, self.mesh, self.mp_policy, self._replicated, cpu_offload=self._cpu_offload)
+        leader = shard_together(modules, self.mesh, self.mp_policy, self.replicated, cpu_offload=self._cpu_offload)
         group = UnitGroup(tuple(units), leader, slots, self.mp_policy.reduce_dtype, num_bytes, self._clock)
         self._groups.append(group)
         for name in units:

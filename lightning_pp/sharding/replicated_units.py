@@ -55,14 +55,9 @@ class ReplicatedUnits:
             )
             for name in names:
                 self._together[name] = (frozenset(names), gradients)
-        self._names = tuple(units)
+        self.names = tuple(units)
         self._requests: set[str] = set()
         self._started: list[ReplicatedGradients] = []
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The units."""
-        return self._names
 
     @property
     def parameters(self) -> set[nn.Parameter]:
@@ -108,7 +103,7 @@ class ReplicatedUnits:
             RuntimeError: A unit was reduced in a batch that only accumulates.
         """
         if reduce:
-            for unit in reversed(self._names):
+            for unit in reversed(self.names):
                 if unit not in self._requests:
                     self.reduce(unit)
             finish_all(self._started)
