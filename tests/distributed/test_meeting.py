@@ -132,7 +132,7 @@ def test_who_does_not_come_is_told(server: TCPStore) -> None:
         first, last = (threads.submit(agreed_name, texts(server), rank, 3, timedelta(seconds=1)) for rank in (0, 2))
     with pytest.raises(TimeoutError, match=rf"1 of 3 ranks \(1\) did not reach .*127.0.0.1:{server.port}"):
         first.result()
-    with pytest.raises(TimeoutError, match="Rank 2 got no answer from rank 0 \(for all 3 ranks\)"):
+    with pytest.raises(TimeoutError, match=r"Rank 2 got no answer from rank 0 \(for all 3 ranks\)"):
         last.result()
 
 

@@ -102,7 +102,9 @@ def run_two_epochs(numbers: list[int]) -> None:
 
 def test_replicas_whose_streams_end_apart(pool: WorkerPool) -> None:
     """One begins an epoch where the other is within one, and what they tell each other there can meet."""
-    told = r"Replicas are at different points of the run: replica 0 tells the first batch of an epoch, and replica 1 tells"
+    told = (
+        r"Replicas are at different points of the run: replica 0 tells the first batch of an epoch, and replica 1 tells"
+    )
     report = pool.run(run_two_epochs, [2, 4], world_size=4, timeout=150.0, expect_failure=True)
     for rank, failure in enumerate(report.failures):
         assert failure is not None and re.search(told, failure.message), f"rank {rank} says {failure}"

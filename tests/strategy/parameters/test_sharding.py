@@ -152,7 +152,10 @@ def test_tied_ends_on_one_rank_cost_no_communication(pool: WorkerPool) -> None:
     ("arguments", "error"),
     [
         ({"sharding": "zero3"}, "sharding='zero3' is unknown: choose one of replicate, shard_grad_op, full_shard"),
-        ({"unshard_budget": 100}, "unshard_budget=100 limits the memory of gathered parameters in sharding='full_shard'"),
+        (
+            {"unshard_budget": 100},
+            "unshard_budget=100 limits the memory of gathered parameters in sharding='full_shard'",
+        ),
         ({"sharding": "full_shard", "unshard_budget": 0}, "unshard_budget=0 must be a number of bytes"),
         ({"sharding": "full_shard", "unshard_budget": "6GiB"}, "unshard_budget='6GiB' must be a number of bytes"),
         ({"sharding": "replicate", "data_parallel_replicate_size": 2}, "sharding='replicate' shards nothing"),
@@ -174,7 +177,7 @@ def too_small_a_budget() -> str:
 def test_budget_below_one_unit(pool: WorkerPool) -> None:
     for message in pool.run(too_small_a_budget, world_size=4, timeout=60):
         assert message.startswith("unshard_budget=100 bytes is too small: unit units.0")
-        assert f"({UNIT_BYTES} bytes)" in message
+        assert f"takes {UNIT_BYTES} bytes when gathered" in message
 
 
 # --------------------------------------------------------------------------- overlap
