@@ -183,7 +183,7 @@ def test_a_trainer_that_the_module_does_not_give_is_refused_with_the_line(pool: 
     assert any(
         "test_changing_steps.py" in message
         and "called unit 'blocks.2', but the recorded step called 'blocks.3' there" in message
-        and "a trainer that it does not get from the module" in message
+        and "a trainer that is not reached through the module" in message
         for message in messages
     ), messages
 
