@@ -162,7 +162,7 @@ def test_blocks_are_cut_inside_where_whole_ones_do_not_keep_the_limit_of_memory(
     whole = {"cut": CutOptions(units=["blocks.*"])}
     with pytest.raises(ConfigurationError, match="the best one needs") as refusal:
         cut_within(1e-3, **whole)
-    needed = re.search(r"least needs ([\d.]+) GiB", str(refusal.value))
+    needed = re.search(r"best one needs ([\d.]+) GiB", str(refusal.value))
     assert needed is not None
     limit = 0.95 * float(needed[1])
     with pytest.raises(ConfigurationError, match="the best one needs"):

@@ -274,6 +274,6 @@ def needs_whole() -> str:
 def test_others_than_elementwise_ones(pool: WorkerPool) -> None:
     for message in pool.run(needs_whole, world_size=2, process_group=True):
         assert message == (
-            "_DerivedSGD(foreach=True) updates all parameters in one call. 5 parameters of this rank are sharded and 2 "
-            "are whole, and torch does not mix them. Leave out foreach=True."
+            "_DerivedSGD(foreach=True) updates all parameters in one call. On this rank 5 parameters are sharded and 2 "
+            "are whole, and torch cannot mix them in one call. Leave out foreach=True."
         )

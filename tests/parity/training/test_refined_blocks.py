@@ -189,7 +189,7 @@ def fit_in_memory() -> tuple[tuple[list[float], tuple[str, ...], list[str]], str
 
     with pytest.raises(ConfigurationError, match="the best one needs") as refusal:
         fit_three(strategy(1e-3, units=["blocks.*"]), *LARGE)
-    needed = re.search(r"least needs ([\d.]+) GiB", str(refusal.value))
+    needed = re.search(r"best one needs ([\d.]+) GiB", str(refusal.value))
     assert needed is not None
     limited = strategy(0.95 * float(needed[1]))
     return fit_three(limited, *LARGE), str(limited.engine.split.refinement)

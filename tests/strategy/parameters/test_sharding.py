@@ -177,7 +177,7 @@ def too_small_a_budget() -> str:
 def test_budget_below_one_unit(pool: WorkerPool) -> None:
     for message in pool.run(too_small_a_budget, world_size=4, timeout=60):
         assert message.startswith("unshard_budget=100 bytes is too small: unit units.0")
-        assert f"({UNIT_BYTES} bytes)" in message
+        assert f"takes {UNIT_BYTES} bytes when gathered" in message
 
 
 # --------------------------------------------------------------------------- overlap

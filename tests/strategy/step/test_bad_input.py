@@ -294,7 +294,7 @@ def test_missing_checkpoint(pool: WorkerPool, tmp_path: Any) -> None:
 
 
 def test_missing_initial_weights(pool: WorkerPool, tmp_path: Any) -> None:
-    pattern = r"nowhere, do not exist \(looked from .*downloaded first"
+    pattern = r"nowhere, do not exist \(looked from .*Download a model of a hub first"
     check_everywhere(pool, pattern, fit_with, Blocks, initial_weights=str(tmp_path / "nowhere"))
 
 
