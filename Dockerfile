@@ -15,7 +15,7 @@ COPY docker/install.sh docker/requirements.py /src/docker/
 RUN --mount=type=cache,target=/root/.cache/pip,sharing=locked \
     /src/docker/install.sh /opt/venv "${EXTRAS}" "${DEVICE}" dependencies
 
-# what changes often: the package, a megabyte, beside what it needs
+# what changes often: the package, 3 MB compressed, beside what it needs
 FROM dependencies AS package
 
 COPY LICENSE README.md hatch_build.py /src/

@@ -46,8 +46,8 @@ bah build --isolation chroot --layers --format docker "${volumes[@]}" \
 
 rm -rf "$folder/pushed"
 bah push --quiet --disable-compression "$image" "dir:$folder/pushed"
-echo "layers, bytes, as they would be pushed uncompressed:"
-python3 -c 'import json, sys; [print(f"{layer[\"size\"]:>14,}") for layer in json.load(open(sys.argv[1]))["layers"]]' \
+echo "layers, from the base up, bytes, not compressed:"
+python3 -c 'import json, sys; [print(format(one["size"], "14,")) for one in json.load(open(sys.argv[1]))["layers"]]' \
   "$folder/pushed/manifest.json"
 rm -rf "$folder/pushed"
 

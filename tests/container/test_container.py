@@ -1,4 +1,4 @@
-"""The container's recipe, as far as it can be checked without building an image."""
+"""The container's recipe: what can be checked without building an image, and at night the image itself."""
 
 from __future__ import annotations
 
@@ -216,3 +216,18 @@ def test_hints_name_what_can_be_installed() -> None:
     hints = {hint for source in sources for hint in re.findall(r"pip install (?:-c \S+ )?'([^']+)'", source)}
     of_a_checkout = {f".[{extra}]" for extra in extras}
     assert hints and hints <= known | of_a_checkout
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not (shutil.which("buildah") and shutil.which("debootstrap")),
+    reason="needs root, buildah and debootstrap",
+)
+def test_the_image_is_built_and_trains_as_any_user_and_compiled(tmp_path: Path) -> None:
+    command = [str(ROOT / "docker" / "build_with_buildah.sh"), str(tmp_path / "image")]
+    finished = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert finished.returncode == 0, finished.stdout[-3000:]
+    assert finished.stdout.count("lightning-pp works") == 4
+    sizes = [int(size.replace(",", "")) for size in re.findall(r"^ *([\d,]+)$", finished.stdout, flags=re.MULTILINE)]
+    assert sizes[-1] < 15e6 < max(sizes)  # the package, above its dependencies
