@@ -173,7 +173,7 @@ class Transport:
                 except RuntimeError as error:
                     raise RankStoppedError(
                         f"Pipeline rank {self._rank} did not receive what {stop.action} needs from pipeline rank "
-                        f"{sender} (global rank {self._ranks[sender]}): {error}"
+                        f"{sender} (global rank {self._ranks[sender]}; message {tag} of step {self._step}): {error}"
                     ) from error
                 # one that is empty is not sent, and proves nothing
                 self._sends.acknowledge(sender, self._receipts[tag])
