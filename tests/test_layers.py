@@ -107,7 +107,7 @@ BUDGETS = {
     ("planning",): 4_700,
     ("runtime",): 4_250,
     ("checkpoint",): 3_550,
-    ("sharding",): 3_050,
+    ("sharding",): 3_100,
     ("distributed",): 2_350,
     ("verification",): 750,
 }

@@ -62,7 +62,6 @@ __all__ = [
     "packet_of",
     "parameters_of",
     "pytree",
-    "refuse_data_pointers",
     "replaced_is_all_true",
     "replaced_module_apply",
     "running_autograd_function",
@@ -179,12 +178,6 @@ def version_of(tensor: Tensor) -> int:
 def number_of_memory(tensor: Tensor) -> int:
     """A number that tensors over the same memory share, as long as one of them lives."""
     return int(tensor.untyped_storage()._cdata)
-
-
-@uses("torch._subclasses.fake_tensor.FakeTensorMode._allow_unsafe_data_ptr_access")
-def refuse_data_pointers(mode: FakeTensorMode) -> None:
-    """Has ``data_ptr()`` of the mode's fakes raise. It returns 0, and a raw kernel would be launched on that."""
-    mode._allow_unsafe_data_ptr_access = False
 
 
 def dispatch_keys_of(tensor: Tensor) -> int:

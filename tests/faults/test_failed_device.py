@@ -24,6 +24,7 @@ from small_models import Blocks
 from lightning_pp import PipelineParallelStrategy
 from lightning_pp.distributed.groups import default_timeout
 from lightning_pp.strategy.faults import failed_device
+from lightning_pp.strategy.pipeline import HeldPipeline
 
 
 class Failing(Blocks):
@@ -36,7 +37,7 @@ class Failing(Blocks):
 def fit_twice() -> list[str]:
     """In a worker: two fits in one process, of which the first fails; what each said, and how long it took."""
     said = []
-    with patch.object(PipelineParallelStrategy, "_has_device", PropertyMock(return_value=True)):
+    with patch.object(PipelineParallelStrategy, "has_device", PropertyMock(return_value=True)):
         for module in (Failing(), Blocks()):
             strategy = PipelineParallelStrategy(2, num_microbatches=2, timeout=timedelta(seconds=60))
             trainer = pl.Trainer(devices=2, strategy=strategy, max_epochs=1, **QUIET)
@@ -69,8 +70,8 @@ def fit_on_a_device_that_does_not_let_go(folder: Path) -> None:
     output = os.open(folder / f"{os.environ['RANK']}.txt", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 2)
     with (
-        patch.object(PipelineParallelStrategy, "_has_device", PropertyMock(return_value=True)),
-        patch.object(PipelineParallelStrategy, "_channels", lambda self: [NeverEnds()]),
+        patch.object(PipelineParallelStrategy, "has_device", PropertyMock(return_value=True)),
+        patch.object(HeldPipeline, "channels", PropertyMock(return_value=[NeverEnds()])),
         patch.object(failed_device, "_ABORT_S", 3.0),
     ):
         strategy = PipelineParallelStrategy(2, num_microbatches=2)

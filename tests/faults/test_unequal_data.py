@@ -91,7 +91,7 @@ def test_replicas(pool: WorkerPool) -> None:
 def test_data_without_a_length(pool: WorkerPool, what: str, numbers: list[int]) -> None:
     shorter = numbers.index(2)
     data = "training" if what == "fit" else "validation"
-    told = rf"has 2 batches of {data} data, and rank {1 - shorter} has begun batch 3"
+    told = rf"has 2 batches of {data} data, but rank {1 - shorter} has begun batch 3"
     check(pool, rf"This rank ended because (it|rank {shorter}) {told}", PIPELINE, what, Stream, numbers)
 
 

@@ -73,7 +73,8 @@ def estimate_unit_costs(
         forward = add(call.unit, call)
         flops[call.unit][1] += forward * _share_run_again(call, record, last_of_region)
         add(call.unit, call.reads)
-    add(record.calls[-1].unit, record.tail)
+    if record.calls:  # else there is nothing to cut, as partition_units says
+        add(record.calls[-1].unit, record.tail)
     return {unit: UnitCost(*costs) for unit, costs in flops.items()}
 
 

@@ -24,7 +24,7 @@ from lightning_pp.split.dry_run.data_flow import DataFlow
 from lightning_pp.split.dry_run.gradient_flow import gradient_sources, values_reached
 from lightning_pp.split.dry_run.memory_watch import GraphReader, MemoryWatch
 from lightning_pp.split.dry_run.python_reads import PythonReads
-from lightning_pp.split.fakes.fake_mode import NeedsDataError
+from lightning_pp.split.fakes.fake_mode import NeedsDataError, data_pointers_refused
 from lightning_pp.split.fakes.made_up_data import AsFake, MadeUpData
 from lightning_pp.split.fakes.parameters import FakeParameters, has_data, is_fake
 from lightning_pp.split.head.parts import HeadPart, whole_units
@@ -465,7 +465,11 @@ class DryRun:
         if kind not in self._units_that_need_data:
             flow.call_reads_data = False
             try:
-                with self._saved_memory_noted(call), side_effects.attempt(self._part_of_units):
+                with (
+                    data_pointers_refused(),
+                    self._saved_memory_noted(call),
+                    side_effects.attempt(self._part_of_units),
+                ):
                     result = run_unit()
             except SplitError as error:
                 if not isinstance(error, NeedsDataError):

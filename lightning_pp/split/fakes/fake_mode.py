@@ -18,7 +18,6 @@ from lightning_pp.split._torch_private import (
     NOT_FAKEABLE,
     FakeTensor,
     FakeTensorMode,
-    refuse_data_pointers,
     schema_of,
     tree_flatten,
     tree_map,
@@ -78,7 +77,6 @@ class FakeValueMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        refuse_data_pointers(self)
         self._depth = 0
         self._makes_up = False
         self._refuses_edits = False
@@ -191,6 +189,23 @@ class FakeValueMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return leaf
         with self:
             return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+
+
+@contextmanager
+def data_pointers_refused() -> Iterator[None]:
+    """Within, ``data_ptr()`` of a fake raises :class:`NeedsDataError`: it returns 0, where a raw kernel would read."""
+
+    def data_ptr(tensor: Tensor) -> int:
+        raise NeedsDataError("data_ptr", user_line())
+
+    if "data_ptr" in vars(FakeTensor):
+        yield
+        return
+    setattr(FakeTensor, "data_ptr", data_ptr)  # noqa: B010 - mypy knows it as a method
+    try:
+        yield
+    finally:
+        del FakeTensor.data_ptr
 
 
 class MadeUp:

@@ -245,7 +245,6 @@ class BatchPreparation:
         )
 
     def _rehearses(self, microbatch: Microbatch) -> bool:
-        """Whether the path of the step may depend on what the plan's key does not hold."""
         return self._is_dynamic or holds_objects(microbatch.data)
 
     def _kept_by(self, plans: Sequence[StepPlan]) -> tuple[tuple[str, str], ...]:

@@ -7,8 +7,6 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import NamedTuple
 
@@ -64,11 +62,17 @@ def tell_shortly(error: BaseException, sentence: str, *, with_frames: bool = Fal
 def stack_of_main_thread() -> Stack:
     """What the main thread runs: the user's last four lines, and the innermost one, whose ever it is."""
     frames: list[FrameType] = []
-    with _no_collection():
+    # A finalizer would let the main thread leave frames whose objects are being made; Python 3.11 then writes into memory
+    # that is used again. CPython switches collection off in sys._current_frames likewise (gh-106883).
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         while frame is not None:
             frames.append(frame)
             frame = frame.f_back
+    finally:
+        gc.enable() if was_on else None
     names = (str(each.f_globals.get("__name__", "")) for each in frames)
     innermost = next((name for name in names if name.partition(".")[0] not in sys.stdlib_module_names), "")
     lines = [line_of(each) for each in frames if is_of_user(each)][:_MOST_LINES]
@@ -76,23 +80,6 @@ def stack_of_main_thread() -> Stack:
         lines.insert(0, line_of(frames[0]))
     waits = innermost.startswith(_WAIT) and not innermost.startswith(_WORK)
     return Stack(waits, tuple(reversed(lines)), hash(tuple((id(each), each.f_lasti) for each in frames)))
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Within, no garbage is collected: a finalizer may let the other thread run.
-
-    Python 3.11 makes the objects of another thread's frames as they are asked for. If that thread runs meanwhile and
-    leaves the frame, the object is written into memory that is used for something else (CPython's own
-    ``sys._current_frames`` switches collection off for the same reason, gh-106883).
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _print_shortly(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
