@@ -62,8 +62,8 @@ def tell_shortly(error: BaseException, sentence: str, *, with_frames: bool = Fal
 def stack_of_main_thread() -> Stack:
     """What the main thread runs: the user's last four lines, and the innermost one, whose ever it is."""
     frames: list[FrameType] = []
-    # A finalizer would let the main thread leave frames whose objects are being made; Python 3.11 then writes into memory
-    # that is used again. CPython switches collection off in sys._current_frames likewise (gh-106883).
+    # A finalizer would let the main thread leave frames whose objects are being made. Python 3.11 then writes into
+    # memory that is used again. CPython switches collection off in sys._current_frames likewise (gh-106883).
     was_on = gc.isenabled()
     gc.disable()
     try:
