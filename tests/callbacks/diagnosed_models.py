@@ -9,6 +9,7 @@ from typing import Any, cast
 import lightning.pytorch as L
 import torch
 from model_parts import VOCAB, WIDTH, Architecture, Block
+from pipelined_fit import trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers_by_config import CASES, generic
@@ -95,20 +96,11 @@ def findings_of(name: str) -> list[Finding] | None:
     else:
         make, batch = CASES[name] if name in CASES else generic(*name.split("/"))  # type: ignore[arg-type]
     monitor = PipelineMonitor(log_timeline=False)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=PipelineParallelStrategy(2, num_microbatches=4, schedule="zb_h1"),
-        max_epochs=1,
-        logger=False,
-        callbacks=[monitor],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    strategy = PipelineParallelStrategy(2, num_microbatches=4, schedule="zb_h1")
+    run = trainer(strategy=strategy, callbacks=[monitor])
     batches = [batch(BATCH_SIZE) for _ in range(NUM_STEPS + 2)]
     with telling_everything():
-        trainer.fit(Trained(make()), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+        run.fit(Trained(make()), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
     return None if monitor.report is None else list(monitor.report.findings)
 
 

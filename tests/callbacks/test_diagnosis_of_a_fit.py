@@ -6,10 +6,10 @@ import logging
 import time
 from typing import Any
 
-import lightning.pytorch as L
 import pytest
 import torch
 from lightning_utilities.core import rank_zero
+from pipelined_fit import trainer
 from pool import WorkerPool
 from small_models import VOCAB, TokenModel
 from torch.utils.data import DataLoader, Dataset
@@ -50,19 +50,10 @@ def fit_with_a_slow_loader() -> dict[str, Any]:
     logger.addHandler(kept)
     logger.setLevel(logging.INFO)
     monitor = PipelineMonitor()
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=PipelineParallelStrategy(2, num_microbatches=4, schedule="zb_h1"),
-        max_epochs=1,
-        logger=False,
-        callbacks=[monitor],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(TokenModel(), DataLoader(SlowTokens(), batch_size=None))
-    profiler: Any = trainer.profiler  # type: ignore[attr-defined]
+    strategy = PipelineParallelStrategy(2, num_microbatches=4, schedule="zb_h1")
+    run = trainer(strategy=strategy, callbacks=[monitor])
+    run.fit(TokenModel(), DataLoader(SlowTokens(), batch_size=None))
+    profiler: Any = run.profiler  # type: ignore[attr-defined]
     return {
         "lines": [line for line in kept.lines if "Diagnosis of" in line],
         "diagnosis": monitor.report.diagnosis if monitor.report is not None else None,
