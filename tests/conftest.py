@@ -11,6 +11,8 @@ from pathlib import Path
 # Before torch is imported, here and in the workers, which inherit the environment.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Each connection to a store asks a name server who the other end is; one that does not answer costs 5 s otherwise.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # Test folders are no packages: what tests share is imported by name, from whichever folder it stands in.
 sys.path.extend(sorted({str(path.parent) for path in Path(__file__).parent.rglob("*.py")}))
 
