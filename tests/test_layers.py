@@ -103,7 +103,7 @@ BUDGETS = {
     ("strategy",): 12_700,
     ("cli", "conf", "doctor"): 9_550,
     ("telemetry", "callbacks"): 4_750,
-    ("schedule",): 4_800,
+    ("schedule",): 4_850,
     ("planning",): 4_700,
     ("runtime",): 4_250,
     ("checkpoint",): 3_550,

@@ -71,8 +71,8 @@ class PipelineExecutor:
 
     One step, on every rank::
 
-        post the first receives
         for action in program:                     # this rank's row of the schedule
+            post the receives that are due before it
             F: run the user's step up to the stage's last call, un-owned units standing in
                wait for values of other stages where it comes to the calls that they stand in for
                send what later stages read
@@ -113,7 +113,7 @@ class PipelineExecutor:
         self._recomputation = recomputation
         self._runners: dict[int, StageRunner] = {}
         self._programs: dict[tuple[Any, ...], _Program] = {}
-        self._running: Action | _Entry | None = None
+        self._running: Stop | _Entry | None = None
 
     @property
     def running_action(self) -> str:
@@ -173,24 +173,19 @@ class PipelineExecutor:
         return program
 
     def _lay_out(self, schedule: Schedule, plans: Sequence[StepPlan]) -> _Program:
-        route = plan_route(
-            schedule,
-            plans,
-            self._rank,
-            receives_occupy_device=not self._transport.matches_by_tag,
-        )
+        route = plan_route(schedule, plans, self._rank, occupies_device=not self._transport.matches_by_tag)
         # microbatches whose backward is I and W; the others pay nothing for a split
         split = {
             (stop.action.stage, stop.action.microbatch) for stop in route.stops if stop.action.kind is ActionKind.I
         }
         last_stage = schedule.placement.num_stages - 1
-        entries: list[_Entry | Action] = []
+        entries: list[_Entry | Stop] = []
         sent_bytes: Counter[int] = Counter()
         for stop in route.stops:
             stage, microbatch = stop.action.stage, stop.action.microbatch
             sent_bytes[stage] += sum(m.spec.num_bytes for m in stop.departures if m.receiver != self._rank)
             if microbatch is None:
-                entries.append(stop.action)
+                entries.append(stop)
                 continue
             entries.append(
                 _Entry(
@@ -255,15 +250,15 @@ class _Step:
             randomness = self._randomness(inputs.whole_batch.plan.tail, number)
             self._tail = TailRun(inputs.whole_batch, inputs.loss_of, randomness)
 
-    def carry_out(self, entry: _Entry | Action) -> None:
+    def carry_out(self, entry: _Entry | Stop) -> None:
         """One action of the program."""
-        if isinstance(entry, Action):
-            self.shard(entry)
+        stop = entry if isinstance(entry, Stop) else entry.stop
+        self._transport.post(stop)
+        if isinstance(entry, Stop):
+            self.shard(entry.action)
             return
         if self._sharded is not None:
-            self._sharded.before(entry.stop.action)
-        if entry.stop.posts and not entry.stop.arrivals:
-            self._transport.post(entry.stop)
+            self._sharded.before(stop.action)
         self.timer.start()
         if entry.kind is ActionKind.F:
             self.forward(entry)
@@ -396,8 +391,8 @@ def failed_action(error: BaseException) -> str:
     return str(vars(error).get(_FAILED_ACTION, ""))
 
 
-def _action_of(entry: _Entry | Action) -> Action:
-    return entry if isinstance(entry, Action) else entry.stop.action
+def _action_of(entry: _Entry | Stop) -> Action:
+    return entry.action if isinstance(entry, Stop) else entry.stop.action
 
 
 def _nothing() -> Iterable[tuple[Value, Tensor]]:
@@ -410,7 +405,7 @@ class _Program:
 
     made_from: tuple[Any, ...]
     route: Route
-    entries: list[_Entry | Action]
+    entries: list[_Entry | Stop]
     splits_backward: bool
     sent_bytes: Mapping[int, int]
 

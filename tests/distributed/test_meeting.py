@@ -132,7 +132,9 @@ def test_one_process_started_anew_meets_those_that_wait(server: TCPStore, killed
 def test_who_does_not_come_is_told(server: TCPStore) -> None:
     stores = {rank: texts(server) for rank in (0, 2)}
     with ThreadPoolExecutor(2) as threads:
-        first, last = (threads.submit(agreed_name, store, rank, 3, timedelta(seconds=1)) for rank, store in stores.items())
+        first, last = (
+            threads.submit(agreed_name, store, rank, 3, timedelta(seconds=1)) for rank, store in stores.items()
+        )
     with pytest.raises(TimeoutError, match=rf"1 of 3 ranks \(1\) did not reach .*127.0.0.1:{server.port}"):
         first.result()
     with pytest.raises(TimeoutError, match=r"Rank 2 got no answer from rank 0 \(for all 3 ranks\)"):

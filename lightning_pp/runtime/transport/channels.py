@@ -60,7 +60,7 @@ class _Lane(NamedTuple):
 class Transport:
     """Sends and receives of one rank of one pipeline.
 
-    Receives are posted ahead of need, as the route says. A send keeps its tensor until the other side has it and then
+    Receives are posted when the route says. A send keeps its tensor until the other side has it and then
     lets go; the caller keeps nothing. Between two stages on one rank tensors are handed over as they are.
 
     Gloo finds the receive for a message by its tag. NCCL knows no tags and matches by order, so there each direction of
@@ -134,7 +134,7 @@ class Transport:
         return max(0, free_before - free_bytes(self._device))
 
     def begin(self, route: Route) -> None:
-        """Starts a step; posts the first receives."""
+        """Starts a step."""
         self._step += 1
         self._first_tag = self._step * _TAGS_PER_STEP % _TAG_RANGE if self._matches_by_tag else 0
         world = dist.group.WORLD
@@ -148,18 +148,14 @@ class Transport:
             self._lanes_of[id(route)] = (route, {message.tag: self._lay_out(message) for message in messages})
         self._lanes = self._lanes_of[id(route)][1]
         self._receipts = route.receipts
-        for message in route.first_posts:
-            self._post(message)
 
     def post(self, stop: Stop) -> None:
-        """Posts the receives that are due before the action; :meth:`receive` does where it has any of its own."""
+        """Posts the receives that are due before the action begins."""
         for message in stop.posts:
             self._post(message)
 
     def receive(self, stop: Stop) -> list[tuple[Value, Tensor]]:
-        """Waits for everything that the action needs."""
-        for message in stop.posts:
-            self._post(message)
+        """Waits for everything that the action needs, once :meth:`post` has been called for it."""
         received = []
         for message in stop.arrivals:
             sender, tag = message.sender, message.tag

@@ -6,8 +6,10 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from lightning_pp.schedule import Action, ActionKind, Schedule
+from lightning_pp.schedule.simulation.messages import turns_of_actions
 from lightning_pp.split.record.plan import StepPlan
 from lightning_pp.split.record.step_record import TensorSpec, Value
 
@@ -41,7 +43,7 @@ class Stop:
         action: The action.
         arrivals: The messages that it waits for.
         departures: The messages that it sends.
-        posts: The messages of other ranks to post receives for before it waits: its own, and some of those that follow.
+        posts: The messages to post receives for before it begins: its own, and some of those that follow.
     """
 
     action: Action
@@ -57,19 +59,17 @@ class Route:
     Attributes:
         incoming: For each other pipeline rank, its messages to this one in the order in which it sends them. Backends
             that match by order (NCCL) need receives posted in just that order.
-        first_posts: The messages to post receives for when the step begins.
         stops: This rank's actions.
         receipts: Tag of each incoming message to the number of messages that its sender is known to have received
             from this rank, in the order in which this rank sends them, once the message is here.
     """
 
     incoming: dict[int, tuple[Message, ...]]
-    first_posts: tuple[Message, ...]
     stops: tuple[Stop, ...]
     receipts: dict[int, int]
 
 
-# how many messages beyond those that it has come to a rank has posted a receive for, on each channel
+# how many messages beyond those that it waits for a rank has posted receives for, on each channel
 _RECEIVES_AHEAD = 2
 
 
@@ -78,7 +78,7 @@ def plan_route(
     plans: Sequence[StepPlan],
     rank: int,
     *,
-    receives_occupy_device: bool = False,
+    occupies_device: bool = False,
 ) -> Route:
     """Derives from the programs of all ranks what ``rank`` sends and receives.
 
@@ -86,9 +86,10 @@ def plan_route(
         schedule: The programs.
         plans: That of each microbatch.
         rank: The pipeline rank.
-        receives_occupy_device: Whether a posted receive is work that the device has begun and waits in, as over NCCL.
-            Whatever drains the device then waits for the message: loading a kernel for the first time, freeing memory,
-            making another communicator. So a receive is posted ahead only where nobody can come to wait in a circle.
+        occupies_device: Whether a send and a posted receive are work that the device has begun and waits in, as over
+            NCCL. Whatever drains the device then waits for the other side: loading a kernel for the first time, freeing
+            memory, making another communicator. So receives are posted as :func:`_posts_in_order` says. Otherwise
+            ``_RECEIVES_AHEAD`` are posted ahead on each channel.
     """
     messages = _Messages(schedule, plans)
     stops = tuple(
@@ -96,9 +97,12 @@ def plan_route(
         for action in schedule.programs[rank]
     )
     incoming, receipts = _incoming(schedule, messages, rank, stops)
-    first_stops = _first_stops_to_post(schedule, messages, rank) if receives_occupy_device else {}
-    first_posts, stops = _with_posts(stops, incoming, first_stops)
-    return Route(incoming, first_posts, stops, receipts)
+    if occupies_device:
+        posts = _posts_in_order(schedule, messages, rank)
+    else:
+        posts = _posts_ahead(stops, incoming)
+    stops = tuple(replace(stop, posts=tuple(posts[number])) for number, stop in enumerate(stops))
+    return Route(incoming, stops, receipts)
 
 
 class _Messages:
@@ -152,79 +156,56 @@ def _incoming(
     return incoming, receipts
 
 
-def _first_stops_to_post(schedule: Schedule, messages: _Messages, rank: int) -> dict[int, int]:
-    """For the tag of each message to ``rank`` the first of its actions that comes after the one that sends it.
+def _posts_in_order(schedule: Schedule, messages: _Messages, rank: int) -> list[list[Message]]:
+    """For each action of ``rank`` the receives to post before it, so that nobody waits in a circle.
 
-    After: in the order in which actions begin where each takes one unit of time and messages take none, and those that
-    begin together are ordered by their rank. All ranks find the same order, in which they could run one action after
-    the other. So what a rank waits for comes from earlier actions than its next one, before which others wait for what
-    comes from earlier ones still: nobody waits in a circle, however many ranks drain their device, and whenever.
+    All ranks know one order of all actions: by the time at which they begin where messages take none (see
+    :func:`turns_of_actions`), and then by rank. A receive is posted before the first action that comes after the one
+    that sends, and receives that are posted together are posted in the order of their senders.
+
+    So however many ranks drain their device, and whenever, the earliest action that is not done can run: the receives
+    that its rank has posted are of earlier actions, and the receivers of what its rank has sent have done all that they
+    do before they post.
     """
-    sent: dict[int, tuple[int, int]] = {}
-    ends_of: dict[int, int] = {}
-    to_rank: list[int] = []
-    own: list[tuple[int, int]] = []  # this rank's actions
-    waiting = {other: deque(program) for other, program in enumerate(schedule.programs)}
-    ends = dict.fromkeys(waiting, 0)
-    while any(waiting.values()):
-        for other, program in waiting.items():
-            while program:
-                arrivals = [message.tag for message in messages.of(program[0], sent=False)]
-                if not all(tag in sent for tag in arrivals):
-                    break
-                begin = max(ends[other], *(ends_of[tag] for tag in arrivals), 0)
-                action = program.popleft()
-                ends[other] = begin + (action.microbatch is not None)
-                if other == rank:
-                    own.append((begin, rank))
-                for message in messages.of(action, sent=True):
-                    sent[message.tag], ends_of[message.tag] = (begin, other), ends[other]
-                    if message.receiver == rank != message.sender:
-                        to_rank.append(message.tag)
-    return {tag: bisect_left(own, sent[tag]) for tag in to_rank}
+    turns = turns_of_actions(schedule)
+    to_rank = [
+        ((turn, other), message)
+        for other, program in enumerate(schedule.programs)
+        if other != rank
+        for turn, action in zip(turns[other], program, strict=True)
+        for message in messages.of(action, sent=True)
+        if message.receiver == rank
+    ]
+    own = [(turn, rank) for turn in turns[rank]]
+    posts: list[list[Message]] = [[] for _ in own]
+    for sent, message in sorted(to_rank, key=itemgetter(0)):  # those of one action stay in the action's order
+        posts[bisect_left(own, sent)].append(message)
+    return posts
 
 
-def _with_posts(
-    stops: tuple[Stop, ...], incoming: Mapping[int, Sequence[Message]], first_stops: Mapping[int, int]
-) -> tuple[tuple[Message, ...], tuple[Stop, ...]]:
-    """When the receive for each message is posted: ahead of need, in the order in which its sender sends.
-
-    Args:
-        stops: This rank's actions.
-        incoming: The messages to it.
-        first_stops: For tags the first stop at which the receive may be posted; others may be at any time.
-    """
+def _posts_ahead(stops: Sequence[Stop], incoming: Mapping[int, Sequence[Message]]) -> list[list[Message]]:
+    """For each action the receives to post before it: ahead of need, in the order in which the senders send."""
     waiting = {sender: deque(messages) for sender, messages in incoming.items()}
     posted: dict[int, set[int]] = {sender: set() for sender in incoming}
-    posts: list[Message] = []
+    posts: list[list[Message]] = [[] for _ in stops]
 
-    def post(sender: int) -> None:
+    def post(sender: int, number: int) -> None:
         message = waiting[sender].popleft()
         posted[sender].add(message.tag)
-        posts.append(message)
+        posts[number].append(message)
 
     def post_ahead(sender: int, number: int) -> None:
         while len(posted[sender]) < _RECEIVES_AHEAD and waiting[sender]:
-            if first_stops.get(waiting[sender][0].tag, 0) > number:
-                break
-            post(sender)
+            post(sender, number)
 
     for sender in incoming:
         post_ahead(sender, 0)
-    first_posts = tuple(posts)
-    planned = []
     for number, stop in enumerate(stops):
-        posts.clear()
-        if first_stops and stop.action.microbatch is not None:  # what has been sent since may allow it
-            for sender in incoming:
-                post_ahead(sender, number)
         for message in stop.arrivals:
-            sender = message.sender
-            if sender not in incoming:  # this rank itself
+            if message.sender not in incoming:  # this rank itself
                 continue
-            while message.tag not in posted[sender]:
-                post(sender)
-            posted[sender].remove(message.tag)
-            post_ahead(sender, number)
-        planned.append(replace(stop, posts=tuple(posts)))
-    return first_posts, tuple(planned)
+            while message.tag not in posted[message.sender]:
+                post(message.sender, number)
+            posted[message.sender].remove(message.tag)
+            post_ahead(message.sender, number)
+    return posts

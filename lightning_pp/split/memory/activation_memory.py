@@ -99,8 +99,20 @@ def joined_bytes(record: StepRecord) -> int:
     return sum(record.spec(value).num_bytes * (1 + record.leaf(value).requires_grad) for value in record.tail.values)
 
 
-def edge_buffers(plan: StepPlan, placement: Placement, stages: Sequence[int], num_ahead: int) -> int:
-    """Bytes of the next message of every channel and those posted ahead, and of what leaves for one microbatch."""
+# receives that are posted ahead on every channel, whatever the schedule
+_NUM_AHEAD = 2
+
+
+def edge_buffers(plan: StepPlan, placement: Placement, stages: Sequence[int], posted: int = 0) -> int:
+    """Bytes of posted receives, and of what leaves for one microbatch.
+
+    Args:
+        plan: Of a microbatch.
+        placement: Which rank each stage is on.
+        stages: Those of one rank.
+        posted: Bytes of messages that the schedule lets wait for their use. Where that is less than the next message of
+            every channel and those posted ahead, these count.
+    """
     rank_of_stage = placement.rank_of_stage
     incoming: dict[int, list[int]] = {}
     outgoing = 0
@@ -116,7 +128,7 @@ def edge_buffers(plan: StepPlan, placement: Placement, stages: Sequence[int], nu
             if sender_stage in stages:
                 outgoing += edge.spec.num_bytes
     # messages of several microbatches are under way: the largest ones stand for those
-    posted = sum(
-        sum(sorted(messages * num_ahead, reverse=True)[:num_ahead]) + max(messages) for messages in incoming.values()
+    ahead = sum(
+        sum(sorted(messages * _NUM_AHEAD, reverse=True)[:_NUM_AHEAD]) + max(messages) for messages in incoming.values()
     )
-    return posted + outgoing
+    return max(posted, ahead) + outgoing

@@ -23,14 +23,12 @@ from dataclasses import dataclass, replace
 
 from lightning_pp.schedule import Placement, Schedule, StageCosts
 from lightning_pp.schedule.simulation.memory import peaks_of
+from lightning_pp.schedule.simulation.messages import posted_peaks
 from lightning_pp.split.cut.partition import Partition
 from lightning_pp.split.memory.activation_memory import Activations, edge_buffers, joined_bytes
 from lightning_pp.split.memory.state_memory import ParameterSize, StateMemory, StateSizes
 from lightning_pp.split.record.plan import StepPlan, build_plan
 from lightning_pp.split.record.step_record import StepRecord
-
-_NUM_RECEIVES_AHEAD = 2
-"""Messages that are received ahead of the next one, for each sender."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +145,12 @@ def estimate_memory(
     stages = tuple(
         _stage_memory(plan, stage, placement, parameters, state, joined[stage]) for stage in range(partition.num_stages)
     )
-    peaks = [None] * placement.num_ranks if schedule is None else _activations(stages, schedule)
+    peaks: Sequence[int | None] = [None] * placement.num_ranks
+    posted: Sequence[int] = [0] * placement.num_ranks
+    if schedule is not None:
+        peaks = _activations(stages, schedule)
+        crossing = [(edge.source, edge.target, edge.spec.num_bytes, edge.has_gradient) for edge in plan.edges]
+        posted = posted_peaks(schedule, crossing)
     ranks = []
     for rank in range(placement.num_ranks):
         own = placement.stages_of_rank(rank)
@@ -159,7 +162,7 @@ def estimate_memory(
                 state.of(here, own),
                 peaks[rank],
                 max(stages[stage].recomputed_bytes for stage in own),
-                edge_buffers(plan, placement, own, _NUM_RECEIVES_AHEAD),
+                edge_buffers(plan, placement, own, posted[rank]),
                 state.flat_gradients_of(here),
             )
         )
@@ -182,7 +185,7 @@ def _stage_memory(
         activations.after_forward + joined,
         activations.after_input,
         activations.recomputed,
-        edge_buffers(plan, placement, [stage], _NUM_RECEIVES_AHEAD),
+        edge_buffers(plan, placement, [stage]),
     )
 
 

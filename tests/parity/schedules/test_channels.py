@@ -2,8 +2,9 @@
 
 So does NCCL, which needs a device for each rank. Here such channels are made of gloo's: both sides of the first message
 wait on the host until the other has come to it, tags are left out, and each direction of each pair of ranks has a group
-of its own. A receive that is posted occupies the device: at every action the rank drains it, as loading a kernel or
-freeing memory does, and waits for all receives that it has posted.
+of its own. Sends and posted receives occupy the device, as large messages do: at every action the rank drains it, as
+loading a kernel or freeing memory does, and waits until all that it has posted is there, and until receives are posted
+for all that it has sent. Gloo's sends end no earlier, whatever their size.
 """
 
 from __future__ import annotations
@@ -85,13 +86,27 @@ class ChannelTransport(Transport):
 
     patience_s = 60.0
 
+    def post(self, stop: Stop) -> None:
+        super().post(stop)
+        self._drain_device()
+
     def receive(self, stop: Stop) -> list[tuple[Value, Tensor]]:
         received = super().receive(stop)
+        self._drain_device()
+        return received
+
+    def _drain_device(self) -> None:
+        """Gloo's works are waited for once."""
+        patience = timedelta(seconds=self.patience_s)
         for tag, (work, tensor) in self._posted.items():
             if work is not None:
-                work.wait(timedelta(seconds=self.patience_s))
-                self._posted[tag] = (None, tensor)  # gloo's works are waited for once
-        return received
+                work.wait(patience)
+                self._posted[tag] = (None, tensor)
+        for sends in (self._sends._of_last_step, self._sends._of_step):
+            for send in itertools.chain(*sends.values()):
+                if send.work is not None:
+                    send.work.wait(patience)
+                    send.work = None
 
 
 class EagerTransport(ChannelTransport):

@@ -1,90 +1,114 @@
-"""On backends whose receives occupy the device none is posted that waits for what this rank has yet to do."""
+"""Where sends and receives occupy the device, no rank comes to wait in a circle, however often devices are drained."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import product
 
 import pytest
 from test_transport import chain_plan
 
 from lightning_pp.runtime.transport.route import Message, Route, plan_route
 from lightning_pp.schedule import Schedule, build_forward_only, build_schedule
+from lightning_pp.schedule.sharding import Sharding, insert_sharding
+from lightning_pp.schedule.simulation.messages import posted_peaks
+from lightning_pp.split.record.plan import StepPlan, build_plan
+from lightning_pp.split.record.step_record import OutputLeaf, Reads, StepRecord, UnitCall, Value
 
 FAMILIES = (
     "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zb", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe_v"
 )  # fmt: skip
+KINDS = ("chain", "skip", "decoder", "mixed", "sharded")
 
 
-def schedules(name: str) -> list[Schedule]:
-    found = []
-    for num_ranks in (2, 3, 4, 8):
-        for num_microbatches in (1, 2, num_ranks, 2 * num_ranks + 1):
-            found.append(build_schedule(name, num_ranks=num_ranks, num_microbatches=num_microbatches))
-    return [*found, *(build_forward_only(schedule.placement, 5) for schedule in found[3::4])]
+def decoder_plan(num_stages: int) -> StepPlan:
+    """A plan for one unit a stage: the first half encodes, and each of the others reads the code besides."""
+    chain = chain_plan(num_stages, skip=False).record
+    record = StepRecord()
+    code = Value(max(0, num_stages // 2 - 1), 0)
+    for call in chain.calls:
+        values = {*call.reads.values, *([code] if call.index > code.call else [])}
+        leaf = OutputLeaf(chain.spec(Value(call.index, 0)), None, requires_grad=True)
+        record.calls.append(UnitCall(call.index, call.unit, Reads(values=values), leaves=[leaf]))
+        record.gradient_sources[Value(call.index, 0)] = frozenset(values)
+    record.tail.values.add(Value(num_stages - 1, 0))
+    record.gradient_sources[None] = frozenset({Value(num_stages - 1, 0)})
+    return build_plan(record, {f"unit{index}": index for index in range(num_stages)}, num_stages)
 
 
-def sent_while_one_rests(routes: Sequence[Route], resting: int, num_done: int) -> set[int]:
-    """Tags of what is sent if rank ``resting`` does no more than its first actions, and the others all they can."""
-    sent = {message.tag for stop in routes[resting].stops[:num_done] for message in stop.departures}
-    done = {rank: 0 for rank in range(len(routes)) if rank != resting}
-    before = -1
-    while before != sum(done.values()):
-        before = sum(done.values())
-        for rank in done:
-            stops = routes[rank].stops
-            while done[rank] < len(stops) and all(message.tag in sent for message in stops[done[rank]].arrivals):
-                sent.update(message.tag for message in stops[done[rank]].departures)
-                done[rank] += 1
-    return sent
+def plans_of(schedule: Schedule, kind: str) -> list[StepPlan]:
+    num_stages = schedule.placement.num_stages
+    chain, skip = chain_plan(num_stages, skip=False), chain_plan(num_stages)
+    decoder = decoder_plan(num_stages)
+    kinds = {"chain": [chain], "skip": [skip], "decoder": [decoder], "mixed": [decoder, chain], "sharded": [skip]}
+    return [kinds[kind][number % len(kinds[kind])] for number in range(schedule.num_microbatches)]
 
 
-def actions_that_never_run(routes: Sequence[Route]) -> int:
-    """How many actions are left if every rank drains its device before each: waits for all receives it has posted."""
-    sent: set[int] = set()
-    done = [0] * len(routes)
-    posted = [{message.tag for message in route.first_posts} for route in routes]
-    before = -1
-    while before != sum(done):
-        before = sum(done)
-        for rank, route in enumerate(routes):
-            while done[rank] < len(route.stops):
-                stop = route.stops[done[rank]]
-                posted[rank].update(message.tag for message in stop.posts)
-                own = {message.tag for message in stop.arrivals if message.sender == rank}
-                if not (posted[rank] | own) <= sent:
-                    break
-                sent.update(message.tag for message in stop.departures)
-                done[rank] += 1
-    return sum(len(route.stops) for route in routes) - sum(done)
-
-
-def waits_for_itself(routes: Sequence[Route], rank: int) -> list[tuple[int, Message]]:
-    """Receives that are posted, by the number of actions that are done then, and never end while the rank rests."""
-    found = []
-    for number, stop in enumerate(routes[rank].stops):
-        posted = [*(routes[rank].first_posts if number == 0 else ()), *stop.posts]
-        if posted:
-            sent = sent_while_one_rests(routes, rank, number)
-            found += [(number, message) for message in posted if message.tag not in sent]
-    return found
-
-
-def routes_of(schedule: Schedule, *, receives_occupy_device: bool) -> list[Route]:
-    plans = [chain_plan(schedule.placement.num_stages)] * schedule.num_microbatches
+def routes_of(schedule: Schedule, kind: str = "skip", *, occupies_device: bool = True) -> list[Route]:
+    if kind == "sharded" and not schedule.forward_only:
+        units = [f"unit{stage}" for stage in range(schedule.placement.num_stages)]
+        sharding = Sharding("full_shard", tuple((unit,) for unit in units), dict.fromkeys(units, 1))
+        schedule = insert_sharding(schedule, sharding).schedule
+    plans = plans_of(schedule, kind)
     return [
-        plan_route(schedule, plans, rank, receives_occupy_device=receives_occupy_device)
+        plan_route(schedule, plans, rank, occupies_device=occupies_device)
         for rank in range(schedule.placement.num_ranks)
     ]
 
 
+def schedules(name: str) -> Iterator[Schedule]:
+    for num_ranks in (2, 3, 4, 8):
+        for num_microbatches in (1, 2, num_ranks, 2 * num_ranks + 1):
+            yield (schedule := build_schedule(name, num_ranks=num_ranks, num_microbatches=num_microbatches))
+        yield build_forward_only(schedule.placement, 5)
+
+
+def events_that_never_come(routes: Sequence[Route], *, rendezvous: bool) -> int:
+    """How many posts and sends are left if every rank drains its device before each of them, and before each action.
+
+    It then waits until all that it has posted a receive for is sent; and with ``rendezvous`` until receives are posted
+    for all that it has sent. Ranks that drain less often wait for less.
+    """
+    events: list[list[tuple[str, Message | None]]] = []
+    for rank, route in enumerate(routes):
+        events.append([])
+        for stop in route.stops:
+            events[rank] += [("post", message) for message in stop.posts]
+            events[rank] += [("act", None)]
+            events[rank] += [("send", message) for message in stop.departures if message.receiver != rank]
+    sent: set[int] = set()
+    posted: set[int] = set()
+    waits: list[set[int]] = [set() for _ in routes]  # tags, those of sends as negative numbers
+    done = [0] * len(routes)
+    before = -1
+    while before != sum(done):
+        before = sum(done)
+        for rank, of_rank in enumerate(events):
+            while done[rank] < len(of_rank):
+                waits[rank] = {tag for tag in waits[rank] if not (tag in sent if tag > 0 else -tag in posted)}
+                if waits[rank]:
+                    break
+                name, message = of_rank[done[rank]]
+                if message is not None and name == "post":
+                    posted.add(message.tag + 1)
+                    waits[rank].add(message.tag + 1)
+                elif message is not None:
+                    sent.add(message.tag + 1)
+                    if rendezvous:
+                        waits[rank].add(-message.tag - 1)
+                done[rank] += 1
+    return sum(map(len, events)) - sum(done)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
-def test_no_receive_waits_for_what_its_rank_has_yet_to_send(name: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_rank_waits_for_ever_for_a_receive_or_for_a_send(name: str, kind: str) -> None:
+    """Over all families and kinds of step 1,000 cases."""
     for schedule in schedules(name):
-        routes = routes_of(schedule, receives_occupy_device=True)
-        assert actions_that_never_run(routes) == 0
-        for rank, route in enumerate(routes):
-            assert waits_for_itself(routes, rank) == []
-            posted = [*route.first_posts, *(message for stop in route.stops for message in stop.posts)]
+        routes = routes_of(schedule, kind)
+        assert events_that_never_come(routes, rendezvous=True) == 0, (schedule.placement, schedule.num_microbatches)
+        for route in routes:
+            posted = [message for stop in route.stops for message in stop.posts]
             for sender, messages in route.incoming.items():
                 # channels match by order
                 assert [message for message in posted if message.sender == sender] == list(messages)
@@ -95,17 +119,32 @@ def test_receives_are_posted_ahead_where_nothing_is_waited_for(name: str) -> Non
     """A third of them or more, so that messages travel while the rank computes."""
     schedule = build_schedule(name, num_ranks=4, num_microbatches=12)
     ahead = total = 0
-    for route in routes_of(schedule, receives_occupy_device=True):
+    for route in routes_of(schedule):
         needed = {message.tag: number for number, stop in enumerate(route.stops) for message in stop.arrivals}
         posted = {message.tag: number for number, stop in enumerate(route.stops) for message in stop.posts}
-        posted |= {message.tag: -1 for message in route.first_posts}
+        assert all(posted[tag] <= needed[tag] for tag in posted)
         ahead += sum(posted[tag] < needed[tag] for tag in posted)
         total += len(posted)
     assert ahead >= total / 3, (ahead, total)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("kind", ["skip", "decoder"])
+def test_the_plan_counts_the_bytes_of_posted_receives(name: str, kind: str) -> None:
+    schedule = build_schedule(name, num_ranks=4, num_microbatches=12)
+    edges = plans_of(schedule, kind)[0].edges
+    values = [(edge.source, edge.target, edge.spec.num_bytes, edge.has_gradient) for edge in edges]
+    for route, counted in zip(routes_of(schedule, kind), posted_peaks(schedule, values), strict=True):
+        held = most = 0
+        for stop in route.stops:
+            held += sum(message.spec.num_bytes for message in stop.posts)
+            most = max(most, held)
+            held -= sum(message.spec.num_bytes for message in stop.arrivals if message.sender != message.receiver)
+        assert held == 0 and most <= counted <= 2 * most, (most, counted)
+
+
 def test_the_posting_of_backends_with_tags_would_wait_for_itself() -> None:
-    for name in FAMILIES:
-        routes = routes_of(build_schedule(name, num_ranks=4, num_microbatches=8), receives_occupy_device=False)
-        assert any(waits_for_itself(routes, rank) for rank in range(3)), name
-        assert actions_that_never_run(routes) > 0, name
+    for name, rendezvous in product(FAMILIES, (False, True)):
+        schedule = build_schedule(name, num_ranks=4, num_microbatches=8)
+        routes = routes_of(schedule, occupies_device=False)
+        assert events_that_never_come(routes, rendezvous=rendezvous) > 0, name

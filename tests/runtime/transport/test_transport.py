@@ -12,7 +12,7 @@ from pool import WorkerPool
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_pp.runtime.transport.channels import Transport
-from lightning_pp.runtime.transport.route import plan_route
+from lightning_pp.runtime.transport.route import Message, plan_route
 from lightning_pp.schedule import Action, ActionKind, Schedule, build_forward_only, build_schedule
 from lightning_pp.split.record.plan import StepPlan, build_plan
 from lightning_pp.split.record.step_record import OutputLeaf, Reads, StepRecord, TensorSpec, UnitCall, Value
@@ -66,7 +66,7 @@ def test_senders_and_receivers_agree(schedule: Schedule) -> None:
                 if message.receiver == receiver != sender
             ]
             assert list(routes[receiver].incoming.get(sender, ())) == leaving
-        posted = list(routes[receiver].first_posts)
+        posted: list[Message] = []
         for stop in routes[receiver].stops:
             posted += stop.posts
             assert {message for message in stop.arrivals if message.sender != receiver} <= set(posted)
@@ -85,6 +85,7 @@ def run_step(step_twice: bool) -> list[float]:
         route = plan_route(schedule, plans, rank)
         transport.begin(route)
         for stop in route.stops:
+            transport.post(stop)
             arrived += [float(tensor.sum()) for _, tensor in transport.receive(stop)]
             transport.send(stop, {Value(0, 0): made(stop.action, step)})
         transport.finish()
@@ -126,6 +127,7 @@ def abandon_a_step() -> list[float]:
     arrived: list[float] = []
     transport.begin(route)
     for stop in route.stops:
+        transport.post(stop)
         arrived += [float(tensor.sum()) for _, tensor in transport.receive(stop)]
         transport.send(stop, {Value(0, 0): made(stop.action, 0)})
     transport.finish()
@@ -159,6 +161,7 @@ def send_what_nobody_takes_yet(num_rows: int) -> tuple[int, list[bool]]:
         for stop in route.stops:
             if rank == 0 and step == 0 and stop.action.kind is ActionKind.B and stop.action.microbatch == 0:
                 store.wait(["step of rank 1 has ended"])
+            transport.post(stop)
             num_arrived += len(transport.receive(stop))
             if rank == 1 and step == 1:
                 break
@@ -192,6 +195,7 @@ def watch_large_tensors() -> bool:
     transport = Transport([0, 1], rank, torch.device("cpu"))
     route = plan_route(schedule, [chain_plan(2, length=1 << 16)], rank)
     transport.begin(route)
+    transport.post(route.stops[0])
     transport.receive(route.stops[0])
     tensor = torch.zeros(2, 1 << 16, dtype=torch.float64)
     storage = StorageWeakRef(tensor.untyped_storage())
