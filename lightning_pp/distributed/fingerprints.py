@@ -28,6 +28,7 @@ WHOLE_BATCH_BYTES = 4 << 20
 MOST_PARTS = 16
 """In how many batches every byte of a larger one has been read."""
 
+_BLOCK_BYTES = 8 << 20
 _SMALL_BYTES = 16 << 10
 _NEVER_IN_PARTS_BYTES = 64 << 10
 _ROW_WORDS = 1 << 15
@@ -251,16 +252,21 @@ def _mixed(total: int, number: int) -> int:
 
 
 def _number_on_device(raw: Tensor) -> Tensor:
-    """:func:`_number_of_bytes` where the tensor is, as a tensor there; not the same number."""
-    padded = torch.nn.functional.pad(raw, (0, -raw.numel() % 8))  # a copy, so aligned
-    words = padded.view(torch.int64)
-    weights = _weights_on(raw.device)
-    rows = torch.nn.functional.pad(words, (0, -words.numel() % _ROW_WORDS)).view(-1, _ROW_WORDS)
-    sums = (_folded_on_device(rows) * weights).sum(1)
+    """:func:`_number_of_bytes` where the tensor is, as a tensor there; not the same number.
+
+    Block by block, since a block's temporary copies take four times its bytes.
+    """
+    sums = torch.cat([_sums_of_rows(block) for block in torch.split(raw, _BLOCK_BYTES)])
     while sums.numel() > 1:
-        sums = torch.nn.functional.pad(sums, (0, -sums.numel() % _ROW_WORDS)).view(-1, _ROW_WORDS)
-        sums = (_folded_on_device(sums) * weights).sum(1)
+        sums = _sums_of_rows(sums.view(torch.uint8))
     return sums[0]
+
+
+def _sums_of_rows(raw: Tensor) -> Tensor:
+    """For each row of ``_ROW_WORDS`` words the sum of words times multipliers by place, modulo 2**64."""
+    padded = torch.nn.functional.pad(raw, (0, -raw.numel() % (8 * _ROW_WORDS)))  # a copy, so aligned
+    rows = padded.view(torch.int64).view(-1, _ROW_WORDS)
+    return (_folded_on_device(rows) * _weights_on(raw.device)).sum(1)
 
 
 def _folded_on_device(words: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ class AttributesOutsideUnits:
         self._held = [
             child.__dict__
             for name, child in module.named_modules()
-            if name not in units and not name.startswith(inside) and not isinstance(child, Metric)
+            if name not in units and not name.startswith(inside) and Metric not in type(child).__mro__
         ]
         self._outlines: dict[tuple[int, str], Any] = {}
         self._version = 0

@@ -13,6 +13,7 @@ from pipelined_fit import trainer
 from pool import WorkerPool
 from small_models import Blocks
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_pp.distributed.fingerprints import MOST_PARTS, _number_on_device, check_same_batch, fingerprint
@@ -100,7 +101,7 @@ def test_every_element_counts(dtype: torch.dtype, size: int) -> None:
         assert fingerprint(other) != expected
 
 
-@pytest.mark.parametrize("size", [3, 4_096, 600_001])
+@pytest.mark.parametrize("size", [3, 4_096, 600_001, 9_000_001])
 def test_what_is_read_on_an_accelerator_counts_too(size: int) -> None:
     x = torch.randint(1, 100, (size,), dtype=torch.uint8)  # the same operations, here on the host
     expected = int(_number_on_device(x))
@@ -181,3 +182,23 @@ def test_differences_are_found_in_training_on_every_rank(pool: WorkerPool, first
     for failure in told:
         assert "at batch['y']: rank 0 and rank 1" in failure.message
     assert len(told) == 2 or batch > 0
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most bytes of a tensor that an operation makes."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        shared = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)}
+        if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in shared:
+            self.num_bytes = max(self.num_bytes, result.untyped_storage().nbytes())
+        return result
+
+
+def test_a_large_batch_on_a_device_takes_no_large_copies() -> None:
+    x = torch.zeros(64 << 20, dtype=torch.uint8)
+    with Largest() as largest:
+        _number_on_device(x)
+    assert 0 < largest.num_bytes <= 8 << 20

@@ -83,9 +83,7 @@ class BatchChecks:
             tell_of_batch_norm(module, microbatches[0].num_samples, batch_size_of(batch) or len(microbatches))
         sizes = self._preparation.two_sizes(microbatches, batch)
         if all(self._groups.gather(sizes is not None, "whether a first batch is checked")) and sizes is not None:
-            dtypes = [parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()]
-            compute = step_dtypes(self._precision).compute
-            tolerance = tolerance_of([*dtypes, *([] if compute is None else [compute])], self._device)
+            tolerance = tolerance_of(module, step_dtypes(self._precision).compute, self._device)
             check = PartCheck(
                 module, call.step, sizes, self._groups, self._preparation.split.units, tolerance, self._told
             )

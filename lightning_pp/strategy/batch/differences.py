@@ -85,11 +85,26 @@ class Difference:
     is_attribute: bool = False
 
 
-def tolerance_of(dtypes: Sequence[torch.dtype], device: torch.device) -> float:
-    """How far two computations of the same may be apart, relatively."""
+def tolerance_of(module: nn.Module, compute: torch.dtype | None, device: torch.device) -> float:
+    """How far two computations of the same step may be apart, relatively.
+
+    Args:
+        module: What the step computes with.
+        compute: The dtype of computation, where it is not that of the parameters.
+        device: Where the step computes.
+    """
+    parameters = [parameter for parameter in module.parameters() if parameter.is_floating_point()]
+    dtypes = {parameter.dtype for parameter in parameters} | ({compute} if compute is not None else set())
     tolerance = max((_TOLERANCES.get(dtype, 0.0) for dtype in dtypes), default=_TOLERANCES[torch.float32])
-    if device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
-        tolerance = max(tolerance, 5e-3)
+    if device.type == "cuda":
+        cudnn: Any = torch.backends.cudnn
+        precisions = {torch.backends.cuda.matmul.fp32_precision}
+        if any(parameter.dim() > 2 for parameter in parameters):  # kernels of convolutions
+            precisions.add(cudnn.conv.fp32_precision)
+        if any(isinstance(part, nn.RNNBase) for part in module.modules()):
+            precisions.add(cudnn.rnn.fp32_precision)
+        if not precisions <= {"ieee", "none"}:
+            tolerance = max(tolerance, 5e-3)
     return tolerance
 
 

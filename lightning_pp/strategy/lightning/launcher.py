@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from hydra.core.hydra_config import HydraConfig
 
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.strategy._lightning_private import SubprocessScriptLauncher
@@ -52,7 +51,8 @@ class RunLauncher(SubprocessScriptLauncher):
     def arguments_of_others(self) -> list[str]:
         """In a Hydra application the other processes write no log file; overrides stand last, as Hydra wants them."""
         arguments = sys.argv[1:]
-        if not HydraConfig.initialized():
+        hydra = sys.modules.get("hydra.core.hydra_config")  # importing it takes 70 ms
+        if hydra is None or not hydra.HydraConfig.initialized():
             return arguments
         options = [each for each in arguments if each.startswith("-") or not ("=" in each or each.startswith("~"))]
         overrides = [each for each in arguments if each not in options]

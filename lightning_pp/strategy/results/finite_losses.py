@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_pp.strategy.results.host_copies import HostCopies
+from lightning_pp.runtime.host_copies import HostCopies
 from lightning_pp.strategy.results.outputs import loss_of
 
 

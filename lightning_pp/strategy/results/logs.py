@@ -32,6 +32,7 @@ from torchmetrics import Metric
 
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.errors import SplitError
+from lightning_pp.runtime.host_copies import HostCopies
 from lightning_pp.split.fakes.parameters import is_fake
 from lightning_pp.split.reductions.scaling import extreme_of
 from lightning_pp.strategy._lightning_private import (
@@ -44,7 +45,6 @@ from lightning_pp.strategy._lightning_private import (
     value_on_batch,
 )
 from lightning_pp.strategy.lightning.patching import replaced
-from lightning_pp.strategy.results.host_copies import HostCopies
 from lightning_pp.strategy.results.log_calls import LogCall, merge_calls, reduction_name, to_numbers, to_tensors
 
 _NOT_KEPT = ("batch_size", "sync_dist", "sync_dist_fn", "sync_dist_group")

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from lightning_pp.errors import ConfigurationError, SplitError
+from lightning_pp.runtime.host_copies import HostCopies
 from lightning_pp.split._torch_private import tree_flatten, tree_unflatten
 from lightning_pp.split.data.tree import leaves_of, map_leaves
 from lightning_pp.split.fakes.parameters import is_fake
-from lightning_pp.strategy.results.host_copies import HostCopies
 
 
 def merge_outputs(outputs: Sequence[Any], num_samples: Sequence[int], weights: Sequence[float] | None = None) -> Any:

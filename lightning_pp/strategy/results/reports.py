@@ -17,8 +17,8 @@ import torch
 from lightning_pp.distributed.fingerprints import Fingerprint, check_same_batch
 from lightning_pp.distributed.messages import MessageLine
 from lightning_pp.errors import NonFiniteError
+from lightning_pp.runtime.host_copies import HostCopies
 from lightning_pp.strategy.results.finite_losses import LossCheck
-from lightning_pp.strategy.results.host_copies import HostCopies
 from lightning_pp.strategy.results.log_calls import LogCall
 from lightning_pp.strategy.results.logs import StepLogs, replay
 from lightning_pp.strategy.results.metrics import PipelineMetrics

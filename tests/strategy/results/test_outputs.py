@@ -18,7 +18,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.distributed.messages import MessageLine
 from lightning_pp.errors import SplitError
-from lightning_pp.strategy.results.host_copies import HostCopies
+from lightning_pp.runtime.host_copies import HostCopies
 from lightning_pp.strategy.results.logs import StepLogs
 from lightning_pp.strategy.results.outputs import merge_outputs, packed_outputs
 
