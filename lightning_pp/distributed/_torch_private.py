@@ -30,11 +30,10 @@ def parts_of_sparse(tensor: Tensor) -> list[Tensor]:
     return [tensor._indices(), tensor._values()]
 
 
-def nccl_of_two(store: Store, place: int, timeout: timedelta | None) -> Any:
+def nccl_of_two(store: Store, place: int, timeout: timedelta) -> Any:
     """NCCL between two ranks, which find each other in ``store``; see :func:`groups.group_of_two`."""
     options = dist.ProcessGroupNCCL.Options()
-    if timeout is not None:
-        options._timeout = timeout
+    options._timeout = timeout
     return dist.ProcessGroupNCCL(store, place, 2, options)
 
 

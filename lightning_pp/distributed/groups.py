@@ -75,7 +75,7 @@ def group_of_two(name: str, place: int, device_type: str, timeout: timedelta | N
     assert world is not None
     store = PrefixStore(name, world.get_group_store())
     if device_type == "cuda":
-        return nccl_of_two(store, place, timeout)
+        return nccl_of_two(store, place, timeout_of_groups(timeout or _NCCL_TIMEOUT, "nccl"))
     return dist.ProcessGroupGloo(store, place, 2, timeout or default_pg_timeout)
 
 
@@ -92,6 +92,15 @@ def _destroy(groups: list[dist.ProcessGroup]) -> None:
         with contextlib.suppress(ValueError, RuntimeError):  # it has been destroyed before
             if dist.get_backend(group) == "gloo":
                 dist.destroy_process_group(group)
+
+
+def timeout_of_groups(timeout: timedelta, backend: str) -> timedelta:
+    """What the groups of ``backend`` get, where a collective may wait for ``timeout``.
+
+    With NCCL a minute more. Its own time-out ends the process and names nobody; a watchdog of this package names the
+    rank that keeps the others waiting, and has to come first.
+    """
+    return timeout + timedelta(minutes=1) if "nccl" in backend else timeout
 
 
 def default_timeout(backend: str) -> timedelta:

@@ -94,6 +94,26 @@ def test_after_a_time_out_the_rank_that_runs_the_users_code_is_the_failure() -> 
     assert not ranks[0].failures and not ranks[2].failures
 
 
+def test_a_rank_that_waits_as_long_as_the_time_out_asks_though_nothing_is_raised() -> None:
+    store = HashStore()
+    ranks = [Rank(store, 0, WAITS), Rank(store, 1, WORKS, timeout_s=100.0), Rank(store, 2, WAITS, timeout_s=100.0)]
+    look_until(ranks, lambda: bool(ranks[0].failures))
+    (failure,) = ranks[0].failures
+    assert failure.rank == 1 and "train.py:41 in on_train_batch_end" in failure.what
+    look_until(ranks, lambda: True)
+    assert not ranks[2].failures
+
+
+def test_of_several_ranks_that_run_the_users_code_none_is_blamed() -> None:
+    store = HashStore()
+    ranks = [Rank(store, 0, WAITS), Rank(store, 1, WORKS), Rank(store, 2, WORKS)]
+    time.sleep(0.3)
+    look_until(ranks, ranks[0].standstill.ask())
+    (failure,) = ranks[0].failures
+    assert failure.rank is None and failure.what.startswith("several ranks have not moved")
+    assert "Rank 1 (stage 1)" in failure.what and "Rank 2 (stage 2)" in failure.what
+
+
 def test_after_a_time_out_a_rank_that_does_not_answer_is_the_failure() -> None:
     store = HashStore()
     ranks = [Rank(store, 0, WAITS), Rank(store, 1, WAITS)]

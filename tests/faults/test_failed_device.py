@@ -22,7 +22,7 @@ from pool import WorkerPool
 from small_models import Blocks
 
 from lightning_pp import PipelineParallelStrategy
-from lightning_pp.distributed.groups import default_timeout
+from lightning_pp.distributed.groups import default_timeout, timeout_of_groups
 from lightning_pp.strategy.faults import failed_device
 from lightning_pp.strategy.pipeline import HeldPipeline
 
@@ -91,3 +91,9 @@ def test_a_device_that_does_not_let_go(pool: WorkerPool, tmp_path: Path) -> None
 def test_without_a_timeout_a_backend_has_its_own() -> None:
     assert default_timeout("gloo") == dist.default_pg_timeout == timedelta(minutes=30)
     assert default_timeout("nccl") == default_timeout("cpu:gloo,cuda:nccl") == timedelta(minutes=10)
+
+
+def test_nccl_ends_a_process_a_minute_after_the_watchdog_can_name_who_stands() -> None:
+    wanted = timedelta(seconds=90)
+    assert timeout_of_groups(wanted, "cpu:gloo,cuda:nccl") == timedelta(seconds=150)
+    assert timeout_of_groups(wanted, "gloo") == wanted

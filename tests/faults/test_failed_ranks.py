@@ -35,9 +35,9 @@ CAUSES = {
 }
 
 
-def check(jobs: Jobs, folder: Path, layout: str, fault: str, place: str, rank: int) -> None:
+def check(jobs: Jobs, folder: Path, layout: str, fault: str, place: str, rank: int, **more: Any) -> None:
     timeout = TIMEOUT_OF_LOOPS if fault == "loop" else 60
-    job = {"layout": LAYOUTS[layout], "fault": fault, "place": place, "rank": rank, "timeout": timeout}
+    job = {"layout": LAYOUTS[layout], "fault": fault, "place": place, "rank": rank, "timeout": timeout, **more}
     result = jobs(job, folder)
     printed = "\n".join(f"--- rank {number}\n{text}" for number, text in enumerate(result["texts"]))
     assert not result["left"], f"ranks {result['left']} stayed:\n{printed}"
@@ -72,6 +72,15 @@ def test_every_rank_ends_and_says_why(
     jobs: Jobs, tmp_path: Path, layout: str, fault: str, place: str, rank: int
 ) -> None:
     check(jobs, tmp_path, layout, fault, place, rank)
+
+
+@pytest.mark.parametrize(
+    ("layout", "place", "rank"), [("2x1", "callback", 1), pytest.param("2x2", "loading", 2, marks=pytest.mark.nightly)]
+)
+def test_a_rank_that_stands_is_named_where_no_wait_raises(
+    jobs: Jobs, tmp_path: Path, layout: str, place: str, rank: int
+) -> None:
+    check(jobs, tmp_path, layout, "loop", place, rank, waits_for_ever=True)
 
 
 def check_nan(jobs: Jobs, folder: Path, layout: str, place: str, rank: int) -> None:

@@ -21,7 +21,8 @@ class Standstill:
 
     * It waits, and has not moved for a minute: it prints who keeps it waiting. One rank does that for all of them.
     * It has waited in one call for ``deadlock_s``, and is rank 0: if every rank has, that is the run's failure.
-    * A time-out has ended what it waited for (:meth:`ask`): the rank that has kept it waiting is the run's failure.
+    * A time-out has ended what it waited for (:meth:`ask`), or it has waited as long in one call and nothing was raised,
+      as over NCCL: the rank that has kept it waiting is the run's failure.
 
     Args:
         table: Of the run.
@@ -43,6 +44,7 @@ class Standstill:
         self._answers: dict[int, Standing | None] = {}
         self._is_silence_noted = self._prints = False
         self._deadlock_due_at = 0.0
+        self._call_timed_out: int | None = None
         self._has_timed_out = threading.Event()
 
     def ask(self) -> Callable[[], bool]:
@@ -93,6 +95,9 @@ class Standstill:
         if own.stack.waits and own.seconds >= self._silent_s and not self._is_silence_noted:
             self._is_silence_noted = True
             self._prints = self._table.tell_first(f"silence/{self._position.batch}", rank) == rank
+        if own.waited >= self._this.timeout_s and own.stack.call != self._call_timed_out:
+            self._call_timed_out = own.stack.call
+            self._has_timed_out.set()
         may_be_deadlock = rank == 0 and own.waited >= self._this.deadlock_s and now >= self._deadlock_due_at
         return self._prints or may_be_deadlock or self._has_timed_out.is_set()
 
@@ -116,10 +121,17 @@ class Standstill:
             self._has_timed_out.clear()
 
     def _one_that_stands(self) -> RankFailure | None:
-        """The rank that runs the user's code and has not moved for long, else one that does not answer."""
-        for rank, answer in self._answers.items():
-            if answer is not None and not answer.stack.waits and answer.seconds >= self._silent_s:
-                return RankFailure(rank, answer.place, f"kept the others waiting: it {answer}", is_gone=True)
+        """The rank that runs the user's code and has not moved for long, else one that does not answer.
+
+        Of several ranks that run it none is blamed: some may wait for a device there.
+        """
+        answers = [(rank, answer) for rank, answer in self._answers.items() if answer is not None]
+        standing = [each for each in answers if not each[1].stack.waits and each[1].seconds >= self._silent_s]
+        if len(standing) > 1:
+            what = f"several ranks have not moved, and one of them keeps the others waiting. {in_words(dict(standing))}"
+            return RankFailure(None, "", what, is_gone=True)
+        for rank, answer in standing:
+            return RankFailure(rank, answer.place, f"kept the others waiting: it {answer}", is_gone=True)
         silent = next((rank for rank, answer in self._answers.items() if answer is None), None)
         what = "does not answer, while others wait for it"
         return None if silent is None else RankFailure(silent, "", what, is_gone=True)

@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.optim import Optimizer
 
 from lightning_pp.distributed.gathering import gathered
-from lightning_pp.distributed.groups import default_timeout, largest_of_all, warm_up
+from lightning_pp.distributed.groups import default_timeout, largest_of_all, timeout_of_groups, warm_up
 from lightning_pp.distributed.launcher_store import store_of_attempt
 from lightning_pp.distributed.loopback import gloo_on_loopback, keep_gloo_on_loopback, store_on_loopback
 from lightning_pp.distributed.meeting import among_all_ranks, store_if_ended
@@ -187,15 +187,16 @@ class MeshStrategy(ParallelStrategy):
         is_new = self._meet(backend)
         if self.timeout is None:
             self.timeout = default_timeout(backend)
+        group_timeout = timeout_of_groups(self.timeout, backend)
         if is_new:
-            set_timeout(self.timeout)
+            set_timeout(group_timeout)
         self._sizes = self._resolve_sizes(self.num_ranks)
         self._tell_of_placement()
         if self._device_mesh is None:
             self._device_mesh, self._data_parallel_mesh = make_meshes(self.root_device.type, self.sizes)
             groups = groups_of_collectives(self._device_mesh, self._data_parallel_mesh)
             for group in groups:
-                set_timeout(self.timeout, group)
+                set_timeout(group_timeout, group)
             if self.root_device.type != "cpu":
                 taken = warm_up(groups, self.root_device)
                 self.communicators_bytes = largest_of_all(taken, self.root_device)
