@@ -21,8 +21,8 @@ class Standstill:
 
     * It waits, and has not moved for a minute: it prints who keeps it waiting. One rank does that for all of them.
     * It has waited in one call for ``deadlock_s``, and is rank 0: if every rank has, that is the run's failure.
-    * A time-out has ended what it waited for (:meth:`ask`), or it has waited as long in one call and nothing was raised,
-      as over NCCL: the rank that has kept it waiting is the run's failure.
+    * A time-out has ended what it waited for (:meth:`ask`), or it has waited as long in one call and nothing was raised
+      (as over NCCL): the rank that has kept it waiting is the run's failure.
 
     Args:
         table: Of the run.
