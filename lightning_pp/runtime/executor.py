@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -145,11 +145,8 @@ class PipelineExecutor:
                     stack.enter_context(weight_gradients_deferrable())
                 for entry in program.entries:
                     self._running = entry
-                    if inputs.label is None:
+                    with nullcontext() if inputs.label is None else inputs.label(label_of(_action_of(entry))):
                         step.carry_out(entry)
-                    else:
-                        with inputs.label(label_of(_action_of(entry))):
-                            step.carry_out(entry)
                 step.finish()
         except BaseException as error:
             step.abandon()

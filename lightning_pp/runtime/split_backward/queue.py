@@ -282,7 +282,7 @@ def add_product(weight: Tensor, left: Tensor, right: Tensor, extra: object = Non
     if gradient is not None and gradient.layout is not torch.strided:
         gradient = wide = None  # it cannot be added to in place
     if wide is not None and wide is not left.dtype:
-        if multiplies_into(wide, left.dtype, left.device):
+        if multiplies_into(wide, left.dtype, left.device, weight.dim()):
             if gradient is None:
                 add_to_gradient(weight, wide_product(left, right, wide))
             else:

@@ -7,33 +7,37 @@ them write float32 (``out_dtype``, on CUDA devices), a weight gradient costs one
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 
 import torch
 from torch import Tensor
 
 
 @cache
-def multiplies_into(wide: torch.dtype, narrow: torch.dtype, device: torch.device) -> bool:
-    """Whether ``device`` adds a product of ``narrow`` matrices to a ``wide`` one: tried once, on small ones."""
+def multiplies_into(wide: torch.dtype, narrow: torch.dtype, device: torch.device, num_dims: int = 2) -> bool:
+    """Whether ``device`` adds a product of ``narrow`` matrices (with 3 dimensions: of batches) to a ``wide`` one.
+
+    Tried once, on small ones.
+    """
     if device.type == "meta":
         return False
     # (1 + 2⁻⁷)² takes 15 bits, more than both 16-bit dtypes have; on a diagonal every sum is exact
-    matrices = (torch.eye(16, device=device) * (1 + 2**-7)).to(narrow).expand(2, 16, 16).contiguous()
-    sums = torch.zeros(2, 16, 16, device=device, dtype=wide)
+    shape = (2, 16, 16)[-num_dims:]
+    matrices = (torch.eye(16, device=device) * (1 + 2**-7)).to(narrow).expand(shape).contiguous()
+    sums = torch.zeros(shape, device=device, dtype=wide)
     try:
         add_wide_product(sums, matrices, matrices)
-        add_wide_product(sums[0], matrices[0], matrices[0])
-        sums += wide_product(matrices, matrices, wide) + wide_product(matrices[1], matrices[1], wide)
+        sums += wide_product(matrices, matrices, wide)
     except (NotImplementedError, RuntimeError, TypeError):
         return False
-    product = torch.eye(16, dtype=torch.float64) * (1 + 2**-7) ** 2
-    return torch.equal(sums.cpu().double(), torch.stack([4 * product, 3 * product]))
+    twice = torch.eye(16, dtype=torch.float64) * 2 * (1 + 2**-7) ** 2
+    return torch.equal(sums.cpu().double(), twice.expand(shape))
 
 
 def try_products(device: torch.device) -> None:
     """Asks :func:`multiplies_into` before the first step, in which nobody should wait for the device."""
-    for narrow in (torch.bfloat16, torch.float16):
-        multiplies_into(torch.float32, narrow, device)
+    for narrow, num_dims in product((torch.bfloat16, torch.float16), (2, 3)):
+        multiplies_into(torch.float32, narrow, device, num_dims)
 
 
 def wide_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

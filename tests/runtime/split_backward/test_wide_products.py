@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,10 @@ def _added(target: Tensor, left: Tensor, right: Tensor, out_dtype: torch.dtype, 
     return out.copy_(target + _product(left, right, out_dtype))
 
 
+def _added_to_batches(*args: Any, **kwargs: Any) -> Tensor:
+    return _added(*args, **kwargs)
+
+
 @pytest.fixture
 def wide_device() -> Iterator[None]:
     """Gives the CPU torch's products with ``out_dtype``, as CUDA devices have them, for one test."""
@@ -31,7 +36,7 @@ def wide_device() -> Iterator[None]:
         "mm.dtype": _product,
         "bmm.dtype": _product,
         "addmm.dtype_out": _added,
-        "baddbmm.dtype_out": _added,
+        "baddbmm.dtype_out": _added_to_batches,
     }.items():
         library.impl(name, function, "CPU")
     multiplies_into.cache_clear()
@@ -81,6 +86,23 @@ def test_a_device_that_rounds_all_the_same(wide_device: None, monkeypatch: pytes
     monkeypatch.setattr(_added, "__code__", _rounded.__code__)
     multiplies_into.cache_clear()
     assert not multiplies_into(torch.float32, torch.bfloat16, CPU)
+
+
+def test_a_device_may_have_products_of_matrices_and_none_of_batches(
+    wide_device: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_added_to_batches, "__code__", _refused.__code__)
+    multiplies_into.cache_clear()
+    assert multiplies_into(torch.float32, torch.bfloat16, CPU, 2)
+    assert not multiplies_into(torch.float32, torch.bfloat16, CPU, 3)
+    gradient, exact = gradients(torch.bfloat16, (64,))
+    assert (gradient - exact).abs().max() < 1e-5 * exact.abs().max()
+    gradient, exact = gradients(torch.bfloat16, (2, 64))  # rounded, and right
+    assert (gradient - exact).abs().max() < 0.03 * exact.abs().max()
+
+
+def _refused(*_: Any, **__: Any) -> Tensor:
+    raise NotImplementedError
 
 
 def _rounded(target: Tensor, left: Tensor, right: Tensor, out_dtype: torch.dtype, *, out: Tensor, **_: float) -> Tensor:
