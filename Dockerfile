@@ -31,11 +31,11 @@ LABEL org.opencontainers.image.title="lightning_pp" \
       org.opencontainers.image.description="Pipeline parallelism for unmodified LightningModules" \
       org.opencontainers.image.licenses="Apache-2.0"
 
-# tini passes signals on and collects processes that were left; strategy.compile=true needs g++. Debian has one version
-# of each for each release
+# tini passes signals on and collects processes that were left; strategy.compile=true needs g++; NCCL needs libibverbs
+# for InfiniBand, else it uses TCP. Debian has one version of each for each release
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends g++ tini \
+    && apt-get install --yes --no-install-recommends g++ ibverbs-providers libibverbs1 tini \
     && apt-get clean \
     && rm -rf /var/cache/apt /var/cache/debconf /var/lib/apt/lists /var/log/apt /var/log/dpkg.log
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import Store
 
 from lightning_pp._private_names import private, uses
 
@@ -30,11 +29,12 @@ def parts_of_sparse(tensor: Tensor) -> list[Tensor]:
     return [tensor._indices(), tensor._values()]
 
 
-def nccl_of_two(store: Store, place: int, timeout: timedelta) -> Any:
-    """NCCL between two ranks, which find each other in ``store``; see :func:`groups.group_of_two`."""
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, place, 2, options)
+def channel_options(name: str, timeout: timedelta) -> Any:
+    """Of a channel over NCCL, whose work goes before the computation, and takes at most four multiprocessors."""
+    options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout, options.group_name = timeout, name
+    options.config.min_ctas, options.config.max_ctas = 1, 4
+    return options
 
 
 def groups_of_process() -> list[dist.ProcessGroup]:

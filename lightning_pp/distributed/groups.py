@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 from torch.distributed.distributed_c10d import PrefixStore
 
-from lightning_pp.distributed._torch_private import groups_of_process, nccl_of_two
+from lightning_pp.distributed._torch_private import channel_options, groups_of_process
 from lightning_pp.distributed.loopback import gloo_on_loopback
 
 _NCCL_TIMEOUT = default_pg_nccl_timeout or timedelta(minutes=10)  # torch without NCCL has no number
@@ -75,7 +75,8 @@ def group_of_two(name: str, place: int, device_type: str, timeout: timedelta | N
     assert world is not None
     store = PrefixStore(name, world.get_group_store())
     if device_type == "cuda":
-        return nccl_of_two(store, place, timeout_of_groups(timeout or _NCCL_TIMEOUT, "nccl"))
+        options = channel_options(name.strip("/"), timeout_of_groups(timeout or _NCCL_TIMEOUT, "nccl"))
+        return dist.ProcessGroupNCCL(store, place, 2, options)
     return dist.ProcessGroupGloo(store, place, 2, timeout or default_pg_timeout)
 
 
@@ -95,11 +96,7 @@ def _destroy(groups: list[dist.ProcessGroup]) -> None:
 
 
 def timeout_of_groups(timeout: timedelta, backend: str) -> timedelta:
-    """What the groups of ``backend`` get, where a collective may wait for ``timeout``.
-
-    With NCCL a minute more. Its own time-out ends the process and names nobody; a watchdog of this package names the
-    rank that keeps the others waiting, and has to come first.
-    """
+    """``timeout``; with NCCL a minute more, so that the watchdog can name who stands before NCCL ends the process."""
     return timeout + timedelta(minutes=1) if "nccl" in backend else timeout
 
 

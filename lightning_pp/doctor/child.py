@@ -55,6 +55,7 @@ def run_rank(connection: Connection, job: Job) -> None:
     text)``.
     """
     os.environ.update(job.environment)
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # as the strategy does, before CUDA starts
     _print_to(job.output)
     threading.Thread(target=_end_with_parent, args=(connection,), daemon=True).start()
     code = 0

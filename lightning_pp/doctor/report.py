@@ -18,12 +18,7 @@ from rich.text import Text
 
 from lightning_pp.doctor.findings import Row, Status
 
-_STYLES = {
-    Status.OK: "green",
-    Status.WARNING: "yellow",
-    Status.FAILURE: "bold red",
-    Status.NOT_APPLICABLE: "dim",
-}
+_STYLES = {Status.OK: "green", Status.WARNING: "yellow", Status.FAILURE: "bold red", Status.NOT_APPLICABLE: "dim"}
 
 
 def print_report(console: Console, rows: Sequence[Row], num_ranks: int, device_type: str, seconds: float) -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from pool import WorkerPool
 
+from lightning_pp.distributed._torch_private import channel_options
 from lightning_pp.distributed.groups import group_of_two
 
 PAIRS = {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}
@@ -52,3 +53,15 @@ def wait_for_nobody() -> str:
 def test_a_rank_that_nobody_comes_to_gives_up(pool: WorkerPool) -> None:
     (said,) = pool.run(wait_for_nobody, world_size=1, process_group=True)
     assert "1" in said and ("imeout" in said or "imed out" in said)
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")
+def test_a_channel_over_nccl_has_priority_and_few_multiprocessors() -> None:
+    """Torch's own objects, which need no device; ``.ci/versions`` runs it with torch for CUDA."""
+    options = channel_options("pipeline/0-1", timedelta(seconds=150))
+    assert (options.is_high_priority_stream, options.group_name, options._timeout) == (
+        True,
+        "pipeline/0-1",
+        timedelta(seconds=150),
+    )
+    assert (options.config.min_ctas, options.config.max_ctas) == (1, 4)

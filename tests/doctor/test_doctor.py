@@ -123,6 +123,10 @@ def of_rank(number: int, **variables: str) -> dict[str, Any]:
         "num_cpus": 8,
         "num_ranks_here": 2,
         "shm_bytes": 1 << 34,
+        "has_compiler": True,
+        "has_infiniband": True,
+        "has_ibverbs": True,
+        "locked_bytes": -1,
         "variables": variables,
         "cuda": {"name": "H100", "uuid": f"u{number}", "driver": "570", "cuda": "12.8", "nccl": "2.27.3"},
     }
@@ -138,6 +142,29 @@ def test_what_is_known_of_variables_and_devices() -> None:
     assert shared.status is Status.FAILURE and "share one device" in shared.found
     (_, differing) = environment.judge([of_rank(0), of_rank(1, NCCL_ALGO="Ring")])
     assert differing.status is Status.WARNING and "NCCL_ALGO" in differing.found
+
+
+@pytest.mark.parametrize(
+    ("lacks", "sentence"),
+    [
+        ({"has_compiler": False}, "no C++ compiler"),
+        ({"has_ibverbs": False}, "NCCL sends over TCP"),
+        ({"locked_bytes": 8 << 20}, "may lock 8 MiB"),
+    ],
+)
+def test_what_containers_lack(lacks: dict[str, Any], sentence: str) -> None:
+    (_, found) = environment.judge([{**of_rank(0), **lacks}, of_rank(1)])
+    assert found.status is Status.WARNING and sentence in found.found
+    without = {"has_infiniband": False, "has_ibverbs": False, "locked_bytes": 0}
+    assert len(environment.judge([{**of_rank(0), **without}, of_rank(1)])) == 1
+
+
+def test_another_nccl_on_one_rank() -> None:
+    ranks = [of_rank(0), of_rank(1)]
+    for rank, nccl in zip(ranks, ("2.27.3", "2.26.2"), strict=True):
+        rank["versions"]["NCCL"] = nccl
+    (_, found) = environment.judge(ranks)
+    assert found.status is Status.FAILURE and found.found == "Rank 1 has other versions than rank 0: NCCL."
 
 
 def test_what_is_made_of_measurements_on_devices() -> None:

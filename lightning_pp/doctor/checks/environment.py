@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import shutil
 import socket
 import subprocess
 from collections.abc import Sequence
+from ctypes.util import find_library
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -15,24 +17,18 @@ import torch
 
 from lightning_pp.doctor.findings import Check, Finding, Rank, Status
 
-_PACKAGES = ("lightning-pp", "torch", "lightning", "hydra-core", "omegaconf", "wandb", "nvidia-nccl-cu12", "triton")
+_PACKAGES = ("lightning-pp", "torch", "lightning", "hydra-core", "omegaconf", "wandb", "triton")
 _PREFIXES = (
     *("NCCL_", "CUDA_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "PYTORCH_"),
     *("GLOO_", "OMP_", "UCX_", "FI_", "SLURM_J"),
 )
 _FEWEST = {"torch": (2, 13), "lightning": (2, 6, 4)}
-_LEAST_SHM_BYTES = 1 << 30
+_LEAST_SHM_BYTES = _LEAST_LOCKED_BYTES = 1 << 30
 _BASE = "lightning_pp is tested with the versions of its constraints.txt: pip install -c constraints.txt . there."
 
 # Variables that are known to matter: name, the value that does, how bad it is, what it does, what to do.
 _MATTERS = (
-    (
-        "CUDA_LAUNCH_BLOCKING",
-        "1",
-        Status.FAILURE,
-        "the host waits for every kernel, so that a posted receive waits for work that this rank has yet to issue",
-        "Unset it.",
-    ),
+    ("CUDA_LAUNCH_BLOCKING", "1", Status.FAILURE, "the host waits for every kernel, also for receives", "Unset it."),
     ("NCCL_P2P_DISABLE", "1", Status.WARNING, "messages go through the memory of the host", "Unset it if you can."),
     ("NCCL_SHM_DISABLE", "1", Status.WARNING, "messages on one host go over the network", "Unset it if you can."),
     ("NCCL_IB_DISABLE", "1", Status.WARNING, "messages between hosts go over TCP", "Unset it if there is InfiniBand."),
@@ -51,12 +47,17 @@ def look(rank: Rank) -> dict[str, Any]:
         "num_cpus": os.cpu_count(),
         "num_ranks_here": rank.num_ranks_here,
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "has_compiler": any(map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))),
+        "has_infiniband": os.path.isdir("/sys/class/infiniband") and bool(os.listdir("/sys/class/infiniband")),
+        "has_ibverbs": find_library("ibverbs") is not None,
+        "locked_bytes": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         "shm_bytes": shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None,
         "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)},
     }
     found["versions"]["torch"] = torch.__version__
     if rank.device.type == "cuda":
         found["cuda"] = _of_device(rank)
+        found["versions"]["NCCL"] = found["cuda"]["nccl"]
     return found
 
 
@@ -88,7 +89,7 @@ def _of_versions(values: Sequence[dict[str, Any]]) -> list[Finding]:
     first = versions[0], values[0]["python"]
     other = next((rank for rank, value in enumerate(values) if (versions[rank], value["python"]) != first), None)
     if other is not None:
-        names = [name for name in _PACKAGES if versions[other].get(name) != versions[0].get(name)]
+        names = [name for name in (*_PACKAGES, "NCCL") if versions[other].get(name) != versions[0].get(name)]
         found = f"Rank {other} has other versions than rank 0: {', '.join(names) or 'of Python'}."
         problems.append(Finding(Status.FAILURE, found, "Install the same on all hosts."))
     return problems
@@ -129,6 +130,7 @@ def _of_machines(values: Sequence[dict[str, Any]]) -> list[Finding]:
         if len(names) > 1:
             advice = "Tell the strategy with rank_speeds=, or give all ranks one kind."
             problems.append(Finding(Status.WARNING, f"Ranks have different devices: {', '.join(names)}.", advice))
+        problems += _of_containers(mine)
     elif mine["num_ranks_here"] > mine["num_cpus"]:
         found = f"{mine['num_ranks_here']} processes share {mine['num_cpus']} CPUs; times say little."
         problems.append(Finding(Status.WARNING, found, "Take fewer processes (--devices) to measure."))
@@ -137,6 +139,21 @@ def _of_machines(values: Sequence[dict[str, Any]]) -> list[Finding]:
         found = f"/dev/shm has {shm / 2**20:.0f} MiB, which loaders with workers and NCCL share."
         problems.append(Finding(Status.WARNING, found, "In a container: --ipc=host or --shm-size=8g."))
     return problems
+
+
+def _of_containers(mine: dict[str, Any]) -> list[Finding]:
+    """What images and containers with devices often lack."""
+    locked, infiniband = mine["locked_bytes"], mine["has_infiniband"]
+    over_tcp = "The host has InfiniBand, but libibverbs is missing: NCCL sends over TCP."
+    may_lock = f"A process may lock {locked / 2**20:g} MiB of memory. NCCL locks more for InfiniBand."
+    lift = "ulimit -l unlimited; in a container: --ulimit memlock=-1 --cap-add IPC_LOCK --device /dev/infiniband."
+    compiler = "There is no C++ compiler, which strategy.compile=true and Triton need."
+    lacks = [
+        (not mine["has_compiler"], compiler, "Install g++."),
+        (infiniband and not mine["has_ibverbs"], over_tcp, "Install libibverbs1."),
+        (infiniband and 0 <= locked < _LEAST_LOCKED_BYTES, may_lock, lift),
+    ]
+    return [Finding(Status.WARNING, found, advice) for applies, found, advice in lacks if applies]
 
 
 def _of_device(rank: Rank) -> dict[str, Any]:
@@ -172,14 +189,5 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in parts[:3])
 
 
-CHECKS = [
-    Check(
-        "environment",
-        "versions, drivers, devices and variables, and whether all ranks have the same",
-        look,
-        judge,
-        fewest_ranks=1,
-        limit_s=60.0,
-        advice=_BASE,
-    )
-]
+_TOLD = "versions, drivers, devices and variables, and whether all ranks have the same"
+CHECKS = [Check("environment", _TOLD, look, judge, fewest_ranks=1, limit_s=60.0, advice=_BASE)]
