@@ -11,9 +11,12 @@ from pool import WorkerPool
 from sharding_run import CollectiveCounter
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.sharding import ReplicatedGradients, ShardedUnits, SharedParameters, broadcast_parameters
+from lightning_pp.split.memory.state_memory import ParameterSize, StateSizes
 
 HOLDERS = {
     "embed.weight": (2, 0),
@@ -148,6 +151,50 @@ class _Values(nn.Module):
         self.register_buffer("count", torch.tensor(rank), persistent=False)
         self.register_buffer("wave", torch.full((2,), complex(rank, 1)))
         self.register_buffer("empty", torch.zeros(0))
+
+
+class Storages(TorchDispatchMode):
+    """Keeps count of the bytes that operations have made besides ``known`` tensors, and that are still there."""
+
+    def __init__(self, known: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.made = [StorageWeakRef(tensor.untyped_storage()) for tensor in known]
+        self.sizes = [0] * len(known)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            storage = result.untyped_storage()
+            if all(storage._cdata != made.cdata for made in self.made):
+                self.made.append(StorageWeakRef(storage))
+                self.sizes.append(storage.nbytes())
+        return result
+
+    def num_bytes(self) -> int:
+        return sum(size for made, size in zip(self.made, self.sizes, strict=True) if not made.expired())
+
+
+def bytes_while_reduced() -> tuple[int, int]:
+    """What there is besides the gradients while those of six layers are averaged, and what the plan counts for it."""
+    module = nn.ModuleList(nn.Linear(128, 128, bias=False) for _ in range(6))
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    sizes = [
+        ParameterSize(name, tuple(parameter.shape), parameter.dtype, True, name, (0,))
+        for name, parameter in module.named_parameters()
+    ]
+    gradients = ReplicatedGradients(module.parameters(), bucket_bytes=128 * 128 * 4)
+    with Storages([parameter.grad for parameter in module.parameters() if parameter.grad is not None]) as storages:
+        gradients.start()
+        found = storages.num_bytes()
+    gradients.finish()
+    return found, StateSizes(num_copies=2).flat_gradients_of(sizes)
+
+
+def test_the_plan_counts_the_copies_in_which_gradients_are_averaged(pool: WorkerPool) -> None:
+    for found, counted in pool.run(bytes_while_reduced, world_size=2, process_group=True):
+        assert counted == 6 * 128 * 128 * 4
+        assert counted <= found < 1.01 * counted  # a flag for each parameter
 
 
 def broadcast() -> bool:

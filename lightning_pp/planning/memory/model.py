@@ -66,6 +66,7 @@ class MemoryModel:
             settings.unshard_budget,
             _ASSUMED_OPTIMIZER_BYTES if trains else 0.0,
             settings.cpu_offload,
+            num_shards if settings.mode == "replicate" and trains else 1,
         )
         model = cls(state, trains, "no optimizer: AdamW is assumed" if trains else "", whole_batch_loss)
         return model if optimizer is None else model.with_optimizer(optimizer)

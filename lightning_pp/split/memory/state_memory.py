@@ -113,6 +113,7 @@ class StateSizes:
             chooses, see :meth:`~lightning_pp.schedule.sharding.Sharding.budget_of`.
         optimizer_bytes: Of the optimizer's state for each element, see :func:`optimizer_bytes_per_parameter`.
         cpu_offload: Whether what is sharded lies on the host between its uses.
+        num_copies: Replicas that average whole gradients.
 
     Raises:
         ConfigurationError: ``sharding`` is unknown, ``num_shards`` is below 1, or above 1 with ``replicate``, which
@@ -125,6 +126,7 @@ class StateSizes:
     unshard_budget: int | None = None
     optimizer_bytes: float = 0.0
     cpu_offload: bool = False
+    num_copies: int = 1
 
     def __post_init__(self) -> None:
         sharding, number = self.sharding, self.num_shards
@@ -167,7 +169,9 @@ class StateSizes:
         return round(num_elements * self.optimizer_bytes)
 
     def flat_gradients_of(self, parameters: Iterable[ParameterSize]) -> int:
-        """The largest unit's gradients, padded to whole shards."""
+        """The flat copies in which gradients are averaged: all of whole ones, else the largest unit's."""
+        if self.num_copies > 1:
+            return sum(p.num_elements * self._gradient_dtype(p).itemsize for p in parameters if p.is_trainable)
         units: dict[str | None, int] = {}
         for p in parameters:
             if p.is_trainable and self._is_gathered(p):
