@@ -146,11 +146,10 @@ def estimate_memory(
         _stage_memory(plan, stage, placement, parameters, state, joined[stage]) for stage in range(partition.num_stages)
     )
     peaks: Sequence[int | None] = [None] * placement.num_ranks
-    posted: Sequence[int] = [0] * placement.num_ranks
+    posted = (0,) * placement.num_ranks
     if schedule is not None:
         peaks = _activations(stages, schedule)
-        crossing = [(edge.source, edge.target, edge.spec.num_bytes, edge.has_gradient) for edge in plan.edges]
-        posted = posted_peaks(schedule, crossing)
+        posted = posted_peaks(schedule, [(e.source, e.target, e.spec.num_bytes, e.has_gradient) for e in plan.edges])
     ranks = []
     for rank in range(placement.num_ranks):
         own = placement.stages_of_rank(rank)
