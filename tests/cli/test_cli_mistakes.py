@@ -81,7 +81,7 @@ def test_more_stages_than_units_are_told_before_anything_is_launched(tmp_path: P
     options = ["strategy.stages_per_rank=2", "strategy.schedule=interleaved_1f1b", "trainer.devices=8"]
     finished = run_forked([*TINY_RUN, "strategy.num_microbatches=8", "data.batch_size=8", *options], tmp_path)
     assert finished.code == 1
-    assert "16 stages need at least 16 units, and the step calls " in finished.output
+    assert "16 stages need at least 16 units, but the step calls " in finished.output
     assert finished.output.count("lightning-pp: ") == 1
     assert "Traceback" not in finished.output and "MEMBER" not in finished.output
     assert not list(tmp_path.rglob("wandb"))
