@@ -105,7 +105,7 @@ def test_more_processes_than_devices_are_told_once_with_both_numbers(tmp_path: P
     finished = run_forked([*TINY_RUN, "trainer.devices=1", "logger=none"], tmp_path, num_processes=2)
     assert finished.code == 1
     assert finished.output.count("2 processes were started on this node") == 1
-    assert "gives devices to 1: set devices=2, or start 1" in finished.output
+    assert "has devices for 1. Set devices=2, or start 1" in finished.output
     assert "IndexError" not in finished.output
 
 

@@ -106,7 +106,7 @@ class CopiesAll(Callback):
 
 def test_copies_of_callbacks_that_hold_the_trainer_are_refused(pool: WorkerPool) -> None:
     for message in pool.run(refusal, Classifier, [KeepsTrainer(), CopiesAll()], world_size=2):
-        assert "ConfigurationError: copy.deepcopy has come to the strategy" in message
+        assert "ConfigurationError: copy.deepcopy tried to copy the strategy" in message
 
 
 @pytest.mark.by_day(1)

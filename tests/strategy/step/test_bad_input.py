@@ -299,7 +299,7 @@ def test_missing_initial_weights(pool: WorkerPool, tmp_path: Any) -> None:
 
 
 def test_module_that_another_strategy_split(pool: WorkerPool) -> None:
-    check_everywhere(pool, r"was split by another PipelineParallelStrategy", fit_split_module)
+    check_everywhere(pool, r"Another PipelineParallelStrategy split this", fit_split_module)
 
 
 def test_stages_that_see_different_batches(pool: WorkerPool) -> None:
