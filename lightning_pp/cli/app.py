@@ -97,7 +97,7 @@ def _refuse_self_launched_sweep(config: DictConfig) -> None:
     if num_processes == 1:
         return
     raise UserError(
-        f"--multirun cannot start {num_processes} processes by itself: each would start the whole sweep again.\n"
+        f"--multirun cannot start {num_processes} processes by itself: each of them would start the whole sweep.\n"
         "Have torchrun start them, by launcher=torchrun or by hand:\n"
         f"  {launch.torchrun_command(num_processes, sys.argv[1:])}"
     )

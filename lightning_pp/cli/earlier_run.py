@@ -74,13 +74,13 @@ class EarlierRun:
         """
         folder = Path(os.path.abspath(Path(path).expanduser()))
         if not folder.is_dir():
-            raise UserError(f"resume={path} is no folder (looked from {Path.cwd()}). Name the output folder of a run.")
+            raise UserError(f"resume={path} is not a folder (looked from {Path.cwd()}). Name a run's output folder.")
         saved = {name: folder / ".hydra" / f"{name}.yaml" for name in ("overrides", "config", "hydra")}
         missing = [file for file in saved.values() if not file.is_file()]
         if missing:
             raise UserError(
                 f"resume={path} is not the output folder of a run: {missing[0]} is missing. Name the folder that the "
-                "run printed as its output folder; a checkpoint alone is ckpt_path=."
+                "run printed as its output folder. For a checkpoint alone use ckpt_path=."
             )
         try:
             overrides = tuple(str(each) for each in OmegaConf.load(saved["overrides"]))
@@ -126,8 +126,8 @@ class EarlierRun:
                 now = compose("config", overrides + (search_path if self.config_folder else []))
         except (HydraException, OmegaConfBaseException) as error:
             raise UserError(
-                f"The configuration of the run {self.folder} cannot be composed any more: {error}\n"
-                f"What it was is in {self.folder / '.hydra' / 'config.yaml'}."
+                f"The configuration of the run {self.folder} can no longer be composed: {error}\n"
+                f"The configuration that it ran with is in {self.folder / '.hydra' / 'config.yaml'}."
             ) from error
         yield from _differences(_plain(self.config), _plain(now))
 
@@ -185,7 +185,7 @@ def newest_checkpoint(folders: Iterable[Path]) -> Position | None:
         except CheckpointError as error:
             refused.append(f"{path}: {error}")
     if refused:
-        raise UserError("No checkpoint of the run can be resumed from:\n  " + "\n  ".join(refused))
+        raise UserError("The run has no checkpoint that can be resumed from:\n  " + "\n  ".join(refused))
     return None
 
 
@@ -197,7 +197,7 @@ def position_of(path: str | os.PathLike[str]) -> Position:
     """
     content = open_alone(path).content
     if "loops" not in content:
-        raise CheckpointError(f"{path} has weights alone (save_weights_only): no training can go on from it.")
+        raise CheckpointError(f"{path} has only weights (save_weights_only), so training cannot be resumed from it.")
     progress: Mapping[str, Any] = content["loops"]["fit_loop"]["epoch_progress"]["current"]
     return Position(os.fspath(path), int(content["global_step"]), int(progress["processed"]))
 

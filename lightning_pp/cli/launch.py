@@ -116,7 +116,7 @@ def torchrun_options(launcher: Any, trainer_config: Any) -> list[str]:
     if launcher.rdzv_endpoint is None:
         raise ValueError(
             f"launcher=torchrun with trainer.num_nodes={num_nodes} needs launcher.rdzv_endpoint=HOST:PORT, the same on "
-            "all nodes: one of them, and a port of it that is free."
+            "all nodes. HOST is one of the nodes, and PORT a free port on it."
         )
     meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={launcher.rdzv_endpoint}", f"--rdzv-id={launcher.rdzv_id}"]
     return [*options, f"--nnodes={num_nodes}", *meeting, *launcher.options]

@@ -161,8 +161,8 @@ def check_choices(arguments: Sequence[str]) -> None:
         if are_names or isinstance(value, (str, dict)) or (value is None and deletes):
             continue
         raise UserError(
-            f"{argument}: {override.key_or_group} is a group, and takes the name of one of its options "
-            f"({override.key_or_group}=NAME; --help lists them). A field of it is set with "
+            f"{argument}: {override.key_or_group} is a group. Choose one of its options with "
+            f"{override.key_or_group}=NAME (--help lists them), or set a field of it with "
             f"{override.key_or_group}.FIELD=VALUE"
         )
 

@@ -105,8 +105,8 @@ def _attempt_without_store(named: str | None) -> int:
         return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + _restarts_by_slurm()
     if named is None and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
         raise UserError(
-            "torchrun may start this job again (--max-restarts), on several nodes, and the store of its rendezvous is "
-            "not there for the processes, so they could not tell where to go on. Give a folder that all nodes see, "
+            "torchrun may start this job again (--max-restarts) on several nodes. Its processes would not find the "
+            "earlier run, because they cannot reach the store of its rendezvous. Give a folder that all nodes see, "
             "hydra.run.dir=/data/run resume=auto; or --max-restarts 0."
         )
     return _restarts_by_slurm()
@@ -125,9 +125,9 @@ def _decide(arguments: Sequence[str], named: str | None, attempt: int, earlier: 
     """The command line of this attempt; ``earlier`` is the folder of the run that earlier ones have made, if known."""
     if "--multirun" in arguments or "-m" in arguments:
         if attempt > 0:
-            _say(f"attempt {attempt + 1} of the sweep starts it again: runs of a sweep go on one by one, by resume=")
+            _say(f"attempt {attempt + 1} starts the sweep again. Runs of a sweep go on one by one, by resume=")
             return list(arguments)
-        raise UserError("resume= goes on with one run, not with a sweep: leave --multirun out")
+        raise UserError("resume= goes on with one run, not with a sweep. Leave --multirun out")
     if named == _AUTO:
         named = _folder_if_saved(arguments)
         arguments = [each for each in arguments if _key(each) != "resume"]
@@ -152,9 +152,7 @@ def _going_on(run: EarlierRun, arguments: Sequence[str], attempt: int) -> list[s
     if chosen is None:
         position = run.newest_checkpoint()
         if position is None and attempt == 0:
-            raise UserError(
-                f"The run {run.folder} has saved no checkpoint, so there is nothing to go on from: start it again."
-            )
+            raise UserError(f"The run {run.folder} has saved no checkpoint, so it cannot be resumed. Start it again.")
         composed = [each for each in composed if _key(each) != "ckpt_path"]
         if position is None:
             first = [each for each in run.overrides if _key(each) == "ckpt_path"]
@@ -163,7 +161,7 @@ def _going_on(run: EarlierRun, arguments: Sequence[str], attempt: int) -> list[s
         else:
             composed.append(f"ckpt_path={as_override(position.path)}")
             for reason in position.passed_over:
-                _say(f"a checkpoint is passed over: {reason}")
+                _say(f"skipped a checkpoint: {reason}")
             which = f"attempt {attempt + 1}" if attempt else "the run"
             _say(f"{which} goes on in {run.folder} from {position.path} (step {position.step})")
     if run.config_folder is not None and not any(each in ("--config-dir", "-cd") for each in options):
@@ -176,8 +174,8 @@ def _folder_if_saved(arguments: Sequence[str]) -> str | None:
     folder = _value_of("hydra.run.dir", arguments)
     if folder is None:
         raise UserError(
-            "resume=auto goes on with the run in the folder that hydra.run.dir names, if it has saved something. "
-            "Give one that all processes see: hydra.run.dir=/data/run"
+            "resume=auto goes on with the run in the folder of hydra.run.dir, if it has saved a checkpoint. Give a "
+            "folder that all processes see: hydra.run.dir=/data/run"
         )
     started = Path(folder, ".hydra", "hydra.yaml").is_file()
     return folder if started and EarlierRun.at(folder).has_saved() else None
@@ -191,11 +189,11 @@ def _enter(run: EarlierRun) -> None:
         os.chdir(run.working_folder)
     except OSError as error:
         raise UserError(
-            f"The run {run.folder} was started in {run.working_folder}, from where its paths count, and that cannot be "
-            f"entered: {error.strerror}."
+            f"The run {run.folder} was started in {run.working_folder}, and its relative paths start there. That "
+            f"folder cannot be entered: {error.strerror}."
         ) from error
     sys.path.insert(0, os.getcwd())
-    _say(f"relative paths count from {run.working_folder}, where the run was started")
+    _say(f"relative paths start at {run.working_folder}, where the run was started")
 
 
 def _folder_with_run(arguments: Sequence[str]) -> str | None:

@@ -94,8 +94,8 @@ class Run:
             return False
         if config.mode is not Mode.fit:
             raise UserError(
-                f"resume= goes on with a training, and mode={config.mode.value} is none: name a checkpoint instead, by "
-                "ckpt_path=."
+                f"resume= goes on with a training, but mode={config.mode.value} is not one. Name a checkpoint instead: "
+                "ckpt_path=PATH."
             )
         position = _position_of(config)
         why = why_finished(config, position) if position is not None else None
@@ -144,7 +144,7 @@ class Run:
             try:
                 write_run_file(summary.output_folder, summary.report, summary.metrics, config)
             except OSError as error:
-                rank_zero_warn(f"lightning-pp-report will not find this run, whose file could not be written: {error}")
+                rank_zero_warn(f"lightning-pp-report will not find this run. Its file could not be written: {error}")
 
     def close(self, *, failed: bool = False) -> None:
         """End what the loggers have open; the process may go on to another run."""
@@ -184,8 +184,8 @@ def _check_weights_are_named(mode: Mode, path: str | None) -> None:
     """Evaluating weights that nothing has trained is seldom meant, so it has to be said."""
     if mode is not Mode.fit and path is None:
         raise UserError(
-            f"mode={mode.value} needs a checkpoint: ckpt_path=PATH. For the weights that the model begins with, random "
-            f"unless it reads them itself, say ckpt_path={INITIAL}"
+            f"mode={mode.value} needs a checkpoint: ckpt_path=PATH. To use the weights that the model begins with, "
+            f"random unless it reads them itself, set ckpt_path={INITIAL}"
         )
 
 
@@ -202,9 +202,9 @@ def _check_gpu(accelerator: str | None) -> None:
         return
     why = "finds none" if torch.version.cuda or torch.version.hip else "is built for CPUs"
     raise UserError(
-        f"trainer.accelerator={accelerator} needs a GPU, and torch {torch.__version__} {why} here. Run it where there "
-        "is one, or on processes of the CPU: trainer=cpu trainer.devices=NUMBER (lightning-pp-plan plans for GPUs "
-        "without one)"
+        f"trainer.accelerator={accelerator} needs a GPU, but torch {torch.__version__} {why} here. Run it on a machine "
+        "with a GPU, or on CPU processes: trainer=cpu trainer.devices=NUMBER (lightning-pp-plan plans for GPUs without "
+        "one)"
     )
 
 

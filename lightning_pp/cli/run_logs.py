@@ -52,7 +52,7 @@ def end_wandb_run(*, failed: bool) -> None:
     try:
         wandb.finish(exit_code=int(failed))
     except Exception as error:
-        warnings.warn(f"The W&B run could not be ended: {type(error).__name__}: {error}", stacklevel=2)
+        warnings.warn(f"The W&B run could not be finished: {type(error).__name__}: {error}", stacklevel=2)
 
 
 def keep_rows(logger: CSVLogger, step: int) -> None:

@@ -62,7 +62,7 @@ def verify_config(config: DictConfig) -> Verification:
     check_targets_of_run(config)
     strategy = _plain(config.strategy)
     if not str(strategy.get("_target_")).endswith("PipelineParallelStrategy"):
-        raise UserError(f"strategy={strategy.get('_target_')} is no pipeline, so there is nothing to compare.")
+        raise UserError(f"strategy={strategy.get('_target_')} is not a pipeline, so there is nothing to compare.")
     size, devices = strategy.get("pipeline_parallel_size"), config.trainer.devices
     processes = next((number for number in (size, devices) if isinstance(number, int) and number > 1), 2)
     strategy |= {**_STRATEGY, "pipeline_parallel_size": processes}

@@ -23,11 +23,11 @@ def use_all_queues(device: torch.device) -> None:
         os.environ[_NAME] = str(_MOST)
     elif given is None:
         rank_zero_warn(
-            f"CUDA was used before the run, so {_NAME} cannot be set any more, and streams of the device share 8 "
-            f"queues: a receive that waits may hold up other work. Start the job with {_NAME}={_MOST}."
+            f"CUDA was used before the run, so {_NAME} cannot be set any more. Streams of the device share 8 queues, "
+            f"so a receive that waits may hold up other work. Start the job with {_NAME}={_MOST}."
         )
     elif given.strip() != str(_MOST):
         rank_zero_warn(
-            f"{_NAME}={given} is set. Streams share that many queues, and a receive that waits may hold up other work, "
-            f"or for ever what its message depends on. Unset it, or set it to {_MOST}."
+            f"{_NAME}={given} is set. Streams share that many queues, so a receive that waits may hold up other work, "
+            f"and for ever if its message depends on that work. Unset it, or set it to {_MOST}."
         )

@@ -78,8 +78,7 @@ class HeldPipeline:
         """
         if self.engine is None:
             raise RuntimeError(
-                "The pipeline is built in Strategy.setup, before training starts, in a run that has batches; it is not "
-                "there yet."
+                "There is no pipeline yet. Strategy.setup builds it before training starts, in a run that has batches."
             )
         return self.engine
 
@@ -169,9 +168,9 @@ class HeldPipeline:
         step = _STEPS[trainer.state.fn]  # type: ignore[index]
         if _IS_SPLIT in vars(module):
             raise ConfigurationError(
-                f"This {type(module).__name__} was split by another PipelineParallelStrategy, and most of its "
-                "parameters are on other ranks. Use the trainer that split it, call gather_module() of its strategy on "
-                "every rank, or make a new module and load a checkpoint."
+                f"Another PipelineParallelStrategy split this {type(module).__name__}, and most of its parameters are "
+                "on other ranks. Use the trainer that split it, call gather_module() of its strategy on every rank, or "
+                "make a new module and load a checkpoint."
             )
         self.engine = None
         setup = self._setup = PipelineSetup(surroundings, strategy)
@@ -230,9 +229,9 @@ class HeldPipeline:
         """
         engine = self.built
         if engine.has_failed:
-            raise RuntimeError("An exception has ended the run, and stages may be one step apart: load a checkpoint.")
+            raise RuntimeError("An exception ended the run, and stages may be one step apart. Load a checkpoint.")
         if engine.module.trainer.state.status == TrainerStatus.RUNNING:
-            raise RuntimeError("gather_module() is for after a run of the trainer, and this one is running.")
+            raise RuntimeError("gather_module() is for after a run, but this trainer is running.")
         make_whole(self._checkpoints.hand_over(), engine.split, engine.gradients)
         self._kept_optimizers.make_whole(training_ones(self._strategy.optimizers), engine.module)
         self.engine, self._strategy.optimizers = None, []

@@ -280,5 +280,5 @@ class PipelineSetup:
 def _tell_of_wide_cuts(cuts: Sequence[WideCut]) -> None:
     if cuts:
         widest = max(cuts, key=lambda cut: cut.crossing_bytes)
-        others = f" So do {len(cuts) - 1} other cuts." if len(cuts) > 1 else ""
-        rank_zero_warn(f"Much crosses between stages: {widest}.{others} {ADVICE}")
+        others = f" {len(cuts) - 1} other cuts also send much."
+        rank_zero_warn(f"Stages exchange much data: {widest}.{others} {ADVICE}")

@@ -68,9 +68,9 @@ class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring s
             vars(copied).update(copy.deepcopy(vars(self), memo))
             return copied
         raise ConfigurationError(
-            "copy.deepcopy has come to the strategy, through something that holds the Trainer, as progress bars do. A "
-            "pipeline and its process groups cannot be copied: copy the module, or each callback that does not hold "
-            "the Trainer; Trainer(enable_progress_bar=False) has no progress bar."
+            "copy.deepcopy tried to copy the strategy, through an object that holds the Trainer, as progress bars do. "
+            "A pipeline and its process groups cannot be copied. Copy the module, or each callback that does not hold "
+            "the Trainer. Trainer(enable_progress_bar=False) has no progress bar."
         )
 
     @property
@@ -133,7 +133,7 @@ class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring s
         if number not in ("auto", 1):
             rank_zero_info(
                 f"num_microbatches={number} has no effect with one stage on one device, where each batch runs whole. "
-                f"To save memory, give batches of 1/{number} of the size and set accumulate_grad_batches={number}."
+                f"To save memory, use batches of 1/{number} of the size and set accumulate_grad_batches={number}."
             )
 
     @contextmanager

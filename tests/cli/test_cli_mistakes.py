@@ -26,11 +26,11 @@ from command import TINY_RUN, run_command, run_forked
             "own, t5, two_tower, vit. The closest is gpt2_124m",
         ),
         ("logger=wandbb", "logger=wandbb: logger is one of csv, none, wandb. The closest is wandb"),
-        ("+recipe=llama", "+recipe=llama: recipe is chosen already. Choose another by recipe=llama"),
-        ("llama", "llama is no override: write NAME=VALUE"),
-        ("trainer=1", "trainer=1: trainer is a group, and takes the name of one of its options"),
+        ("+recipe=llama", "+recipe=llama: recipe is already chosen. To choose another, write recipe=llama"),
+        ("llama", "llama is not an override. Write NAME=VALUE"),
+        ("trainer=1", "trainer=1: trainer is a group. Choose one of its options with trainer=NAME"),
         ("data.files=x.txt", "data.files=x.txt: data.files is a list. Write data.files='[x.txt]'"),
-        ("data.files=[a", "data.files=[a cannot be read. Lists are written [a, b]"),
+        ("data.files=[a", "data.files=[a cannot be read. Write a list as [a, b]"),
         ("trainer.max_steps=many", "trainer.max_steps=many: Value 'many' of type 'str' could not be converted"),
     ],
 )
@@ -81,7 +81,7 @@ def test_more_stages_than_units_are_told_before_anything_is_launched(tmp_path: P
     options = ["strategy.stages_per_rank=2", "strategy.schedule=interleaved_1f1b", "trainer.devices=8"]
     finished = run_forked([*TINY_RUN, "strategy.num_microbatches=8", "data.batch_size=8", *options], tmp_path)
     assert finished.code == 1
-    assert "16 stages need at least 16 units, and the step calls " in finished.output
+    assert "16 stages need at least 16 units, but the step calls " in finished.output
     assert finished.output.count("lightning-pp: ") == 1
     assert "Traceback" not in finished.output and "MEMBER" not in finished.output
     assert not list(tmp_path.rglob("wandb"))
@@ -105,7 +105,7 @@ def test_more_processes_than_devices_are_told_once_with_both_numbers(tmp_path: P
     finished = run_forked([*TINY_RUN, "trainer.devices=1", "logger=none"], tmp_path, num_processes=2)
     assert finished.code == 1
     assert finished.output.count("2 processes were started on this node") == 1
-    assert "gives devices to 1: set devices=2, or start 1" in finished.output
+    assert "has devices for 1. Set devices=2, or start 1" in finished.output
     assert "IndexError" not in finished.output
 
 

@@ -109,7 +109,7 @@ def test_the_configuration_is_that_of_the_run_where_files_have_changed(folder: P
 def test_what_cannot_go_on_is_told_in_a_sentence(folder: Path) -> None:
     (folder / "empty").mkdir()
     for given, told in (
-        (["resume=missing"], "resume=missing is no folder"),
+        (["resume=missing"], "resume=missing is not a folder"),
         (["resume=empty"], "resume=empty is not the output folder of a run"),
         (["resume=empty", "--multirun"], "resume= goes on with one run, not with a sweep"),
     ):
@@ -120,7 +120,7 @@ def test_what_cannot_go_on_is_told_in_a_sentence(folder: Path) -> None:
     ended = run_forked(["resume=run"], folder)
     assert ended.code == 0 and "all 4 steps of trainer.max_steps=4 are done" in ended.output, ended.output
     ended = run_forked(["resume=run", "mode=test"], folder)
-    assert ended.code == 1 and "mode=test is none" in ended.output, ended.output
+    assert ended.code == 1 and "mode=test is not one" in ended.output, ended.output
     (folder / "run/checkpoints/step4.ckpt/.metadata").rename(folder / "metadata")
     ended = run_forked(["resume=run"], folder)
     assert ended.code == 1 and "has saved no checkpoint" in ended.output, ended.output
@@ -157,7 +157,9 @@ def test_several_nodes_without_a_store_have_to_name_a_folder(monkeypatch: pytest
     environment["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="could not tell where to go on. Give a folder that all nodes see, hydra.run"):
+    with pytest.raises(
+        UserError, match="cannot reach the store of its rendezvous. Give a folder that all nodes see, hydra.run"
+    ):
         with_what_it_resumes(TINY_RUN)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
     assert with_what_it_resumes(TINY_RUN) == TINY_RUN

@@ -72,7 +72,7 @@ def test_an_application_uses_the_groups_and_leaves_one_folder(application: Path,
         ("strategy.schedul=1f1b", "strategy has no schedul. Closest names: strategy.schedule"),
         (
             "schedule=v_half",
-            "the defaults of the config choose no schedule that could be replaced. Add one by +schedule=v_half",
+            "the defaults of the config choose no schedule, so there is none to replace. Add one by +schedule=v_half",
         ),
     ],
 )

@@ -85,7 +85,7 @@ def test_a_device_that_does_not_let_go(pool: WorkerPool, tmp_path: Path) -> None
     assert ended is not None and (ended.type, ended.message) == ("WorkerDied", "exit code 1")
     told = (tmp_path / "1.txt").read_text()
     assert "ValueError: bad value" in told and "in training_step" in told
-    assert "the device did not let go of this process 3 s after the exception" in told
+    assert "its device did not release it within 3 s after the exception" in told
 
 
 def test_without_a_timeout_a_backend_has_its_own() -> None:

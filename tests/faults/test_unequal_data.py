@@ -77,11 +77,11 @@ def check(pool: WorkerPool, pattern: str, layout: Layout, *args: Any) -> None:
 @pytest.mark.parametrize("what", ["fit", "validation in a fit", pytest.param("validate", marks=pytest.mark.nightly)])
 def test_ranks_of_a_pipeline(pool: WorkerPool, what: str) -> None:
     data = "training" if what == "fit" else "validation"
-    check(pool, rf"Rank 0 has 3 batches of {data} data, and rank 1 has 2", PIPELINE, what, Rows, [3, 2])
+    check(pool, rf"Rank 0 has 3 batches of {data} data, but rank 1 has 2", PIPELINE, what, Rows, [3, 2])
 
 
 def test_replicas(pool: WorkerPool) -> None:
-    pattern = "Rank 0 has 3 batches of training data, and rank 1 has 2"
+    pattern = "Rank 0 has 3 batches of training data, but rank 1 has 2"
     check(pool, pattern, REPLICAS, "fit", Rows, [3, 2, 3, 2])
 
 

@@ -154,7 +154,7 @@ def test_exchanging_numpys_bit_generator_in_a_step_for_another_kind_is_refused()
     before = numpy.random.get_bit_generator()
     try:
         with (
-            pytest.raises(RuntimeError, match="bit generator was exchanged during a step"),
+            pytest.raises(RuntimeError, match="bit generator was replaced during a step"),
             step_seeded(3, CPU),
         ):
             numpy.random.set_bit_generator(numpy.random.PCG64(1))

@@ -51,5 +51,6 @@ def test_without_a_pipeline_there_is_nothing_to_compare(tmp_path: Path) -> None:
     finished = verified(tmp_path, "strategy=auto")
     assert finished.code == 1
     assert (
-        "lightning-pp-verify: strategy=lightning_pp.conf.builders.lightning_strategy is no pipeline" in finished.output
+        "lightning-pp-verify: strategy=lightning_pp.conf.builders.lightning_strategy is not a pipeline"
+        in finished.output
     )

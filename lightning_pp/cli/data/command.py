@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.stderr.write(f"lightning-pp-data: {error}\n")
         sys.exit(1)
     except KeyboardInterrupt:
-        sys.stderr.write(f"lightning-pp-data: interrupted; {options.output} is not made\n")
+        sys.stderr.write(f"lightning-pp-data: interrupted. {options.output} was not made\n")
         sys.exit(130)
     sys.stdout.write(
         f"{options.output}: {info.num_tokens} tokens of {info.num_documents} documents, {info.dtype}, tokenizer "

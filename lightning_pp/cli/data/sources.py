@@ -64,7 +64,7 @@ class Source:
                     text = content.decode()
                 except UnicodeDecodeError as error:
                     where = f", line {number + 1}" if self.lines else ""
-                    raise ConfigurationError(f"{self.path}{where} is no UTF-8 text: {error}") from error
+                    raise ConfigurationError(f"{self.path}{where} is not UTF-8 text: {error}") from error
                 yield text.rstrip("\r\n") if self.lines else text
 
     def _of_json_lines(self, progress: Progress) -> Iterator[str]:
@@ -77,7 +77,7 @@ class Source:
                 try:
                     row = json.loads(line)
                 except ValueError as error:
-                    raise ConfigurationError(f"{place} is no JSON: {error}") from error
+                    raise ConfigurationError(f"{place} is not JSON: {error}") from error
                 yield self._text(row, place)
 
     def _of_parquet(self, progress: Progress) -> Iterator[str]:
@@ -99,13 +99,13 @@ class Source:
             raise ConfigurationError(_no_field(self.field, place, list(row) if isinstance(row, dict) else []))
         text = row[self.field]
         if not isinstance(text, str):
-            raise ConfigurationError(f"{place}: {self.field} is a {type(text).__name__}, and no text")
+            raise ConfigurationError(f"{place}: {self.field} is a {type(text).__name__}, not text")
         return text
 
 
 def _no_field(field: str, place: str, names: list[str]) -> str:
-    there = f"it has {', '.join(map(str, names))}" if names else "it is no object with fields"
-    return f"{place} has no field {field!r}: {there}. Name the one with the text: --field NAME"
+    there = f"it has {', '.join(map(str, names))}" if names else "it is not an object with fields"
+    return f"{place} has no field {field!r}: {there}. Name the field with the text: --field NAME"
 
 
 def _parquet() -> Any:
@@ -119,7 +119,7 @@ def _parquet() -> Any:
 def _open_dataset(path: Path, field: str, split: str | None) -> Any:
     if not any((path / name).is_file() for name in _DATASET):
         raise ConfigurationError(
-            f"{path} is a folder, and no dataset that Dataset.save_to_disk wrote; for the files in it write "
+            f"{path} is a folder, but not a dataset that Dataset.save_to_disk wrote. For the files in it write "
             f"{path}/*.txt"
         )
     try:
@@ -129,7 +129,7 @@ def _open_dataset(path: Path, field: str, split: str | None) -> Any:
     found: Any = load_from_disk(str(path))
     if isinstance(found, DatasetDict):
         if split not in found:
-            raise ConfigurationError(f"{path} has the splits {', '.join(map(str, found))}; choose one: --split NAME")
+            raise ConfigurationError(f"{path} has the splits {', '.join(map(str, found))}. Choose one: --split NAME")
         found = found[split]
     if field not in found.column_names:
         raise ConfigurationError(_no_field(field, str(path), found.column_names))

@@ -62,12 +62,12 @@ def export(options: argparse.Namespace) -> str:
     if not is_remote(source) and not source.exists():
         raise CheckpointError(f"{source} does not exist (looked from {Path.cwd()})")
     if is_url(options.target):
-        raise CheckpointError(f"{options.target} is a URL; give a target on this machine, and upload what is written")
+        raise CheckpointError(f"{options.target} is a URL. Give a target on this machine, and upload the result")
     target = Path(options.target)
     kind = options.format or {".safetensors": "safetensors", ".ckpt": "ckpt"}.get(target.suffix, "folder")
     dtype = getattr(torch, options.dtype) if options.dtype else None
     if kind == "ckpt" and options.merge:
-        raise ConfigurationError("--merge is for a model directory or a .safetensors file; a .ckpt keeps its layers")
+        raise ConfigurationError("--merge is for a model directory or a .safetensors file: a .ckpt keeps its layers")
     opened = open_alone(source, options.weights_only)
     if kind == "ckpt":
         return _export_ckpt(opened, target, dtype, options)
@@ -79,13 +79,13 @@ def export(options: argparse.Namespace) -> str:
     if found is not None and has_adapter(found[1]):
         return _export_peft(opened, source, target, found, kind, dtype, options)
     if options.merge or options.adapter:
-        raise ConfigurationError("--merge and --adapter are for models of PEFT, and the checkpoint's is none")
+        raise ConfigurationError("--merge and --adapter are for models of PEFT, but the checkpoint does not hold one")
     return _export_model(opened, source, target, found, dtype, options)
 
 
 def _export_ckpt(opened: OpenedCheckpoint, target: Path, dtype: torch.dtype | None, options: argparse.Namespace) -> str:
     if options.prefix:
-        raise ConfigurationError("--prefix is for safetensors; a .ckpt keeps the names of the LightningModule")
+        raise ConfigurationError("--prefix is for safetensors: a .ckpt keeps the names of the LightningModule")
     weights = files.Weights(opened, "", dtype)
     files.export_ckpt(opened, weights, target, with_optimizers=not options.model_only, overwrite=options.overwrite)
     return _told(weights, target)
@@ -99,19 +99,20 @@ def _model(
     wrapped = None if module is None else wrapped_model(module)
     if wrapped is not None:
         return wrapped
-    why = "it is not known which: give --module package.module:Class"
+    why = "the module is not known. Give --module package.module:Class"
     if module is not None:
-        why = f"{type(module).__name__} holds none"
+        why = f"{type(module).__name__} does not wrap one"
     if options.merge:
-        raise ConfigurationError(f"--merge needs a module that wraps a model of PEFT; {why}")
+        raise ConfigurationError(f"--merge needs a module that wraps a model of PEFT, but {why}")
     if kind == "hf" or options.module:
         raise ConfigurationError(
-            f"a Hugging Face model directory needs a module that wraps a transformers model; {why}"
+            f"a Hugging Face model directory needs a module that wraps a transformers model, but {why}"
         )
     if look_like_peft(opened.content["state_dict"]):
         raise ConfigurationError(
-            f"the checkpoint holds a model of PEFT, whose names no from_pretrained knows as they are; {why}. "
-            "Or give a target FILE.safetensors for the tensors as they are"
+            "the checkpoint holds a model of PEFT, whose names from_pretrained does not know as they are. The export "
+            f"needs a module that wraps this model, but {why}. Or give a target FILE.safetensors for the tensors as "
+            "they are"
         )
     return None
 
@@ -220,7 +221,7 @@ def _parser() -> argparse.ArgumentParser:
 def _bytes(size: str) -> int:
     match = re.fullmatch(r"\s*([\d.]+)\s*([a-zA-Z]*)\s*", size)
     if match is None or match[2].upper() not in _UNITS or float(match[1]) <= 0:
-        raise argparse.ArgumentTypeError(f"{size!r} is no size; write 5GB, 500MB or a number of bytes")
+        raise argparse.ArgumentTypeError(f"{size!r} is not a size. Write 5GB, 500MB or a number of bytes")
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 

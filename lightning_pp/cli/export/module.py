@@ -50,7 +50,7 @@ def _built(config: Any) -> Any:
         return build(config)
     except InstantiationException as error:
         cause = error.__cause__ or error
-        raise ConfigurationError(f"the model of the run's config cannot be made: {cause}") from error
+        raise ConfigurationError(f"the model of the run's config cannot be built: {cause}") from error
 
 
 def _class(spec: str) -> Any:
@@ -64,7 +64,7 @@ def _class(spec: str) -> Any:
         sys.path.remove(str(Path.cwd()))
     if not colon or not hasattr(found, name):
         raise ConfigurationError(
-            f"--module {spec}: give it as package.module:Class; {package} has no {name or 'class'}"
+            f"--module {spec}: write it as package.module:Class; {package} has no {name or 'class'}"
         )
     return getattr(found, name)
 

@@ -51,9 +51,7 @@ class PeftCheckpoint:
         self.tensors = dict(tensors)
         adapters = list(model.peft_config)
         if adapter not in adapters and (adapter is not None or len(adapters) != 1):
-            raise ConfigurationError(
-                f"the model has the adapters {', '.join(adapters)}; name one of them with --adapter"
-            )
+            raise ConfigurationError(f"the model has the adapters {', '.join(adapters)}. Choose one: --adapter NAME")
         self.adapter = adapter or adapters[0]
         self.config = model.peft_config[self.adapter]
         self.is_wrapped = hasattr(model, "get_base_model")
@@ -76,8 +74,8 @@ class PeftCheckpoint:
         others = [name for name in trained if name in self.tensors and id(self.tensors[name]) not in taken]
         if others:
             raise CheckpointError(
-                f"{len(others)} parameters outside of the adapter were trained too, and an adapter alone would lose "
-                f"them: {enumerate_names(others)}. Write the whole model: --merge"
+                f"{len(others)} parameters outside the adapter were trained too, and an adapter alone would lose them: "
+                f"{enumerate_names(others)}. Write the whole model: --merge"
             )
         left_out = [name for name, tensor in self.tensors.items() if id(tensor) not in taken]
         return PeftWeights(found, left_out, dtype)
@@ -118,8 +116,8 @@ class PeftCheckpoint:
         if kind != _LORA or getattr(self.config, "trainable_token_indices", None):
             what = f"of type {kind}" if kind != _LORA else "that trains single tokens"
             raise ConfigurationError(
-                f"an adapter {what} cannot be merged here, only LoRA. Write the adapter alone (without --merge), and "
-                "merge it with merge_and_unload() of PEFT"
+                f"an adapter {what} cannot be merged here, only a LoRA adapter. Write the adapter alone (without "
+                "--merge), and merge it with merge_and_unload() of PEFT"
             )
         return MergedWeights(self, dtype)
 
@@ -240,8 +238,8 @@ class MergedWeights(PeftWeights):
             changed = [each for each in (name, kept) if _holder(each, {**self._layers, **self._replaced}) is not None]
             if changed:
                 raise ConfigurationError(
-                    f"the adapter changes {changed[0]}, and {name} and {kept} are tied in "
-                    f"{type(self._checkpoint.base).__name__}: merged, it would change both. Write the adapter alone "
+                    f"the adapter changes {changed[0]}, but {name} and {kept} are tied in "
+                    f"{type(self._checkpoint.base).__name__}, so a merge would change both. Write the adapter alone "
                     "(without --merge), or train with tie_word_embeddings=false"
                 )
         return tied

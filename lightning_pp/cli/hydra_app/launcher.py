@@ -39,7 +39,7 @@ def _launch(config: DictConfig) -> None:
         return
     try:
         if name != "torchrun":
-            raise UserError(f"launcher.name={name} is none: local or torchrun.")
+            raise UserError(f"launcher.name={name} is not known. Choose local or torchrun.")
         options = launch.torchrun_options(config.launcher, config.trainer)
     except (UserError, ValueError) as error:  # an exception that leaves a callback is a warning of Hydra's
         print_problem(UserError(str(error)))

@@ -59,12 +59,12 @@ def choices(options: Iterable[str]) -> list[str]:
 def _unreadable(error: OverrideParseException) -> str:
     given = error.override
     if "=" not in given and not given.startswith("~"):
-        return f"{given} is no override: write NAME=VALUE, as in trainer.max_steps=100 (--help lists the names)"
+        return f"{given} is not an override. Write NAME=VALUE, as in trainer.max_steps=100 (--help lists the names)"
     name, _, value = given.partition("=")
     remedy = f'{name}="[a, b]"' if value.startswith("[") else f"\"{name}='{value}'\""
     return (
-        f"{given} cannot be read. Lists are written [a, b], names with values {{a: 1}}, and a text with any of "
-        f"=,:[]{{}} stands in quotes of its own. The shell takes one pair of quotes away: {remedy}"
+        f"{given} cannot be read. Write a list as [a, b], and names with values as {{a: 1}}. Put a text with any of "
+        f"=,:[]{{}} in quotes of its own. The shell takes one pair of quotes away: {remedy}"
     )
 
 
@@ -98,7 +98,7 @@ def _no_such_value(given: str, refused: OmegaConfBaseException) -> str:
     if "is not a ListConfig" in text:
         return f"{given}: {name} is a list. Write {name}='[{value}]'"
     if "is not a DictConfig" in text:
-        return f"{given}: {name} has values with names. Write {name}.NAME=VALUE, or {name}='{{NAME: VALUE}}'"
+        return f"{given}: {name} holds names with values. Write {name}.NAME=VALUE, or {name}='{{NAME: VALUE}}'"
     return f"{given}: {text}"
 
 
@@ -106,14 +106,14 @@ def _chosen_already(group: str, arguments: Sequence[str]) -> str | None:
     given = _override_of(group, arguments)
     if given is None:
         return None
-    return f"{given}: {group} is chosen already. Choose another by {given.lstrip('+')}"
+    return f"{given}: {group} is already chosen. To choose another, write {given.lstrip('+')}"
 
 
 def _not_chosen(group: str, arguments: Sequence[str]) -> str | None:
     given = _override_of(group, arguments)
     if given is None or given.startswith("~"):
         return None
-    return f"{given}: the defaults of the config choose no {group} that could be replaced. Add one by +{given}"
+    return f"{given}: the defaults of the config choose no {group}, so there is none to replace. Add one by +{given}"
 
 
 def _closest(name: str, names: Sequence[str]) -> str:

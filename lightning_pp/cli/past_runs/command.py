@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         runs = [read_run_file(path) for path in options.run_dir]
         if len(runs) > 2:
-            raise UserError(f"{len(runs)} folders were given: one is shown, two are compared.")
+            raise UserError(f"{len(runs)} folders were given. Give one to show it, or two to compare them.")
         if options.json:
             found = runs[0].content if len(runs) == 1 else Comparison(*runs).to_dict()
             sys.stdout.write(json.dumps(found, indent=2) + "\n")

@@ -105,10 +105,8 @@ class Comparison:
         few, many = (0, 1) if rows[0] < rows[1] else (1, 0)
         speed = by_row[many] / by_row[few]
         if abs(1 - speed) < _LEAST_DIFFERENCE_IN_SPEED:
-            return (
-                f"Microbatches of {rows[few]:g} rows are as fast by the row as those of {rows[many]:g} ({speed:.0%})."
-            )
-        return f"Microbatches of {rows[few]:g} rows reach {speed:.0%} of the speed of those of {rows[many]:g}."
+            return f"Microbatches of {rows[few]:g} rows are as fast per row as those of {rows[many]:g} ({speed:.0%})."
+        return f"Microbatches of {rows[few]:g} rows reach {speed:.0%} of the speed of those of {rows[many]:g} rows."
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it."""

@@ -150,19 +150,19 @@ def read_run_file(path: str | os.PathLike[str]) -> RunFile:
     if not given.exists():
         raise UserError(f"{path} does not exist (looked from {Path.cwd()}). Name the output folder of a run.")
     if not file.is_file():
-        raise UserError(f"{path} has no {FILE_NAME}, which a training leaves that ends.{_others_below(given)}")
+        raise UserError(f"{path} has no {FILE_NAME}, which a training writes when it ends.{_others_below(given)}")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         is_ours = content["format"] == _FORMAT
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError):
         is_ours = False
     if not is_ours:
-        raise UserError(f"{file} is no report of a run: its format is not {_FORMAT!r}.")
+        raise UserError(f"{file} is not the report of a run: its format is not {_FORMAT!r}.")
     return RunFile(file.parent, content)
 
 
 def _others_below(folder: Path) -> str:
     found = sorted(file.parent for file in folder.rglob(FILE_NAME))
     if not found:
-        return " The callback PipelineMonitor measures what is in it; it is among callbacks=default."
+        return " The callback PipelineMonitor measures what the file holds. It is one of callbacks=default."
     return f" These folders below it have one: {', '.join(map(str, found[-5:]))}."

@@ -80,7 +80,7 @@ def run_check(arguments: Sequence[str], console: Console | None = None) -> int:
             about = f"training_step, on the first batch of {source}"
             look_at_cuts({"precision": options.precision}, module, data, pipeline, sizes, look)
         else:
-            about = "forward, on its example_input_array; training_step was not run, for lack of a batch (--batch)"
+            about = "forward, on its example_input_array; training_step was not run, since there is no batch (--batch)"
             look(forward_cutter(module, pipeline, sizes))
     return 0
 
@@ -125,7 +125,7 @@ def _named(target: str, option: str) -> Any:
     for part in name.split("."):
         if not hasattr(found, part):
             names = [key for key, value in vars(found).items() if isinstance(value, type) or callable(value)]
-            raise UserError(f"{option} {target}: {module_name} has no {part}; it has {', '.join(names[:20])}")
+            raise UserError(f"{option} {target}: {module_name} has no {part}. It has {', '.join(names[:20])}")
         found = getattr(found, part)
     return found
 
@@ -138,7 +138,7 @@ def _constructor_arguments(kind: type, file: str | None, pairs: Sequence[str]) -
     """Arguments from the file, and over them those of the command line; all that do not fit are named at once."""
     wrong = [pair for pair in pairs if "=" not in pair]
     if wrong:
-        raise UserError(f"{wrong[0]!r} is no constructor argument: write key=value")
+        raise UserError(f"{wrong[0]!r} is not a constructor argument. Write key=value")
     try:
         config = OmegaConf.create({}) if file is None else OmegaConf.load(file)
         merged = OmegaConf.to_container(OmegaConf.merge(config, OmegaConf.from_dotlist(list(pairs))), resolve=True)
@@ -148,12 +148,12 @@ def _constructor_arguments(kind: type, file: str | None, pairs: Sequence[str]) -
     parameters = list(inspect.signature(kind).parameters.values())
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    problems = [f"{name} is no argument of it" for name in keywords if name not in named and not takes_any]
+    problems = [f"{name} is not one of its arguments" for name in keywords if name not in named and not takes_any]
     problems += [f"{name} is missing" for name, p in named.items() if p.default is p.empty and name not in keywords]
     if problems:
         raise UserError(
-            f"{kind.__name__} cannot be made: {'; '.join(problems)}. It takes {', '.join(named) or 'none'}; give "
-            "them as key=value or with --config FILE"
+            f"{kind.__name__} cannot be built: {'; '.join(problems)}. It takes {', '.join(named) or 'no arguments'}. "
+            "Give them as key=value or with --config FILE"
         )
     return keywords
 
@@ -184,7 +184,7 @@ def _data(target: str) -> Any:
     if isinstance(found, (DataLoader, L.LightningDataModule)):
         return found
     if not tensors_of(found):
-        raise UserError(f"--batch {target} gives {_described(found)} without tensors, not a batch")
+        raise UserError(f"--batch {target} returns {_described(found)} without tensors, not a batch")
     return _OneBatch(found)
 
 
@@ -197,8 +197,8 @@ def forward_cutter(module: L.LightningModule, options: PipelineOptions, sizes: P
     inputs = getattr(module, "example_input_array", None)
     if inputs is None:
         raise UserError(
-            f"{type(module).__name__} has no batch to be looked at with: give --batch my_package.my_module:make_batch "
-            "(a function that returns one, a DataLoader or a LightningDataModule), or define train_dataloader() or "
+            f"{type(module).__name__} has no batch to run with. Give --batch my_package.my_module:make_batch (a "
+            "function that returns one, a DataLoader or a LightningDataModule), or define train_dataloader() or "
             "example_input_array"
         )
     if is_overridden("configure_model", module):
@@ -215,7 +215,7 @@ def forward_cutter(module: L.LightningModule, options: PipelineOptions, sizes: P
             output = module(*data) if isinstance(data, tuple) else module(data)
         sums = [tensor.sum() for tensor in tensors_of(output) if tensor.requires_grad]
         if not sums:
-            raise UserError(f"no output of {type(module).__name__}.forward depends on a parameter that is trained")
+            raise UserError(f"no output of {type(module).__name__}.forward depends on a trained parameter")
         return torch.stack([value.float() for value in sums]).sum()
 
     return ModelCutter(module, options, sizes, StepToCut(inputs, microbatches, step))

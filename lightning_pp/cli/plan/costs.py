@@ -102,11 +102,11 @@ def find_speed(
         here = torch.device("cuda", torch.cuda.current_device())
         found = peak_flops_of(here, dtype)
         if found is None:
-            return Speed(None, links, f"no FLOP/s are known for {torch.cuda.get_device_name()} in {_short(dtype)}")
+            return Speed(None, links, f"the FLOP/s of {torch.cuda.get_device_name()} in {_short(dtype)} are not known")
         peak, whose = found, f"{torch.cuda.get_device_name()}, {_short(dtype)}, by Lightning's table"
         bandwidth = bandwidth_of_gpu(here)
     else:
-        return Speed(None, links, "no FLOP/s are known for this machine")
+        return Speed(None, links, "the FLOP/s of this machine are not known")
     about = f"{peak / 1e12:g} TFLOP/s ({whose}) x efficiency {efficiency:g}, "
     memory = None if bandwidth is None else SHARE_OF_BANDWIDTH * bandwidth
     if memory_gb_per_s is not None:
@@ -123,11 +123,11 @@ def _peak_of_named(device: str, dtype: torch.dtype) -> float:
     name = name_of_device(device)
     if name not in FLOPS_OF_GPUS:
         raise UserError(
-            f"device={device} is not known: choose one of {', '.join(FLOPS_OF_GPUS)}, or give peak_tflops=NUMBER"
+            f"device={device} is not known. Choose one of {', '.join(FLOPS_OF_GPUS)}, or give peak_tflops=NUMBER"
         )
     peaks = FLOPS_OF_GPUS[name]
     if dtype not in peaks:
-        raise UserError(f"no FLOP/s are known for device={device} in {_short(dtype)}: give peak_tflops=NUMBER")
+        raise UserError(f"the FLOP/s of device={device} in {_short(dtype)} are not known. Give peak_tflops=NUMBER")
     return float(peaks[dtype])
 
 
@@ -182,7 +182,7 @@ class Costs:
             what = "FLOPs and bytes" if self._speed.memory_bytes_per_s is not None else "FLOPs"
             return f"estimated from {what}: {self._speed.about}"
         return (
-            f"relative, in {self.unit}s of one rank, transfers free: {self._speed.about}; give device=NAME, "
+            f"relative, in {self.unit}s of one rank, without transfers: {self._speed.about}; give device=NAME, "
             "peak_tflops=NUMBER or costs=FILE for milliseconds"
         )
 
@@ -194,8 +194,8 @@ class Costs:
         """
         if self._are_alone and not cut.is_measured:
             raise UserError(
-                f"costs={self._path} has times of units that ran alone, and they are not all of this model's: measure "
-                "it again with lightning-pp-plan --measure"
+                f"costs={self._path} has times of units that ran alone, but not of all units of this model. Measure "
+                "again with lightning-pp-plan --measure"
             )
         if self._measured is None or cut.is_measured:
             return
@@ -203,9 +203,9 @@ class Costs:
         num_stages = split.placement.num_stages
         if self._measured.num_stages not in (None, num_stages):
             raise UserError(
-                f"costs={self._path} has costs of {self._measured.num_stages} stages, and the pipeline that is "
-                f"configured has {num_stages}: measure it again, or set strategy.pipeline_parallel_size, "
-                "strategy.schedule and strategy.stages_per_rank to what was measured"
+                f"costs={self._path} has costs of {self._measured.num_stages} stages, but the configured pipeline has "
+                f"{num_stages}. Measure again, or set strategy.pipeline_parallel_size, strategy.schedule and "
+                "strategy.stages_per_rank as they were measured"
             )
         units_of_stages = [split.partition.units_of_stage(stage) for stage in range(num_stages)]
         try:

@@ -104,9 +104,9 @@ def collectives_text(plan: Plan) -> str:
     """What data-parallel ranks gather and reduce comes to under the shown schedule, a sentence."""
     sizes, mode = plan.cutter.sizes, plan.cutter.options.sharding.mode
     return (
-        f"With what {sizes.data_parallel} data-parallel ranks gather and reduce (sharding={mode}), a step in a row of "
-        f"{plan.shown.name} takes {numbers.milliseconds(plan.time_with_collectives)} {plan.costs.unit} in the place of "
-        f"{numbers.milliseconds(plan.shown.time_in_a_row)}."
+        f"With the gathers and reductions of {sizes.data_parallel} data-parallel ranks (sharding={mode}), a step in a "
+        f"row of {plan.shown.name} takes {numbers.milliseconds(plan.time_with_collectives)} {plan.costs.unit} instead "
+        f"of {numbers.milliseconds(plan.shown.time_in_a_row)}."
     )
 
 
@@ -116,7 +116,7 @@ def print_check(console: Console, cutter: ModelCutter, split: SplitModel, about:
     groups = inseparable_groups(split.record)
     num_stages = split.placement.num_stages
     print_stages(console, cutter, summary, f"can be cut into {num_stages} stages")
-    console.print(Text(f"looked at: {about}"), soft_wrap=True)
+    console.print(Text(f"recorded: {about}"), soft_wrap=True)
     console.print(
         f"units: {summary.num_called_units}; possible cuts: {len(groups) - 1}, before each unit but the first"
         f"{' and those named below' if len(groups) < summary.num_called_units else ''}; at most {len(groups)} stages",
@@ -140,8 +140,8 @@ def print_stages(console: Console, cutter: ModelCutter, summary: CutSummary, ver
         Text.assemble(
             (type(cutter.module).__name__, "bold"),
             f": {verdict}. {numbers.parameters(summary.num_parameters)}, {summary.num_called_units} units; a batch of "
-            f"{batch} in {cutter.num_microbatches} microbatch{'es' if cutter.num_microbatches > 1 else ''}, "
-            f"of which the first was looked at: {shapes}",
+            f"{batch} in {cutter.num_microbatches} microbatch{'es' if cutter.num_microbatches > 1 else ''}, of which "
+            f"the first was recorded: {shapes}",
         )
     )
     for stage in summary.stages:
@@ -246,12 +246,13 @@ def whole_batch_text(plan: Plan, planned: PlannedSchedule) -> str:
     assert before is not None, "asked for only with whole_batch_loss"
     longer = planned.time_in_a_row / before.time_in_a_row - 1
     return (
-        "\nwhole_batch_loss=True: all forwards of a batch come before its backwards, and all "
+        "\nwhole_batch_loss=True: all forwards of a batch come before its backwards, so all "
         f"{plan.cutter.num_microbatches} microbatches are held at once. With {planned.schedule.name} a step in a row "
         f"takes {numbers.milliseconds(planned.time_in_a_row)} {plan.costs.unit} with it and "
-        f"{numbers.milliseconds(before.time_in_a_row)} without ({longer:+.1%}), the bubble is "
-        f"{planned.bubble_fraction:.1%} and {before.bubble_fraction:.1%}, and the rank with most activations holds "
-        f"{numbers.gib(planned.most_activations)} GiB of them and {numbers.gib(before.most_activations)} GiB."
+        f"{numbers.milliseconds(before.time_in_a_row)} without ({longer:+.1%}). The bubble is "
+        f"{planned.bubble_fraction:.1%} with it and {before.bubble_fraction:.1%} without. The rank with most "
+        f"activations holds {numbers.gib(planned.most_activations)} GiB of them with it and "
+        f"{numbers.gib(before.most_activations)} GiB without."
     )
 
 
@@ -294,9 +295,9 @@ def schedule_table(plan: Plan) -> Table:
     table = Table(
         title=f"Schedules; times {plan.costs.about}",
         caption=(
-            "step: one step alone; in a row: one of many, where a rank that is done starts the next (its bubble is "
-            "given). Microbatches: the most activations that a rank holds, in those of one. Sent: between ranks for a "
-            "microbatch, both ways."
+            "step: one step alone. In a row: one of many steps, each rank starting the next when it is done (the "
+            "bubble is for this). Microbatches: the most activations that a rank holds, counted in microbatches. Sent: "
+            "between ranks for a microbatch, both ways."
         ),
         title_justify="left",
         caption_justify="left",

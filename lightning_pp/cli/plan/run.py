@@ -129,7 +129,7 @@ def request_of(config: DictConfig) -> Request:
     """Everything that can be wrong before a model is built, the cheapest first."""
     costs = config.costs if config.costs is not None else config.strategy.get("costs")
     if config.measure and costs is not None:
-        raise UserError(f"measure=true and costs={costs}: give one of them, as each says what units take")
+        raise UserError(f"measure=true and costs={costs} both say how long units take. Give one of them")
     if not 0 <= config.measure_seconds < float("inf"):
         raise UserError(f"measure_seconds={config.measure_seconds} must be a number of seconds, 0 or more")
     check_costs_file(costs)
@@ -140,7 +140,7 @@ def request_of(config: DictConfig) -> Request:
         raise UserError(f"device_memory_gib={config.device_memory_gib} must be a positive number")
     strategy = build(_with_costs(config.strategy, costs))
     if not isinstance(strategy, PipelineParallelStrategy):
-        raise UserError(f"strategy={strategy} is no pipeline, so there is nothing to plan: use strategy=pipeline")
+        raise UserError(f"strategy={strategy} is not a pipeline, so there is nothing to plan. Use strategy=pipeline")
     num_devices, about = _num_devices(config)
     strategy.num_nodes = 1
     strategy.parallel_devices = [torch.device("cpu")] * num_devices
@@ -164,7 +164,7 @@ def _check_schedule_names(config: DictConfig) -> None:
     if config.show not in (*known, "best", "configured") and not is_schedule_file(config.show):
         unknown.append(config.show)
     if unknown:
-        raise UserError(f"unknown schedule {unknown[0]!r}: choose one of {', '.join(known)}, or a .csv file")
+        raise UserError(f"unknown schedule {unknown[0]!r}. Choose one of {', '.join(known)}, or a .csv file")
 
 
 def _num_devices(config: DictConfig) -> tuple[int, str]:
@@ -181,10 +181,10 @@ def _num_devices(config: DictConfig) -> tuple[int, str]:
         return num_here * int(config.trainer.num_nodes), ""
     if pipeline == "auto":
         raise UserError(
-            f"trainer.devices={devices}, and there are no such devices here: say how many to plan for with "
+            f"trainer.devices={devices}, but there are no such devices here. Give the number to plan for with "
             "trainer.devices=NUMBER, or give strategy.pipeline_parallel_size"
         )
-    about = f"trainer.devices={devices}: planned for the fewest; trainer.devices=NUMBER plans for more"
+    about = f"trainer.devices={devices}: planned for the fewest devices. trainer.devices=NUMBER plans for more"
     return least, about
 
 
@@ -221,7 +221,7 @@ def _shown(show: str, table: ScheduleTable, configured: PlannedSchedule | None, 
     found = configured if show == "configured" else table.named(show)
     if found is None:
         reasons = [unusable.reason for unusable in table.unusable if unusable.name == show]
-        raise UserError(f"show={show} cannot be had here: {reasons[0] if reasons else 'it is not in schedules='}")
+        raise UserError(f"show={show} is not possible here: {reasons[0] if reasons else 'it is not in schedules='}")
     return found
 
 
@@ -229,19 +229,19 @@ def _nothing_fits(table: ScheduleTable, limit: float | None) -> UserError:
     least = smallest_need(table.usable)
     if least is None or limit is None:
         reasons = "\n".join(f"  {one.name}: {one.reason}" for one in table.unusable)
-        return UserError(f"no schedule can be had here:\n{reasons}")
+        return UserError(f"no schedule is possible here:\n{reasons}")
     fullest = max(least.memory, key=lambda rank: rank.peak)
     smaller = "make microbatches smaller (strategy.num_microbatches)"
     if least.schedule.whole_batch_loss:
         smaller = (
-            "give a batch fewer samples: with whole_batch_loss all of its microbatches are held at once "
+            "use fewer samples in a batch: with whole_batch_loss all of its microbatches are held at once "
             "(strategy.activation_checkpointing makes them smaller)"
         )
     return UserError(
-        f"device_memory_gib={limit / _GIB:g} is too small for every schedule: {least.name} needs the least, "
+        f"device_memory_gib={limit / _GIB:g} is too small for every schedule. {least.name} needs the least: "
         f"{fullest.peak / _GIB:.3g} GiB on rank {fullest.rank}, of which "
-        f"{(fullest.peak - fullest.activations - fullest.buffers) / _GIB:.3g} GiB are parameters, "
-        f"gradients and optimizer state. Use more pipeline ranks, shard over more devices, or {smaller}"
+        f"{(fullest.peak - fullest.activations - fullest.buffers) / _GIB:.3g} GiB are parameters, gradients and "
+        f"optimizer state. Use more pipeline ranks, shard over more devices, or {smaller}"
     )
 
 
@@ -275,7 +275,7 @@ def build_without_memory(build: Callable[[], Any]) -> L.LightningModule:
 
 def _module(built: Any) -> L.LightningModule:
     if not isinstance(built, L.LightningModule):
-        raise UserError(f"{type(built).__name__} is no LightningModule")
+        raise UserError(f"{type(built).__name__} is not a LightningModule")
     return built
 
 

@@ -92,14 +92,14 @@ def partition_units(
     order = list(record.first_calls())
     if not order:
         raise ConfigurationError(
-            f"The step calls no layer, so the model cannot be cut by it into {num_stages} stages. Run a fit first, or "
-            "another step that calls the layers, with the same trainer; or run this step with a Trainer on one device."
+            f"The step calls no layer, so it does not show how to cut the model into {num_stages} stages. First run a "
+            "fit or another step that calls layers, with the same trainer, or run this step on one device."
         )
     unit_costs = costs or estimate_unit_costs(record, num_parameters)
     speeds = _checked_speeds(rank_speeds, placement.num_ranks)
     if num_stages > len(order):
         raise ConfigurationError(
-            f"{num_stages} stages need at least {num_stages} units, and the step calls {len(order)}: "
+            f"{num_stages} stages need at least {num_stages} units, but the step calls {len(order)}: "
             f"{', '.join(order[:10])}{', ...' if len(order) > 10 else ''}. Use fewer stages (pipeline_parallel_size x "
             "stages_per_rank), or name smaller modules with units=."
         )
@@ -130,9 +130,9 @@ def _balanced_starts(
     if num_stages > len(groups):
         tied = max(groups, key=len)
         raise SplitError(
-            f"{num_stages} stages need {num_stages - 1} places to cut, and the order of calls leaves "
-            f"{len(groups) - 1}: {', '.join(tied[:6])}{', ...' if len(tied) > 6 else ''} must share a stage, "
-            f"because {why_inseparable(record, tied)}."
+            f"{num_stages} stages need {num_stages - 1} cuts, but only {len(groups) - 1} are possible: "
+            f"{', '.join(tied[:6])}{', ...' if len(tied) > 6 else ''} must share a stage, because "
+            f"{why_inseparable(record, tied)}."
         )
     firsts = [order.index(group[0]) for group in groups]
     problem = CutProblem(
@@ -162,7 +162,7 @@ def _checked_speeds(speeds: Sequence[float] | None, num_ranks: int) -> list[floa
         return [1.0] * num_ranks
     if len(speeds) != num_ranks or not all(0 < speed < float("inf") for speed in speeds):
         raise ConfigurationError(
-            f"rank_speeds={list(speeds)} must be a positive number for each of the {num_ranks} ranks of the pipeline."
+            f"rank_speeds={list(speeds)} must have one positive number for each of the {num_ranks} pipeline ranks."
         )
     return [float(speed) for speed in speeds]
 
@@ -244,16 +244,16 @@ def why_inseparable(record: StepRecord, units: Sequence[str]) -> str:
         for made_by, line in reads.escapes.items():
             if record.calls[made_by].unit in members:
                 return (
-                    f"a tensor made inside {record.calls[made_by].unit!r} leaves it by another way than its outputs (a "
-                    "hook, an attribute, a list, an edit in place or torch.autograd.grad) and is used by "
-                    f"{consumer!r} at {line}; return it from the unit"
+                    f"a tensor made inside {record.calls[made_by].unit!r} is used by {consumer!r} at {line}, but is "
+                    "not an output of the unit (it leaves by a hook, an attribute, a list, an edit in place or "
+                    "torch.autograd.grad); return it from the unit"
                 )
     first = record.first_calls()
     again = [call for call in record.calls if call.unit in members and call.index != first[call.unit]]
     repeated = ", ".join(sorted({call.unit for call in again}))
     return (
-        f"{repeated} is called again after units that its later call depends on, at {again[0].line}; use fewer stages, "
-        "or name a larger module that makes all these calls with units="
+        f"{repeated} is called again at {again[0].line}, after units that this call depends on; use fewer stages, or "
+        "name a larger module that makes all these calls with units="
     )
 
 
@@ -266,8 +266,8 @@ def _starts_from_split_points(
 ) -> list[int]:
     if len(split_points) != num_stages - 1:
         raise ConfigurationError(
-            f"split_points names {len(split_points)} units ({', '.join(split_points)}), and {num_stages} stages have "
-            f"{num_stages - 1} cuts between them; name the unit that starts each stage but the first."
+            f"split_points names {len(split_points)} units ({', '.join(split_points)}), but {num_stages} stages need "
+            f"{num_stages - 1} cuts. Name the unit that starts each stage except the first."
         )
     starts = [0]
     for name in split_points:
@@ -280,7 +280,7 @@ def _starts_from_split_points(
         start = list(order).index(name)
         if start <= starts[-1]:
             raise ConfigurationError(
-                f"split_points must follow the order of calls, and {name!r} (call {start}) does not come after "
+                f"split_points must follow the order of calls, but {name!r} (call {start}) does not come after "
                 f"{order[starts[-1]]!r} (call {starts[-1]})."
             )
         if all(group[0] != name for group in groups):

@@ -117,7 +117,7 @@ def weighted(costs: Mapping[str, UnitCost], weights: Mapping[str, float]) -> dic
         matching = [unit for unit in costs if fnmatchcase(unit, pattern)]
         if not matching:
             raise ConfigurationError(
-                f"unit_weights names {pattern!r}, and no unit that the step calls matches it. The units are: "
+                f"unit_weights names {pattern!r}, but no unit that the step calls matches it. The units are: "
                 f"{', '.join(list(costs)[:10])}{', ...' if len(costs) > 10 else ''}."
             )
         factors.update(dict.fromkeys(matching, float(factor)))
@@ -144,8 +144,8 @@ def calibrated(
     if set(known) != set(costs):
         missing = [unit for unit in costs if unit not in known]
         raise ConfigurationError(
-            f"The costs were measured on stages of other units: {', '.join(missing[:10])} were not among them. Measure "
-            "again with this model."
+            f"The measured costs do not include {', '.join(missing[:10])}: they come from stages with other units. "
+            "Measure again with this model."
         )
     resolved = measured.per_stage(len(units_of_stages))
     result = dict(costs)

@@ -36,18 +36,17 @@ class WideCut:
 
     def __str__(self) -> str:
         return (
-            f"the cut between {self.before!r} and {self.unit!r} sends {self.num_tensors} tensors of "
-            f"{self.crossing_bytes / 1024:,.0f} KiB together for each microbatch, "
-            f"{self.crossing_bytes / self.output_bytes:.1f} times what {self.before!r} returns (read at "
-            f"{', '.join(self.lines)})"
+            f"the cut between {self.before!r} and {self.unit!r} sends {self.num_tensors} tensors for each microbatch, "
+            f"{self.crossing_bytes / 1024:,.0f} KiB in all and {self.crossing_bytes / self.output_bytes:.1f} times "
+            f"what {self.before!r} returns (read at {', '.join(self.lines)})"
         )
 
 
 ADVICE = (
-    "What crosses a cut is outputs of units, or what the code between units makes of them where that is less, as a sum "
-    "is. Where that code draws random numbers (dropout), writes in place or puts hooks on gradients, outputs of units "
-    "cross alone, and so does each that is used again much later. Name a module that holds such code with units=, or "
-    "cut elsewhere with split_points=."
+    "A cut sends outputs of units, or a smaller result that the code between units computes from them, such as a sum. "
+    "It sends the outputs themselves if that code draws random numbers (dropout), writes in place or puts hooks on "
+    "gradients, or if they are used again much later. With units= name a module that holds such code, or cut elsewhere "
+    "with split_points=."
 )
 
 

@@ -69,8 +69,8 @@ def split_by(split: SplitBatch, batch: Any, num_microbatches: int) -> list[Micro
             f"{len(parts)} parts" if isinstance(parts, (list, tuple)) else f"an object of type {type(parts).__name__}"
         )
         raise BatchError(
-            f"split_batch={name} returned {what}; it must return a list of 1 to {num_microbatches} microbatches "
-            "(num_microbatches), fewer where the batch has fewer samples."
+            f"split_batch={name} returned {what}. It must return a list of 1 to {num_microbatches} microbatches "
+            "(num_microbatches), and fewer for a batch with fewer samples."
         )
     sizes = [_num_samples_of_part(part, index, name) for index, part in enumerate(parts)]
     total = sum(sizes)
@@ -84,15 +84,15 @@ def _num_samples_of_part(part: Any, index: int, name: str) -> int:
     if isinstance(part, BatchPart):
         if not isinstance(part.num_samples, int) or part.num_samples < 1:
             raise BatchError(
-                f"split_batch={name} returned microbatch {index} with num_samples={part.num_samples!r}; it must be an "
+                f"split_batch={name} returned microbatch {index} with num_samples={part.num_samples!r}. It must be an "
                 "integer of at least 1. Return fewer microbatches rather than empty ones."
             )
         return part.num_samples
     lengths = lengths_of(part)
     if len(set(lengths.values())) != 1 or 0 in lengths.values():
         raise BatchError(
-            f"split_batch={name} returned microbatch {index} of type {type(part).__name__} whose number of samples is "
-            f"not clear: {described(lengths) or 'it holds no tensor with a dimension 0'}. Return "
+            f"split_batch={name} returned microbatch {index} of type {type(part).__name__}, and its number of samples "
+            f"is not clear: {described(lengths) or 'it holds no tensor with a dimension 0'}. Return "
             "lightning_pp.BatchPart(data, num_samples)."
         )
     return next(iter(lengths.values()))
@@ -191,7 +191,7 @@ def first_samples(batch: Any, number: int) -> Microbatch:
     num_samples = batch_size_of(batch)
     if num_samples is None or number > num_samples:
         has = "samples that cannot be counted" if num_samples is None else f"{num_samples} samples"
-        raise ConfigurationError(f"microbatches of {number} samples cannot be looked at: the first batch has {has}")
+        raise ConfigurationError(f"microbatches of {number} samples cannot be made: the first batch has {has}")
     if number == num_samples:
         return Microbatch(batch, number, 1.0)
     num_slices = -(-num_samples // number)
@@ -275,8 +275,8 @@ def _refuse_objects_with_samples(batch: Any, num_samples: int, num_slices: int) 
         if num_samples in lengths.values():
             place = next(place for place, length in lengths.items() if length == num_samples)
             raise BatchError(
-                f"The batch has {num_samples} samples, and so has the attribute {place.removeprefix('batch.')!r} of "
-                f"the {type(leaf).__name__} in it, an object that cannot be cut into {num_slices} microbatches. "
-                "Register the type with torch.utils._pytree, make it a dataclass, give the strategy a function that "
-                "cuts the batch (split_batch=), or set num_microbatches=1."
+                f"The attribute {place.removeprefix('batch.')!r} of the {type(leaf).__name__} in the batch has "
+                f"{num_samples} rows, as many as the batch has samples, but this object cannot be cut into "
+                f"{num_slices} microbatches. Register the type with torch.utils._pytree, make it a dataclass, give the "
+                "strategy a function that cuts the batch (split_batch=), or set num_microbatches=1."
             )

@@ -48,11 +48,11 @@ def refuse_row_references(batch: Any, num_samples: int, num_microbatches: int) -
         finding = _reference(tensor, place, tensors, num_samples, num_microbatches)
         if finding:
             raise BatchError(
-                "The batch's tensors differ in length along dimension 0, and seem to refer to each other's rows: "
-                f"{place}, of shape {tuple(tensor.shape)}, {finding}. ({described(lengths_of(batch))}.) Cut into "
-                f"{num_microbatches} microbatches, tensors of {num_samples} rows would be cut and the others go whole "
-                "to each, so rows would be mixed up. Give PipelineParallelStrategy(split_batch=...) a function that "
-                "cuts such a batch, or set num_microbatches=1."
+                f"The batch's tensors differ in length along dimension 0 ({described(lengths_of(batch))}), and some "
+                f"seem to refer to rows of others: {place}, of shape {tuple(tensor.shape)}, {finding}. Cutting the "
+                f"tensors of {num_samples} rows into {num_microbatches} microbatches would break such references, "
+                "since the others go whole to each microbatch. Give PipelineParallelStrategy(split_batch=...) a "
+                "function that cuts such a batch, or set num_microbatches=1."
             )
 
 
@@ -64,19 +64,19 @@ def _reference(
         return None
     is_whole = tensor.shape[0] != num_samples
     if is_whole and _may_be_edges(tensor, tensors) and _names_rows(tensor, num_samples, num_microbatches):
-        return f"holds integers up to {int(tensor.max())}, as indices of the {num_samples} rows of others do"
+        return f"holds integers up to {int(tensor.max())}, like indices of the {num_samples} rows of other tensors"
     if tensor.dim() != 1 or int(tensor[0]) != 0:
         return None
     last, steps = int(tensor[-1]), tensor.diff()
     if is_whole and last == num_samples and bool((steps >= 0).all()):
-        return f"rises from 0 to {num_samples}, as the places in the {num_samples} rows of others do"
+        return f"rises from 0 to {num_samples}, like positions in the {num_samples} rows of other tensors"
     numbered = [
         other
         for other, held in tensors.items()
         if held.shape[0] == last + 1 != tensor.shape[0] and (is_whole == (held.shape[0] == num_samples))
     ]
     if last > 0 and numbered and bool(((steps == 0) | (steps == 1)).all()):
-        return f"counts up from 0 to {last}, as the numbers of the {last + 1} rows of {numbered[0]} do"
+        return f"counts up from 0 to {last}, like numbers of the {last + 1} rows of {numbered[0]}"
     return None
 
 
@@ -101,8 +101,8 @@ def lengths_noted(batch: Any, num_microbatches: int) -> Iterator[None]:
         lengths = lengths_of(batch)
         if num_microbatches > 1 and len(set(lengths.values())) > 1 and sys.version_info >= (3, 11):
             error.add_note(
-                f"The batch was cut into {num_microbatches} microbatches along dimension 0, and its tensors differ in "
-                f"length there: {described(lengths)}. Those of the most frequent length were cut, the others went "
-                "whole to the step. If rows refer to each other, give PipelineParallelStrategy(split_batch=...)."
+                f"The batch was cut into {num_microbatches} microbatches along dimension 0, where its tensors differ "
+                f"in length: {described(lengths)}. Tensors of the most frequent length were cut. The others went whole "
+                "to every microbatch. If rows refer to each other, give PipelineParallelStrategy(split_batch=...)."
             )
         raise

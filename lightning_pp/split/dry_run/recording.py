@@ -63,8 +63,8 @@ def _check_known(fake_parameters: FakeParameters) -> None:
     known, module = fake_parameters.canonical_names, fake_parameters.module
     if added := [name for name, _ in module.named_parameters() if name not in known]:
         raise ConfigurationError(
-            f"{type(module).__name__} has {len(added)} parameters that it did not have when it was split over the "
-            f"stages: {', '.join(added[:3])}. Make all layers in __init__, setup() or configure_model()."
+            f"{type(module).__name__} has {len(added)} parameters that were added after it was split over the stages: "
+            f"{', '.join(added[:3])}. Make all layers in __init__, setup() or configure_model()."
         )
 
 
@@ -72,15 +72,15 @@ def _check_may_be_called(unit: str, args: tuple[Any, ...], kwargs: dict[str, Any
     """Raises :class:`SplitError` where no stage could run the unit without the others."""
     if running_autograd_function():
         raise SplitError(
-            f"{user_line()} calls the unit {unit!r} in the forward of a torch.autograd.Function, whose backward "
-            "works on all that was called there, so no cut is possible within. Name the module that applies the "
-            "function with units=, so that it stays whole on one stage."
+            f"{user_line()} calls the unit {unit!r} in the forward of a torch.autograd.Function. Its backward needs "
+            "everything called there, so the model cannot be cut inside it. With units= name the module that applies "
+            "the function, so that it stays whole on one stage."
         )
     if any(map(is_functorch_wrapped, tensors_of((args, kwargs)))):
         raise SplitError(
-            f"{user_line()} calls the unit {unit!r} within a transform of torch.func (vmap, grad, jvp, ...), which "
-            "no stage can do without the others. Name a module that applies the transform with units=, so that it "
-            "stays whole on one stage."
+            f"{user_line()} calls the unit {unit!r} inside a transform of torch.func (vmap, grad, jvp, ...), and a "
+            "transform cannot be divided among stages. With units= name a module that applies it, so that it stays "
+            "whole on one stage."
         )
 
 
@@ -508,9 +508,9 @@ class DryRun:
         if len(specs) > 1:
             shapes = " and ".join(str([spec.shape for spec in found]) for found in specs)
             raise SplitError(
-                f"The outputs of the unit {call.unit!r} have shapes that depend on weights ({shapes} for the same "
-                "shapes of its inputs), so no other stage can know them. Pad them inside the unit, or name a larger "
-                "module with units= that keeps them inside."
+                f"The output shapes of the unit {call.unit!r} depend on weights ({shapes} for the same input shapes), "
+                "so no other stage can know them. Pad the outputs inside the unit, or name a larger module with units= "
+                "that keeps them inside."
             )
         self._units_that_need_data.add(kind)
         self._note_unknown(call.unit, left, side_effects)
@@ -532,9 +532,9 @@ class DryRun:
         if not isinstance(failure, (NeedsDataError, *NOT_FAKEABLE)) and type(failure) is type(error):
             return failure  # the user's own
         return SplitError(
-            f"The unit {call.unit!r} cannot be run without its data ({failure}), and on made-up data it raises "
-            f"{type(error).__name__} at {innermost_user_line(error)}: {error}. Name smaller modules with units=, so "
-            "that this code is outside of units, or make it accept any data of the right shapes."
+            f"The unit {call.unit!r} cannot run without the values of its inputs ({failure}), and on made-up values it "
+            f"raises {type(error).__name__} at {innermost_user_line(error)}: {error}. Make it accept any values of the "
+            "right shapes, or name smaller modules with units=, so that this code lies outside units."
         )
 
     def _marked(self, call: UnitCall, result: Any, passed_on: _Arguments, side_effects: SideEffectWatch) -> Any:
@@ -595,10 +595,10 @@ class DryRun:
     def _refuse_reads(self, lines: Sequence[str], following: str, sources: Any = ()) -> None:
         made_by = sorted({self.record.calls[source.call].unit for source in sources if isinstance(source, Value)})
         raise SplitError(
-            f"{', '.join(lines[:3]) or 'The step'} reads a value that depends on weights"
-            f"{f' ({chr(44).join(made_by)})' if made_by else ''}, and the unit {following!r} is called after it: the "
-            "stages that do not hold the value cannot know which way the step goes. Move the read after the last unit "
-            "(self.log needs no .item()), into a unit, or make the branch depend on the batch only."
+            f"{', '.join(lines[:3]) or 'The step'} reads a value that depends on "
+            f"weights{f' ({chr(44).join(made_by)})' if made_by else ''}, and the unit {following!r} is called after "
+            "it. The stages without the value cannot know what the step does next. Move the read into a unit or after "
+            "the last unit (self.log needs no .item()), or make the branch depend on the batch only."
         )
 
     def _note_computing_fake(self, fake: nn.Parameter, name: str) -> None:

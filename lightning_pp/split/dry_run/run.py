@@ -142,10 +142,10 @@ def _of_failed_end(run: DryRun, with_gradients: bool, first_failure: Exception, 
     if _is_about_fakes(first_failure) or run.lines_of_value_reads():
         reads = ", ".join(run.lines_of_value_reads()[:3])
         raise SplitError(
-            f"The step does something outside its units that needs the data of another stage, at "
-            f"{innermost_user_line(failure)}: {type(failure).__name__}: {str(failure).partition(chr(10))[0]}."
-            f"{f' Before that it read weight-dependent values at {reads}.' if reads else ''} Move it into a unit, or "
-            "after the last unit call of a validation step."
+            f"Code outside the units needs the data of another stage, at {innermost_user_line(failure)}: "
+            f"{type(failure).__name__}: {str(failure).partition(chr(10))[0]}."
+            f"{f' Before that, the step read values that depend on weights at {reads}.' if reads else ''} "
+            "Move the code into a unit, or after the last unit call of a validation step."
         ) from failure
     raise first_failure
 

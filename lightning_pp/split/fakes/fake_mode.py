@@ -44,12 +44,12 @@ class NeedsDataError(SplitError):
             "Move it into a unit or after the last unit call, or make it depend on the batch only. After a run, "
             "trainer.strategy.gather_module() gives the module all its values."
             if in_step
-            else "Outside of steps a rank has the weights of its own stages alone, and no pipeline runs. Compute it in "
+            else "Outside a step a rank has only the weights of its own stages, and no pipeline runs. Compute it in "
             "training_step or validation_step."
         )
         super().__init__(
-            f"{line} needs the data of another stage ({operation}): what it gives, or its shape, depends on weights. "
-            + advice
+            f"{line} needs the data of another stage ({operation}): its result, or the shape of it, depends on "
+            "weights. " + advice
         )
         self.line = line
 
@@ -59,10 +59,10 @@ class LostEditError(SplitError):
 
     def __init__(self, operation: str, edited: Tensor, line: str) -> None:
         super().__init__(
-            f"{line} writes what it computes from parameters of another stage into a tensor of shape "
-            f"{tuple(edited.shape)} ({operation}), and this rank does not have them. An average of parameters is kept "
-            "where they are if it is a Parameter with requires_grad=False in place of a buffer; what is to be logged "
-            "or to have gradients can be computed in the step."
+            f"{line} computes from parameters of another stage, which this rank does not have, and writes the result "
+            f"into a tensor of shape {tuple(edited.shape)} ({operation}). Keep an average of parameters in a Parameter "
+            "with requires_grad=False, not in a buffer: it is then kept where they are. Compute in the step what is to "
+            "be logged or to have gradients."
         )
 
 

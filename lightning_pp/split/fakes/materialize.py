@@ -195,9 +195,9 @@ def _refuse(root: nn.Module, name: str) -> None:
     module_name, _, key = name.rpartition(".")
     owner = type(root.get_submodule(module_name)).__name__
     raise ConfigurationError(
-        f"{key!r} of {module_name or 'the module'} ({owner}) was made on the meta device, and nothing fills it: "
-        f"{owner} has no reset_parameters() that does, nor has a module around it an _init_weights(). Add "
-        "reset_parameters(), or make the model without empty_init / torch.device('meta')."
+        f"{key!r} of {module_name or 'the module'} ({owner}) was made on the meta device, and nothing initialises it: "
+        f"{owner} has no reset_parameters() that does so, and no module around it has an _init_weights() that does. "
+        "Add reset_parameters(), or make the model without empty_init / torch.device('meta')."
     )
 
 

@@ -52,8 +52,8 @@ class FakeParameters:
         for name, child in scripted.items():
             if next(child.parameters(), None) is not None:
                 raise ConfigurationError(
-                    f"{name!r} is a TorchScript module with parameters, and those cannot be taken from it, as every "
-                    "stage but its own has to. Use the module that it was made from; compile=True compiles units with "
+                    f"{name!r} is a TorchScript module with parameters. They cannot be removed from it on the stages "
+                    "that do not own it. Use the module that it was made from. compile=True compiles units with "
                     "torch.compile."
                 )
         self.module = module

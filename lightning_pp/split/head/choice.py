@@ -76,4 +76,4 @@ def _num_parts(share: float, num_stages: int) -> int:
 
 def about_whole_head(head: str, reason: str) -> str:
     """Why a head that could be cut is not."""
-    return f"The head {head!r} stays whole on one stage, since {reason}; parts of it can serve one cross entropy only."
+    return f"The head {head!r} stays whole on one stage, because {reason}. A head in parts serves one cross entropy."

@@ -134,7 +134,7 @@ class DeferredLogits(Tensor):
 
     def untyped_storage(self) -> Any:
         """Raises :class:`NotImplementedError`: there is no memory."""
-        raise NotImplementedError("Logits of a head that is cut into parts lie in no memory.")
+        raise NotImplementedError("Logits of a head that is cut into parts are not stored.")
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -173,7 +173,7 @@ def deferred(
     """
     given = (*args, *kwargs.values())
     if len(given) != 1 or not isinstance(given[0], Tensor) or given[0].dim() < 2 or not given[0].numel():
-        raise WholeHeadError(f"{user_line()} calls {parts[0].head_name!r} with something else than rows of features")
+        raise WholeHeadError(f"{user_line()} calls {parts[0].head_name!r} with an input that is not rows of features")
 
     def refuse(how: str) -> NoReturn:
         raise WholeHeadError(how)
@@ -270,14 +270,14 @@ def _cross_entropy(func: Any, args: Any, kwargs: Any) -> Tensor:
     given = asked.arguments
     logits, target = given["input"], given["target"]
     if not isinstance(logits, DeferredLogits) or type(target) is not Tensor or target.dtype is not torch.int64:
-        _refuse("cross_entropy with targets that are not numbers of classes", args, kwargs)
+        _refuse("cross_entropy with targets that are not class indices", args, kwargs)
     if given["weight"] is not None or given["size_average"] is not None or given["reduce"] is not None:
-        _refuse("cross_entropy with weights of classes", args, kwargs)
+        _refuse("cross_entropy with class weights", args, kwargs)
     place = _class_dimension(logits.rows, logits.head.parts[0].num_classes)
     with without_dispatch_modes():
         rows = logits.rows.select(min(1, logits.dim() - 1), 0)
     if place != min(1, logits.dim() - 1) or rows.shape != target.shape:
-        _refuse("cross_entropy over another dimension than that of the classes", args, kwargs)
+        _refuse("cross_entropy over a dimension that is not the one of the classes", args, kwargs)
     loss = Loss(given["ignore_index"], given["reduction"], given["label_smoothing"])
     if loss.reduction not in ("none", "sum", "mean"):
         _refuse(f"cross_entropy with reduction={loss.reduction!r}", args, kwargs)

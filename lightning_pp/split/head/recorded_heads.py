@@ -55,7 +55,7 @@ class SplitHeads:
             WholeHeadError: The head has to be called whole.
         """
         if self._record.split_head is not None:
-            raise WholeHeadError(f"{user_line()} calls {unit!r}, and another call of a head came before it")
+            raise WholeHeadError(f"{user_line()} calls {unit!r} after another call of a head")
         if in_region:
             raise WholeHeadError(f"{user_line()} calls {unit!r} in code that is checkpointed outside of units")
         self._record.split_head = unit
@@ -64,7 +64,7 @@ class SplitHeads:
     def note_part(self, part: HeadPart) -> None:
         """Raises :class:`WholeHeadError` for a second loss of the same logits."""
         if any(call.unit == part.name for call in self._record.calls):
-            raise WholeHeadError(f"{user_line()} takes the cross entropy of the logits of {part.head_name!r} once more")
+            raise WholeHeadError(f"{user_line()} takes the cross entropy of the logits of {part.head_name!r} again")
 
     def check_leaving(self, value: Any) -> None:
         """Raises :class:`WholeHeadError` if logits are in ``value``, which is kept, logged or returned."""

@@ -138,7 +138,7 @@ class StateSizes:
             )
         if self.cpu_offload and sharding == "replicate":
             raise ConfigurationError(
-                "cpu_offload=True with sharding='replicate'; only what is sharded can be offloaded"
+                "cpu_offload=True does not go with sharding='replicate': only what is sharded can be offloaded"
             )
 
     def of(self, parameters: Iterable[ParameterSize], stages: Collection[int]) -> StateMemory:
@@ -276,8 +276,8 @@ def optimizer_bytes_per_parameter(
         made.step()
     except Exception as error:
         raise ConfigurationError(
-            f"{kind.__name__} cannot be stepped on a lone parameter with a gradient ({type(error).__name__}: {error}), "
-            "so the size of its state is not known: give optimizer_bytes_per_parameter as a number."
+            f"{kind.__name__} cannot step a single parameter with a gradient ({type(error).__name__}: {error}), so the "
+            "size of its state is not known. Give optimizer_bytes_per_parameter as a number."
         ) from error
     state = made.state.get(parameter, {})
     held = [value for value in state.values() if isinstance(value, torch.Tensor) and value.dim() > 0]

@@ -140,9 +140,9 @@ def _check_gradient_hooks(record: StepRecord, stage_of_call: list[int], last_sta
             stage = stage_of_call[call.index]
             if stage != last_stage:
                 raise SplitError(
-                    f"{hook.line} puts a hook on the gradient of a tensor that more than one stage works with: stages "
-                    f"{stage} (which runs {call.unit!r}) to {last_stage}. No stage has all of its gradient. Put the "
-                    "hook on a tensor inside a unit, on a parameter or on the loss, or cut before this tensor is made."
+                    f"{hook.line} puts a hook on the gradient of a tensor that several stages use, from stage {stage} "
+                    f"(which runs {call.unit!r}) to stage {last_stage}. No stage has all of its gradient. Put the hook "
+                    "on a tensor inside a unit, on a parameter or on the loss, or cut before this tensor is made."
                 )
 
 
@@ -156,17 +156,17 @@ def _check_flow(record: StepRecord, stage_of_call: list[int], last_stage: int) -
             if source > stage:
                 unit = record.calls[value.call].unit
                 raise SplitError(
-                    f"{consumer} runs on stage {stage} and needs an output of {unit!r}, which runs later, on stage "
-                    f"{source}; values go to later stages only. A unit that is called again must share a stage with "
-                    "the units in between: use split_points that keep them together, or fewer stages. What calls the "
-                    "whole model again on what it gave (sampling, decoding) is for one device, with a checkpoint."
+                    f"{consumer} runs on stage {stage} and needs an output of {unit!r}, which runs on the later stage "
+                    f"{source}. Values go to later stages only. A unit that is called again must share a stage with "
+                    "the units in between: use fewer stages, or split_points that keep them together. Run code that "
+                    "calls the whole model on its own output (sampling, decoding) on one device, from a checkpoint."
                 )
         for made_by, line in reads.escapes.items():
             source, unit = stage_of_call[made_by], record.calls[made_by].unit
             if source != stage:
                 raise SplitError(
-                    f"A tensor made inside the unit {unit!r} (stage {source}) leaves it by another way than its "
-                    f"outputs (a hook, an attribute, a list, an edit in place or torch.autograd.grad) and is used by "
-                    f"{consumer} (stage {stage}) at {line}. Return it from the unit, or keep the two on one stage with "
+                    f"A tensor made inside the unit {unit!r} (stage {source}) is used by {consumer} (stage {stage}) at "
+                    f"{line}, but is not an output of the unit (it leaves by a hook, an attribute, a list, an edit in "
+                    "place or torch.autograd.grad). Return it from the unit, or keep the two on one stage with "
                     "split_points."
                 )

@@ -30,7 +30,7 @@ def with_units_not_reached(
     flops = sum(call.flops for call in record.calls)
     ratio = flops / known if known and flops else _FLOPS_PER_PARAMETER
     outside_units = list(outside_units)
-    line = "a line that the step has not come to"
+    line = "a line that the step has not reached"
     for unit, number in num_parameters.items():
         if unit in called:
             continue

@@ -32,7 +32,7 @@ class UnknownNumber:
         return self.found[1]
 
     def __repr__(self) -> str:
-        return f"<what {self.unit!r} makes of values on another stage>"
+        return f"<a value that {self.unit!r} computes on another stage>"
 
     def refuse(self, *_: Any, **__: Any) -> NoReturn:
         """Raises the error.
@@ -42,9 +42,9 @@ class UnknownNumber:
         """
         first, second = self.found
         raise SplitError(
-            f"{user_line()} uses what the unit {self.unit!r} makes of values ({first!r} and {second!r} on two sets of "
-            "made-up data), and that unit runs on another stage: only tensors are sent. Let the unit give a tensor "
-            "(`x.sum()` in place of `x.sum().item()`), or name a larger module with units= that holds this code too."
+            f"{user_line()} uses a value that is not a tensor, and the unit {self.unit!r} computes it on another stage "
+            f"({first!r} and {second!r} on two sets of made-up data). Only tensors are sent. Let the unit return a "
+            "tensor (`x.sum()`, not `x.sum().item()`), or name a larger module with units= that holds this code too."
         )
 
 

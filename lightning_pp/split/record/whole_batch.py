@@ -213,9 +213,9 @@ def _check_same_calls(record: StepRecord, parts: Sequence[StepPlan]) -> None:
             )
             now, then = (repr(found[place][0]) if place < len(found) else "the end" for found in (calls, others))
             raise SplitError(
-                f"For the whole batch the step comes to {now} as unit call {place}, for one of its microbatches to "
-                f"{then}. With whole_batch_loss=True it must call the same units for both. Do not let the number of "
-                "samples decide which units are called, or make the choice inside a unit."
+                f"At unit call {place} the step reaches {now} for the whole batch, but {then} for one of its "
+                "microbatches. With whole_batch_loss=True it must call the same units for both. Do not let the number "
+                "of samples decide which units are called, or make the choice inside a unit."
             )
 
 
@@ -224,7 +224,7 @@ def _check_gradient_hooks(record: StepRecord, first_late: int) -> None:
         if hook.made_after < first_late:
             raise SplitError(
                 f"{hook.line} puts a hook on the gradient of a tensor that is made before the end of the last unit. "
-                "With whole_batch_loss=True that code runs for each microbatch and once for the whole batch, and the "
+                "With whole_batch_loss=True that code runs for each microbatch and once for the whole batch, so the "
                 "hook would see parts of the gradient. Put it on a tensor inside a unit, on a parameter or on the loss."
             )
 
@@ -240,10 +240,10 @@ def _check_draws(record: StepRecord, first_late: int) -> None:
     else:
         index = min(early)
         place = "before its first unit" if index < 0 else f"after the unit {record.calls[index].unit!r}"
-        where = f"The step draws random numbers {place} that Python may look at"
+        where = f"The step draws random numbers {place}, and Python may read them"
     raise SplitError(
         f"{where}. With whole_batch_loss=True the code between units runs for each microbatch, and the code after the "
-        "last unit once for the whole batch, so the two would see other numbers. Draw them in the dataloader "
+        "last unit once for the whole batch, so the two would see different numbers. Draw them in the dataloader "
         "(collate_fn or the dataset), inside a unit that returns them, or after the last unit."
     )
 
@@ -254,15 +254,15 @@ def _cannot_join(
     call = record.calls[value.call]
     shapes = list(dict.fromkeys(part.record.spec(value).shape for part in parts))
     where = (
-        f"It runs on stage {stage} of {last_stage + 1}"
+        f"The unit runs on stage {stage} of {last_stage + 1}"
         if stage != last_stage
-        else "A unit that is called after it runs on an earlier stage"
+        else "A later unit runs on an earlier stage"
     )
     return SplitError(
         f"The code after the last unit needs an output of the unit {call.unit!r} ({call.line}), which has shape "
         f"{' or '.join(map(str, shapes))} for a microbatch and {record.spec(value).shape} for the whole batch. With "
-        "whole_batch_loss=True the parts of the microbatches are joined along the dimension of the samples, and this "
-        f"output has none that can be told. {where}, so it cannot wait for the whole batch either. Return a value for "
-        "each sample from the unit and take the mean after the last unit, keep a dimension for the samples alone, or "
-        "have the unit on the last stage with split_points: there it runs once, on the whole batch."
+        "whole_batch_loss=True the outputs of the microbatches are joined along the dimension of the samples, but "
+        f"these shapes do not show which one that is. {where}, so the unit cannot wait for the whole batch either. "
+        "Return one value per sample from the unit and take the mean after the last unit, keep a dimension for the "
+        "samples alone, or use split_points to put the unit on the last stage: there it runs once, on the whole batch."
     )

@@ -133,9 +133,9 @@ class ScaledStep(OutsideUnits):
             fact = self._facts.find(place)
             if place not in self._seen and fact is not None:
                 raise SplitError(
-                    f"{fact.line} was reached when the step was rehearsed to count what its loss divides by, and was "
-                    "not when it ran: it is in a branch that depends on weights, or in compiled code. Take the branch "
-                    "by what the batch alone says, or set whole_batch_loss=True on the strategy."
+                    f"The rehearsal that counts what the loss divides by reached {fact.line}, but the step itself did "
+                    "not. A branch that depends on weights can cause this, and so can compiled code. Make the branch "
+                    "depend on the batch only, or set whole_batch_loss=True on the strategy."
                 )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -326,8 +326,8 @@ class ScaledStep(OutsideUnits):
         if self._refuses_unknown and is_sum and isinstance(result, Tensor) and result.dim() == 0:
             raise SplitError(
                 f"{line} adds up samples in a branch that the recorded step did not take, so it is not known whether "
-                "that is to be a sum or a part of a mean. Take the branch by what the batch's shape or "
-                "trainer.global_step say, or set whole_batch_loss=True on the strategy."
+                "this is a sum or part of a mean. Make the branch depend on the batch's shape or on "
+                "trainer.global_step, or set whole_batch_loss=True on the strategy."
             )
 
 

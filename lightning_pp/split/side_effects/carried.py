@@ -99,8 +99,8 @@ class SideEffectKeeper:
             ]
             if missing:
                 raise SplitError(
-                    f"The unit {self._call.unit!r} did not leave {place} as the dry run of a batch of the same shapes "
-                    "saw it do, and another stage needs it. It must leave the same whatever the values are."
+                    f"The unit {self._call.unit!r} did not leave {place} as in the dry run of a batch of the same "
+                    "shapes, and another stage needs it. What a unit leaves there must not depend on values."
                 )
         return self._kept
 

@@ -112,8 +112,8 @@ def put_back_python(of_python: Any, of_numpy: Any) -> None:
         numpy.random.set_state(of_numpy)
     except ValueError as error:
         raise RuntimeError(
-            "NumPy's bit generator was exchanged during a step of the pipeline (numpy.random.set_bit_generator): "
-            "do it before training, so that its state can be put back after each step"
+            "NumPy's bit generator was replaced during a step of the pipeline (numpy.random.set_bit_generator). "
+            "Replace it before training, so that its state can be restored after each step"
         ) from error
 
 

@@ -40,9 +40,9 @@ class UnitsCalled:
         if calls <= self._most and seconds <= _SECONDS:
             return
         raise SplitError(
-            f"The step is run once on fake data before the first batch, and did not end: {user_line()} called "
-            f"{unit!r}, and the last {calls} calls, in {seconds:.0f} s, were all of units that had been called before. "
-            "A pipeline cannot run a step that calls its units as often as their outputs say, as decoding does until a "
-            "stop token comes. Decode in a Trainer() on one device, after strategy.gather_module() or from a "
-            "checkpoint, and leave it out of the steps of the pipeline (limit_val_batches=0 leaves out validation)."
+            f"The dry run of the step on fake data did not end. {user_line()} called {unit!r}, and all of the last "
+            f"{calls} calls, made in {seconds:.0f} s, were of units that had been called before. A pipeline cannot run "
+            "a step whose outputs decide how often it calls its units, such as decoding until a stop token. Decode in "
+            "a Trainer() on one device, after strategy.gather_module() or from a checkpoint, and leave it out of the "
+            "steps of the pipeline (limit_val_batches=0 leaves out validation)."
         )

@@ -241,8 +241,8 @@ class UnitCalls:
         def replay(unit: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not remaining:
                 raise SplitError(
-                    f"A checkpointed function called the unit {unit!r} when it was run again in backward, which it had "
-                    "not called in forward. It must do the same both times."
+                    f"A checkpointed function called the unit {unit!r} when backward ran it again, but not in forward. "
+                    "It must call the same units both times."
                 )
             given = remaining.pop()
             return original(*args, **kwargs) if given is RAN else given
@@ -274,8 +274,8 @@ class _ReplayedFunctions(OutsideUnits):
         name, received = found
         if getattr(func, "__name__", "") != name or result.shape != received.shape:
             raise SplitError(
-                f"A checkpointed function ran {getattr(func, '__name__', func)!r} between units when it was run again "
-                f"in backward, where it had run {name!r} in forward. It must do the same both times."
+                f"A checkpointed function ran {getattr(func, '__name__', func)!r} between units when backward ran it "
+                f"again, but {name!r} in forward. It must run the same operations both times."
             )
         return received
 

@@ -107,9 +107,9 @@ class OperationCalls(OutsideUnits):
 def lost_operation(place: OperationPlace, line: str) -> str:
     """What is wrong where a run of a step has not come to an operation as the recorded step did."""
     return (
-        f"{line} computed in the recorded step what crosses between stages there ({place.name}), and this step did "
-        f"not run it in the same way (seen at {user_line()}). Every stage must run the same code between units. That "
-        "code may depend on the batch, on what the module asks its trainer for, and on plain attributes of the module. "
-        "If it depends on something else, set dynamic_step=True on the strategy, make the choice inside a unit, or "
-        "name a larger module with units=."
+        f"In the recorded step {line} computed a tensor that crosses between stages ({place.name}), but this step did "
+        f"not run that line in the same way (seen at {user_line()}). Every stage must run the same code between units. "
+        "That code may depend on the batch, on what the module reads from its trainer, and on plain attributes of the "
+        "module. If it depends on something else, set dynamic_step=True on the strategy, make the choice inside a "
+        "unit, or name a larger module with units=."
     )

@@ -125,7 +125,7 @@ def _match_patterns(module: nn.Module, patterns: Sequence[str]) -> set[nn.Module
         inside = next((other for other in names if name.startswith(other + ".")), None)
         if inside is not None:
             raise ConfigurationError(
-                f"units matches both {inside!r} and {name!r}, which lies inside it; a unit lives whole on one stage, "
+                f"units matches {inside!r} and also {name!r}, which lies inside it. A unit lives whole on one stage, "
                 "so keep one of the two."
             )
     return chosen

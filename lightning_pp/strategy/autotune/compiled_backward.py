@@ -64,7 +64,7 @@ def _text(names: list[str]) -> str:
     if len(names) > _MOST_NAMES:
         listed += f" and {len(names) - _MOST_NAMES} more"
     return (
-        f"compile: the gradients of {len(names)} weights are computed in I, and cannot fill bubbles: "
-        f"{listed}. A weight can wait for W where a matrix product or a convolution uses it as it is, outside of code "
-        "that is checkpointed within the unit, and where the unit is compiled by compile=, not by your own code."
+        f"compile: the gradients of {len(names)} weights are computed in I and cannot fill bubbles: {listed}. A "
+        "weight's gradient can wait for W if a matrix product or a convolution uses the weight as it is, outside "
+        "checkpointed code of the unit, and if compile= compiles the unit, not your own code."
     )

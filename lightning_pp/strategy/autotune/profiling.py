@@ -100,7 +100,7 @@ class TunedPrograms:
         self.sharding: Sharding | None = None
         if layout.reason:
             how = "estimated" if options.costs is None else "given"
-            rank_zero_info(f"{self._asked} begins with {layout.start.name}, by {how} costs:\n{layout.reason}")
+            rank_zero_info(f"{self._asked} begins with {layout.start.name}, chosen by {how} costs:\n{layout.reason}")
 
     def next_training_schedule(self, num_microbatches: int) -> Schedule:
         """The schedule of the training batch that is about to be run; every rank asks before every batch."""
@@ -176,8 +176,8 @@ class TunedPrograms:
         if not self._options.searches_again:
             return
         rank_zero_info(
-            f"{self._asked}: measured {self._options.num_profiled_batches} batches; rank 0 searches for a schedule of "
-            f"{measured.num_microbatches} microbatches on {self._split.placement.num_ranks} ranks, the others wait."
+            f"{self._asked}: measured {self._options.num_profiled_batches} batches. Rank 0 now searches for a schedule "
+            f"of {measured.num_microbatches} microbatches on {self._split.placement.num_ranks} ranks. The others wait."
         )
         schedule, report = compute_on_rank0(
             lambda: self._search(measured), decides=self._is_first, broadcast=self._broadcast

@@ -146,8 +146,8 @@ class StepCounting:
         if not step.is_training:  # an evaluation, whose end may need data; its first batch is checked
             return {}
         raise SplitError(
-            f"{innermost_user_line(failure)} cannot be rehearsed on made-up values, as has to be done to count what "
-            f"the loss divides by: {type(failure).__name__}: {failure}. Compute the loss before this line, or set "
+            f"{innermost_user_line(failure)} raised {type(failure).__name__} in a rehearsal on made-up values, which "
+            f"counts what the loss divides by: {failure}. Compute the loss before this line, or set "
             "whole_batch_loss=True on the strategy."
         ) from failure
 
@@ -211,10 +211,10 @@ class _Traced:
         if self._has_served:
             lines = ", ".join(fact.line for fact in map(facts.find, rehearsed) if fact is not None)
             raise SplitError(
-                f"{lines} divides by another number of the same batch than in earlier batches, though nothing has "
-                "changed that the step is known to go by: its batch's shapes, plain attributes of the module, how far "
-                "the training is. Keep what it goes by in such an attribute, or set whole_batch_loss=True on the "
-                "strategy."
+                f"{lines} divides by another quantity of the batch than in earlier batches, but nothing has changed "
+                "that the step is known to depend on: the shapes of its batch, plain attributes of the module, the "
+                "progress of training. Keep what it depends on in such an attribute, or set whole_batch_loss=True on "
+                "the strategy."
             )
         self.trace = {}
 

@@ -195,9 +195,9 @@ def text_about_attributes(differences: Sequence[Difference], line: str) -> str:
     first, *others = differences
     more = "".join(f" The same goes for: {other.what}." for other in others)
     return (
-        f"{first.what} ({line}) has another value after microbatches than after the batch: {first.parts:.6g} for "
-        f"samples in two parts, {first.whole:.6g} for the same in one piece. The step's loss, logs and outputs do not "
-        f"depend on it, so training goes on. What else reads it should expect that.{more}"
+        f"{first.what} ({line}) has another value after microbatches than after the whole batch: {first.parts:.6g} "
+        f"after the samples in two parts, {first.whole:.6g} after the same samples in one piece. The step's loss, logs "
+        f"and outputs do not depend on it, so training goes on. Other code that reads it gets the first value.{more}"
     )
 
 
@@ -221,9 +221,9 @@ def text_about(
     if moved:
         names = ", ".join(map(repr, moved[:3])) + (f" and {len(moved) - 3} more" if len(moved) > 3 else "")
         reason = (
-            f"The step writes into {'buffers' if len(moved) > 1 else 'a buffer'} of the module ({names}): a pipeline "
-            "does so in every microbatch, and the next microbatch reads what the one before has left; one device does "
-            "so once for the batch. Do this in on_train_batch_end, or set num_microbatches=1."
+            f"The step writes into {'buffers' if len(moved) > 1 else 'a buffer'} of the module ({names}). A pipeline "
+            "does so in every microbatch, and the next microbatch reads what was written. One device does so once for "
+            "the batch. Do this in on_train_batch_end, or set num_microbatches=1."
         )
         return f"{told} {reason} {_TURN_OFF}"
     return f"{told} {_reason(difference, culprit)} {_TURN_OFF}"
@@ -231,18 +231,18 @@ def text_about(
 
 def _reason(difference: Difference, culprit: Culprit | None) -> str:
     whole_batch = (
-        "whole_batch_loss=True on the strategy runs the code after the last unit once on the whole batch, at the price "
-        "of memory and bubble that lightning-pp-plan tells."
+        "whole_batch_loss=True on the strategy runs the code after the last unit once on the whole batch. It costs "
+        "memory and bubble: lightning-pp-plan shows how much."
     )
     if culprit is not None and culprit.unit is not None:
         return (
-            f"The samples are coupled in the unit {culprit.unit!r}: what it gives for a sample depends on the other "
-            "samples of the microbatch. Use a layer that treats samples one by one (GroupNorm or LayerNorm in place of "
-            "batch statistics, attention within a sample), or num_microbatches=1."
+            f"The samples are coupled in the unit {culprit.unit!r}: its result for a sample depends on the other "
+            "samples of the microbatch. Use a layer that treats samples one by one (GroupNorm or LayerNorm instead of "
+            "batch statistics, attention within a sample), or set num_microbatches=1."
         )
     if culprit is not None:
         return (
-            f"The samples are coupled in {culprit.line} by `{culprit.function}`: what it gives is neither a sum nor a "
+            f"The samples are coupled in {culprit.line} by `{culprit.function}`, whose result is neither a sum nor a "
             f"mean over them. {whole_batch}"
         )
     if difference.is_loss and is_close(difference.whole, sum(difference.of_parts), 1e-3):
@@ -251,13 +251,13 @@ def _reason(difference: Difference, culprit: Culprit | None) -> str:
         )
     if difference.of_parts and min(difference.of_parts) <= difference.whole <= max(difference.of_parts):
         return (
-            "It seems to be a mean that divides by something else than the number of samples, in a way that was not "
+            "It seems to be a mean that divides by something other than the number of samples, in a way that was not "
             f"recognised. Divide by a tensor that torch.sum made. {whole_batch}"
         )
     if not difference.is_loss:
         return (
-            "It is neither a sum nor a mean over samples, or Python computed it from such (log the tensor in place of "
-            f"its .item()). {whole_batch}"
+            "It is neither a sum nor a mean over samples, or Python computed it from one (log the tensor, not its "
+            f".item()). {whole_batch}"
         )
     return f"It is neither a sum nor a mean over samples. {whole_batch}"
 
@@ -268,8 +268,8 @@ def tell_of_batch_norm(module: pl.LightningModule, num_samples: int, batch_size:
     if names:
         listed = ", ".join(repr(name) for name in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         rank_zero_warn(
-            f"BatchNorm normalises over microbatches of {num_samples} samples, and not over the {batch_size} of the "
-            f"batch, as it does under gradient accumulation: {listed}. The loss curve is not quite that of one device. "
+            f"BatchNorm normalises over microbatches of {num_samples} samples, not over the {batch_size} samples of "
+            f"the batch, as under gradient accumulation: {listed}. The loss curve is not quite that of one device. "
             "GroupNorm, or num_microbatches=1, is exact."
         )
 
@@ -277,7 +277,7 @@ def tell_of_batch_norm(module: pl.LightningModule, num_samples: int, batch_size:
 def tell_unchecked(step: str) -> None:
     """Says that a check was not possible."""
     rank_zero_info(
-        f"{step} draws random numbers that a part of a batch cannot share with the whole, so it could not be checked "
+        f"{step} draws random numbers that parts of a batch cannot share with the whole batch, so it was not checked "
         "that its loss is the same for microbatches as for the batch."
     )
 

@@ -152,9 +152,9 @@ class PartCheck:
                 raise outcome
         if draws.repeated:
             raise SplitError(
-                f"{draws.repeated} draws the same random numbers for every microbatch, and on one device every row of "
-                "the batch has its own: the step seeds the generator that it draws from, or starts from the same state "
-                "for each microbatch. Seed it outside of the step and draw from torch's default generator, or set "
+                f"{draws.repeated} draws the same random numbers for every microbatch, but on one device every row of "
+                "the batch has its own. The step seeds the generator that it draws from, or starts each microbatch "
+                "from the same state. Seed it outside the step and draw from torch's default generator, or set "
                 "num_microbatches=1."
             )
         if not (isinstance(whole, Observed) and isinstance(parts, Observed)):
@@ -195,7 +195,7 @@ class PartCheck:
                 note = (
                     f"{self._step} was run on parts of the first batch, of {self._sizes.whole.num_samples} and of "
                     f"{sizes} samples, to check that its loss adds up. If it works for microbatches, "
-                    "check_first_batches=False leaves this check out."
+                    "check_first_batches=False turns this check off."
                 )
                 if hasattr(error, "add_note"):
                     error.add_note(note)

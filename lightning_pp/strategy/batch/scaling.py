@@ -147,11 +147,11 @@ class ScaledBatch:
         estimate = estimate_of(loss_of(output))
         if estimate is not None and estimate.bent_by is not None:
             raise SplitError(
-                f"The loss of the step does not add up over microbatches: {estimate.line} calls "
-                f"`{estimate.bent_by}` with a sum or a mean over samples, and what that gives for microbatches does "
-                "not make what it gives for the batch. Set whole_batch_loss=True on the strategy, which runs the code "
-                "after the last unit once on the whole batch, at the price of memory and bubble that lightning-pp-plan "
-                "tells. check_first_batches=False turns this check off."
+                f"The loss of the step does not add up over microbatches: {estimate.line} calls `{estimate.bent_by}` "
+                "with a sum or a mean over samples, and its results for microbatches do not add up to its result for "
+                "the batch. Set whole_batch_loss=True on the strategy, which runs the code after the last unit once on "
+                "the whole batch. It costs memory and bubble: lightning-pp-plan shows how much. "
+                "check_first_batches=False turns this check off."
             )
 
     def drop_facts_without_use(self) -> None:
@@ -358,8 +358,8 @@ def _settle(
             return
         before = told
     raise SplitError(
-        f"What the step counts in its batch depends on more than {_MOST_ROUNDS} other counts, one after the other. Set "
-        "whole_batch_loss=True on the strategy."
+        f"A number that the step counts in its batch depends on more than {_MOST_ROUNDS} other counts, one after the "
+        "other. Set whole_batch_loss=True on the strategy."
     )
 
 

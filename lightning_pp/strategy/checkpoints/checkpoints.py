@@ -87,8 +87,8 @@ class Checkpoints:
         """Raises :class:`ConfigurationError` for a plugin that a sharded checkpoint would not go through."""
         if type(checkpoint_io) is not TorchCheckpointIO and self.is_sharded:
             raise ConfigurationError(
-                f"The plugin {type(checkpoint_io).__name__} writes single files, and sharded checkpoints are written "
-                "by every rank without it. Set save_distributed_checkpoint=False to use it; to write sharded "
+                f"The plugin {type(checkpoint_io).__name__} writes single files, but every rank writes its part of a "
+                "sharded checkpoint without it. Set save_distributed_checkpoint=False to use it. To write sharded "
                 "checkpoints while training goes on, set async_checkpoint=True instead."
             )
 
@@ -118,10 +118,10 @@ class Checkpoints:
     def _attached(self) -> _Run:
         if self._run is None:
             raise ConfigurationError(
-                "There is no pipeline whose checkpoint could be written or read: there is one from Strategy.setup, "
-                "where a fit or its siblings begin that have batches, until gather_module(). Save in on_fit_start or "
-                "later; before and after that the module is whole on every rank: torch.save(module.state_dict(), path) "
-                "on rank 0."
+                "No pipeline exists now, so no checkpoint can be written or read. It exists from Strategy.setup of a "
+                "run with batches until gather_module(). Save in on_fit_start or later. Before the set-up and after "
+                "gather_module(), save on rank 0 with torch.save(module.state_dict(), path): every rank has the whole "
+                "module."
             )
         return self._run
 
@@ -179,8 +179,8 @@ class Checkpoints:
         """
         if self._is_interrupted():
             _log.warning(
-                f"No checkpoint is written to {filepath}: this rank failed in the middle of a step, and the other "
-                "stages may not be there to write theirs. Resume from the last checkpoint that was saved between steps."
+                f"No checkpoint is written to {filepath}: this rank failed in the middle of a step, and other stages "
+                "may not be there to write their parts. Resume from the last checkpoint saved between steps."
             )
             return
         run = self._attached
@@ -190,7 +190,7 @@ class Checkpoints:
         if self.is_sharded:
             if storage_options is not None:
                 raise TypeError(
-                    "storage_options apply to single files; set save_distributed_checkpoint=False to use them."
+                    "storage_options apply to single files. Set save_distributed_checkpoint=False to use them."
                 )
             self.wait()  # its copies on the host are about to be overwritten
             write = prepare_save(path, with_added_groups(run.part), checkpoint, self._stager).write
@@ -229,7 +229,7 @@ class Checkpoints:
             if self._background is not None:
                 self._background.wait_alone()
         except Exception as error:
-            _log.error(f"The checkpoint that was being written when the run failed is lost: {error}")
+            _log.error(f"The run failed while a checkpoint was being written, and this checkpoint is lost: {error}")
 
     def _write_file(
         self, checkpoint: dict[str, Any], path: str, storage_options: Any, group: dist.ProcessGroup | None
@@ -316,7 +316,7 @@ class Checkpoints:
             CheckpointError: On all ranks: it does not fit.
         """
         if self._opened is None:
-            raise CheckpointError("There is no opened checkpoint to load; pass ckpt_path to the trainer.")
+            raise CheckpointError("There is no opened checkpoint to load. Pass ckpt_path to the trainer.")
         with LongTask("Loading the checkpoint", rank_zero_info):
             self._opened.load(with_added_groups(self._attached.part), content, strict=strict)
         restore_run_state(content, self._attached.engine, self._attached.data)

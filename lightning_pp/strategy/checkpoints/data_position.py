@@ -72,7 +72,7 @@ class DataPosition:
             return _Rest(loader, done)
         raise CheckpointError(
             f"The checkpoint was saved after {done} batches of epoch {self._resumed['epoch']}, and the training data "
-            f"cannot be restored there: {_why_not(loader)}, or resume from a checkpoint that was saved at the end of "
+            f"cannot be restored there: {_why_not(loader)}. Or resume from a checkpoint that was saved at the end of "
             "an epoch."
         )
 
@@ -128,9 +128,9 @@ class DataPosition:
             if self._resumed["num_batches"] and not self._num_resumed:
                 raise CheckpointError(
                     f"The checkpoint was saved after {self._resumed['num_batches']} batches of epoch "
-                    f"{self._resumed['epoch']}, and the training data cannot be restored there: something asked for "
-                    "the loaders before it was loaded, as trainer.estimated_stepping_batches in configure_optimizers "
-                    "does. Compute the number of steps in another way, or resume from the end of an epoch."
+                    f"{self._resumed['epoch']}, and the training data cannot be restored there: the loaders were used "
+                    "before it was loaded, as by trainer.estimated_stepping_batches in configure_optimizers. Compute "
+                    "the number of steps in another way, or resume from the end of an epoch."
                 )
             self.put_current()
             if self._resumed["num_batches"] == 0:
@@ -280,8 +280,8 @@ def _why_not(loader: object) -> str:
     name = type(dataset).__name__
     if _can_be_followed(loader):
         return (
-            f"it does not say where the loader of {name} stood, since there were other loaders then, or a hook had "
-            "read from this one. Give the trainer the same loaders, and hooks one of their own"
+            f"it does not say where the loader of {name} stood, because there were other loaders then, or a hook had "
+            "read from this one. Give the trainer the same loaders, and give hooks loaders of their own"
         )
     what = "reads a stream" if isinstance(dataset, IterableDataset) else "has no length, or no indices,"
     return (

@@ -76,8 +76,8 @@ class LastCheckpoints:
             return path
         reasons = "\n".join(f"- {reason}" for _, reason in found.damaged)
         rank_zero_warn(
-            f"ckpt_path='last' takes {found.path}, since {len(found.damaged)} newer cannot be read. What was trained "
-            f"since then is trained again.\n{reasons}"
+            f"ckpt_path='last' takes {found.path}, because newer checkpoints cannot be read ({len(found.damaged)}). "
+            f"Training repeats the steps since then.\n{reasons}"
         )
         return str(found.path)
 

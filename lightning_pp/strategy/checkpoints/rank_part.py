@@ -47,6 +47,6 @@ def _refuse_other_names(module: nn.Module) -> None:
         raise ConfigurationError(
             f"state_dict of {type(module).__name__} leaves out {enumerate_names(sorted(own - given)) or 'nothing'} and "
             f"adds {enumerate_names(sorted(given - own)) or 'nothing'}. A pipeline saves the module in parts, by the "
-            "names of its parameters and buffers: leave names out in on_save_checkpoint, with "
-            "save_distributed_checkpoint=False, and put what is added beside checkpoint['state_dict']."
+            "names of its parameters and buffers. To leave names out, set save_distributed_checkpoint=False and remove "
+            "them in on_save_checkpoint. Put additions beside checkpoint['state_dict']."
         )

@@ -38,8 +38,8 @@ def own_run_state(checkpoint: Mapping[str, Any], engine: PipelineEngine, data: D
     dist.all_gather_object(gathered, mine)
     if bad := [weight for _, _, _, weight, _ in gathered if weight is not None]:
         raise CheckpointError(
-            f"{bad[0]} Nothing is saved, so that no good checkpoint is replaced by it: go on from the last one. "
-            "on_nonfinite='ignore' saves such weights, too."
+            f"{bad[0]} Nothing is saved, so that it replaces no good checkpoint. Resume from the last one. "
+            "on_nonfinite='ignore' saves such weights too."
         )
     of_replica = {replica: state for rank, replica, state, *_ in gathered if rank == 0}
     own: dict[str, Any] = {"random": engine.random_state()}
@@ -61,8 +61,8 @@ def _pickled(loaders: Any, position: Any) -> bytes:
         return pickle.dumps((loaders, position))
     except Exception as error:
         rank_zero_warn(
-            f"Where the training data stand is not in the checkpoint, since it cannot be pickled "
-            f"({type(error).__name__}: {error}). A training that is resumed within an epoch begins its data again."
+            "The checkpoint does not say where the training data stand, because that cannot be pickled "
+            f"({type(error).__name__}: {error}). A training resumed within an epoch begins its data again."
         )
         return pickle.dumps(([], None))
 
@@ -80,9 +80,9 @@ def restore_run_state(checkpoint: Mapping[str, Any], engine: PipelineEngine, dat
         num_batches, earlier, now = positions[0]["num_batches"], own["num_replicas"], engine.sizes.data_parallel
         if num_batches and earlier != now:
             _log.warning(
-                f"The checkpoint was saved after {num_batches} batches with {earlier} replicas, and now there "
-                f"are {now}, which share out the data otherwise: each goes on after {num_batches} batches of its own. "
-                "In this epoch some samples may come twice and others not at all."
+                f"The checkpoint was saved after {num_batches} batches with {earlier} replicas, but this run has "
+                f"{now}, which share out the data differently. Each goes on after {num_batches} batches of its own. In "
+                "this epoch some samples may come twice and others not at all."
             )
     loaders = own.get("loaders")
     if loaders is None:
@@ -91,8 +91,8 @@ def restore_run_state(checkpoint: Mapping[str, Any], engine: PipelineEngine, dat
         _loader_states(checkpoint)[:] = loaders[engine.replica]
     else:
         _log.warning(
-            f"The loaders of the {len(loaders)} replicas that saved this checkpoint stood at different places, and now "
-            f"there are {engine.sizes.data_parallel}: all start from where the first stood."
+            f"{len(loaders)} replicas saved this checkpoint with their loaders at different places, but this run has "
+            f"{engine.sizes.data_parallel} replicas. All of them start where the first replica's loaders were."
         )
 
 

@@ -25,8 +25,8 @@ def refuse_code_zero(exception: BaseException, rank: int) -> None:
     if isinstance(exception, SystemExit) and not isinstance(exception, SIGTERMException) and not exception.code:
         exception.code = 1
         _log.error(
-            f"exit() has ended the run on rank {rank} before it was finished, and the other ranks fail without it: the "
-            "process ends with code 1, not 0. To end a training early, set trainer.should_stop = True."
+            f"Rank {rank} called exit() before the run was finished. The other ranks fail without it, so the process "
+            "ends with code 1, not 0. To end a training early, set trainer.should_stop = True."
         )
 
 
@@ -54,7 +54,7 @@ def warn_of_nothing_trained(trainer: pl.Trainer) -> None:
     epoch, step = trainer.current_epoch, trainer.global_step
     numbers = f"epoch {epoch} of max_epochs={trainer.max_epochs}, step {step} of max_steps={trainer.max_steps}"
     if trainer.limit_train_batches == 0 or loop.max_batches == 0:
-        advice = "There are no batches: look at limit_train_batches and at the length of the training data."
+        advice = "There are no batches: check limit_train_batches and the length of the training data."
     elif 0 <= trainer.max_steps <= step:
         advice = f"All steps are done: set max_steps above {step}, or -1 for no limit."
     elif trainer.max_epochs is not None and 0 <= trainer.max_epochs <= epoch:
@@ -62,5 +62,5 @@ def warn_of_nothing_trained(trainer: pl.Trainer) -> None:
     elif trainer.should_stop:
         advice = "trainer.should_stop was set before the first batch."
     else:
-        advice = "Neither limit was reached: look at hooks that end an epoch, and at what the loader gives."
+        advice = "Neither limit was reached: check hooks that end an epoch, and what the loader returns."
     rank_zero_warn(f"This fit has trained no batch: it began and ended at {numbers}. {advice}")

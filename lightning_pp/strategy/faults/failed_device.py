@@ -26,8 +26,8 @@ def end_device_work(channels: Iterable[Any], error: BaseException | None = None)
         return
     sys.excepthook(type(error), error, error.__traceback__)
     print(  # noqa: T201
-        f"lightning_pp: the device did not let go of this process {_ABORT_S:.0f} s after the exception, so the process "
-        "is ended.",
+        f"lightning_pp: the process is ended, because its device did not release it within {_ABORT_S:.0f} s after the "
+        "exception.",
         file=sys.stderr,
     )
     sys.stdout.flush()
@@ -39,6 +39,6 @@ def refuse_aborted_groups() -> None:
     """Raises ``RuntimeError`` where an exception in an earlier run has ended the groups of this process."""
     if are_aborted():
         raise RuntimeError(
-            "An exception ended an earlier run in this process, and the communicators of its device with it: no other "
-            "run can follow in it. Start the job again, with ckpt_path= for the last checkpoint."
+            "An exception ended an earlier run in this process, and the communicators of its device with it. No other "
+            "run can follow in this process. Start the job again, with ckpt_path= for the last checkpoint."
         )

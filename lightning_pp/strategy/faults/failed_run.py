@@ -94,7 +94,7 @@ class FailedRuns:
                 watchdog.wait_until_known(failure)
                 self.end(failed=True)
                 return
-            error.args = (f"{error} (No rank has told of a failure of its own.)",)
+            error.args = (f"{error} (No rank has reported a failure of its own.)",)
         what = f"raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         if isinstance(error, SystemExit):
             what = f"called exit({error.code!r})"

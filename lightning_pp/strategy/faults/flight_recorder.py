@@ -26,7 +26,7 @@ def record_nccl(dirpath: str | Path | None, backend: str) -> None:
         return
     if "nccl" not in backend:
         raise ConfigurationError(
-            f"flight_recorder_dirpath={str(dirpath)!r} records what goes over NCCL, and this run communicates over "
+            f"flight_recorder_dirpath={str(dirpath)!r} records messages over NCCL, but this run communicates over "
             f"{backend}. Leave it out."
         )
     folder = Path(dirpath).absolute()

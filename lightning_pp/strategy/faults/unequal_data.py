@@ -31,10 +31,10 @@ def check_num_batches(trainer: pl.Trainer) -> None:
     for rank, numbers in enumerate(told):
         if numbers != told[0]:
             raise ConfigurationError(
-                f"Rank 0 has {_written(told[0])} batches of {what} data, and rank {rank} has {_written(numbers)}: the "
-                "one with more would wait for the other for ever. Give every rank as many: let nothing in datasets and "
-                "samplers depend on the rank but by strategy.data_parallel_rank, and drop or repeat what does not "
-                "divide (DistributedSampler does). unequal_data='shortest' ends all where the first ends."
+                f"Rank 0 has {_written(told[0])} batches of {what} data, but rank {rank} has {_written(numbers)}. The "
+                "rank with more batches would wait for ever. Give every rank as many: let datasets and samplers depend "
+                "on strategy.data_parallel_rank only, not on the rank, and drop or repeat the samples left over (as "
+                "DistributedSampler does). unequal_data='shortest' ends all ranks where the first one ends."
             )
 
 

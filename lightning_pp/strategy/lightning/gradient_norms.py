@@ -104,8 +104,8 @@ class GradientNorms:
         total = self._clip([parameter for parameter in owned if parameter in wanted], float(max_norm), float(norm_type))
         if error_if_nonfinite and not bool(total.isfinite()):
             raise RuntimeError(
-                f"The total norm of order {norm_type} of the gradients is {float(total)}, so it cannot be clipped to. "
-                "Call clip_grad_norm_ with error_if_nonfinite=False to go on."
+                f"The gradients have the total norm {float(total)} (order {norm_type}), so they cannot be clipped by "
+                "it. Call clip_grad_norm_ with error_if_nonfinite=False to go on."
             )
         dtypes = [parameter.grad.dtype for parameter in (*real, *owned) if parameter.grad is not None]
         return total.to(dtypes[0] if dtypes else torch.get_default_dtype())

@@ -44,8 +44,8 @@ class RunLauncher(SubprocessScriptLauncher):
         where = "a notebook or an interactive Python" if hasattr(sys, "ps1") else "code without a file"
         raise ConfigurationError(
             f"{num_others + 1} processes cannot be started from {where}: each of them runs the program's file from its "
-            "beginning. Save the code as train.py (in a notebook: %%writefile train.py) and start python train.py (in "
-            "a notebook: !python train.py). Trainer(devices=1) works here."
+            "beginning. Save the code as train.py (in a notebook: %%writefile train.py) and run python train.py (in a "
+            "notebook: !python train.py). Trainer(devices=1) works here."
         )
 
     def arguments_of_others(self) -> list[str]:

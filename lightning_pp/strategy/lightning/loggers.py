@@ -74,9 +74,8 @@ class GuardedLoggers:
             return
         self._failed.append(logger)
         warnings.warn(
-            f"{type(logger).__name__}.{name} raised {type(error).__name__} on rank {rank}: {error}. The run goes on; "
-            "what this logger is given may be lost. It is called again each time, and further errors of it are not "
-            "told.",
+            f"{type(logger).__name__}.{name} raised {type(error).__name__} on rank {rank}: {error}. The run goes on "
+            "and still calls this logger, but what the logger gets may be lost. Further errors of it are not reported.",
             stacklevel=3,
         )
 
@@ -85,6 +84,6 @@ def warn_of_folders_left_out(loggers: Sequence[Logger]) -> None:
     """Says that Lightning's logger of W&B makes artifacts of files only, where checkpoints are to be folders."""
     if any(isinstance(logger, WandbLogger) and uploads_checkpoints(logger) for logger in loggers):
         rank_zero_warn(
-            "WandbLogger(log_model=...) makes no artifacts of checkpoints that are folders. Use "
+            "WandbLogger(log_model=...) does not upload checkpoints that are folders. Use "
             "lightning_pp.PipelineWandbLogger, or PipelineParallelStrategy(save_distributed_checkpoint=False)."
         )

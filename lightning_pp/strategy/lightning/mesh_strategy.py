@@ -86,8 +86,8 @@ class MeshStrategy(ParallelStrategy):
         check_overridden_names()
         if timeout is not None and not timedelta() < timeout <= _LONGEST_TIMEOUT:
             raise ConfigurationError(
-                f"timeout={timeout!r} must be positive and at most {_LONGEST_TIMEOUT.days} days; None is ten minutes "
-                "over NCCL and half an hour over gloo."
+                f"timeout={timeout!r} must be positive and at most {_LONGEST_TIMEOUT.days} days. None means ten "
+                "minutes over NCCL and half an hour over gloo."
             )
         check_size("pipeline_parallel_size", pipeline_parallel_size)  # whether sizes fit the devices is checked later
         super().__init__()
@@ -156,8 +156,8 @@ class MeshStrategy(ParallelStrategy):
         num_started = int(os.environ.get("LOCAL_WORLD_SIZE", self.local_rank + 1))
         if num_started > self.num_processes:
             raise ConfigurationError(
-                f"{num_started} processes were started on this node, and Trainer(devices=) gives devices to "
-                f"{self.num_processes}: set devices={num_started}, or start {self.num_processes} (torchrun "
+                f"{num_started} processes were started on this node, but Trainer(devices=) has devices for "
+                f"{self.num_processes}. Set devices={num_started}, or start {self.num_processes} processes (torchrun "
                 f"--nproc-per-node {self.num_processes})."
             )
 
@@ -214,9 +214,8 @@ class MeshStrategy(ParallelStrategy):
         if self.global_rank == self.num_processes - 1 and self.node_rank != 0:
             warnings.warn(
                 f"Rank {self.global_rank} is on node {self.node_rank}: the launcher deals ranks out over the nodes in "
-                "turn. Groups that shard parameters are ranks that follow each other, so they cross nodes, and the "
-                "pipeline stays inside them. Have the launcher fill one node after the other (srun "
-                "--distribution=block).",
+                "turn. Groups that shard parameters have consecutive ranks, so they cross nodes, while each pipeline "
+                "stays inside a node. Have the launcher fill one node after the other (srun --distribution=block).",
                 stacklevel=2,
             )
         within = self.sizes.replicate_size_within_nodes(self.num_processes)
@@ -226,14 +225,14 @@ class MeshStrategy(ParallelStrategy):
             and self._sharding.mode != "replicate"
         ):
             remedy = (
-                f"data_parallel_replicate_size={within} keeps them inside, and each rank then holds shards of "
-                f"1/{self.sizes.data_parallel // within} in the place of 1/{self.sizes.data_parallel_shard}."
+                f"data_parallel_replicate_size={within} keeps them inside a node. Each rank then holds shards of "
+                f"1/{self.sizes.data_parallel // within}, not 1/{self.sizes.data_parallel_shard}."
                 if within is not None
-                else f"Sizes that divide {self.num_processes} would stay inside."
+                else f"Sizes that divide {self.num_processes} would stay inside a node."
             )
             rank_zero.rank_zero_warn(
-                f"Groups of {self.sizes.data_parallel_shard} ranks shard parameters, and a node has "
-                f"{self.num_processes}, so they cross nodes: every gather goes over the network. {remedy}"
+                f"Groups of {self.sizes.data_parallel_shard} ranks shard parameters, but a node has "
+                f"{self.num_processes} ranks. The groups cross nodes, so every gather goes over the network. {remedy}"
             )
 
     def _meet(self, backend: str) -> bool:
@@ -259,8 +258,8 @@ class MeshStrategy(ParallelStrategy):
             init_process_group(environment, backend, timeout=timeout, store=store)
         if self._world is not None and self._world is not dist.group.WORLD:
             raise RuntimeError(
-                "An exception has ended the connections between the ranks, which have made new ones. This trainer has "
-                "those of before: make a new Trainer, strategy and module, with ckpt_path= for the last checkpoint."
+                "An exception ended the connections between the ranks, and the ranks have made new ones. This trainer "
+                "has the old ones. Make a new Trainer, strategy and module, with ckpt_path= for the last checkpoint."
             )
         self._world = dist.group.WORLD
         return is_new
@@ -307,7 +306,7 @@ class MeshStrategy(ParallelStrategy):
     def device_mesh(self) -> DeviceMesh:
         """With the axes that :class:`ParallelSizes` lists."""
         if self._device_mesh is None:
-            raise RuntimeError("The device mesh is made when the processes have been launched; it is not there yet.")
+            raise RuntimeError("There is no device mesh yet. It is made when the processes have been launched.")
         return self._device_mesh
 
     @property
@@ -415,8 +414,9 @@ class MeshStrategy(ParallelStrategy):
             raise ConfigurationError(
                 f"{self._running_step} calls strategy.{collective} among {num_ranks} ranks, at {line_of_user()}. In a "
                 "pipeline a step runs once for each microbatch, and on each stage only up to the stage's last unit, so "
-                "ranks would wait for others that never come. Use self.log, which averages over replicas, or call it "
-                "in a hook (on_train_batch_end), where every rank has what the step returned."
+                "not all ranks make the same calls and some would wait for ever. Use self.log, which averages over "
+                "replicas, or make the call in a hook (on_train_batch_end), where every rank has what the step "
+                "returned."
             )
 
     def all_or_none(self, work: Callable[[], T]) -> T:

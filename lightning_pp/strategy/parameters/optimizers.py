@@ -30,7 +30,7 @@ def set_up_one_optimizer(strategy: Strategy, trainer: pl.Trainer) -> None:
             raise
         # Lightning's own advice, manual optimization, is none for a pipeline
         raise ConfigurationError(
-            f"configure_optimizers of {type(strategy.lightning_module).__name__} returned several optimizers, and a "
+            f"configure_optimizers of {type(strategy.lightning_module).__name__} returned several optimizers, but a "
             "pipeline steps exactly one. Give one optimizer several parameter groups instead."
         ) from None
     for optimizer in strategy.optimizers:
@@ -39,13 +39,13 @@ def set_up_one_optimizer(strategy: Strategy, trainer: pl.Trainer) -> None:
         if needs_closure and not isinstance(optimizer, LBFGS):
             raise ConfigurationError(
                 f"{type(optimizer).__name__}.step needs a closure, which it calls to evaluate the step again at other "
-                "weights; a pipeline has one forward and backward per step. Use an optimizer whose step takes the "
+                "weights, but a pipeline has one forward and backward per step. Use an optimizer whose step takes the "
                 "gradients as they are (AdamW, SGD, ...)."
             )
     if any(isinstance(optimizer, LBFGS) for optimizer in strategy.optimizers):
         raise ConfigurationError(
-            "LBFGS evaluates the step several times and needs all parameters at once, and a stage has its own "
-            "only; use a first-order optimizer (AdamW, SGD, ...)."
+            "LBFGS evaluates the step several times and needs all parameters at once, but a stage has only its own. "
+            "Use a first-order optimizer (AdamW, SGD, ...)."
         )
 
 

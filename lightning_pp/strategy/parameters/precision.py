@@ -25,7 +25,7 @@ from lightning_pp.split.memory.state_memory import StepDtypes
 _SUPPORTED = "32-true, 64-true, bf16-true, bf16-mixed, and 16-mixed on CUDA"
 _REFUSED: dict[type[Precision], str] = {
     BitsandbytesPrecision: "it replaces linear layers by ones whose weights are packed integers",
-    TransformerEnginePrecision: "its fp8 scales are kept by global state that does not know of stages",
+    TransformerEnginePrecision: "it keeps its fp8 scales in global state that does not know of stages",
     DeepSpeedPrecision: "it leaves casting and scaling to DeepSpeed's engine",
     FSDPPrecision: "it leaves casting to FSDP's wrapper of the whole model; leave out plugins= and set precision=",
     XLAPrecision: "it is made for TPUs",
@@ -61,19 +61,19 @@ def refuse_precision(precision: Precision, device: torch.device) -> None:
             )
     if isinstance(precision, HalfPrecision) and precision.precision == "16-true":
         raise ConfigurationError(
-            "precision='16-true' keeps weights in float16, whose gradients underflow without a scale and whose updates "
-            f"are rounded away; use 'bf16-true' or 'bf16-mixed'. Supported are {_SUPPORTED}."
+            "precision='16-true' keeps weights in float16: their gradients underflow without a scale, and their "
+            f"updates are rounded away. Use 'bf16-true' or 'bf16-mixed'. Supported are {_SUPPORTED}."
         )
     if isinstance(precision, MixedPrecision) and precision.precision == "16-mixed":
         if device.type != "cuda":
             raise ConfigurationError(
-                f"precision='16-mixed' computes in float16 with a scaled loss, which needs a CUDA device, and this is "
-                f"{device.type}; use 'bf16-mixed', which needs no scale, or '32-true'."
+                "precision='16-mixed' computes in float16 with a scaled loss, which needs a CUDA device, but this run "
+                f"computes on {device.type}. Use 'bf16-mixed', which needs no scale, or '32-true'."
             )
         if precision.scaler is not None and not AgreeingGradScaler.can_take_over(precision.scaler):
             raise ConfigurationError(
-                f"The scale of the loss has to agree on all stages, and {type(precision.scaler).__name__} would "
-                "decide on each rank for itself: give MixedPrecision a torch.amp.GradScaler, or none."
+                f"The scale of the loss must be the same on all stages, but {type(precision.scaler).__name__} would "
+                "decide on each rank for itself. Give MixedPrecision a torch.amp.GradScaler, or none."
             )
 
 

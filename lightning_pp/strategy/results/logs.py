@@ -286,8 +286,8 @@ def _recorded(
         number = value.detach()
         if is_fake(number):
             raise SplitError(
-                f"`self.log({name!r}, ...)` in `{fx}` was given a value that depends on what only another stage has. "
-                "Log it from a value that the last stage computes."
+                f"`self.log({name!r}, ...)` in `{fx}` got a value that depends on what only another stage has. Log it "
+                "from a value that the last stage computes."
             )
     call = LogCall(
         fx=fx,
@@ -316,9 +316,9 @@ def _path_of(module: LightningModule, metric: Metric, name: str, attribute: str)
         if submodule is metric:
             return str(path)
     raise ValueError(
-        f"`self.log({name!r}, metric)` was given a {type(metric).__name__} that is not an attribute of the "
-        f"{type(module).__name__} (metric_attribute={attribute!r}), so the other ranks cannot find theirs. "
-        "Assign it to an attribute of the module."
+        f"`self.log({name!r}, metric)` got a {type(metric).__name__} that is not an attribute of the "
+        f"{type(module).__name__} (metric_attribute={attribute!r}), so the other ranks cannot find theirs. Assign it "
+        "to an attribute of the module."
     )
 
 
@@ -329,6 +329,6 @@ def _number_on_batch(metric: Metric, name: str) -> Tensor | None:
     if not isinstance(cache, Tensor) or cache.numel() != 1:
         raise ValueError(
             f"`self.log({name!r}, metric, on_step=True)` needs a metric whose value on a batch is one number, but "
-            f"{type(metric).__name__} gave {cache}. Log its elements one by one, or use on_step=False."
+            f"{type(metric).__name__} returned {cache}. Log its elements one by one, or use on_step=False."
         )
     return cache.detach().reshape(())

@@ -250,7 +250,7 @@ def _all_equal(values: Sequence[Any]) -> bool:
 
 SKIPPED_IN_PART = (
     "training_step returned None for some microbatches of a batch and a loss for others. On one device it would have "
-    "returned one of them for the whole batch: decide by what all of its samples share."
+    "returned one of them for the whole batch. Decide by what all samples of the batch share."
 )
 
 
@@ -265,10 +265,10 @@ def none_refused(batch_idx: int) -> Iterator[None]:
         yield
     except NoLossError as error:
         raise ConfigurationError(
-            f"training_step returned None for a microbatch of batch {batch_idx} after units were run, where the "
-            "recorded step returned a loss. The other stages run the batch already. Return None before the first unit "
-            "is called, by batch_idx or by what the batch holds. on_nonfinite='skip' of the strategy skips updates "
-            "where a loss or a gradient is not finite."
+            f"training_step returned None for a microbatch of batch {batch_idx} after units were run, but the recorded "
+            "step returned a loss. The other stages run the batch already. Return None before the first unit is "
+            "called, by batch_idx or by what the batch holds. To skip updates where a loss or a gradient is not "
+            "finite, set on_nonfinite='skip' on the strategy."
         ) from error
 
 
@@ -277,8 +277,8 @@ def loss_of(output: Any) -> Tensor:
     loss = output.get("loss") if hasattr(output, "get") else output
     if not isinstance(loss, Tensor):
         raise (NoLossError if output is None else ConfigurationError)(
-            f"training_step returned {type(output).__name__}{' without a loss' if hasattr(output, 'get') else ''}; "
-            "in a pipeline every batch needs a loss: return a tensor, or a dict with the key 'loss'. Only without "
-            "replicas and accumulation, not in the first batch, and for all microbatches of it, may None skip a batch."
+            f"training_step returned {type(output).__name__}{' without a loss' if hasattr(output, 'get') else ''}, but "
+            "in a pipeline every batch needs a loss. Return a tensor, or a dict with the key 'loss'. None may skip a "
+            "batch only without replicas and accumulation, after the first batch, and for all its microbatches."
         )
     return loss

@@ -133,8 +133,8 @@ def warn_of_equal_streams(fingerprints: Sequence[Any]) -> None:
     """
     if len(set(fingerprints)) == 1:
         rank_zero_warn(
-            f"All {len(fingerprints)} replicas were given the same batch. Lightning does not share out an "
-            "IterableDataset: each replica reads all of it, and trains on the same samples. Share it out by "
+            f"All {len(fingerprints)} replicas got the same batch. Lightning does not divide an IterableDataset among "
+            "them: each replica reads all of it and trains on the same samples. Divide it by "
             "strategy.data_parallel_rank and strategy.data_parallel_size, as "
             "datasets.distributed.split_dataset_by_node(dataset, rank, world_size) does."
         )
@@ -176,7 +176,7 @@ def _looked_at(
         if goes_through_loaders_in_turn(loader):
             break
     if not looks:
-        raise ConfigurationError("There is no dataloader. The model is cut by looking at one batch: give at least one.")
+        raise ConfigurationError("There is no dataloader. The model is cut by looking at one batch. Give at least one.")
     loader.flattened = loaders
     kept = made if isinstance(made, CombinedLoader) else loader.iterables
 

@@ -142,8 +142,9 @@ def call_step(module: pl.LightningModule, step: str, *args: Any, **kwargs: Any) 
         return getattr(module, step)(*args, **kwargs)
     except StopIteration as error:
         raise ConfigurationError(
-            f"{step} raised StopIteration, at {innermost_user_line(error)}. In a pipeline a step cannot end an epoch: "
-            "stages may be at other batches. To end it, return -1 from on_train_batch_start or set trainer.should_stop."
+            f"{step} raised StopIteration, at {innermost_user_line(error)}. In a pipeline a step cannot end an epoch, "
+            "because stages may be at other batches. To end it, return -1 from on_train_batch_start or set "
+            "trainer.should_stop."
         ) from error
 
 
@@ -218,9 +219,9 @@ def _check_loss(output: Any, module: pl.LightningModule, calls: LoggedCalls | No
 
 def _tell_of_logger(step: str) -> None:
     rank_zero_warn(
-        f"{step} calls a logger itself, at {user_line()}. In a pipeline it is called once for each microbatch, on the "
-        "rank of the last stage, and most loggers write on rank 0 only, so that nothing may come of it. Use self.log, "
-        "or return what is to be logged and log it in a hook such as on_train_batch_end."
+        f"{step} calls a logger itself, at {user_line()}. A pipeline makes this call once for each microbatch, on the "
+        "rank of the last stage. Most loggers write on rank 0 only, so the values may be lost. Use self.log, or return "
+        "what is to be logged and log it in a hook such as on_train_batch_end."
     )
 
 
@@ -229,8 +230,8 @@ def _tell_of_metrics(step: str, calls: LoggedCalls) -> None:
         return
     rank_zero_warn(
         f"{step} reads the trainer's metrics after it has logged, at {user_line()}. In a pipeline a step logs for one "
-        "microbatch, and the trainer has the batch's values only after the step: here it has those of the batch "
-        "before. Use the value itself, or read the metrics in a hook such as on_train_batch_end."
+        "microbatch, and the trainer gets the batch's values only after the step. Here it still has those of the batch "
+        "before. Use the value itself, or read metrics in a hook such as on_train_batch_end."
     )
 
 
@@ -246,7 +247,7 @@ def _refuse_shared_writes(step: str, before: Mapping[str, Any], batch: Any) -> N
     if written:
         raise BatchError(
             f"{step} writes into {', '.join(written[:3])}, an attribute of an object that copy.copy cannot copy. A "
-            "step runs several times on a microbatch, on each stage, and each run must get the batch as it was. Give "
+            "step runs several times on a microbatch, on each stage, and each run must get the unchanged batch. Give "
             "the object's class a __copy__ method, or put its tensors into a dict or a dataclass."
         )
 
@@ -265,6 +266,6 @@ def _tell_what_hooks_see(module: pl.LightningModule, step: str, places: Sequence
     if looking and (places or edits_contents):
         rank_zero_warn(
             f"{step} of {type(module).__name__} writes into its batch ({', '.join(places[:3]) or 'in place'}). In a "
-            f"pipeline every run of the step gets the batch as it was, and so does {hook} of {', '.join(looking)}, "
+            f"pipeline every run of the step gets the unchanged batch, and so does {hook} of {', '.join(looking)}, "
             "which on one device would see what the step wrote. Return from the step what the hook needs."
         )

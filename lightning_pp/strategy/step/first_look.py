@@ -79,8 +79,8 @@ class FirstLook:
         set_own_draws(self._loader, self._before[1])
         if self._first is _NOTHING:
             raise ConfigurationError(
-                f"The dataloader ({type(self._loader).__name__}) is empty. The model is cut by looking at one batch; "
-                "give at least one."
+                f"The dataloader ({type(self._loader).__name__}) is empty. The model is cut by looking at one batch. "
+                "Give at least one."
             )
         return self._first
 

@@ -75,6 +75,6 @@ def _load(
         own = sum(name in state_dict for name in module.state_dict())
         raise ConfigurationError(
             f"{user_line()} loads a state_dict with {len(state_dict)} names. This rank has the parameters of its own "
-            f"stages, which are {own} of them. Load whole weights by ckpt_path or initial_weights, or after "
-            "strategy.gather_module(); keep averages of weights by Lightning's WeightAveraging."
+            f"stages, {own} of these names. Load whole weights by ckpt_path or initial_weights, or after "
+            "strategy.gather_module(). Keep averages of weights by Lightning's WeightAveraging."
         ) from error

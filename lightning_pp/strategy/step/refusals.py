@@ -30,12 +30,12 @@ from lightning_pp.strategy.parameters.precision import refuse_precision
 
 _REFUSED_CALLBACKS: dict[type[Callback], str] = {
     StochasticWeightAveraging: (
-        "copies the whole module before it is split and keeps the copy in its own state, of which a checkpoint has the "
-        "first rank's only. Use WeightAveraging (equal weights, as SWA) or EMAWeightAveraging, with a learning rate "
-        "schedule of your own."
+        "copies the whole module before it is split and keeps the copy in its own state, but a checkpoint has that "
+        "state from the first rank only. Use WeightAveraging (equal weights, as SWA) or EMAWeightAveraging, with a "
+        "learning rate schedule of your own."
     ),
     ModelPruning: (
-        "compares the weights of all layers and replaces parameters while training runs, and a stage has its own only. "
+        "compares the weights of all layers and replaces parameters while training runs, but a stage has only its own. "
         "Prune the module on one device, before or after training."
     ),
 }
@@ -49,7 +49,7 @@ def refuse_unsupported(
         function = getattr(module, step)
         if function is not None and is_param_in_hook_signature(function, "dataloader_iter", explicit=True):
             raise ConfigurationError(
-                f"{step} of {type(module).__name__} takes dataloader_iter; a pipeline has to see the batch to cut it "
+                f"{step} of {type(module).__name__} takes dataloader_iter, but a pipeline must see the batch to cut it "
                 "into microbatches. Take (batch, batch_idx) instead."
             )
     if trainer.state.fn == TrainerFn.FITTING:
@@ -58,9 +58,9 @@ def refuse_unsupported(
     if synchronized or synchronizes_layers(trainer):
         what = f"{synchronized[0]} is a SyncBatchNorm" if synchronized else "sync_batchnorm=True"
         raise ConfigurationError(
-            f"{what}: it takes its statistics over all ranks, and those of other stages never join in. Use BatchNorm, "
-            "which normalises each microbatch by itself, or a norm without statistics over samples (GroupNorm, "
-            "LayerNorm)."
+            f"{what}: it takes its statistics over all ranks, but the ranks of other stages never take part. Use "
+            "BatchNorm, which normalises each microbatch by itself, or a norm without statistics over samples "
+            "(GroupNorm, LayerNorm)."
         )
     callbacks: list[Callback] = getattr(trainer, "callbacks", [])
     for callback in callbacks:
@@ -76,11 +76,11 @@ def _warn_of_exception_checkpoints(callbacks: Sequence[Callback]) -> None:
     for callback in callbacks:
         asks = isinstance(callback, ModelCheckpoint) and callback.save_on_exception
         if asks or isinstance(callback, OnExceptionCheckpoint):
-            how = "save_on_exception=True" if asks else "all that it does"
+            how = "save_on_exception=True" if asks else "its only task"
             rank_zero_warn(
-                f"{type(callback).__name__} will write nothing when an exception ends the run ({how}): in a pipeline "
-                "the stages may be one step apart then, and some may not be there to write theirs. Save between steps "
-                "instead, with ModelCheckpoint(every_n_train_steps=...), and resume from the last one."
+                f"{type(callback).__name__} will write nothing when an exception ends the run ({how}). In a pipeline "
+                "the stages may then be one step apart, and some may not be there to write their parts. Save between "
+                "steps instead, with ModelCheckpoint(every_n_train_steps=...), and resume from the last one."
             )
 
 
@@ -88,15 +88,15 @@ def _refuse_own_backward(module: pl.LightningModule) -> None:
     if not module.automatic_optimization:
         raise ConfigurationError(
             f"{type(module).__name__} sets automatic_optimization=False. A pipeline interleaves the forward and "
-            "backward of many microbatches, so it must run them itself: remove manual_backward and optimizer.step from "
+            "backward of many microbatches, so it must run them itself. Remove manual_backward and optimizer.step from "
             "training_step and return the loss."
         )
     # Lightning takes a wrapper of its own method, put on the instance, for that method
     if is_overridden("backward", module) or "backward" in vars(module):
         raise ConfigurationError(
             f"{type(module).__name__} overrides backward, which a pipeline never calls: it runs the backward of many "
-            "microbatches, stage by stage. Remove it; put what it does to the loss into training_step, what it does to "
-            "gradients into on_after_backward."
+            "microbatches, stage by stage. Remove it. Put what it does to the loss into training_step, and what it "
+            "does to gradients into on_after_backward."
         )
 
 
@@ -114,9 +114,9 @@ def refuse_carried_state(module: pl.LightningModule, step: str, record: StepReco
         if num_microbatches > 1:
             raise ConfigurationError(
                 f"{step} of {type(module).__name__} leaves a tensor in {name}, and the next step uses it, at "
-                f"{carried.line}. A batch is cut into {num_microbatches} microbatches, each of which would start from "
-                "what the whole batch before it has left, not from its own rows. Set num_microbatches=1, which "
-                "carries such state from batch to batch as one device does, or start each step from a new state."
+                f"{carried.line}. A batch is cut into {num_microbatches} microbatches. Each would start from what the "
+                "whole batch before has left, not from its own rows. Set num_microbatches=1, which carries such state "
+                "from batch to batch as one device does, or start each step from a new state."
             )
 
 
@@ -141,14 +141,14 @@ def refuse_unrecorded(step: str, failure: Failure | None, options: PipelineOptio
     for option, is_set in needs.items():
         if is_set:
             raise ConfigurationError(
-                f"{step} raised {failure} when it was run before training, to find the stages, and {option} needs to "
-                "know what it holds in memory. If a hook sets what it needs, set that in __init__ or setup()."
+                f"{step} raised {failure} when it was run before training to find the stages, but {option} needs to "
+                "know what the step holds in memory. If a hook sets what the step needs, set it in __init__ or setup()."
             ) from failure.error
     rank_zero_info(
-        f"{step} raised {failure} when it was run before training, to find the stages. If a hook sets what it needs, "
-        "that is fine: the step is recorded with its first batch. Units that it has not come to are cut in the order "
-        "in which the module defines them, by their parameters. Set in __init__ or setup() what it needs, and the cut "
-        "goes by what they cost."
+        f"{step} raised {failure} when it was run before training to find the stages. If a hook sets what the step "
+        "needs, that is fine: the step is recorded with its first batch. Units that the run did not reach are cut by "
+        "their number of parameters, in the order in which the module defines them. To cut by their costs, set what "
+        "the step needs in __init__ or setup()."
     )
 
 
@@ -165,13 +165,14 @@ def check_loss(loss: Tensor, module: pl.LightningModule) -> None:
     """
     if loss.numel() != 1:
         raise ConfigurationError(
-            f"training_step of {type(module).__name__} returned a loss of shape {tuple(loss.shape)}; it must be one "
-            "number, so take its mean."
+            f"training_step of {type(module).__name__} returned a loss of shape {tuple(loss.shape)}, but it must be "
+            "one number. Take its mean."
         )
     if not loss.requires_grad and not _thaws_later(module):
         raise ConfigurationError(
             f"The loss that training_step of {type(module).__name__} returned does not depend on any parameter that "
-            "requires a gradient; check for .detach(), .item(), torch.no_grad(), or for parameters that are all frozen."
+            "requires a gradient. Check for .detach(), .item(), torch.no_grad(), and for parameters that are all "
+            "frozen."
         )
 
 

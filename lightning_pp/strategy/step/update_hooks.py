@@ -146,9 +146,9 @@ def _refuse_trained(updates: Updates, module: pl.LightningModule) -> None:
     parameters = dict(module.named_parameters())
     if own := [name for name, sources in updates.items() if not sources and parameters[name].requires_grad]:
         raise ConfigurationError(
-            f"on_before_zero_grad of {type(module).__name__} writes into parameters that train ({own[0]!r}"
-            f"{f' and {len(own) - 1} more' if len(own) > 1 else ''}). On one device it does so between forward and "
-            "backward, and a pipeline has no moment between the two. Do this in on_train_batch_end."
+            f"on_before_zero_grad of {type(module).__name__} writes into parameters that train "
+            f"({own[0]!r}{f' and {len(own) - 1} more' if len(own) > 1 else ''}). On one device it does so between "
+            "forward and backward, but a pipeline has no moment between the two. Do this in on_train_batch_end."
         )
 
 
@@ -181,6 +181,6 @@ def _difference(hook: str, logged: Sequence[dict[str, float | None]]) -> str | N
                 f"self.log({name!r}, ...) in {hook} is not the same on all stages: {values} on the ranks of the "
                 "pipeline. A hook sees the parameters and gradients of its own stage, and loggers get what the first "
                 "rank logs. Log it in the step, or with lightning.pytorch.utilities.grad_norm, which is over all "
-                "stages; where values differ by nature, as times do, log them with rank_zero_only=True."
+                "stages. Log values that differ by nature, such as times, with rank_zero_only=True."
             )
     return None

@@ -93,7 +93,7 @@ def balance_finding(evidence: Evidence) -> Finding | None:
     more = work[longest] * len(work) / sum(work) - 1
     return Finding(
         "cuts",
-        f"{name} takes {more:.0%} longer than the mean and holds the step.",
+        f"{name} takes {more:.0%} longer than the mean and holds up the step.",
         f"Cutting before {' and '.join(points)}",
         gain,
         gain / evidence.step_ms,
@@ -111,12 +111,12 @@ def _of_slow_rank(
     best = evidence.model.step_ms - repaired.step_ms
     seen = (
         f"Rank {slow.rank}{f' on host {host}' if host else ''} takes {slow.factor:.2g} times as long as the other "
-        f"ranks for units of the same class and size ({slow.unit_class}). Look at its device: one as fast as the "
+        f"ranks for units of the same class and size ({slow.unit_class}). Check its device: one as fast as the "
         f"others would save {best:.0f} ms a step ({best / evidence.step_ms:.0%})."
     )
     if gain <= 0 or not points:
         return Finding("slow_rank", seen, "Repairing it", best, best / evidence.step_ms)
-    remedy = f"Cutting for it, before {' and '.join(points)},"
+    remedy = f"Cutting for its speed, before {' and '.join(points)},"
     return Finding("slow_rank", seen, remedy, gain, gain / evidence.step_ms, *_cut_options(points))
 
 

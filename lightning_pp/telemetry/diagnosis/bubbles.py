@@ -54,8 +54,8 @@ def microbatch_finding(evidence: Evidence) -> Finding | None:
     smaller = num_samples / best.model.schedule.num_microbatches
     return Finding(
         "microbatches",
-        f"{now.num_microbatches} microbatches on {now.placement.num_ranks} ranks leave {model.bubble:.0%} bubble; "
-        f"{best.name} would leave {best.model.bubble:.0%}, if microbatches of {smaller:g} rows are as fast by the row.",
+        f"{now.num_microbatches} microbatches on {now.placement.num_ranks} ranks leave {model.bubble:.0%} bubble. "
+        f"{best.name} microbatches of {smaller:g} rows would leave {best.model.bubble:.0%}, if as fast per row.",
         f"{best.name} microbatches",
         gain,
         gain / evidence.step_ms,
@@ -74,7 +74,7 @@ def schedule_finding(evidence: Evidence) -> Finding | None:
     gain = model.step_ms - best.model.step_ms
     return Finding(
         "schedule",
-        f"{now.name} leaves {model.bubble:.0%} bubble; {best.name} would leave {best.model.bubble:.0%}"
+        f"{now.name} leaves {model.bubble:.0%} bubble. {best.name} would leave {best.model.bubble:.0%}"
         f"{held_text(evidence, best.held, now.held)}.",
         best.name,
         gain,
@@ -108,7 +108,7 @@ def held_text(evidence: Evidence, held: float, before: float) -> str:
     """That something holds more than now, if it does."""
     if held <= _MORE_HELD * before:
         return ""
-    unit = "times what one microbatch does" if evidence.facts.held is None else "GiB"
+    unit = "microbatches" if evidence.facts.held is None else "GiB"
     return f", and a rank would hold up to {held:.3g} {unit} instead of {before:.3g}"
 
 

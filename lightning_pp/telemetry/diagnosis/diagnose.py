@@ -60,9 +60,9 @@ class Diagnosis:
                 "cannot tell what a change would save."
             )
         if not self.findings:
-            return f"Diagnosis of {measured}: no change is simulated to save {WORTH_TELLING:.0%}."
+            return f"Diagnosis of {measured}: no simulated change saves {WORTH_TELLING:.0%}."
         lines = [f"  {number}. {finding.text}" for number, finding in enumerate(self.findings, 1)]
-        return "\n".join([f"Diagnosis of {measured}; each gain is simulated, of one change alone:", *lines])
+        return "\n".join([f"Diagnosis of {measured}; each gain is simulated for one change alone:", *lines])
 
 
 def diagnose(evidence: Evidence, num_steps: int = 1) -> Diagnosis:

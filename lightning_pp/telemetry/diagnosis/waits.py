@@ -38,7 +38,7 @@ def data_finding(evidence: Evidence) -> Finding | None:
         "data",
         f"Rank {slowest}{f' on host {rank.host}' if rank.host else ''} waits {rank.data_ms / rank.step_ms:.0%} of each "
         f"step for its loader, which has {workers or 'no'} worker process{'' if workers == 1 else 'es'}.",
-        f"{number} of them",
+        f"{number} worker processes",
         gain,
         gain / evidence.step_ms,
         f"data.num_workers={number}",
@@ -76,7 +76,7 @@ def link_finding(evidence: Evidence) -> Finding | None:
     waiting = max(ranks, key=lambda rank: _wait_ms(evidence, rank))
     seen = (
         f"Rank {waiting} waits {_wait_ms(evidence, waiting) / evidence.step_ms:.0%} of the step for messages. Those "
-        f"between {where} take {links[slowest]:.3g} ms{f', over other links {usual:.2g} ms' if others else ''}"
+        f"between {where} take {links[slowest]:.3g} ms{f', but {usual:.2g} ms over other links' if others else ''}"
     )
     best = best_schedule(evidence)
     gain = model.step_ms - best.model.step_ms if best is not None else 0.0
@@ -86,7 +86,7 @@ def link_finding(evidence: Evidence) -> Finding | None:
     held = held_text(evidence, best.held, max(model.schedule.simulate(model.costs).peak_memory))
     return Finding(
         "slow_link",
-        f"{seen}; {best.name} has work that covers more of that{held}.",
+        f"{seen}. {best.name} has work that hides more of this wait{held}.",
         best.name,
         gain,
         gain / evidence.step_ms,

@@ -205,9 +205,9 @@ def test_refusals(pool: WorkerPool, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert load_file(target)
     assert "starts with 'nothing.'" in refused(capsys, path, tmp_path / "y.safetensors", "--prefix", "nothing.")
     assert "--module" in refused(capsys, path, tmp_path / "hf", "--format", "hf")
-    assert "Model holds none" in refused(capsys, path, tmp_path / "hf", "--module", "pipeline_parts:Model")
+    assert "Model does not wrap one" in refused(capsys, path, tmp_path / "hf", "--module", "pipeline_parts:Model")
     assert "has no Other" in refused(capsys, path, tmp_path / "hf", "--module", "pipeline_parts:Other")
-    assert "is no size" in refused(capsys, path, tmp_path / "hf", "--max-shard-size", "many")
+    assert "is not a size" in refused(capsys, path, tmp_path / "hf", "--max-shard-size", "many")
     shard = path / "__1_0.distcp"
     shard.rename(tmp_path / "away")
     assert f"{shard} is missing" in refused(capsys, path, tmp_path / "z.safetensors")

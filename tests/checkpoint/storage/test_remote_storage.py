@@ -236,7 +236,7 @@ def test_a_folder_is_read_and_exported_by_one_process(
         with pytest.raises(SystemExit):
             export([source, target])
     told = capsys.readouterr().err
-    assert "is a URL; give a target on this machine" in told and f"{url}/missing.ckpt does not exist" in told
+    assert "is a URL. Give a target on this machine" in told and f"{url}/missing.ckpt does not exist" in told
     export([f"{url}/model.ckpt", str(tmp_path / "plain.ckpt")])
     assert largest_difference(torch.load(tmp_path / "plain.ckpt")["state_dict"], expected) == 0
     # what is downloaded is a checkpoint as well

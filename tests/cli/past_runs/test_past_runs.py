@@ -99,7 +99,7 @@ def test_two_runs_are_compared(runs: tuple[str, str], capsys: pytest.CaptureFixt
     assert "4" in setting and "16" in setting
     assert "default_root_dir" not in shown and "model.dim" not in shown
     # by the row: 12 ms / 8 against 5 ms / 2
-    assert "Microbatches of 2 rows reach 60% of the speed of those of 8." in shown
+    assert "Microbatches of 2 rows reach 60% of the speed of those of 8 rows." in shown
     assert "stage 1, the same units" in shown and "+0.0 points" in shown
 
 
@@ -129,12 +129,12 @@ def test_a_folder_without_a_run_names_those_below_it(runs: tuple[str, str], tmp_
     with pytest.raises(UserError, match=r"has no pipeline_report.json.*below it have one: .*/a, .*/b\."):
         read_run_file(tmp_path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="The callback PipelineMonitor measures what is in it"):
+    with pytest.raises(UserError, match="The callback PipelineMonitor measures what the file holds"):
         read_run_file(tmp_path / "empty")
     with pytest.raises(UserError, match="does not exist"):
         read_run_file(tmp_path / "none")
     (tmp_path / "other.json").write_text("[1]")
-    with pytest.raises(UserError, match="is no report of a run"):
+    with pytest.raises(UserError, match="is not the report of a run"):
         read_run_file(tmp_path / "other.json")
 
 

@@ -365,21 +365,21 @@ def test_the_strategys_own_limit_moves_cuts_as_in_training(pool: WorkerPool) -> 
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["show=zb_h9"], "unknown schedule 'zb_h9': choose one of "),
+        (["show=zb_h9"], "unknown schedule 'zb_h9'. Choose one of "),
         (["schedules=[zb_h9]"], "unknown schedule 'zb_h9'"),
         (["strategy.schedule=zb_h9"], "zb_h9"),
         (["costs=nope.json"], "costs=nope.json does not exist"),
         (["strategy.rank_speeds=[1, 0]"], "rank_speeds"),
-        (["device=h1000"], "device=h1000 is not known: choose one of "),
+        (["device=h1000"], "device=h1000 is not known. Choose one of "),
         (["efficiency=1.5"], "efficiency=1.5 must be at most 1"),
         (["peak_tflops=0"], "peak_tflops=0"),
         (["memory_gb_per_s=-1"], "memory_gb_per_s=-1"),
         (["node_link_latency_us=-1"], "node_link_latency_us=-1.0 must be a number 0 or more"),
         (["link_gb_per_s=0"], "link_gb_per_s=0.0 must be a number above 0"),
         (["links=nowhere.json"], "links=nowhere.json has no latency and bandwidth between ranks (FileNotFoundError"),
-        (["measure=true", "costs=costs.json"], "measure=true and costs=costs.json: give one of them"),
+        (["measure=true", "costs=costs.json"], "measure=true and costs=costs.json both say how long units take"),
         (["measure=true", "measure_seconds=-1"], "measure_seconds=-1"),
-        (["strategy=auto"], "no pipeline"),
+        (["strategy=auto"], "not a pipeline"),
         (["trainer.devices=3", "strategy.pipeline_parallel_size=2", "strategy.data_parallel_size=1"], "devices=2"),
         (["trainer.accelerator=gpu", "trainer.devices=auto"], "trainer.devices=NUMBER"),
         (["trainer.devices=12"], "12 stages need at least 12 units"),
@@ -410,7 +410,7 @@ def test_unreadable_or_unfitting_costs_are_named(tmp_path: Path, capsys: pytest.
     assert "are for 3 stages, but 2 ranks have a multiple of 2" in capsys.readouterr().err
     StageCosts([1.0] * 4, 1.0, 1.0).to_json(path)
     assert run_plan(plan_config(f"costs={path}")) == 1
-    assert "has costs of 4 stages, and the pipeline that is configured has 2" in capsys.readouterr().err
+    assert "has costs of 4 stages, but the configured pipeline has 2" in capsys.readouterr().err
 
 
 def test_schedule_that_needs_more_stages_than_there_are_units_is_left_out_with_the_reason() -> None:
@@ -463,7 +463,8 @@ def test_price_of_whole_batch_loss_is_told_beside_what_would_be_without(tmp_path
     before = shown["without_whole_batch_loss"]
     assert f"all {NUM_MICROBATCHES} microbatches are held at once. With zb_h1 a step in a row takes" in text
     assert f"({shown['time_in_a_row'] / before['time_in_a_row'] - 1:+.1%})" in text
-    assert f"the bubble is {shown['bubble_fraction']:.1%} and {before['bubble_fraction']:.1%}" in text
+    bubbles = f"{shown['bubble_fraction']:.1%} with it and {before['bubble_fraction']:.1%} without"
+    assert f"The bubble is {bubbles}." in text
     assert "The price of whole_batch_loss: with it / without" in text
     assert plan.shown.without is not None and not plan.shown.without.schedule.whole_batch_loss
 
@@ -481,7 +482,7 @@ def test_a_device_that_cannot_hold_whole_batches_is_too_small(tmp_path: Path) ->
     limit = 1.01 * free.peak_bytes / (1 << 30)
     assert planned(*options, f"device_memory_gib={limit}")[0].shown.fits
     with pytest.raises(
-        UserError, match=rf"device_memory_gib={limit:g} is too small.*give a batch fewer samples: with whole"
+        UserError, match=rf"device_memory_gib={limit:g} is too small.*use fewer samples in a batch: with whole"
     ):
         planned(*options, f"device_memory_gib={limit}", "strategy.whole_batch_loss=true")
 

@@ -117,7 +117,7 @@ def test_module_that_can_be_cut_shows_units_cuts_stages_and_what_crosses(
 ) -> None:
     text = checked(*arguments, "--stages", "3")
     assert "can be cut into 3 stages" in text
-    assert f"looked at: {looked_at}" in text
+    assert f"recorded: {looked_at}" in text
     assert "units: 6; possible cuts: 5, before each unit but the first; at most 6 stages" in text
     for stage in range(3):
         assert f"stage {stage} on rank {stage}: " in text
@@ -142,8 +142,8 @@ def test_constructor_arguments_come_from_a_file_and_from_the_command_line(folder
         (["user_net:Net", "width=8"], ["has no batch", "--batch", "train_dataloader()", "example_input_array"]),
         (["user_net:Net", "width=8", "--batch", "user_net:make_nothing"], ["make_nothing", "not a batch"]),
         (["user_net:Net"], ["width is missing", "key=value"]),
-        (["user_net:Net", "widht=8"], ["widht is no argument of it", "width is missing", "width, num_layers"]),
-        (["user_net:Net", "width"], ["'width' is no constructor argument"]),
+        (["user_net:Net", "widht=8"], ["widht is not one of its arguments", "width is missing", "width, num_layers"]),
+        (["user_net:Net", "width"], ["'width' is not a constructor argument"]),
         (["user_net"], ["must be written as my_package.my_module:Name"]),
         (["user_nett:Net"], ["cannot import user_nett", "neither installed nor in"]),
         (["user_net:Nett"], ["user_net has no Nett", "WithLoader"]),

@@ -224,12 +224,12 @@ def test_every_plan_has_the_samples_of_the_configured_step() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["peak_tflops=null"], "give device=NAME or peak_tflops=NUMBER"),
+        (["peak_tflops=null"], "Give device=NAME or peak_tflops=NUMBER"),
         (["out=folder"], "out= is for one of them"),
         (["strategy.split_points=[blocks.1]"], "strategy.split_points= is for one of them"),
         (["strategy.pipeline_parallel_size=8"], "does not divide the 4 devices.*samples_per_step=NUMBER"),
         (["samples_per_step=0"], "samples_per_step=0 must be at least 1"),
-        (["batch_size_key=model.num_layers"], "model.num_layers=3, and the first batch has 8 samples"),
+        (["batch_size_key=model.num_layers"], "model.num_layers=3, but the first batch has 8 samples"),
     ],
 )
 def test_what_cannot_be_searched_is_one_sentence(overrides: list[str], message: str) -> None:

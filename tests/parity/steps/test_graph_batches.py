@@ -219,7 +219,7 @@ def test_several_microbatches_without_a_function_are_refused(pool: WorkerPool, k
         assert failure is not None and failure.type == "BatchError", failure
         assert "split_batch=" in failure.message and "num_microbatches=1" in failure.message
         if kind is Graphs:
-            found = r"batch\['edges'\], of shape \(2, (\d+)\), holds integers up to \d+, as indices of the (\d+) rows"
+            found = r"batch\['edges'\], of shape \(2, (\d+)\), holds integers up to \d+, like indices of the (\d+) rows"
             lengths = r"batch\['x'\] has (\d+) rows, batch\['edges'\] 2, batch\['graph'\] \d+, batch\['y'\] 8"
             num_edges, num_nodes = re.search(found, failure.message).groups()  # type: ignore[union-attr]
             assert int(num_edges) == 2 * int(num_nodes)
@@ -270,7 +270,7 @@ def test_what_a_function_returns_is_checked() -> None:
     x = torch.randn(7, 2)
     assert [(part.num_samples, part.weight) for part in split_by(halves, x, 4)] == [(3, 3 / 7), (4, 4 / 7)]
     for split, message in (
-        (lambda batch, number: [batch] * 5, "returned 5 parts; it must return a list of 1 to 4"),
+        (lambda batch, number: [batch] * 5, "returned 5 parts. It must return a list of 1 to 4"),
         (lambda batch, number: [], "returned 0 parts"),
         (lambda batch, number: batch, "object of type Tensor"),
         (lambda batch, number: [BatchPart(batch, 0)], "num_samples=0"),

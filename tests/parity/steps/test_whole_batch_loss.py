@@ -313,7 +313,7 @@ REFUSED: list[tuple[Any, str]] = [
     ),
     (NoiseAtTheEnd, "uses random numbers that were drawn before the last unit"),
     (CenteredBatch, "The unit 'embed' .* gets other values from the whole batch"),
-    (RowsInOneUnit, "output of the unit 'embed' .* has shape .* this output has none that can be told"),
+    (RowsInOneUnit, "output of the unit 'embed' .* has shape .* these shapes do not show which one that is"),
     (HookOnFeatures, "puts a hook on the gradient of a tensor that is made before the end of the last unit"),
     (FailsAtTheEnd, "the end of the second step"),
 ]

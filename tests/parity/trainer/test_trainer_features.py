@@ -405,7 +405,7 @@ def test_a_split_module_is_refused_by_another_trainer(pool: WorkerPool) -> None:
     report = pool.run(new_trainer_for_a_split_module, TWO_STAGES, expect_failure=True)
     for failure in report.failures:
         assert failure is not None and failure.type == "ConfigurationError"
-        assert "split by another PipelineParallelStrategy" in failure.message
+        assert "Another PipelineParallelStrategy split this" in failure.message
 
 
 # ---------------------------------------------------------------- flags that choose batches

@@ -387,7 +387,7 @@ def fails(precision: Any) -> None:
 @pytest.mark.parametrize(
     ("precision", "message"),
     [
-        ("16-true", "precision='16-true' keeps weights in float16, whose gradients underflow"),
+        ("16-true", "precision='16-true' keeps weights in float16: their gradients underflow"),
         (MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu")), "'16-mixed' .* needs a CUDA device"),
     ],
     ids=["16-true", "16-mixed"],

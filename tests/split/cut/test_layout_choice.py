@@ -104,7 +104,7 @@ def test_what_limits_the_choice(recording: Any) -> None:
     assert layout_of(recording, 2, 4, split_points=["model.model.layers.4"]).placement.num_stages == 2
     assert layout_of(recording, 2, 4, costs=StageCosts([1.0] * 6, 1, 1)).placement == Placement.interleaved(2, 3)
     assert layout_of(recording, 7, 4).placement.num_stages == 7, "fourteen stages would need more units"
-    with pytest.raises(ConfigurationError, match="12 stages need at least 12 units, and the step calls 11"):
+    with pytest.raises(ConfigurationError, match="12 stages need at least 12 units, but the step calls 11"):
         layout_of(recording, 12, 4)
 
 

@@ -209,11 +209,11 @@ def test_a_memory_limit_moves_the_cut_and_one_that_is_too_small_names_the_least(
 def test_wrong_weights_and_speeds_are_named() -> None:
     record, num_parameters = stacked()
     placement, costs = Placement.interleaved(2), estimate_unit_costs(record, num_parameters)
-    with pytest.raises(ConfigurationError, match="'layers\\.\\*', and no unit .* embedding, blocks.0"):
+    with pytest.raises(ConfigurationError, match="'layers\\.\\*', but no unit .* embedding, blocks.0"):
         weighted(costs, {"layers.*": 2.0})
     with pytest.raises(ConfigurationError, match=r"unit_weights\['head'\]=0 must be a positive number"):
         weighted(costs, {"head": 0})
-    with pytest.raises(ConfigurationError, match=r"rank_speeds=\[1\.0\] must be .* each of the 2 ranks"):
+    with pytest.raises(ConfigurationError, match=r"rank_speeds=\[1\.0\] must have .* each of the 2 pipeline ranks"):
         partition_units(record, placement=placement, num_parameters=num_parameters, rank_speeds=[1.0])
 
 
@@ -228,5 +228,7 @@ def test_measured_times_are_shared_out_among_units_and_add_up_again() -> None:
         assert getattr(again, part) == pytest.approx(getattr(measured, part))
     blocks = [found[f"blocks.{index}"].total for index in range(6)]
     assert blocks[0] == pytest.approx(blocks[1])  # same stage, same unit
-    with pytest.raises(ConfigurationError, match="measured on stages of other units: blocks.4, head"):
+    with pytest.raises(
+        ConfigurationError, match="do not include blocks.4, head: they come from stages with other units"
+    ):
         calibrated(costs, measured, [[*units_of(partition)[0]], units_of(partition)[1], ["blocks.5"]])

@@ -195,7 +195,8 @@ def test_unknown_types_are_refused_and_registered_ones_cut() -> None:
         split_batch(Opaque(x()), 2)
     assert split_batch(Opaque(x()), 1)[0].num_samples == 1
     with pytest.raises(
-        BatchError, match=r"has 6 samples, and so has the attribute 'x' of the Opaque in it.*split_batch="
+        BatchError,
+        match=r"attribute 'x' of the Opaque in the batch has 6 rows, as many as the batch has samples.*split_batch=",
     ):
         split_batch({"object": Opaque(x()), "y": torch.arange(6)}, 2)
     weights = Opaque(torch.ones(3))

@@ -61,7 +61,7 @@ def test_a_read_before_the_last_unit_is_refused_with_its_line(read: str) -> None
     line = READS[read].__code__.co_firstlineno + (read == "branch")
     assert f"test_split_reads.py:{line} in " in message
     assert "blocks.0" in message and "'blocks.1' is called after it" in message
-    assert "Move the read after the last unit" in message
+    assert "Move the read into a unit or after the last unit" in message
 
 
 class ReadingAtTheEnd(Small):
@@ -151,7 +151,7 @@ def test_such_an_end_of_training_is_refused_with_its_lines() -> None:
         compare(CheckingInTraining, batches(), 2)
     message = str(error.value)
     assert "ValueError: not even one is negative" in message
-    assert "Before that it read weight-dependent values at" in message
+    assert "Before that, the step read values that depend on weights at" in message
     assert message.count("test_split_reads.py") == 2
 
 
@@ -223,7 +223,7 @@ def test_an_output_shape_that_depends_on_weights_is_refused() -> None:
                 h = block(h)
             return self.head(self.pruning(h)).pow(2).mean()
 
-    with pytest.raises(SplitError, match=r"unit 'pruning' have shapes that depend on weights .*\(3, \d, 8\)"):
+    with pytest.raises(SplitError, match=r"output shapes of the unit 'pruning' depend on weights .*\(3, \d, 8\)"):
         compare(ReadingPruned, batches(), 2)
 
 
@@ -238,7 +238,9 @@ def test_a_unit_that_fails_on_made_up_data_is_named() -> None:
     class Choosy(Small):
         block = Picky
 
-    with pytest.raises(SplitError, match=r"unit 'blocks.0' cannot be run without its data.*FloatingPointError"):
+    with pytest.raises(
+        SplitError, match=r"unit 'blocks.0' cannot run without the values of its inputs.*FloatingPointError"
+    ):
         compare(Choosy, batches(), 2)
 
 

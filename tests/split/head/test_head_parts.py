@@ -129,7 +129,7 @@ OTHER_USES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "rows by a mask": lambda logits, target: logits[target >= 0],
     "a sum with a tensor": lambda logits, target: logits + torch.ones(CLASSES),
     "classes and tokens mixed": lambda logits, target: logits.transpose(1, 2).reshape(ROWS, -1),
-    "weights of classes": lambda logits, target: F.cross_entropy(
+    "class weights": lambda logits, target: F.cross_entropy(
         logits.flatten(0, 1), target.flatten(), weight=torch.ones(CLASSES, dtype=torch.float64)
     ),
     "probabilities": lambda logits, target: F.cross_entropy(

@@ -102,7 +102,7 @@ OTHER_STEPS: Mapping[type[Model], str] = {
     LogsAccuracyLater: r"test_steps_with_heads.py:\d+ in .* uses the logits of 'head' in max",
     ReturnsLogits: "the step returns, keeps or logs the logits of 'head'",
     KeepsLogits: "the step returns, keeps or logs the logits of 'head'",
-    TwoLosses: "takes the cross entropy of the logits of 'head' once more",
+    TwoLosses: "takes the cross entropy of the logits of 'head' again",
     Catches: r"test_steps_with_heads.py:\d+ in .* uses the logits of 'head' in softmax",
 }
 

@@ -198,7 +198,7 @@ def test_optimizer_state_is_read_off_the_optimizer() -> None:
     assert optimizer_bytes_per_parameter(torch.optim.SGD([weight], lr=0.1)) == 0
     assert optimizer_bytes_per_parameter(torch.optim.SGD([weight], lr=0.1, momentum=0.9)) == 4
     assert optimizer_bytes_per_parameter(torch.optim.Adafactor) == 2 * 64 * 4 / 64**2
-    with pytest.raises(ConfigurationError, match="LBFGS cannot be stepped on a lone parameter"):
+    with pytest.raises(ConfigurationError, match="LBFGS cannot step a single parameter"):
         optimizer_bytes_per_parameter(torch.optim.LBFGS)
 
 

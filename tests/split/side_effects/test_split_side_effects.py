@@ -387,7 +387,7 @@ def test_a_number_made_of_values_is_not_made_up_on_other_stages(block: type[Bloc
         compare(architecture, batches(), 3)
     message = str(error.value)
     assert f"{THIS_FILE}:" in message and "in training_step" in message
-    assert "what the unit 'blocks.0' makes of values" in message and "x.sum()" in message
+    assert "the unit 'blocks.0' computes it on another stage" in message and "x.sum()" in message
 
 
 @pytest.mark.parametrize(
@@ -473,7 +473,7 @@ def test_units_that_share_state_nobody_can_follow_share_a_stage() -> None:
     pipeline, _ = compare(HandingOnGlobally, batches(), 3)
     stages = pipeline.split.partition.stage_of_unit
     assert len({stages[f"blocks.{index}"] for index in range(4)}) == 1
-    with pytest.raises(SplitError, match=r"4 stages need 3 places to cut, and the order of calls leaves 2"):
+    with pytest.raises(SplitError, match=r"4 stages need 3 cuts, but only 2 are possible"):
         compare(HandingOnGlobally, batches(), 4)
 
 

@@ -126,7 +126,7 @@ def test_a_pattern_that_matches_nothing_names_what_is_near() -> None:
 
 def test_nested_patterns_are_refused() -> None:
     module = architectures.ARCHITECTURES["tied_by_hand"][0]()
-    with pytest.raises(ConfigurationError, match=r"'blocks.0' and 'blocks.0.up', which lies inside it"):
+    with pytest.raises(ConfigurationError, match=r"'blocks.0' and also 'blocks.0.up', which lies inside it"):
         discover_units(module, ["blocks.0", "blocks.0.up"])
 
 

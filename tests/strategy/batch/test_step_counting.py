@@ -193,4 +193,4 @@ def message_of_settings() -> str:
 
 def test_a_trace_that_is_wrong_later_is_an_error(pool: WorkerPool) -> None:
     messages = pool.run(message_of_settings, world_size=2)
-    assert "divides by another number of the same batch than in earlier batches" in messages[1]
+    assert "divides by another quantity of the batch than in earlier batches" in messages[1]

@@ -106,7 +106,7 @@ class CopiesAll(Callback):
 
 def test_copies_of_callbacks_that_hold_the_trainer_are_refused(pool: WorkerPool) -> None:
     for message in pool.run(refusal, Classifier, [KeepsTrainer(), CopiesAll()], world_size=2):
-        assert "ConfigurationError: copy.deepcopy has come to the strategy" in message
+        assert "ConfigurationError: copy.deepcopy tried to copy the strategy" in message
 
 
 @pytest.mark.by_day(1)
@@ -147,7 +147,7 @@ def test_refused(pool: WorkerPool) -> None:
     for message in pool.run(refusal, Filtered, world_size=2):
         assert "ConfigurationError: state_dict of Filtered leaves out layers.0.bias, layers.0.weight" in message
     for message in pool.run(refusal, MakesLayersLate, world_size=2):
-        assert "2 parameters that it did not have when it was split over the stages: late.weight, late.bias" in message
+        assert "2 parameters that were added after it was split over the stages: late.weight, late.bias" in message
 
 
 def warnings_of(folder: str) -> list[str]:

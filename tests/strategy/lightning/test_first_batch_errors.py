@@ -81,7 +81,7 @@ def test_the_error_is_that_of_one_device(pool: WorkerPool, kind: type[Blocks]) -
 
 def test_a_step_that_fails_in_the_check_is_told_of_it(pool: WorkerPool) -> None:
     of_ranks = pool.run(error_of, Raises, LAYOUT, world_size=2)
-    assert any("check_first_batches=False leaves this check out" in note for *_, notes in of_ranks for note in notes)
+    assert any("check_first_batches=False turns this check off" in note for *_, notes in of_ranks for note in notes)
 
 
 @pytest.mark.parametrize("kind", [NotANumber, Infinite])

@@ -149,6 +149,6 @@ def refused_gathers(layout: Layout) -> list[str]:
 def test_what_cannot_be_gathered_is_told(pool: WorkerPool) -> None:
     for said in pool.run(refused_gathers, Layout("1f1b", 2, 1, 2), world_size=2):
         before, running, second, after = said
-        assert before == after and "The pipeline is built in Strategy.setup" in before
-        assert running == "RuntimeError: gather_module() is for after a run of the trainer, and this one is running."
+        assert before == after and "Strategy.setup builds it before training starts" in before
+        assert running == "RuntimeError: gather_module() is for after a run, but this trainer is running."
         assert "call gather_module() of its strategy on every rank" in second

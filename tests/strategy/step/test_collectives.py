@@ -173,14 +173,14 @@ def reads_a_stream(shares_out: bool) -> list[str]:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         run.fit(Blocks(), DataLoader(data, 4))
-    return [str(warning.message) for warning in told if "given the same batch" in str(warning.message)]
+    return [str(warning.message) for warning in told if "got the same batch" in str(warning.message)]
 
 
 @pytest.mark.parametrize("shares_out", [True, False])
 def test_a_stream_that_nobody_shares_out_is_noticed(pool: WorkerPool, shares_out: bool) -> None:
     first, *others = pool.run(reads_a_stream, shares_out, world_size=4)
     assert others == [[], [], []] and len(first) == (0 if shares_out else 1)
-    assert shares_out or "All 2 replicas were given the same batch" in first[0]
+    assert shares_out or "All 2 replicas got the same batch" in first[0]
 
 
 def decisions_before_a_set_up() -> list[bool]:

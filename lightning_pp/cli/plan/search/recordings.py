@@ -47,7 +47,7 @@ class Recordings:
         made = self._for_stages.get(num_stages)
         number = self._most_units if made is None else len(made.record.first_calls())
         if made is None or num_stages > number:
-            raise ConfigurationError(f"{num_stages} stages need as many units, and there are {number}")
+            raise ConfigurationError(f"{num_stages} stages need as many units, but there are {number}")
         if self._options.activation_checkpointing is not False:
             return made
         key = id(made), repr(activation_checkpointing)

@@ -66,7 +66,7 @@ def print_search(console: Console, search: Search) -> None:
     console.print(_table(search))
     console.print()
     console.print(
-        "To take a plan, write its words after the command, lightning-pp or lightning-pp-plan without --search:"
+        "To use a plan, write its words after the command, lightning-pp or lightning-pp-plan without --search:"
     )
     for place, plan in enumerate(result.best, 1):
         console.print(Text(f"{place}: {' '.join(search.words(plan))}"), soft_wrap=True)
@@ -82,7 +82,7 @@ def nothing_fits(search: Search) -> UserError:
     fullest = max(least.planned.memory, key=lambda rank: rank.peak)
     state = fullest.peak - fullest.activations - fullest.buffers
     return UserError(
-        f"none of the {result.num_plans} plans for {search.devices} fits. The one that needs least needs "
+        f"none of the {result.num_plans} plans for {search.devices} fits. The smallest plan needs "
         f"{fullest.peak / _GIB:.3g} GiB on rank {fullest.rank}, of which {state / _GIB:.3g} GiB are parameters, "
         f"gradients and optimizer state: {' '.join(search.words(least))}. Use more devices, strategy.cpu_offload=true, "
         "trainer.precision=bf16-true, or fewer samples in a step"
@@ -94,7 +94,7 @@ def _summary(search: Search) -> str:
     parts = [f"{result.num_too_large} do not fit"] if search.limit_bytes is not None else []
     if result.impossible:
         parts.append(f"{len(result.impossible)} are not possible")
-    parts.append(f"{result.num_slower} cannot be among the best by their work and bubble alone")
+    parts.append(f"{result.num_slower} cannot be among the best, by their work and bubble alone")
     parts.append(f"{result.num_cut} were cut and simulated")
     samples = search.space.num_samples
     return (
@@ -112,9 +112,9 @@ def _table(search: Search) -> Table:
     table = Table(
         title=f"The best plans; times {search.costs_about}",
         caption=(
-            "in a row: a step in a row of steps, and with what data-parallel ranks gather and reduce; the fastest "
-            "sharding of each is shown. Bubble: without that. Cuts are between whole blocks: training cuts inside of "
-            "blocks where a step gets 2 % shorter, and lightning-pp-plan with a plan's words tells what that gains."
+            "in a row: a step in a row of steps; with gathers: also with what data-parallel ranks gather and reduce, "
+            "under the fastest sharding of each. Bubble: without gathers. Cuts are between whole blocks. Training cuts "
+            "inside blocks where a step gets 2 % shorter. lightning-pp-plan with a plan's words shows that gain."
         ),
         title_justify="left",
         caption_justify="left",

@@ -63,7 +63,7 @@ class _Batch:
             UserError: They are not known, or cannot be had.
         """
         if batch_size is None:
-            raise UserError("search=true divides a batch by its samples, and they cannot be counted in the first batch")
+            raise UserError("search=true divides a batch by its samples, but cannot count them in the first batch")
         if self.asked is not None:
             return self.asked
         assert self.num_replicas is not None, "asked for before"
@@ -83,7 +83,7 @@ def search_plans(config: DictConfig, console: Console | None = None) -> Search:
     request = request_of(neutral)
     if request.speed.flops_per_s is None:
         raise UserError(
-            "search=true compares computation with communication, and needs to know how fast a device is: give "
+            "search=true compares computation with communication, so it must know how fast a device is. Give "
             "device=NAME or peak_tflops=NUMBER"
         )
     batch = _batch(config, request)
@@ -132,13 +132,13 @@ def _check(config: DictConfig) -> None:
     for name, is_given in given.items():
         if is_given:
             raise UserError(
-                f"search=true compares plans of different sizes, and {name}= is for one of them: leave one of both out"
+                f"search=true compares plans of different sizes, but {name}= is for one of them. Leave one out"
             )
     if config.samples_per_step is not None and config.samples_per_step < 1:
         raise UserError(f"samples_per_step={config.samples_per_step} must be at least 1")
     files = [name for name in config.schedules or [] if is_schedule_file(name)]
     if files:
-        raise UserError(f"schedules has the file {files[0]}, which is for one size, and search=true compares many")
+        raise UserError(f"schedules has the file {files[0]}, which is for one size, but search=true compares many")
 
 
 def _neutral(config: DictConfig) -> DictConfig:
@@ -163,8 +163,9 @@ def _batch(config: DictConfig, request: Request) -> _Batch:
     except ConfigurationError as error:
         if config.samples_per_step is None or key is None:
             raise UserError(
-                f"how many samples a step has is not known, for what is configured is not for {request.num_devices} "
-                f"devices: {error} Or say it: samples_per_step=NUMBER, those of all replicas"
+                "the number of samples in a step is not known, because the configuration is not for "
+                f"{request.num_devices} devices: {error} Fix it, or give the samples of all replicas: "
+                "samples_per_step=NUMBER"
             ) from error
         return _Batch(key, None, config.samples_per_step)
     return _Batch(key, replicas, config.samples_per_step)
@@ -175,14 +176,14 @@ def _space(config: DictConfig, request: Request, batch: _Batch, step: FirstStep)
     num_samples = batch.of_all_replicas(batch_size)
     if batch.key is not None and OmegaConf.select(config, batch.key) != batch_size:
         raise UserError(
-            f"{batch.key}={OmegaConf.select(config, batch.key)}, and the first batch has {batch_size} samples: say "
-            "which name in the configuration is that of a replica's batch, by batch_size_key=NAME (one that does not "
-            "exist keeps the number of replicas)"
+            f"{batch.key}={OmegaConf.select(config, batch.key)}, but the first batch has {batch_size} samples. With "
+            "batch_size_key=NAME name the field of the configuration that sets a replica's batch size (a name that "
+            "does not exist keeps the number of replicas)"
         )
     if batch.key is None and num_samples != (batch_size or 0) * (batch.num_replicas or 0):
         raise UserError(
-            f"samples_per_step={num_samples}, and {batch.num_replicas} replicas with batches of {batch_size} samples "
-            f"have another number; {config.batch_size_key} is not in the configuration, so that it cannot be changed"
+            f"samples_per_step={num_samples}, but {batch.num_replicas} replicas with batches of {batch_size} samples "
+            f"have another number. It cannot be changed, because {config.batch_size_key} is not in the configuration"
         )
     names = config.schedules or [name for name in known_schedules() if not schedule_family(name).is_search]
     devices = request.num_devices

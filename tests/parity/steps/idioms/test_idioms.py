@@ -148,7 +148,7 @@ def warned(layout: Layout, step: str, make: Any = None) -> tuple[dict[str, Any],
 def test_an_attribute_that_counts_samples_is_told_by_name(pool: WorkerPool) -> None:
     told = pool.run(warned, Layout("1f1b", 2, 1, 4), "samples_counted_on_the_module", world_size=2)[0][1]
     assert len(told) == 1 and "The attribute 'num_seen' that training_step changes" in told[0]
-    assert "2 for samples in two parts, 4 for the same in one piece" in told[0]
+    assert "2 after the samples in two parts, 4 after the same samples in one piece" in told[0]
 
 
 def test_a_logged_value_that_does_not_add_up_is_told_and_training_goes_on(pool: WorkerPool) -> None:
