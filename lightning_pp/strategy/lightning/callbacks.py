@@ -16,8 +16,7 @@ from lightning_pp.strategy.lightning.summary import summarize_whole_model
 
 def callbacks_of(trainer: pl.Trainer) -> list[Any]:
     """The callbacks of ``trainer``; none while it is made."""
-    callbacks: list[Any] = getattr(trainer, "callbacks", [])
-    return callbacks
+    return list(getattr(trainer, "callbacks", []))
 
 
 def adapt_callbacks(trainer: pl.Trainer, split: Callable[[], SplitModel], sizes: ParallelSizes) -> None:

@@ -136,9 +136,8 @@ def _refuse_trained(updates: Updates, module: pl.LightningModule) -> None:
 
 
 def _has_averages(module: pl.LightningModule) -> bool:
-    if any(isinstance(child, AveragedModel) for child in module.modules()):  # as torch makes it, all require gradients
-        return True
-    return not all(parameter.requires_grad for parameter in module.parameters())
+    has_average = any(isinstance(child, AveragedModel) for child in module.modules())  # all of it requires gradients
+    return has_average or not all(parameter.requires_grad for parameter in module.parameters())
 
 
 def _logged_by(module: pl.LightningModule, hook: str) -> dict[str, float | None]:
