@@ -95,8 +95,12 @@ class SplitModel:
         return build_plan(self.record, self.partition.stage_of_unit, self.placement.num_stages)
 
     def ranks_of(self, name: str) -> tuple[int, ...]:
-        """The pipeline ranks that hold the parameter ``name``, in the order of its stages."""
-        return tuple(dict.fromkeys(self.placement.rank_of_stage[stage] for stage in self.owners[name]))
+        """The pipeline ranks whose value of a parameter, buffer or extra state is right, in the order of its stages."""
+        stages = self.owners.get(name)
+        if stages is None:  # no parameter; code between units runs to its end on the last stage only
+            unit = next((unit for unit in self.units if name.startswith(unit + ".")), None)
+            stages = (self.placement.num_stages - 1 if unit is None else self.partition.stage_of_unit[unit],)
+        return tuple(dict.fromkeys(self.placement.rank_of_stage[stage] for stage in stages))
 
     def owned_by(self, rank: int) -> set[str]:
         """Canonical names of the parameters that ``rank`` holds."""

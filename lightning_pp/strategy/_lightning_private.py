@@ -381,11 +381,7 @@ def replace_search_for_last(search: Callable[[ModelCheckpoint, pl.Trainer], set[
     ModelCheckpoint._find_last_checkpoints = find  # type: ignore[method-assign]
 
 
-@uses(
-    "lightning.pytorch.callbacks.WeightAveraging._device",
-    "lightning.pytorch.callbacks.WeightAveraging._use_buffers",
-    "lightning.pytorch.callbacks.WeightAveraging._kwargs",
-)
+@uses(*(f"lightning.pytorch.callbacks.WeightAveraging.{name}" for name in ("_device", "_use_buffers", "_kwargs")))
 def averaging_options(callback: WeightAveraging) -> dict[str, Any]:
     """What ``callback`` makes its :class:`~torch.optim.swa_utils.AveragedModel` with."""
     device = callback._device if isinstance(callback._device, torch.device) else None

@@ -39,6 +39,7 @@ from lightning_pp.strategy.parameters.optimizers import (
 from lightning_pp.strategy.parameters.whole_module import make_whole
 from lightning_pp.strategy.setup import PipelineSetup
 from lightning_pp.strategy.step.data import first_batch
+from lightning_pp.strategy.step.outside_steps import refuse_missing_name
 from lightning_pp.strategy.surroundings import Surroundings
 
 _STEPS = {
@@ -236,6 +237,11 @@ class HeldPipeline:
         self._kept_optimizers.make_whole(training_ones(self._strategy.optimizers), engine.module)
         self.engine, self._strategy.optimizers = None, []
         del vars(engine.module)[_IS_SPLIT]
+
+    def explain(self, error: KeyError) -> None:
+        """Raises what says more than ``error``, which ends a run, if it is for want of another stage's parameter."""
+        if self.engine is not None:
+            refuse_missing_name(error, self.engine.split.fake_parameters)
 
     # ---------------------------------------------------------------- from any thread
 

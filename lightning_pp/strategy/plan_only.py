@@ -33,18 +33,11 @@ from lightning_pp.strategy.step.refusals import refuse_unsupported
 _T = TypeVar("_T")
 # of the arguments of a trainer: what needs devices, or writes or prints
 _REPLACED: dict[str, Any] = {
-    "devices": 1,
-    "num_nodes": 1,
-    "logger": False,
-    "callbacks": None,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "profiler": None,
-    "plugins": None,
-    "sync_batchnorm": False,
-    "barebones": False,
     "num_sanity_val_steps": 0,
+    **dict.fromkeys(("devices", "num_nodes"), 1),
+    **dict.fromkeys(("callbacks", "profiler", "plugins")),
+    **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
+    **dict.fromkeys(("sync_batchnorm", "barebones"), False),
 }
 
 

@@ -127,6 +127,7 @@ class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring s
         super()._configure_launcher()
         self.options.schedule.check_num_ranks(self.sizes.pipeline)
         if not self.is_plain:
+            vars(self.launcher)["explain"] = self._pipeline.explain
             return
         self._launcher = None  # there is nothing to launch
         number = self.options.num_microbatches

@@ -11,17 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pp.checkpoint import read_alone
-from lightning_pp.checkpoint.content import MODEL
-from lightning_pp.verification.recording import Facts, Moment, leaves, moment_file
+from lightning_pp.checkpoint.content import OPTIMIZERS
+from lightning_pp.verification.recording import Facts, Moment, moment_file
 
 #: In the order in which a difference of one moment is told.
-KINDS = ("loss", "logged", "gradient", "weight", "buffer", "learning rate", "state of a callback")
+KINDS = (
+    *("loss", "logged", "gradient", "weight", "buffer", "optimizer state", "learning rate"),
+    *("state of a callback", "checkpoint"),
+)
 #: The largest relative difference that counts as equal, by dtype.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 _COARSEST = 2e-2
 # of a tensor that is nothing but rounding, such as the gradient of a key's bias: relative to the largest of its kind
-_SMALL_OF_KIND = {"gradient": 1e-3, "weight": 1e-3, "buffer": 1e-3}
+_SMALL_OF_KIND = 1e-3
+_OF_STAGES = ("gradient", "weight", "buffer", "optimizer state")
 _SMALL = 1e-6
 
 
@@ -31,7 +34,7 @@ class Difference:
 
     Attributes:
         place: The moment: training or resumed training, and the batch.
-        kind: ``loss``, ``logged``, ``gradient``, ``weight``, ``buffer``, ``learning rate`` or ``state of a callback``.
+        kind: One of :data:`KINDS`.
         name: Name of the value. For a tensor, with the indices of the element that differs most.
         stage: The stages that have it, or an empty string.
         expected: The value on one device.
@@ -72,7 +75,7 @@ class Comparison:
         self.differences: list[Difference] = []
         self.compared: dict[str, int] = {}
         self.largest: dict[str, float] = {}
-        self._expected, self._ranks = expected, ranks
+        self._ranks = ranks
         self._tolerance = tolerance_of(expected.loss_dtype)
         self._folders = str(plain), str(piped)
         for number in range(max(facts.num_moments for facts in (expected, *ranks))):
@@ -85,42 +88,29 @@ class Comparison:
             self._compare_moment(of_one, of_ranks)
 
     def _compare_moment(self, of_one: Moment, of_ranks: Sequence[Moment]) -> None:
-        expected = {**of_one.values, **self._checkpointed(of_one)}
-        found = [each.values for each in of_ranks]
-        found[0] = {**found[0], **self._checkpointed(of_ranks[0])}  # which all ranks have written
         for kind in KINDS:
-            if kind in expected:
-                self._compare(of_one.place, kind, expected[kind], [values.get(kind, {}) for values in found])
-
-    def _checkpointed(self, moment: Moment) -> dict[str, dict[str, Any]]:
-        if moment.checkpoint is None:
-            return {}
-        values: dict[str, dict[str, Any]] = {"weight": {}, "buffer": {}}
-        for name, value in read_alone(moment.checkpoint, weights_only=False)[MODEL].items():
-            kind = "weight" if name in self._expected.stages else "buffer"
-            values[kind].update(leaves(value, name))
-        return values
+            if kind in of_one.values:
+                found = [each.values.get(kind, {}) for each in of_ranks]
+                self._compare(of_one.place, kind, of_one.values[kind], found)
 
     def _compare(self, place: str, kind: str, expected: dict[str, Any], found: Sequence[dict[str, Any]]) -> None:
         """Compares what each rank has, and whether any has each; so a rank may have a part only."""
-        smallest = _SMALL_OF_KIND.get(kind, 0) * max((_size(value) for value in expected.values()), default=0)
+        sizes: dict[str, float] = {}
+        for name, value in expected.items() if kind in (*_OF_STAGES, "checkpoint") else ():
+            sizes[_group(kind, name)] = max(sizes.get(_group(kind, name), 0), _size(value))
         for name in dict.fromkeys([*expected, *(name for values in found for name in values)]):
             holders = [rank for rank, values in enumerate(found) if name in values]
             for rank in holders or [0]:
                 one, other = expected.get(name, _MISSING), found[rank].get(name, _MISSING)
                 self.compared[kind] = self.compared.get(kind, 0) + 1
-                relative, where = self._relative(one, other, max(smallest, _SMALL))
+                smallest = max(_SMALL_OF_KIND * sizes.get(_group(kind, name), 0), _SMALL)
+                relative, where = self._relative(one, other, smallest)
                 self.largest[kind] = max(self.largest.get(kind, 0.0), relative)
                 if relative > max(self._tolerance, tolerance_of(getattr(one, "dtype", None))):
-                    stage = self._stage(name, rank) if kind in ("gradient", "weight") else ""
+                    stage = self._ranks[rank].stages if holders and kind in _OF_STAGES else ""
                     one, other = (value[where] if where else value for value in (one, other))
                     self.differences.append(Difference(place, kind, _named(name, where), stage, one, other, relative))
                     break
-
-    def _stage(self, name: str, rank: int) -> str:
-        """Of the rank that was looked at; a weight is that of all ranks, and its stages those that own it."""
-        own = self._ranks[rank].stages.get(name)
-        return own or ", ".join(facts.stages[name] for facts in self._ranks if name in facts.stages)
 
     def _relative(self, one: Any, other: Any, smallest: float) -> tuple[float, tuple[int, ...]]:
         """The relative difference of two values, and the indices of the element of tensors that differs most."""
@@ -151,9 +141,7 @@ def causes(expected: Facts) -> list[str]:
     """What is known to make a pipeline of this module differ from one device; where nothing is, what to look at."""
     found = []
     if expected.has_batch_norm:
-        found.append(
-            "Known cause: BatchNorm in training normalises over a microbatch, on one device over the whole batch."
-        )
+        found.append("Known cause: BatchNorm in training normalises over a microbatch, on one device over the batch.")
     if expected.draws:
         found.append("Known cause: the step draws random numbers (dropout as a function, noise), others in a pipeline.")
     if tolerance_of(expected.loss_dtype) > TOLERANCES[torch.float64]:
@@ -171,11 +159,14 @@ _MISSING = "nothing"
 
 
 def _moment(folder: Path, rank: int, number: int) -> Moment:
-    path = moment_file(folder, rank, number)
-    if not path.exists():
-        return Moment("the training has ended", {})
-    moment: Moment = torch.load(path, weights_only=False)
+    path, ended = moment_file(folder, rank, number), Moment("the training has ended", {})
+    moment: Moment = torch.load(path, weights_only=False) if path.exists() else ended
     return moment
+
+
+def _group(kind: str, name: str) -> str:
+    """Values that are of one size: gradients, or all ``exp_avg_sq``."""
+    return name.rpartition(".")[2] if kind == "optimizer state" or name.startswith(OPTIMIZERS) else ""
 
 
 def _size(value: Any) -> float:

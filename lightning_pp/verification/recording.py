@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_pp.checkpoint import read_alone
+from lightning_pp.checkpoint.content import MODEL, OPTIMIZERS
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.strategy import PipelineParallelStrategy
 
@@ -54,7 +56,7 @@ class Facts:
         has_batch_norm: Whether the module has a BatchNorm.
         draws: Whether a training batch moved torch's generator.
         loss_dtype: Of the first loss.
-        stages: For each parameter of this rank, the rank's stages; on one device there are none.
+        stages: Of this rank; on one device there are none.
     """
 
     num_moments: int = 0
@@ -62,7 +64,7 @@ class Facts:
     has_batch_norm: bool = False
     draws: bool = False
     loss_dtype: torch.dtype | None = None
-    stages: dict[str, str] = field(default_factory=dict)
+    stages: str = ""
 
 
 @dataclass(frozen=True)
@@ -72,12 +74,10 @@ class Moment:
     Attributes:
         place: ``"training, batch_idx=2"``.
         values: For each kind of value, the values by name.
-        checkpoint: File or folder that has the weights and buffers of this moment; None where they have not changed.
     """
 
     place: str
     values: dict[str, dict[str, Any]]
-    checkpoint: Path | None = None
 
 
 def train_twice(job: Job, rank: int) -> Facts:
@@ -94,9 +94,8 @@ def train_twice(job: Job, rank: int) -> Facts:
         trainer = _trainer(job, strategy, [*kept(callbacks or []), recorder], num_epochs=1 + (phase == RESUMED))
         L.seed_everything(job.seed, workers=True, verbose=False)
         trainer.fit(module, datamodule=data, ckpt_path=ckpt_path, weights_only=False)
-        recorder.note_callbacks(trainer)
-        if phase == TRAINING:
-            trainer.save_checkpoint(path)
+        trainer.save_checkpoint(path)
+        recorder.note_end(trainer, path)
     facts.has_batch_norm = any("BatchNorm" in type(part).__name__ for part in module.modules())
     return facts
 
@@ -156,7 +155,7 @@ class Recorder(L.Callback):
     """Writes down what this rank has, batch by batch.
 
     Args:
-        folder: Of the run: files of ranks in ``RANK/``, checkpoints of all ranks beside these.
+        folder: Of the run: files of ranks in ``RANK/``, the checkpoint of all ranks beside these.
         rank: This process.
         phase: What the training is called.
         facts: To be filled.
@@ -170,11 +169,9 @@ class Recorder(L.Callback):
         self._generator = torch.get_rng_state()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        strategy, stages = trainer.strategy, ""
-        if isinstance(strategy, PipelineParallelStrategy):
-            stages = ", ".join(map(str, strategy.engine.placement.stages_of_rank(strategy.pipeline_rank)))
-        names = [name for name, _ in pl_module.named_parameters(remove_duplicate=False)]
-        self._facts.stages = dict.fromkeys(names, stages)
+        if isinstance(strategy := trainer.strategy, PipelineParallelStrategy):
+            stages = strategy.engine.placement.stages_of_rank(strategy.pipeline_rank)
+            self._facts.stages = ", ".join(map(str, stages))
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._phase == RESUMED:
@@ -204,17 +201,9 @@ class Recorder(L.Callback):
             for number, optimizer in enumerate(trainer.optimizers)
             for place, group in enumerate(optimizer.param_groups)
         }
-        logged, gradients = dict(trainer.callback_metrics), self._gradients
-        values: dict[str, dict[str, Any]] = {
-            "loss": {"loss": loss},
-            "logged": logged,
-            "gradient": gradients,
-            "learning rate": rates,
-        }
-        self._gradients = {}
-        path = self._folder / f"{self._facts.num_moments:04d}.ckpt"
-        trainer.save_checkpoint(path, weights_only=True)
-        self._write(f"{self._phase}, batch_idx={batch_idx}", values, path)
+        logged, gradients, self._gradients = dict(trainer.callback_metrics), self._gradients, {}
+        values: Any = {"loss": {"loss": loss}, "logged": logged, "gradient": gradients, "learning rate": rates}
+        self._write(f"{self._phase}, batch_idx={batch_idx}", {**values, **_state(trainer, pl_module)})
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._write(f"validation of the {self._phase}", {"logged": dict(trainer.callback_metrics)})
@@ -222,8 +211,8 @@ class Recorder(L.Callback):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._write(f"end of the epoch of the {self._phase}", {"logged": dict(trainer.callback_metrics)})
 
-    def note_callbacks(self, trainer: L.Trainer) -> None:
-        """What the callbacks would save, after the training."""
+    def note_end(self, trainer: L.Trainer, checkpoint: Path) -> None:
+        """After the training, what the callbacks would save, and on rank 0 what the checkpoint has."""
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined] # set by a connector
         states = {
             f"{type(callback).__name__}{place}": value
@@ -231,14 +220,34 @@ class Recorder(L.Callback):
             if not isinstance(callback, Checkpoint)
             for place, value in leaves(callback.state_dict(), "")
         }
-        self._write(f"end of the {self._phase}", {"state of a callback": states})
+        saved = read_alone(checkpoint, weights_only=False) if self._rank == 0 else {}
+        kept = dict(leaves({key: saved[key] for key in (MODEL, OPTIMIZERS) if key in saved}, ""))
+        self._write(f"end of the {self._phase}", {"state of a callback": states, "checkpoint": kept})
 
-    def _write(self, place: str, values: dict[str, dict[str, Any]], checkpoint: Path | None = None) -> None:
+    def _write(self, place: str, values: dict[str, dict[str, Any]]) -> None:
         on_host = {kind: {name: whole(value) for name, value in each.items()} for kind, each in values.items()}
         path = moment_file(self._folder, self._rank, self._facts.num_moments)
         path.parent.mkdir(exist_ok=True)
-        torch.save(Moment(place, on_host, checkpoint), path)
+        torch.save(Moment(place, on_host), path)
         self._facts.num_moments += 1
+
+
+def _state(trainer: L.Trainer, module: L.LightningModule) -> dict[str, dict[str, Any]]:
+    """Weights, buffers and optimizer states of this rank by name. Of buffers those that it would save."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    held = {**dict(module.named_buffers(remove_duplicate=False)), **module.state_dict()}
+    others = [name for name in held if name not in parameters]
+    if isinstance(strategy := trainer.strategy, PipelineParallelStrategy):
+        split = strategy.engine.split
+        others = [name for name in others if strategy.pipeline_rank in split.ranks_of(name)]
+    states = {
+        name: optimizer.state[parameter]
+        for name, parameter in parameters.items()
+        for optimizer in trainer.optimizers
+        if parameter in optimizer.state
+    }
+    parts = {"weight": parameters, "buffer": {name: held[name] for name in others}, "optimizer state": states}
+    return {kind: dict(place for name in each for place in leaves(each[name], name)) for kind, each in parts.items()}
 
 
 def moment_file(folder: Path, rank: int, number: int) -> Path:

@@ -73,10 +73,10 @@ def verify(
     """Trains a module with a plain ``Trainer()`` and as a pipeline of processes on the CPU, and compares the two.
 
     Both use the same seed and data, float64 where the module allows it, and no dropout. They train ``steps`` batches,
-    validate two, save a checkpoint, and resume from it for ``steps`` more. After each batch losses, logged values,
-    gradients, weights, persistent buffers, learning rates and states of callbacks are compared. In a script, call it
-    under ``if __name__ == "__main__":``. It writes twice the weights, the gradients and the weights again to a
-    temporary folder for each batch, so make a large model smaller.
+    validate two, save a checkpoint, and resume from it for ``steps`` more. Losses, logged values, gradients, weights,
+    all buffers, optimizer states and learning rates are compared after each batch; states of callbacks and the weights
+    and optimizer states in checkpoints at the end. In a script, call it under ``if __name__ == "__main__":``. Each
+    batch writes twice the weights, gradients and optimizer states to a temporary folder: make a large model smaller.
 
     Args:
         module: The module, or a function or class that makes it, called in each process after seeding.

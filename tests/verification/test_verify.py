@@ -6,7 +6,19 @@ import re
 from functools import partial
 
 import pytest
-from verified_modules import Contrastive, Counting, Data, Double, Net, Normalised, ReadsWorldSize, make_strategy
+from verified_modules import (
+    Contrastive,
+    Counting,
+    CountsBatches,
+    CountsProcesses,
+    Data,
+    Double,
+    Net,
+    Normalised,
+    NotesProcesses,
+    ReadsWorldSize,
+    make_strategy,
+)
 
 import lightning_pp
 from lightning_pp import PipelineParallelStrategy
@@ -20,7 +32,10 @@ def test_a_plain_module_is_equal_through_a_checkpoint_and_with_states_of_callbac
     num_parameters = len(list(Net().parameters()))
     assert result.compared["loss"] == 2 * 3 * 2
     assert result.compared["gradient"] == result.compared["weight"] == 2 * 3 * num_parameters
+    # Adam keeps a step and two averages of each
+    assert result.compared["optimizer state"] == 3 * 2 * 3 * num_parameters
     assert result.compared["state of a callback"] == 2 * 2 and result.compared["buffer"] == 2 * 3
+    assert result.compared["checkpoint"] >= 2 * (num_parameters + 1 + 3 * num_parameters)
     assert max(result.largest.values()) < 1e-12
     text = str(result)
     assert "note: dropout is 0 in 4 modules" in text and text.endswith("EQUAL: the pipeline trains as one device does.")
@@ -38,6 +53,34 @@ def test_the_first_difference_is_told_with_both_numbers() -> None:
     told = r"DIFFERENT, first in training, batch_idx=2: loss loss: [\d.]+ on one device, [\d.]+ in the pipeline"
     assert re.search(told, str(result)), str(result)
     assert "No cause is known" in str(result)
+
+
+def test_an_optimizer_state_that_differs_alone_is_told_by_name() -> None:
+    result = lightning_pp.verify(NotesProcesses, Data, make_strategy, steps=3)
+    assert {each.kind for each in result.differences} == {"optimizer state", "checkpoint"}
+    first = result.differences[0]
+    assert (first.place, first.kind, first.stage) == ("training, batch_idx=2", "optimizer state", "0")
+    assert first.name == "first.weight.noted[0]" and (float(first.expected), float(first.found)) == (1.0, 2.0)
+    last = [each for each in result.differences if each.name.startswith("last.weight.noted")]
+    assert last and all(each.stage == "1" for each in last)
+    told = "optimizer state first.weight.noted[0] (stage 0): 1 on one device, 2 in the pipeline, relative difference 1"
+    assert f"DIFFERENT, first in training, batch_idx=2: {told}" in str(result)
+    # momentum_buffer, steps and noted of each weight; the last for one batch of the training, all of the resumed one
+    num_parameters = len(list(Net().parameters()))
+    assert result.compared["optimizer state"] == (2 * 6 + 4) * num_parameters
+
+
+def test_buffers_that_are_not_saved_are_compared_where_they_are_used() -> None:
+    equal = lightning_pp.verify(CountsBatches, Data, make_strategy, steps=2)
+    assert equal.equal, str(equal)
+    assert equal.compared["buffer"] == 2 * 2 * (2 + 4)
+    other = lightning_pp.verify(CountsProcesses, Data, make_strategy, steps=2)
+    assert {each.kind for each in other.differences} == {"buffer"}
+    first = other.differences[0]
+    # the module's hook of the first batch runs after the callbacks that write down
+    assert (first.place, first.name, first.stage) == ("training, batch_idx=1", "blocks.0.seen[1]", "0")
+    assert (float(first.expected), float(first.found)) == (1.0, 2.0)
+    assert next(each for each in other.differences if each.name == "blocks.3.seen[1]").stage == "1"
 
 
 def test_what_the_strategy_refuses_is_told() -> None:

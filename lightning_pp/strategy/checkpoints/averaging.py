@@ -7,8 +7,9 @@ weights as ``state_dict``, the current ones beside them.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,29 +24,30 @@ from lightning_pp.split._torch_private import buffers_of, parameters_of
 from lightning_pp.strategy._lightning_private import averaging_options, set_average
 from lightning_pp.strategy._torch_private import children_of, is_persistent
 from lightning_pp.strategy.checkpoints.checkpoints import Checkpoints
+from lightning_pp.strategy.lightning.callbacks import callbacks_of
 
 _AVERAGING = "averaging_state"
 
 
 def leave_averages_to_strategy(trainer: pl.Trainer) -> None:
     """Before the callbacks' ``setup``: they shall not copy the whole module; what a subclass does there, it does."""
-    for callback in _callbacks(trainer):
+    for callback in callbacks_of(trainer):
         if isinstance(callback, WeightAveraging) and "setup" not in vars(callback):
-            vars(callback)["setup"] = _without_copy(type(callback).setup, callback)
+            vars(callback)["setup"] = _without_copies()(partial(_set_up, callback))
 
 
-def _without_copy(setup: Callable[..., None], callback: WeightAveraging) -> Callable[..., None]:
-    @functools.wraps(setup)
-    def call(*args: Any, **kwargs: Any) -> None:
-        copies = WeightAveraging.setup
-        WeightAveraging.setup = lambda *_, **__: None  # type: ignore[method-assign]
-        try:
-            if setup is not copies:
-                setup(callback, *args, **kwargs)
-        finally:
-            WeightAveraging.setup = copies  # type: ignore[method-assign]
+def _set_up(callback: WeightAveraging, *args: Any, **kwargs: Any) -> None:
+    type(callback).setup(callback, *args, **kwargs)
 
-    return call
+
+@contextmanager
+def _without_copies() -> Iterator[None]:
+    copies = WeightAveraging.setup
+    WeightAveraging.setup = lambda *_, **__: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        WeightAveraging.setup = copies  # type: ignore[method-assign]
 
 
 def average_own_part(trainer: pl.Trainer, module: pl.LightningModule, checkpoints: Checkpoints) -> None:
@@ -56,22 +58,18 @@ def average_own_part(trainer: pl.Trainer, module: pl.LightningModule, checkpoint
         module: The split module.
         checkpoints: Collects the averages, and loads the current weights.
     """
-    for callback in _callbacks(trainer):
+    for callback in callbacks_of(trainer):
         if not isinstance(callback, WeightAveraging):
             continue
         average = PartAverage(module, **averaging_options(callback))
         set_average(callback, average)
 
-        def save(
-            _: pl.Trainer, __: pl.LightningModule, checkpoint: dict[str, Any], average: PartAverage = average
-        ) -> None:
+        def save(_: Any, __: Any, checkpoint: dict[str, Any], average: PartAverage = average) -> None:
             checkpoint[CURRENT_MODEL] = checkpoint[MODEL]
             checkpoint[MODEL] = checkpoints.model_state(replaced=average.named_tensors())
             checkpoint[_AVERAGING] = {"n_averaged": average.n_averaged.clone()}
 
-        def load(
-            _: pl.Trainer, __: pl.LightningModule, checkpoint: dict[str, Any], average: PartAverage = average
-        ) -> None:
+        def load(_: Any, __: Any, checkpoint: dict[str, Any], average: PartAverage = average) -> None:
             # the module has the average now: it is loaded from "state_dict", as always
             average.take(module)
             if isinstance(current := checkpoint.get(CURRENT_MODEL), Mapping) and _AVERAGING in checkpoint:
@@ -152,8 +150,3 @@ def _bare(module: nn.Module, local: bool = False, seen: dict[int, Any] | None = 
 
 def _tensors(module: nn.Module) -> list[Tensor]:
     return [tensor.detach() for tensor in (*module.parameters(), *module.buffers())]
-
-
-def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
-    callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
-    return callbacks

@@ -185,7 +185,8 @@ class Checkpoints:
             return
         run = self._attached
         path = from_root(str(filepath), Ranks.from_mesh(run.part.mesh))
-        checkpoint = {**checkpoint, **own_run_state(checkpoint, run.engine, run.data)}
+        checkpoint = dict(checkpoint)
+        checkpoint |= own_run_state(checkpoint, run.engine, run.data)
         write: Callable[[dist.ProcessGroup | None], None]
         if self.is_sharded:
             if storage_options is not None:

@@ -24,17 +24,8 @@ def rank_part(split: SplitModel, mesh: DeviceMesh, optimizers: Sequence[Optimize
         optimizers: This rank's, which keep only its own parameters afterwards.
     """
     optimizers = training_ones(optimizers)
-
-    def owners(name: str) -> tuple[int, ...]:
-        if name in split.owners:
-            return split.ranks_of(name)
-        unit = next((unit for unit in split.units if name.startswith(unit + ".")), None)
-        # code between units runs to its end on the last stage only, so that is where its buffers are right
-        stage = split.placement.num_stages - 1 if unit is None else split.partition.stage_of_unit[unit]
-        return (split.placement.rank_of_stage[stage],)
-
     _refuse_other_names(split.module)
-    catalog = ParameterCatalog.from_module(split.module, owners).with_optimizers(split.module, optimizers)
+    catalog = ParameterCatalog.from_module(split.module, split.ranks_of).with_optimizers(split.module, optimizers)
     return RankPart(split.module, catalog, mesh, list(optimizers))
 
 

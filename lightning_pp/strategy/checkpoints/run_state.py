@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import logging
 import pickle
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_pp.errors import CheckpointError
 from lightning_pp.strategy.checkpoints.callback_states import fingerprints_of, give_back, states_of_ranks
 from lightning_pp.strategy.checkpoints.data_position import DataPosition
+from lightning_pp.strategy.checkpoints.unpicklable import Unpicklable
 
 if TYPE_CHECKING:
     from lightning_pp.strategy.engine import PipelineEngine
 
 
 RUN_STATE = "lightning_pp"
+_BEGINS_AGAIN = "A training that is resumed within an epoch begins its data again."
 _log = logging.getLogger(__name__)
 
 
-def own_run_state(checkpoint: Mapping[str, Any], engine: PipelineEngine, data: DataPosition) -> dict[str, Any]:
-    """What to add to a checkpoint; every rank calls it.
+def own_run_state(checkpoint: dict[str, Any], engine: PipelineEngine, data: DataPosition) -> dict[str, Any]:
+    """What to add to a checkpoint; every rank calls it. What cannot be pickled is taken out of it.
 
     Lightning keeps the loaders' state of rank 0. Where those of the replicas differ, all are kept. Where loaders stand
     that have no state is kept as well.
@@ -31,19 +33,31 @@ def own_run_state(checkpoint: Mapping[str, Any], engine: PipelineEngine, data: D
     Raises:
         CheckpointError: On all ranks: a weight is not finite, and the strategy is to look at that.
     """
-    loaders = _pickled(_loader_states(checkpoint), data.state()) if engine.rank == 0 else b""
+    lost, loaders = Unpicklable(), b""
+    lost.take_out(checkpoint, is_root=dist.get_rank() == 0)
+    if engine.rank == 0:
+        states, position = _loader_states(checkpoint), data.state()
+        if lost.finds(states, "the state of the training loaders", _BEGINS_AGAIN):
+            states.clear()
+        if lost.finds(position, "the place in the training data", _BEGINS_AGAIN):
+            position = None
+        loaders = pickle.dumps((states, position))
     callbacks = checkpoint.get("callbacks", {})
-    mine = (engine.rank, engine.replica, loaders, engine.finite.bad_weight(), fingerprints_of(callbacks))
+    prints = fingerprints_of(callbacks)
+    mine = (engine.rank, engine.replica, loaders, engine.finite.bad_weight(), prints, list(lost.texts))
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
-    if bad := [weight for _, _, _, weight, _ in gathered if weight is not None]:
+    if bad := [weight for _, _, _, weight, *_ in gathered if weight is not None]:
         raise CheckpointError(
             f"{bad[0]} Nothing is saved, so that it replaces no good checkpoint. Resume from the last one. "
             "on_nonfinite='ignore' saves such weights too."
         )
+    told = {what for *_, whats in gathered[: dist.get_rank()] for what in whats}
+    for text in (text for what, text in lost.texts.items() if what not in told):
+        warnings.warn(text, stacklevel=2)
     of_replica = {replica: state for rank, replica, state, *_ in gathered if rank == 0}
     own: dict[str, Any] = {"random": engine.random_state()}
-    if kept := states_of_ranks(callbacks, [fingerprints for *_, fingerprints in gathered], engine.module):
+    if kept := states_of_ranks(callbacks, [prints for *_, prints, _ in gathered], engine.module):
         own["callbacks"] = kept
     states = [pickle.loads(of_replica[replica]) for replica in sorted(of_replica)]
     if len({pickle.dumps(state) for state, _ in states}) > 1:
@@ -53,18 +67,6 @@ def own_run_state(checkpoint: Mapping[str, Any], engine: PipelineEngine, data: D
         own["data"] = positions if len(set(of_replica.values())) > 1 else positions[:1]
         own["num_replicas"] = len(states)
     return {RUN_STATE: own}
-
-
-def _pickled(loaders: Any, position: Any) -> bytes:
-    """Both for the other replicas; without what cannot be pickled, which is told."""
-    try:
-        return pickle.dumps((loaders, position))
-    except Exception as error:
-        rank_zero_warn(
-            "The checkpoint does not say where the training data stand, because that cannot be pickled "
-            f"({type(error).__name__}: {error}). A training resumed within an epoch begins its data again."
-        )
-        return pickle.dumps(([], None))
 
 
 def restore_run_state(checkpoint: Mapping[str, Any], engine: PipelineEngine, data: DataPosition) -> None:

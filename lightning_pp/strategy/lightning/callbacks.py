@@ -14,6 +14,11 @@ from lightning_pp.strategy._lightning_private import throughputs_of
 from lightning_pp.strategy.lightning.summary import summarize_whole_model
 
 
+def callbacks_of(trainer: pl.Trainer) -> list[Any]:
+    """The callbacks of ``trainer``; none while it is made."""
+    return list(getattr(trainer, "callbacks", []))
+
+
 def adapt_callbacks(trainer: pl.Trainer, split: Callable[[], SplitModel], sizes: ParallelSizes) -> None:
     """Has the callbacks of ``trainer`` speak of the model and not of a stage, and of replicas and not of ranks.
 
@@ -23,8 +28,7 @@ def adapt_callbacks(trainer: pl.Trainer, split: Callable[[], SplitModel], sizes:
         sizes: Of the mesh.
     """
     summarize_whole_model(trainer, split)
-    callbacks: list[Any] = getattr(trainer, "callbacks", [])
-    for callback in callbacks:
+    for callback in callbacks_of(trainer):
         if isinstance(callback, ThroughputMonitor):
             _count_replicas(callback, sizes)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,13 @@ class RunLauncher(SubprocessScriptLauncher):
         weights_only: What the user passed to the run under way; None if nothing.
         ckpt_path: The same.
         when_done: Called when a run has ended without an exception, after all hooks.
+        explain: Called with a ``KeyError`` that ends a run; may raise another error in its place.
     """
 
     weights_only: bool | None = None
     ckpt_path: str | Path | None = None
     when_done: Callable[[], None] | None = None
+    explain: Callable[[KeyError], None] | None = None
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -67,10 +70,14 @@ class RunLauncher(SubprocessScriptLauncher):
         """Runs ``function``, in as many processes as the job has."""
         arguments = inspect.signature(function).bind(*args, **kwargs).arguments
         self.weights_only, self.ckpt_path = arguments.get("weights_only"), arguments.get("ckpt_path")
-        if self.cluster_environment.creates_processes_externally:
+        if not self.cluster_environment.creates_processes_externally:
+            function = partial(super().launch, function, trainer=trainer)
+        try:
             result = function(*args, **kwargs)
-        else:
-            result = super().launch(function, *args, trainer=trainer, **kwargs)
+        except KeyError as error:
+            if self.explain is not None:
+                self.explain(error)
+            raise
         if self.when_done is not None:
             self.when_done()
         return result
@@ -78,6 +85,5 @@ class RunLauncher(SubprocessScriptLauncher):
 
 def _has_program() -> bool:
     """Whether this process runs a file or a module that another process can run."""
-    if hasattr(sys, "ps1"):
-        return False
-    return getattr(sys.modules.get("__main__"), "__spec__", None) is not None or Path(sys.argv[0]).is_file()
+    has_module = getattr(sys.modules.get("__main__"), "__spec__", None) is not None
+    return not hasattr(sys, "ps1") and (has_module or Path(sys.argv[0]).is_file())

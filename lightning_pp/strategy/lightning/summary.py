@@ -75,8 +75,7 @@ def summarize_whole_model(trainer: pl.Trainer, split: Callable[[], SplitModel]) 
 
         return summary
 
-    callbacks: list[Any] = getattr(trainer, "callbacks", [])
-    for callback in callbacks:
+    for callback in getattr(trainer, "callbacks", []):
         if isinstance(callback, ModelSummary):
             replace_summary(callback, of_all)
             if type(callback).summarize is RichModelSummary.summarize:  # it knows its columns by name

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import MethodType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,6 +12,8 @@ from lightning.pytorch.callbacks import BaseFinetuning, Timer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
+
+from lightning_pp.strategy.lightning.callbacks import callbacks_of
 
 _HOOKS = ("on_fit_start", "on_train_epoch_start")
 
@@ -26,11 +28,16 @@ def finetune_whole_module(trainer: pl.Trainer, of_all_parameters: Callable[[], A
         of_all_parameters: Makes a context in which the module has all parameters, with fakes for those of other
             stages; afterwards optimizers have this rank's only.
     """
-    callbacks: list[Any] = getattr(trainer, "callbacks", [])
-    for callback in callbacks:
+
+    @contextmanager
+    def within() -> Iterator[None]:
+        with of_all_parameters(), _filtered_by_identity():
+            yield
+
+    for callback in callbacks_of(trainer):
         if isinstance(callback, BaseFinetuning):
             for name in _HOOKS:
-                vars(callback)[name] = _within(of_all_parameters, getattr(type(callback), name), callback)
+                vars(callback)[name] = within()(MethodType(getattr(type(callback), name), callback))
 
 
 def resume_callbacks(trainer: pl.Trainer, states: dict[str, Any]) -> None:
@@ -44,8 +51,7 @@ def resume_callbacks(trainer: pl.Trainer, states: dict[str, Any]) -> None:
         trainer: The trainer.
         states: Of its callbacks, as the checkpoint has them.
     """
-    callbacks: list[Any] = getattr(trainer, "callbacks", [])
-    for callback in callbacks:
+    for callback in callbacks_of(trainer):
         if isinstance(callback, (BaseFinetuning, Timer)) and callback.state_key in states:
             callback.load_state_dict(states[callback.state_key])
             callback.on_fit_start(trainer, trainer.lightning_module)
@@ -74,14 +80,3 @@ def _filtered_by_identity() -> Iterator[None]:
         yield
     finally:
         BaseFinetuning.filter_on_optimizer = staticmethod(original)  # type: ignore[method-assign]
-
-
-def _within(
-    of_all_parameters: Callable[[], AbstractContextManager[Any]], hook: Callable[..., Any], callback: BaseFinetuning
-) -> Callable[..., Any]:
-    @functools.wraps(hook)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with of_all_parameters(), _filtered_by_identity():
-            return hook(callback, *args, **kwargs)
-
-    return call

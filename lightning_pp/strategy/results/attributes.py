@@ -238,10 +238,8 @@ def _merge(changes: list[tuple[str, Any]], num_samples: Sequence[int], weights: 
 def _all_equal(values: Sequence[Any]) -> bool:
     first = values[0]
     if isinstance(first, Tensor):
-        return all(
-            isinstance(value, Tensor) and value.dtype == first.dtype and torch.equal(value, first)
-            for value in values[1:]
-        )
+        are_like = all(isinstance(value, Tensor) and value.dtype == first.dtype for value in values)
+        return are_like and all(torch.equal(value, first) for value in values[1:])
     try:
         return all(type(value) is type(first) and bool(value == first) for value in values[1:])
     except (RuntimeError, ValueError):  # containers of tensors have no one truth value

@@ -12,8 +12,8 @@ import torch
 
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.split.fakes.fake_mode import FakeValueMode, NeedsDataError
-from lightning_pp.split.fakes.parameters import is_fake
-from lightning_pp.split.record.source_lines import user_line
+from lightning_pp.split.fakes.parameters import FakeParameters, is_fake
+from lightning_pp.split.record.source_lines import innermost_user_line, user_line
 from lightning_pp.strategy.lightning.patching import replaced
 
 
@@ -78,3 +78,16 @@ def _load(
             f"stages, {own} of these names. Load whole weights by ckpt_path or initial_weights, or after "
             "strategy.gather_module(). Keep averages of weights by Lightning's WeightAveraging."
         ) from error
+
+
+def refuse_missing_name(error: KeyError, fake_parameters: FakeParameters) -> None:
+    """Raises :class:`ConfigurationError` if ``error`` is for the name of a parameter that this rank does not hold."""
+    name, num_others = error.args[0] if error.args else None, len(fake_parameters.released)
+    if isinstance(name, str) and name in fake_parameters.released:
+        raise ConfigurationError(
+            f"{innermost_user_line(error)} found no {name!r}, which is a parameter of another stage. On this rank "
+            f"named_parameters() and state_dict() have {len(fake_parameters.names) - num_others} of "
+            f"{len(fake_parameters.names)} parameters: those of its own stages. Take the names from there, on each "
+            "rank. Keep averages of weights by Lightning's WeightAveraging. For all parameters call "
+            "strategy.gather_module() after the run."
+        ).with_traceback(error.__traceback__) from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -26,6 +25,7 @@ from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.pipeline_options import PipelineOptions
 from lightning_pp.split.record.step_record import Failure, StepRecord
 from lightning_pp.strategy._lightning_private import synchronizes_layers, trainer_of
+from lightning_pp.strategy.lightning.callbacks import callbacks_of
 from lightning_pp.strategy.parameters.precision import refuse_precision
 
 _REFUSED_CALLBACKS: dict[type[Callback], str] = {
@@ -62,14 +62,13 @@ def refuse_unsupported(
             "BatchNorm, which normalises each microbatch by itself, or a norm without statistics over samples "
             "(GroupNorm, LayerNorm)."
         )
-    callbacks: list[Callback] = getattr(trainer, "callbacks", [])
-    for callback in callbacks:
+    for callback in callbacks_of(trainer):
         for kind, reason in _REFUSED_CALLBACKS.items():
             if isinstance(callback, kind):
                 raise ConfigurationError(f"{type(callback).__name__} cannot be used in a pipeline: it {reason}")
     refuse_precision(precision, device)
     if trainer.state.fn == TrainerFn.FITTING:
-        _warn_of_exception_checkpoints(callbacks)
+        _warn_of_exception_checkpoints(callbacks_of(trainer))
 
 
 def _warn_of_exception_checkpoints(callbacks: Sequence[Callback]) -> None:
@@ -181,5 +180,4 @@ def _thaws_later(module: pl.LightningModule) -> bool:
     trainer = trainer_of(module)
     if trainer is None or trainer.fit_loop.epoch_loop.batch_progress.current.ready:
         return False
-    callbacks: list[Any] = getattr(trainer, "callbacks", [])
-    return any(isinstance(callback, BaseFinetuning) for callback in callbacks)
+    return any(isinstance(callback, BaseFinetuning) for callback in callbacks_of(trainer))

@@ -31,27 +31,10 @@ _HOOKS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
     "on_train_batch_end": lambda batch: ({"loss": torch.zeros(())}, batch, 0),
 }
 
+_LOG_TRAINING = (*_HOOKS, "on_before_backward", "on_before_optimizer_step")
 _OUTSIDE_STEPS = (
-    "on_fit_start",
-    "on_train_start",
-    "on_train_epoch_start",
-    *_HOOKS,
-    "on_before_backward",
-    "on_before_optimizer_step",
-    "on_train_epoch_end",
-    "on_validation_epoch_start",
-    "on_validation_epoch_end",
-    "on_train_end",
-)
-
-
-_LOG_TRAINING = (
-    "on_train_batch_start",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_train_batch_end",
+    *("on_fit_start", "on_train_start", "on_train_epoch_start", *_LOG_TRAINING, "on_train_epoch_end"),
+    *("on_validation_epoch_start", "on_validation_epoch_end", "on_train_end"),
 )
 
 
@@ -102,8 +85,8 @@ class UpdateHooks:
     def attached(self, groups: ControlGroups) -> Iterator[None]:
         """Within, these hooks see every parameter, in the order of one device; those of other stages are fakes.
 
-        What a hook logs when it is called for the first time in a
-        training is compared over the stages, by one gather for each hook of a batch.
+        What a hook logs when it is called for the first time in a training is compared over the stages, by one gather
+        for each hook of a batch.
 
         Args:
             groups: Join the ranks of the pipeline.
@@ -153,9 +136,8 @@ def _refuse_trained(updates: Updates, module: pl.LightningModule) -> None:
 
 
 def _has_averages(module: pl.LightningModule) -> bool:
-    if any(isinstance(child, AveragedModel) for child in module.modules()):  # as torch makes it, all require gradients
-        return True
-    return not all(parameter.requires_grad for parameter in module.parameters())
+    has_average = any(isinstance(child, AveragedModel) for child in module.modules())  # all of it requires gradients
+    return has_average or not all(parameter.requires_grad for parameter in module.parameters())
 
 
 def _logged_by(module: pl.LightningModule, hook: str) -> dict[str, float | None]:
