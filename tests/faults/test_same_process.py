@@ -218,4 +218,4 @@ def fit_the_same_trainer_again(folder: str) -> list[str]:
 
 def test_a_trainer_of_connections_that_have_ended_says_so(pool: WorkerPool, tmp_path: Path) -> None:
     for told in pool.run(fit_the_same_trainer_again, str(tmp_path), world_size=NUM_RANKS):
-        assert len(told) == 2 and "make a new Trainer, strategy and module" in told[1], told
+        assert len(told) == 2 and "Make a new Trainer, strategy and module" in told[1], told
