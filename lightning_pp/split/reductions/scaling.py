@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_pp.errors import SplitError
 from lightning_pp.split.data.tree import map_leaves
@@ -150,7 +150,7 @@ class ScaledStep(OutsideUnits):
             return func(*args, **kwargs)
         if kind is None or kind is Kind.LINEAR:
             result = self._other(kind, func, args, kwargs)
-            if self._follows:
+            if self._follows and not _of_each_row(func, args):
                 follow(kind, func, list(tensors_given(args, kwargs)), (), result, reduces=False, line=user_line)
             return result
         called = self._places.next(func.__name__)
@@ -174,6 +174,8 @@ class ScaledStep(OutsideUnits):
 
     def _other(self, kind: Kind | None, func: Any, args: Any, kwargs: Any) -> Any:
         degrees = {degree_of(tensor) for tensor in tensors_given(args, kwargs)}
+        if _of_each_row(func, args):
+            return func(*args, **kwargs)
         if not any(degrees):
             result = func(*args, **kwargs)
             if kind is Kind.LINEAR and args and hasattr(args[0], _EXTREME) and isinstance(result, Tensor):
@@ -329,6 +331,12 @@ class ScaledStep(OutsideUnits):
                 "this is a sum or part of a mean. Make the branch depend on the batch's shape or on "
                 "trainer.global_step, or set whole_batch_loss=True on the strategy."
             )
+
+
+def _of_each_row(func: Any, args: Any) -> bool:
+    """Whether this call takes the gradient of a sum for each of the samples that it adds up."""
+    is_of_sum = func is torch.autograd.grad and all(degree_of(output) == 1 for output in args[0])
+    return is_of_sum and not any(isinstance(given, nn.Parameter) for given in args[1])
 
 
 def _counts_something(loss: LossCall) -> bool:
