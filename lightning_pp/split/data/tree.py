@@ -36,7 +36,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
         rebuilt = _map_other_children(lambda child: map_leaves(function, child), leaf)
         return function(leaf) if rebuilt is _NO_CONTAINER else rebuilt
 
-    return pytree.tree_map(visit, tree, is_leaf=_is_packed)
+    return pytree.tree_map(visit, tree, is_leaf=lambda child: isinstance(child, PackedSequence))
 
 
 def map_children(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -83,10 +83,6 @@ def _map_other_children(function: Callable[[Any], Any], tree: Any) -> Any:
                 object.__setattr__(instance, field.name, function(getattr(tree, field.name)))
         return instance
     return _NO_CONTAINER
-
-
-def _is_packed(tree: Any) -> bool:
-    return isinstance(tree, PackedSequence)
 
 
 def leaves_of(tree: Any) -> list[Any]:

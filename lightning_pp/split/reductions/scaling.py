@@ -209,7 +209,7 @@ class ScaledStep(OutsideUnits):
             total = self._total(place, (count,))
             return func(*args, **kwargs) if total is None else summed / (total[0] * self._share)
         total = self._total(place, (summed.detach(), count))
-        return func(*args, **kwargs) if total is None else _like(summed, total[0], 1 / _at_least_one(total[1]))
+        return func(*args, **kwargs) if total is None else _like(summed, total[0], 1 / max(float(total[1]), 1.0))
 
     def _loss(self, place: Place, fact: Fact, func: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = self._all_normal(args), self._all_normal(kwargs)
@@ -395,7 +395,3 @@ def _beside(result: Tensor, total: Tensor | float) -> Tensor:
     if total.dim() == 0:  # was exchanged between replicas, on the host
         return torch.full((), total.item(), dtype=total.dtype, device=result.device)
     return total.to(result.device, non_blocking=True)
-
-
-def _at_least_one(count: Tensor | float) -> float:
-    return max(float(count), 1.0)
