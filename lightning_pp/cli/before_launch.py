@@ -62,6 +62,8 @@ def callbacks_that_save(
     if validates and trainer.get("limit_val_batches") != 0:
         return given
     for name, one in given.items():
+        if not isinstance(one, DictConfig):  # which is told where it is built
+            continue
         if "save_on_train_epoch_end" in one and one.save_on_train_epoch_end is None and not one.every_n_train_steps:
             given[name] = OmegaConf.merge(one, {"save_on_train_epoch_end": True})
     return given

@@ -14,7 +14,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, InstantiationException
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -151,6 +151,7 @@ def composing(tmp_path: Path) -> Iterator[None]:
     deadline=timedelta(seconds=20),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
+@example(given_overrides=[("", "trainer.limit_val_batches", "0"), ("+", "callbacks.nope", "1")])
 @given(given_overrides=st.lists(st.tuples(PREFIXES, st.sampled_from(NAMES), PIECES), min_size=1, max_size=2))
 def test_overrides_of_the_command_line(given_overrides: list[tuple[str, str, str]], composing: None) -> None:
     texts = [f"{prefix}{name}={value}" for prefix, name, value in given_overrides]

@@ -336,7 +336,7 @@ class ScaledStep(OutsideUnits):
 def _of_each_row(func: Any, args: Any) -> bool:
     """Whether this call takes the gradient of a sum for each of the samples that it adds up."""
     is_of_sum = func is torch.autograd.grad and all(degree_of(output) == 1 for output in args[0])
-    return is_of_sum and not any(isinstance(given, nn.Parameter) for given in args[1])
+    return is_of_sum and all(given.is_leaf and not isinstance(given, nn.Parameter) for given in args[1])
 
 
 def _counts_something(loss: LossCall) -> bool:
