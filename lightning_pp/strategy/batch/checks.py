@@ -9,9 +9,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
 
 from lightning_pp.distributed.control import ControlGroups
+from lightning_pp.split._torch_private import version_of
 from lightning_pp.split.data.microbatch import Microbatch, batch_size_of
+from lightning_pp.split.fakes.parameters import is_fake
 from lightning_pp.split.side_effects.generators import generators_untouched
 from lightning_pp.split.side_effects.module_state import preserved_state
 from lightning_pp.split.unit_calls.compilation import uncompiled
@@ -107,6 +110,7 @@ class BatchChecks:
                 stack.enter_context(scope)
             run = preparation.prepare(call, batch, microbatches, seed, 1.0, around=around)
             stack.callback(run.updates.undo)
+            before = {name: _version(buffer) for name, buffer in preparation.module.named_buffers()}
             # one by one, so that each starts from the same generators, or together, for an end on all of them
             each = [[index] for index in range(len(microbatches))]
             outputs: list[Any] = []
@@ -115,7 +119,16 @@ class BatchChecks:
                     outputs += self._forward(run, indices)
             if not self._groups.is_last_stage:
                 return None
+            moved = {
+                name: buffer.detach().to(torch.float64, copy=True)
+                for name, buffer in preparation.module.named_buffers()
+                if _version(buffer) != before.get(name) and not (is_fake(buffer) or buffer.is_complex())
+            }
             try:
-                return observed(run, outputs)
+                return observed(run, outputs, moved)
             except Exception as error:  # the other ranks hear of it when outcomes are exchanged
                 return error
+
+
+def _version(tensor: Tensor) -> tuple[int, int]:
+    return id(tensor), version_of(tensor)

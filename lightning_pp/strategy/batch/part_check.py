@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.errors import BatchError, ConfigurationError, SplitError
@@ -42,8 +42,8 @@ Observe = Callable[[Sequence[Microbatch], Around], Outcome]
 """Runs the step on slices of the part, within what ``Around`` gives."""
 
 
-def observed(run: BatchRun, outputs: Sequence[Any]) -> Observed:
-    """What a run made of its microbatches.
+def observed(run: BatchRun, outputs: Sequence[Any], buffers: Mapping[str, Tensor]) -> Observed:
+    """What a run made of its microbatches, and of the ``buffers`` of the last stage that it wrote into.
 
     Raises:
         NoLossError: A training step returned None for all of them.
@@ -61,8 +61,8 @@ def observed(run: BatchRun, outputs: Sequence[Any]) -> Observed:
         losses[0].dtype if losses else None,
         run.weights,
         run.logs.merge(run.weights, run.num_samples),
-        run.attributes.values_by_name(changes),
-        Left(run.attributes.places, changes),
+        {**run.attributes.values_by_name(changes), **buffers},
+        Left(run.attributes.places, changes, buffers),
     )
 
 
@@ -239,7 +239,7 @@ class PartCheck:
             lambda index, stage: around(on_parts(index, stage), of_parts[index], stage, self._places[index][1]),
         )
         outcomes = self._groups.all_or_none(partial(self._compared, whole, parts, draws), "What a check found again")
-        are_equal = not any(found for _, found in outcomes)
+        are_equal = all(difference.is_attribute for _, found in outcomes for difference in found)
         weights = [share for _, share in self._places]
         found: dict[int, Culprit] = {}
         for stage, seen in of_whole.items():

@@ -9,7 +9,7 @@ one; and the last stage's result is given to every rank, since hooks that read i
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_pp.split.fakes.parameters import is_fake
 from lightning_pp.split.side_effects.reach import Reached, class_containers, reached_from
 from lightning_pp.strategy.results.outputs import merge_outputs
 
@@ -107,19 +108,24 @@ class StepAttributes:
 
 
 class Left(NamedTuple):
-    """What a step has left in attributes, without having been kept; can be sent to other ranks.
+    """What a step has left in attributes and buffers, without having been kept; can be sent to other ranks.
 
     Attributes:
         places: Module names and attributes.
         changes: Of each, as :meth:`StepAttributes.merged` gives them.
+        buffers: The last stage's that it wrote into, as float64.
     """
 
     places: Sequence[tuple[str, str]]
     changes: Sequence[_Changes]
+    buffers: Mapping[str, Tensor]
 
     def apply(self, module: nn.Module) -> None:
         """Makes the changes."""
         StepAttributes(module, self.places).apply(self.changes)
+        for name, buffer in module.named_buffers():
+            if name in self.buffers and not is_fake(buffer):
+                buffer.copy_(self.buffers[name])
 
 
 class _Attribute:

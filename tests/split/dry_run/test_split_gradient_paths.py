@@ -129,7 +129,7 @@ def test_a_gradient_hook_between_stages_is_refused_with_its_line() -> None:
         compare(lambda: HookedBetween(1), batches(), 2, split_points=["blocks.3"])
     message = str(error.value)
     assert "test_split_gradient_paths.py" in message and "in training_step puts a hook on the gradient" in message
-    assert "stages 0 (which runs 'blocks.2') to 1" in message
+    assert "from stage 0 (which runs 'blocks.2') to stage 1" in message
 
 
 def test_a_gradient_hook_that_only_the_last_stage_meets_works() -> None:

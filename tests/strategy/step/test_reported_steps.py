@@ -307,7 +307,7 @@ class LoadsACopy(Step):
 
 
 REFUSED = [
-    (LoadsACopy, r"reported_steps.py:\d+ in on_train_batch_end loads a state_dict with 10 names.*stages, [46] of"),
+    (LoadsACopy, r"reported_steps.py:\d+ in on_train_batch_end loads a state_dict with 10 names.* [46] of these names"),
     (ClampsWeights, r"on_before_zero_grad of ClampsWeights writes into parameters that train"),
     (SeedsAGenerator, r"reported_steps.py:\d+ in training_step draws the same random numbers for every microbatch"),
     (SeedsAtItsEnd, r"test_reported_steps.py:\d+ in extra draws the same random numbers for every microbatch"),
@@ -365,22 +365,38 @@ def test_refused_by_the_line(pool: WorkerPool, kind: int) -> None:
     assert len(told) == 2 and any(re.search(REFUSED[kind][1], text) for text in told), told
 
 
-def keep_lists(layout: Layout) -> tuple[list[str], Any]:
-    """In a worker: what is warned of, and what the module has in the end."""
-    module = KeepsLists()
+class CountsSteps(Step):
+    """Counts in buffers that nothing reads: how often it ran, and the samples that it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("seen", torch.zeros(8))
+
+    def extra(self, h: Tensor, x: Tensor, batch_idx: int) -> Any:
+        self.count += 1
+        self.seen += x.sum(0).to(self.seen.dtype)
+        return 0.0
+
+
+def warned(kind: type[Step], layout: Layout) -> list[str]:
+    """In a worker: what is warned of while it trains."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         run = trainer(layout.world_size, layout.strategy())
         generator = torch.Generator().manual_seed(1)
         x = torch.randn(16, 8, generator=generator)
-        run.fit(module, DataLoader(TensorDataset(x, x.sum(-1)), batch_size=8))
-    return [str(each.message) for each in told], module.last_size
+        run.fit(kind(), DataLoader(TensorDataset(x, x.sum(-1)), batch_size=8))
+    return [str(each.message) for each in told]
 
 
-def test_an_attribute_that_reaches_nothing_is_told_once(pool: WorkerPool) -> None:
-    found = pool.run(keep_lists, Layout("zb_h1", 2, num_microbatches=4), world_size=2)
-    told = [text for text in found[0][0] if "has another value after microbatches" in text]
-    assert len(told) == 1 and "'last_size'" in told[0] and "test_reported_steps.py" in told[0], found[0][0]
+@pytest.mark.parametrize(("kind", "name"), [(KeepsLists, "last_size"), (CountsSteps, "count")])
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_what_reaches_nothing_is_told_once(pool: WorkerPool, kind: type[Step], name: str, num_stages: int) -> None:
+    layout = Layout("zb_h1", num_stages, num_microbatches=4)
+    found = pool.run(warned, kind, layout, world_size=num_stages)
+    told = [text for text in found[0] if "has another value after microbatches" in text]
+    assert len(told) == 1 and f"{name!r}" in told[0] and "test_reported_steps.py" in told[0], found[0]
 
 
 class ByTask(Step):
