@@ -130,7 +130,7 @@ def _balanced_starts(
     if num_stages > len(groups):
         tied = max(groups, key=len)
         raise SplitError(
-            f"{num_stages} stages need {num_stages - 1} cuts, but only {len(groups) - 1} are possible: "
+            f"{num_stages} stages need {num_stages - 1} cuts, but only {len(groups) - 1} can be made: "
             f"{', '.join(tied[:6])}{', ...' if len(tied) > 6 else ''} must share a stage, because "
             f"{why_inseparable(record, tied)}."
         )

@@ -279,6 +279,6 @@ def loss_of(output: Any) -> Tensor:
         raise (NoLossError if output is None else ConfigurationError)(
             f"training_step returned {type(output).__name__}{' without a loss' if hasattr(output, 'get') else ''}, but "
             "in a pipeline every batch needs a loss. Return a tensor, or a dict with the key 'loss'. None may skip a "
-            "batch only without replicas and accumulation, after the first batch, and for all its microbatches."
+            "batch only without replicas and accumulation, not in the first batch, and for all its microbatches."
         )
     return loss

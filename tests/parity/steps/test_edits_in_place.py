@@ -244,6 +244,7 @@ def test_a_value_that_its_unit_edits_and_others_use_is_refused_with_the_line(poo
         assert failure is not None and failure.type == "SplitError"
         assert "layers.1, layers.2, layers.3, layers.4, layers.5 must share a stage" in failure.message
         assert re.search(
-            rf"edit in place.*test_edits_in_place\.py:{line} in forward; return it from the unit", failure.message
+            rf"test_edits_in_place\.py:{line} in forward, but is not an output.*edit in place.*; return it",
+            failure.message,
         )
     assert report.seconds < 15

@@ -473,7 +473,7 @@ def test_units_that_share_state_nobody_can_follow_share_a_stage() -> None:
     pipeline, _ = compare(HandingOnGlobally, batches(), 3)
     stages = pipeline.split.partition.stage_of_unit
     assert len({stages[f"blocks.{index}"] for index in range(4)}) == 1
-    with pytest.raises(SplitError, match=r"4 stages need 3 cuts, but only 2 are possible"):
+    with pytest.raises(SplitError, match=r"4 stages need 3 cuts, but only 2 can be made"):
         compare(HandingOnGlobally, batches(), 4)
 
 
