@@ -215,7 +215,7 @@ def test_refusals(pool: WorkerPool, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a.ckpt", "file.ckpt", "x.safetensors"]
 
 
-LARGE = 24  # matrices of 4 MB
+LARGE = 40  # matrices of 4 MB
 
 
 def save_many_matrices(path: Path) -> None:
