@@ -180,7 +180,7 @@ def in_real_memory(
     layout: tuple[int, int, str], weights: str | None = None, config: dict[str, int] = LLAMA_REAL
 ) -> dict[str, float]:
     """Sets the smaller model up."""
-    from lightning_pp.strategy.parameters.host_memory import return_freed_memory
+    from lightning_pp.sharding.units.host_memory import return_freed_memory
 
     set_up(LLAMA_TINY, VOCABULARY["tiny"], layout, steps=1)
     gc.collect()

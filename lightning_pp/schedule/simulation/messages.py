@@ -1,4 +1,4 @@
-"""Messages while a schedule runs: one order of all actions, and the bytes that have been sent and not yet used."""
+"""Messages while a schedule runs: one order of all actions. The bytes that were sent and are not yet used."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def turns_of_actions(schedule: Schedule) -> tuple[tuple[float, ...], ...]:
-    """For each rank, when each of its actions begins if F, I and W take one unit of time and everything else none.
+    """For each rank, when each of its actions begins. F, I and W take one unit of time, everything else none.
 
-    Every action begins after the one before it on its rank, and after those whose results it needs.
+    An action begins after the one before it on its rank, and after those whose results it needs.
 
     Raises:
         ScheduleError: As :func:`simulate`.

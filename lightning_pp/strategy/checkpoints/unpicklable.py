@@ -37,7 +37,7 @@ class Unpicklable:
         return what in self.texts
 
     def take_out(self, checkpoint: dict[str, Any], *, is_root: bool) -> None:
-        """Takes out states of callbacks; on the root all that is written beside model, optimizers and loops, too."""
+        """Takes out states of callbacks. On the root, entries beside model, optimizers and loops are taken out too."""
         means = "Resumed, the callback has the state it is made with."
         self._drop(checkpoint.get("callbacks", {}), "the state of the callback {!r}", means)
         if is_root:

@@ -21,9 +21,9 @@ from lightning_pp.sharding import CollectiveClock, ReplicatedUnits, ShardedStage
 from lightning_pp.sharding.accumulation import WideGradients
 from lightning_pp.sharding.clip import clip_by_norm_, clip_by_value_, own_square
 from lightning_pp.sharding.fsdp import ShardedUnits
-from lightning_pp.sharding.host_memory import return_freed_memory
 from lightning_pp.sharding.replicated import ReplicatedGradients
 from lightning_pp.sharding.shared import SharedParameters
+from lightning_pp.sharding.units.host_memory import return_freed_memory
 from lightning_pp.split.memory.state_memory import StepDtypes
 from lightning_pp.strategy.parameters.placing import ParameterPlacing
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.sharding import broadcast_parameters, broadcast_values, never_sharded
-from lightning_pp.sharding.host_memory import return_freed_memory
+from lightning_pp.sharding.units.host_memory import return_freed_memory
 from lightning_pp.split.fakes.materialize import materialize_parameters, without_parameters
 
 

@@ -165,15 +165,8 @@ class ReadsABuffer(Step):
         self.level.lerp_(batch[0].mean(0).to(self.level.dtype), 0.5)
 
 
-class ReplacesABuffer(Step):
+class ReplacesABuffer(ReadsABuffer):
     """Replaces a buffer in a hook; in the step, where the next step reads it, that is refused."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("level", torch.zeros(8))
-
-    def extra(self, h: Tensor, x: Tensor, batch_idx: int) -> Tensor:
-        return (h - self.level).square().mean()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.level = 0.5 * self.level + 0.5 * batch[0].mean(0)
