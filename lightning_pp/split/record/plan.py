@@ -166,7 +166,7 @@ def _check_flow(record: StepRecord, stage_of_call: list[int], last_stage: int) -
             if source != stage:
                 raise SplitError(
                     f"A tensor made inside the unit {unit!r} (stage {source}) is used by {consumer} (stage {stage}) at "
-                    f"{line}, but is not an output of the unit (it leaves by a hook, an attribute, a list, an edit in "
-                    "place or torch.autograd.grad). Return it from the unit, or keep the two on one stage with "
+                    f"{line}, but is not an output of the unit. It leaves by a hook, an attribute, a list, an edit in "
+                    "place or torch.autograd.grad. Return it from the unit, or keep the two on one stage with "
                     "split_points."
                 )

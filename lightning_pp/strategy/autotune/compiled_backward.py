@@ -65,6 +65,6 @@ def _text(names: list[str]) -> str:
         listed += f" and {len(names) - _MOST_NAMES} more"
     return (
         f"compile: the gradients of {len(names)} weights are computed in I and cannot fill bubbles: {listed}. A "
-        "weight's gradient can wait for W if a matrix product or a convolution uses the weight as it is, outside "
-        "checkpointed code of the unit, and if compile= compiles the unit, not your own code."
+        "weight's gradient can wait for W if a matrix product or a convolution uses the weight as it is. That must be "
+        "outside checkpointed code of the unit, and compile= must compile the unit, not your own code."
     )
