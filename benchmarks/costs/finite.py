@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pp.sharding.finite import are_finite
+from lightning_pp.sharding.gradients.finite import are_finite
 
 FEATURES, BLOCKS, ROWS, TOKENS = 256, 4, 4, 128
 

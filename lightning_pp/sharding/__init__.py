@@ -5,20 +5,19 @@ This layer knows torch.distributed; when things happen is the runtime's to say.
 * :mod:`.fsdp` shards the units of a rank by FSDP2 and reduces each once per step;
 * :mod:`.replicated_units` keeps them whole and reduces each once per step;
 * :mod:`.stages` gathers, frees and reduces whole stages, as programs command it;
-* :mod:`.replicated` averages the gradients of parameters that every data-parallel rank holds whole;
-* :mod:`.shared` sums the gradients of parameters that several stages hold;
-* :mod:`.shard_updates` has optimizers update shards as plain tensors;
-* :mod:`.clip` clips by the norm over all stages and shards, or by value.
+* :mod:`.gradients` has what happens to gradients after a backward: hooks of parameters, averages over data-parallel
+  ranks, sums over the stages that hold a parameter, norms and clipping;
+* :mod:`.shard_updates` has optimizers update shards as plain tensors.
 """
 
 from __future__ import annotations
 
-from lightning_pp.sharding.clip import clip_by_norm_, clip_by_value_, global_norm
 from lightning_pp.sharding.fsdp import ShardedUnits
-from lightning_pp.sharding.replicated import ReplicatedGradients, broadcast_parameters, broadcast_values
+from lightning_pp.sharding.gradients.clip import clip_by_norm_, clip_by_value_, global_norm
+from lightning_pp.sharding.gradients.replicated import ReplicatedGradients, broadcast_parameters, broadcast_values
+from lightning_pp.sharding.gradients.shared import SharedParameters
 from lightning_pp.sharding.replicated_units import ReplicatedUnits
 from lightning_pp.sharding.shard_updates import end_update, forget_shards, update_shards
-from lightning_pp.sharding.shared import SharedParameters
 from lightning_pp.sharding.stage_updates import end_stage_update, update_as_stage
 from lightning_pp.sharding.stages import ShardedStages
 from lightning_pp.sharding.units.collective_times import CollectiveClock, CollectiveSums, CollectiveTimes

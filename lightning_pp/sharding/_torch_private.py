@@ -165,3 +165,10 @@ def call_first_after_update(
     """Calls ``hook`` after each step of ``optimizer``, before all of the optimizer's other hooks."""
     handle = optimizer.register_step_post_hook(hook)
     cast(Any, optimizer)._optimizer_step_post_hooks.move_to_end(handle.id, last=False)
+
+
+@uses("torch.Tensor._backward_hooks", "torch.Tensor._post_accumulate_grad_hooks")
+def gradient_hooks(tensor: Tensor) -> tuple[dict[int, Callable[..., Any]], dict[int, Callable[..., Any]]]:
+    """The dicts that torch calls hooks from: those of ``register_hook``, and those after accumulation."""
+    on_gradient, after_accumulation = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    return {} if on_gradient is None else on_gradient, {} if after_accumulation is None else after_accumulation

@@ -53,7 +53,7 @@ class ShardedUnits:
         units: The units by name: modules that this rank calls through ``module(...)``. Units that share a parameter
             are gathered and reduced together. Containers of other units are refused.
         mesh: One dimension (shard) or two named ones (replicate, shard: HSDP). All ranks must hold the same values,
-            see :func:`~lightning_pp.sharding.replicated.broadcast_parameters`.
+            see :func:`~lightning_pp.sharding.gradients.replicated.broadcast_parameters`.
         replicated: Parameters to leave whole, as those used outside their unit. Scalars and integers are left whole in
             any case; see :attr:`replicated`. They keep their dtype whatever ``mp_policy`` says.
         reshard_after_use: Free the gathered parameters after each forward and each backward of a unit (memory of one

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_pp.sharding.replicated import ReplicatedGradients, finish_all
+from lightning_pp.sharding.gradients.replicated import ReplicatedGradients, finish_all
 from lightning_pp.sharding.units.collective_times import CollectiveClock
 from lightning_pp.sharding.units.flat import DEFAULT_BUCKET_BYTES
 from lightning_pp.sharding.units.grouping import groups_sharing_parameters
@@ -56,6 +56,7 @@ class ReplicatedUnits:
             for name in names:
                 self._together[name] = (frozenset(names), gradients)
         self.names = tuple(units)
+        self.before_reduction: Callable[[Iterable[nn.Parameter]], None] = lambda _: None
         self._requests: set[str] = set()
         self._started: list[ReplicatedGradients] = []
 
@@ -93,6 +94,7 @@ class ReplicatedUnits:
         self._requests.add(unit)
         names, gradients = self._together[unit]
         if self._requests.issuperset(names):
+            self.before_reduction(gradients.parameters)
             gradients.start()
             self._started.append(gradients)
 

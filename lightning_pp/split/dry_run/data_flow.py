@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pp.errors import SplitError
 from lightning_pp.split._torch_private import (
     TorchDispatchMode,
     arg_tree_leaves,
@@ -272,7 +273,12 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note_look(is_in_python=True)
 
     def note_gradient_hook(self, tensor: Tensor) -> None:
-        """Records that inter-unit code puts a hook on the gradient of ``tensor``."""
+        """Records that inter-unit code puts a hook on the gradient of ``tensor``; refuses one on a parameter."""
+        if isinstance(tensor, nn.Parameter):
+            raise SplitError(
+                f"{user_line()} puts a hook on the gradient of a parameter. The step runs once for each microbatch, "
+                "and each would add a hook. Add the hook before training, for example in on_fit_start."
+            )
         if self.call is None:
             self.gradient_hooks.append(GradientHook(user_line(), made_after(tensor)))
 

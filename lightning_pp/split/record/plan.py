@@ -142,7 +142,7 @@ def _check_gradient_hooks(record: StepRecord, stage_of_call: list[int], last_sta
                 raise SplitError(
                     f"{hook.line} puts a hook on the gradient of a tensor that several stages use, from stage {stage} "
                     f"(which runs {call.unit!r}) to stage {last_stage}. No stage has all of its gradient. Put the hook "
-                    "on a tensor inside a unit, on a parameter or on the loss, or cut before this tensor is made."
+                    "on a tensor inside a unit or on the loss, or cut before this tensor is made."
                 )
 
 

@@ -225,7 +225,7 @@ def _check_gradient_hooks(record: StepRecord, first_late: int) -> None:
             raise SplitError(
                 f"{hook.line} puts a hook on the gradient of a tensor that is made before the end of the last unit. "
                 "With whole_batch_loss=True that code runs for each microbatch and once for the whole batch, so the "
-                "hook would see parts of the gradient. Put it on a tensor inside a unit, on a parameter or on the loss."
+                "hook would see parts of the gradient. Put it on a tensor inside a unit or on the loss."
             )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_pp.errors import NonFiniteError
 from lightning_pp.planning.pipeline_options import OnNonFinite
 from lightning_pp.planning.stage_model import SplitModel
-from lightning_pp.sharding.finite import are_finite, norms_by_device
+from lightning_pp.sharding.gradients.finite import are_finite, norms_by_device
 from lightning_pp.strategy._lightning_private import call_before_update
 
 # stage, place among the parameters of the rank, and the finding in words

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -18,11 +18,12 @@ from lightning_pp.planning.sharded_stages import ShardedPrograms, ShardingSettin
 from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.schedule import Schedule, Sharding
 from lightning_pp.sharding import CollectiveClock, ReplicatedUnits, ShardedStages
-from lightning_pp.sharding.accumulation import WideGradients
-from lightning_pp.sharding.clip import clip_by_norm_, clip_by_value_, own_square
 from lightning_pp.sharding.fsdp import ShardedUnits
-from lightning_pp.sharding.replicated import ReplicatedGradients
-from lightning_pp.sharding.shared import SharedParameters
+from lightning_pp.sharding.gradients.accumulation import WideGradients
+from lightning_pp.sharding.gradients.clip import clip_by_norm_, clip_by_value_, own_square
+from lightning_pp.sharding.gradients.hooks import GradientHooks
+from lightning_pp.sharding.gradients.replicated import ReplicatedGradients
+from lightning_pp.sharding.gradients.shared import SharedParameters
 from lightning_pp.sharding.units.host_memory import return_freed_memory
 from lightning_pp.split.memory.state_memory import StepDtypes
 from lightning_pp.strategy.parameters.placing import ParameterPlacing
@@ -65,7 +66,6 @@ class StageGradients:
         self._split = split
         self._rank = rank
         self._data_parallel = data_parallel
-        self._num_ranks = mesh.size()
         self._units: ShardedUnits | ReplicatedUnits | None = None
         self._programs: ShardedPrograms | None = None
         self._replicated: ReplicatedGradients | None = None
@@ -94,14 +94,15 @@ class StageGradients:
         plain = [p for p in split.module.parameters() if not isinstance(p, DTensor)]
         self._wide = None if dtypes.gradient is None else WideGradients(plain, dtypes.gradient)
         self._shared = self._shared_parameters(split, mesh)
-        if self._shared is not None:
-            self._shared.broadcast_initial()
+        self._shared.broadcast_initial()
+        named = {names[name]: parameter for name, parameter in split.module.named_parameters()}
+        self._hooks = GradientHooks(named, self._shared.parameters.values())
+        if isinstance(self._units, ReplicatedUnits):
+            self._units.before_reduction = self._hooks.run
         return_freed_memory()
 
     @staticmethod
-    def _shared_parameters(split: SplitModel, mesh: DeviceMesh) -> SharedParameters | None:
-        if mesh["pipeline"].size() == 1:
-            return None
+    def _shared_parameters(split: SplitModel, mesh: DeviceMesh) -> SharedParameters:
         global_ranks = mesh["pipeline"].mesh.tolist()  # of this rank's replica
         names = split.fake_parameters.canonical_names
         shared: dict[str, nn.Parameter] = {}
@@ -131,14 +132,17 @@ class StageGradients:
 
     def begin(self, schedule: Schedule, number: int, *, reduce: bool) -> Schedule:
         """Before the batch that ``schedule`` was made for; returns what to run for ``number`` microbatches."""
-        if self._units is not None and not schedule.forward_only:
-            self._units.begin_step()
-        if self._wide is not None and not schedule.forward_only:
-            self._wide.begin()
+        if not schedule.forward_only:
+            if self._units is not None:
+                self._units.begin_step()
+            if self._wide is not None:
+                self._wide.begin()
+            self._hooks.begin()
         return schedule if self._programs is None else self._programs.begin(schedule, number, reduce=reduce)
 
     def end(self, *, reduce: bool) -> None:
         """After the forward and backward of a batch; with ``reduce``, after the last of an accumulation."""
+        self._hooks.end()
         if self._units is not None:
             self._units.end_of_batch(reduce=reduce)
         if not reduce:
@@ -147,7 +151,7 @@ class StageGradients:
             self._replicated.all_reduce()
         if self._wide is not None:
             self._wide.end()
-        if self._shared is not None and self._shared.parameters:
+        if self._shared.parameters:
             with self.clock.exposed("reduce"):
                 self._shared.sum_gradients()
 
@@ -158,6 +162,7 @@ class StageGradients:
 
     def abandon(self) -> None:
         """Forgets a step that failed."""
+        self._hooks.abandon()
         if self._units is not None:
             self._units.abandon_step()
         if self._replicated is not None:
@@ -181,17 +186,11 @@ class StageGradients:
         """
         names, stages = self._split.fake_parameters.canonical_names, self._split.placement.stages_of_rank(self._rank)
         named = [(names[name], parameter) for name, parameter in self._module.named_parameters()]
-        counted = self._counted([parameter for _, parameter in named])
+        counted = self._shared.with_ownership([parameter for _, parameter in named])
         of_stages = [[(p, True) for name, p in named if stage in self._split.owners[name]] for stage in stages]
         squares = [own_square(some, self._data_parallel) for some in (counted, *of_stages)]
         found: list[float] = torch.stack(squares).tolist()
         return found
-
-    def _counted(self, parameters: Sequence[nn.Parameter]) -> list[tuple[nn.Parameter, bool]]:
-        """Each with whether it counts here in the norm of the whole model."""
-        if self._shared is None:
-            return [(parameter, True) for parameter in parameters]
-        return list(self._shared.with_ownership(parameters))
 
     def install_clipping(self, precision: Precision, note_norm: Callable[[Tensor], None]) -> None:
         """Makes ``precision`` clip by the norm over all stages and shards, shared parameters counted once.
@@ -217,5 +216,5 @@ class StageGradients:
         note: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
         """As :func:`clip_by_norm_`, of what all ranks give; every rank has to call it with its part, or with none."""
-        owned = self._counted(list(parameters))
+        owned = self._shared.with_ownership(parameters)
         return clip_by_norm_(owned, max_norm, mesh=self._data_parallel, norm_type=norm_type, note=note)

@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.sharding import broadcast_parameters, broadcast_values, never_sharded
+from lightning_pp.sharding.gradients.hooks import refuse_hooks
 from lightning_pp.sharding.units.host_memory import return_freed_memory
 from lightning_pp.split.fakes.materialize import materialize_parameters, without_parameters
 
@@ -63,6 +64,7 @@ class ParameterPlacing:
         parameters = {name: parameter for name, parameter in self._named_parameters(units) if name in names}
         for name, parameter in parameters.items():
             del self._sharded[name]  # with which the whole parameter would live on
+            refuse_hooks(name, parameter)
             parameter.data = parameter.data.to(self._device)
         broadcast_values(parameters.values(), self._group)
 

@@ -19,7 +19,7 @@ from lightning.pytorch.plugins.precision import (
 from torch import Tensor
 
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.sharding.scaler import AgreeingGradScaler
+from lightning_pp.sharding.gradients.scaler import AgreeingGradScaler
 from lightning_pp.split.memory.state_memory import StepDtypes
 
 _SUPPORTED = "32-true, 64-true, bf16-true, bf16-mixed, and 16-mixed on CUDA"

@@ -32,7 +32,6 @@ from lightning_pp.strategy._lightning_private import (
 from lightning_pp.strategy.step.first_look import look_at
 from lightning_pp.strategy.step.held_output import output_held
 
-TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _MISSING = object()
 
 

@@ -77,7 +77,7 @@ class SharedParameters:
         return self._first_holder.get(parameter, self._rank) == self._rank
 
     def with_ownership(self, parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, bool]]:
-        """Each parameter with :meth:`counts_here`, as :func:`~lightning_pp.sharding.clip.global_norm` takes them."""
+        """Each parameter with :meth:`counts_here`, as :func:`.global_norm` takes them."""
         return [(parameter, self.counts_here(parameter)) for parameter in parameters]
 
     @torch.no_grad()

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_pp.sharding.clip import clip_by_norm_
-from lightning_pp.sharding.scaler import AgreeingGradScaler
+from lightning_pp.sharding.gradients.clip import clip_by_norm_
+from lightning_pp.sharding.gradients.scaler import AgreeingGradScaler
 
 INITIAL, GROWTH_INTERVAL = 8.0, 2
 

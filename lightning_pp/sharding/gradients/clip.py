@@ -29,7 +29,7 @@ def global_norm(
 
     Args:
         parameters: The parameters of this rank, each with whether it counts here: of a parameter on several stages, one
-            holder counts it (:meth:`~lightning_pp.sharding.shared.SharedParameters.with_ownership`). Parameters
+            holder counts it (:meth:`.SharedParameters.with_ownership`). Parameters
             without gradient are left out.
         group: All ranks of the pipeline × the data-parallel mesh; None: all ranks. Every one of them has to call.
         mesh: The data-parallel mesh. A plain parameter counts as held by all its ranks, a DTensor as its placements
