@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
-from torch import Tensor
 
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.split._torch_private import version_of
@@ -95,7 +94,7 @@ class BatchChecks:
     def _observe(
         self, call: StepCall, batch: Any, seed: int, microbatches: Sequence[Microbatch], around: Around
     ) -> Outcome:
-        """Runs the step forward on a part of a batch, without a trace; what came of it, on the last stage."""
+        """Runs the step forward on a part of a batch, without a trace; what came of it."""
         preparation = self._preparation
         with ExitStack() as stack:
             for scope in (
@@ -110,25 +109,19 @@ class BatchChecks:
                 stack.enter_context(scope)
             run = preparation.prepare(call, batch, microbatches, seed, 1.0, around=around)
             stack.callback(run.updates.undo)
-            before = {name: _version(buffer) for name, buffer in preparation.module.named_buffers()}
+            before = {(id(buffer), version_of(buffer)) for _, buffer in preparation.module.named_buffers()}
             # one by one, so that each starts from the same generators, or together, for an end on all of them
             each = [[index] for index in range(len(microbatches))]
             outputs: list[Any] = []
             for indices in each if run.whole is None else [list(range(len(microbatches)))]:
                 with preparation.metrics.suspended():
                     outputs += self._forward(run, indices)
-            if not self._groups.is_last_stage:
-                return None
             moved = {
                 name: buffer.detach().to(torch.float64, copy=True)
                 for name, buffer in preparation.module.named_buffers()
-                if _version(buffer) != before.get(name) and not (is_fake(buffer) or buffer.is_complex())
+                if (id(buffer), version_of(buffer)) not in before and not (is_fake(buffer) or buffer.is_complex())
             }
             try:
-                return observed(run, outputs, moved)
+                return observed(run, outputs if self._groups.is_last_stage else None, moved)
             except Exception as error:  # the other ranks hear of it when outcomes are exchanged
                 return error
-
-
-def _version(tensor: Tensor) -> tuple[int, int]:
-    return id(tensor), version_of(tensor)

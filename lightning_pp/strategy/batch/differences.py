@@ -4,7 +4,7 @@ For each checked batch, on every rank::
 
     two_sizes: the first microbatch and its halves (or the first two microbatches and the two of them)
     run the step on the whole, and on each part, forward only; the parts draw their rows of what the whole drew
-    the last stage compares loss, logged values, outputs and changed attributes, and shares the verdict
+    the last stage compares loss, logged values, outputs and changed attributes; each the buffers that it wrote into
     after a difference: run them again, each stage noting what its units give, to say where samples were coupled first
 
 The module's state and the random generators are as before afterwards; metrics, loggers and batch statistics see
@@ -36,25 +36,25 @@ _TURN_OFF = "check_first_batches=False on the strategy turns this check off."
 
 @dataclass(frozen=True)
 class Observed:
-    """What a step made of a batch, on the last stage.
+    """What a step made of a batch; on other stages than the last only what it wrote into their buffers.
 
     Attributes:
+        changes: By attribute of the module, what became of it.
+        left: The same, to be made again.
         output: What it returned.
         losses: The loss of each microbatch, for a training step.
         loss_dtype: Their dtype.
         weights: Share of each microbatch.
         logs: What it logged.
-        changes: By attribute of the module, what became of it.
-        left: The same, to be made again.
     """
 
-    output: Any
-    losses: Sequence[float]
-    loss_dtype: torch.dtype | None
-    weights: Sequence[float]
-    logs: Sequence[LogCall]
     changes: Mapping[str, Any]
     left: Left
+    output: Any = None
+    losses: Sequence[float] = ()
+    loss_dtype: torch.dtype | None = None
+    weights: Sequence[float] = ()
+    logs: Sequence[LogCall] = ()
 
     @property
     def loss(self) -> float:

@@ -36,19 +36,21 @@ from lightning_pp.strategy.results.outputs import SKIPPED_IN_PART, NoLossError, 
 
 _log = logging.getLogger(__name__)
 
-Outcome = Observed | Exception | None
-"""What came of a run, on the last stage; None on the others."""
+Outcome = Observed | Exception
+"""What came of a run."""
 Observe = Callable[[Sequence[Microbatch], Around], Outcome]
 """Runs the step on slices of the part, within what ``Around`` gives."""
 
 
-def observed(run: BatchRun, outputs: Sequence[Any], buffers: Mapping[str, Tensor]) -> Observed:
-    """What a run made of its microbatches, and of the ``buffers`` of the last stage that it wrote into.
+def observed(run: BatchRun, outputs: Sequence[Any] | None, buffers: Mapping[str, Tensor]) -> Observed:
+    """What a run made of its microbatches (None on other stages than the last), and the ``buffers`` that it wrote into.
 
     Raises:
         NoLossError: A training step returned None for all of them.
         ConfigurationError: It did so for some of them.
     """
+    if outputs is None:
+        return Observed(buffers, Left((), (), buffers))
     outputs = outputs[: len(run.weights)]
     num_skipped = sum(output is None for output in outputs)
     if run.call.training and 0 < num_skipped < len(outputs):
@@ -56,13 +58,13 @@ def observed(run: BatchRun, outputs: Sequence[Any], buffers: Mapping[str, Tensor
     losses = [loss_of(output).detach() for output in outputs] if run.call.training else []
     merged, changes = run.merged(outputs)
     return Observed(
+        {**run.attributes.values_by_name(changes), **buffers},
+        Left(run.attributes.places, changes, buffers),
         merged,
         [float(loss) for loss in losses],
         losses[0].dtype if losses else None,
         run.weights,
         run.logs.merge(run.weights, run.num_samples),
-        {**run.attributes.values_by_name(changes), **buffers},
-        Left(run.attributes.places, changes, buffers),
     )
 
 
@@ -145,7 +147,7 @@ class PartCheck:
 
     def _compared(self, whole: Outcome, parts: Outcome, draws: Draws) -> tuple[bool, list[Difference]]:
         """Whether this rank drew differently in the two, and what differs; raises how one of them ended."""
-        if isinstance(whole, NoLossError) != isinstance(parts, NoLossError) and None not in (whole, parts):
+        if isinstance(whole, NoLossError) != isinstance(parts, NoLossError) and self._groups.is_last_stage:
             raise ConfigurationError(SKIPPED_IN_PART)
         for outcome in (whole, parts):
             if isinstance(outcome, Exception):
@@ -163,23 +165,26 @@ class PartCheck:
 
     def _attributes_matter(self, observe: Observe, whole: Outcome, parts: Outcome) -> bool:
         """Whether the step gives something else after the whole has left its attributes than after the parts have."""
-        mine = (whole.left, parts.left) if isinstance(whole, Observed) and isinstance(parts, Observed) else None
-        left = next(each for each in self._groups.gather_in_pipeline(mine) if each is not None)
+        mine = [each.left for each in (whole, parts) if isinstance(each, Observed)]
+        told = self._groups.gather_in_pipeline(mine if self._groups.is_last_stage else None)
+        of_last_stage = next(each for each in told if each is not None)
 
-        def after(changes: Left, on_whole: Around) -> Around:
+        def after(changes: Sequence[Left], on_whole: Around) -> Around:
             @contextmanager
             def around(index: int, stage: int | None) -> Iterator[None]:
-                changes.apply(self._module)
+                for each in changes:
+                    each.apply(self._module)
                 with on_whole(index, stage):
                     yield
 
             return around
 
+        pairs = zip(of_last_stage, mine, strict=True)
         first, second = (
-            _outcome(observe, [self._sizes.whole], after(changes, self._of_whole(Draws()))) for changes in left
+            _outcome(observe, [self._sizes.whole], after(changes, self._of_whole(Draws()))) for changes in pairs
         )
-        told = self._groups.all_or_none(partial(self._compared, first, second, Draws()), "What attributes do")
-        matters = any(not difference.is_attribute for _, found in told for difference in found)
+        outcomes = self._groups.all_or_none(partial(self._compared, first, second, Draws()), "What attributes do")
+        matters = any(not difference.is_attribute for _, found in outcomes for difference in found)
         return any(self._groups.gather(matters, "what attributes do"))
 
     @contextmanager

@@ -113,7 +113,7 @@ class Left(NamedTuple):
     Attributes:
         places: Module names and attributes.
         changes: Of each, as :meth:`StepAttributes.merged` gives them.
-        buffers: The last stage's that it wrote into, as float64.
+        buffers: Those of a stage that it wrote into, as float64.
     """
 
     places: Sequence[tuple[str, str]]

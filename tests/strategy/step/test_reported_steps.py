@@ -379,6 +379,26 @@ class CountsSteps(Step):
         return 0.0
 
 
+class Counting(nn.Linear):
+    """Counts its calls, and scales nothing by it."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class CountsInItsFirstUnit(Step):
+    """The same in a unit of the first stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0] = Counting()
+
+
 def warned(kind: type[Step], layout: Layout) -> list[str]:
     """In a worker: what is warned of while it trains."""
     with warnings.catch_warnings(record=True) as told:
@@ -390,7 +410,9 @@ def warned(kind: type[Step], layout: Layout) -> list[str]:
     return [str(each.message) for each in told]
 
 
-@pytest.mark.parametrize(("kind", "name"), [(KeepsLists, "last_size"), (CountsSteps, "count")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [(KeepsLists, "last_size"), (CountsSteps, "count"), (CountsInItsFirstUnit, "blocks.0.calls")]
+)
 @pytest.mark.parametrize("num_stages", [2, 3])
 def test_what_reaches_nothing_is_told_once(pool: WorkerPool, kind: type[Step], name: str, num_stages: int) -> None:
     layout = Layout("zb_h1", num_stages, num_microbatches=4)
