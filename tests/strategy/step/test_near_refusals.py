@@ -313,6 +313,46 @@ class SumOfATensor(Step):
         return out + 0.01 * out.sum(1, keepdim=True)
 
 
+class SelectsByTheBatch(Step):
+    """Selects rows by values of the batch; by values of a unit's output the shape would depend on weights."""
+
+    def extra(self, h: Tensor, x: Tensor, batch_idx: int) -> Tensor:
+        return h[x[:, 0] > 0].square().sum() / h.shape[1]
+
+
+class KeepsItsOutput(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept.append(super().forward(x))  # type: ignore[operator]
+        return self.kept[-1]  # type: ignore[index]
+
+
+class LeavesAnOutput(Step):
+    """A unit of the first stage adds its output to a list of its own; to a global list is refused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0] = KeepsItsOutput(8, 8)
+        self.blocks[0].kept = []
+
+    def extra(self, h: Tensor, x: Tensor, batch_idx: int) -> Any:
+        return 0.1 * self.blocks[0].kept.pop().square().mean()  # type: ignore[union-attr, operator]
+
+
+class FreezesBetweenBatches(Step):
+    """Freezes a block before the second batch; before a later one of an epoch it is refused."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.blocks[1].requires_grad_(False)
+
+
+class ReadsAWeight(Step):
+    """Looks at a weight's shape and names in the step; at its values, on another stage, is refused."""
+
+    def extra(self, h: Tensor, x: Tensor, batch_idx: int) -> Any:
+        return 0.1 * h.square().mean() * self.blocks[0].weight.shape[0] / self.head.weight.numel()
+
+
 # ---------------------------------------------------------------- batches and optimizers
 
 
