@@ -9,6 +9,7 @@ from __future__ import annotations
 __version__ = "0.1.0"
 __all__ = [
     "BatchPart",
+    "CombinedOptimizer",
     "MemorySnapshots",
     "PipelineMonitor",
     "PipelineParallelStrategy",
@@ -23,6 +24,7 @@ except ModuleNotFoundError:
     pass
 else:
     from lightning_pp.callbacks import MemorySnapshots, PipelineMonitor, PipelineProfiler, PipelineWandbLogger
+    from lightning_pp.combined_optimizer import CombinedOptimizer
     from lightning_pp.split import BatchPart
     from lightning_pp.strategy import PipelineParallelStrategy
     from lightning_pp.verification import verify

@@ -23,6 +23,7 @@ from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_pp.combined_optimizer import CombinedOptimizer
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.sharding._torch_private import as_plain_tensors, call_first_after_update, shard_itself
 from lightning_pp.sharding.units.flat import gradient_like
@@ -49,6 +50,10 @@ def update_shards(optimizer: Optimizer) -> None:
             ``foreach`` or ``fused`` asks for one call over all of them.
     """
     if optimizer in _updates:
+        return
+    if isinstance(optimizer, CombinedOptimizer):
+        for each in optimizer.optimizers:
+            update_shards(each)
         return
     if is_elementwise(optimizer):
         _updates[optimizer] = _ShardUpdates(optimizer)
@@ -87,8 +92,9 @@ def with_closure(
 
 def end_update(optimizer: Optimizer) -> None:
     """Puts DTensors where they were, if the update has failed before it could; else nothing."""
-    if optimizer in _updates:
-        _updates[optimizer].put_back(optimizer)
+    for each in optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else (optimizer,):
+        if each in _updates:
+            _updates[each].put_back(each)
 
 
 def forget_shards(optimizer: Optimizer) -> None:
@@ -96,8 +102,9 @@ def forget_shards(optimizer: Optimizer) -> None:
 
     To be called before parameters or states move to another device, so that the memory which they leave is free.
     """
-    if optimizer in _updates:
-        _updates[optimizer].forget()
+    for each in optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else (optimizer,):
+        if each in _updates:
+            _updates[each].forget()
 
 
 class _ShardUpdates:

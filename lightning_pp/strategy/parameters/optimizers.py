@@ -31,7 +31,8 @@ def set_up_one_optimizer(strategy: Strategy, trainer: pl.Trainer) -> None:
         # Lightning's own advice, manual optimization, is none for a pipeline
         raise ConfigurationError(
             f"configure_optimizers of {type(strategy.lightning_module).__name__} returned several optimizers, but a "
-            "pipeline steps exactly one. Give one optimizer several parameter groups instead."
+            "pipeline steps exactly one. Return lightning_pp.CombinedOptimizer(first, second), or give one optimizer "
+            "several parameter groups."
         ) from None
     for optimizer in strategy.optimizers:
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
