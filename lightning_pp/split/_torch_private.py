@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -195,6 +196,34 @@ def schema_of(operation: Any) -> Any:
 def packet_of(operation: Any) -> Any:
     """The operation of all overloads that ``operation`` is one of."""
     return operation._overloadpacket
+
+
+class OpaqueOperation:
+    """An operator that takes functions (FlexAttention), as an operation that writes into nothing and draws nothing."""
+
+    tags = ()
+    _schema = SimpleNamespace(name="higher_order", arguments=(), is_mutable=False)
+
+    def __init__(self, operator: Any) -> None:
+        self._overloadpacket = self._operator = operator
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs it."""
+        return self._operator(*args, **kwargs)
+
+
+class OperationsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that sees every operation, those that take functions as :class:`OpaqueOperation`."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs one operation."""
+        return self.run(func if isinstance(func, OpOverload) else OpaqueOperation(func), args, kwargs or {})
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs one operation."""
+        raise NotImplementedError
 
 
 @uses("torch._is_all_true")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pp.split._torch_private import TorchDispatchMode, schema_of, tree_leaves
+from lightning_pp.split._torch_private import OperationsMode, schema_of, tree_leaves
 from lightning_pp.split.record.source_lines import user_line
 from lightning_pp.split.side_effects.generators import is_seeded_here, torch_generators
 from lightning_pp.split.unit_calls.interception import running_unit
@@ -32,7 +32,7 @@ class Draws:
         self.differ = False
         self.repeated = ""
 
-    def on_whole(self, stage: int | None, *, is_end: bool = False) -> TorchDispatchMode:
+    def on_whole(self, stage: int | None, *, is_end: bool = False) -> OperationsMode:
         """Around the step on the whole, on one stage: notes what is drawn.
 
         Args:
@@ -41,7 +41,7 @@ class Draws:
         """
         return _Drawing(self, stage, None, is_end)
 
-    def on_part(self, stage: int | None, start: float, length: float, *, is_end: bool = False) -> TorchDispatchMode:
+    def on_part(self, stage: int | None, start: float, length: float, *, is_end: bool = False) -> OperationsMode:
         """Around the step on a part: gives it its rows of what the whole drew.
 
         Args:
@@ -98,7 +98,7 @@ class Draws:
             tensor.copy_(source)
 
 
-class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Drawing(OperationsMode):  # type: ignore[no-untyped-call]
     def __init__(self, draws: Draws, stage: int | None, part: tuple[float, float] | None, is_end: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._draws = draws
@@ -107,8 +107,7 @@ class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._outside: Stretch = "end" if is_end else "outside"
         self._indices: dict[Stretch, int] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags or not _drops_out(func, args, kwargs):
             return func(*args, **kwargs)
         generator: torch.Generator | None = kwargs.get("generator")

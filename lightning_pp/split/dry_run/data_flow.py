@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_pp.errors import SplitError
 from lightning_pp.split._torch_private import (
-    TorchDispatchMode,
+    OperationsMode,
     arg_tree_leaves,
     schema_of,
     tree_leaves,
@@ -71,7 +71,7 @@ class Look:
     is_in_python: bool
 
 
-class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
     """Carries the sources of values from inputs to outputs of every operation.
 
     Real tensors stay real unless something fake was written into them (``out[:, 0] = cls``): from then on they read as
@@ -304,9 +304,8 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.drawn_values.release()
         self.watch.release()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs one operation."""
-        kwargs = kwargs or {}
         inputs = [leaf for leaf in arg_tree_leaves(*args, **kwargs) if isinstance(leaf, Tensor)]
         sources: frozenset[Source] = NOTHING
         any_fake = False

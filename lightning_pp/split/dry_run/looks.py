@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pp.split._torch_private import TorchDispatchMode, arg_tree_leaves
+from lightning_pp.split._torch_private import OperationsMode, arg_tree_leaves
 from lightning_pp.split.fakes.parameters import is_fake
 from lightning_pp.split.unit_calls.interception import running_unit
 
@@ -36,16 +36,15 @@ def _looks(func: Any) -> bool:
     return func in (_INDEX, _PACK) or any(tag in func.tags for tag in _TAGS)
 
 
-class LooksWatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class LooksWatched(OperationsMode):  # type: ignore[no-untyped-call]
     """Within, ``on_look`` is called when code outside units sees values of tensors that have data."""
 
     def __init__(self, on_look: Callable[[], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._on_look = on_look
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs one operation."""
-        kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if _looks(func):
             inputs = [leaf for leaf in arg_tree_leaves(*args, **kwargs) if isinstance(leaf, Tensor)]

@@ -57,6 +57,8 @@ from lightning_pp.split.unit_calls.endless import UnitsCalled
 from lightning_pp.split.unit_calls.operations import OperationCalls
 from lightning_pp.split.unit_calls.selective_policy import Policy
 
+OF_UNIT = "_pp_of_unit"  # an attribute of exceptions that a unit raises on fakes and on data alike
+
 
 def _check_known(fake_parameters: FakeParameters) -> None:
     """Raises :class:`ConfigurationError` if the module has parameters that it had not when it was split."""
@@ -530,7 +532,8 @@ class DryRun:
     @staticmethod
     def _no_run(call: UnitCall, failure: Exception, error: Exception) -> Exception:
         if not isinstance(failure, (NeedsDataError, *NOT_FAKEABLE)) and type(failure) is type(error):
-            return failure  # the user's own
+            vars(failure)[OF_UNIT] = True  # the user's own, or torch's
+            return failure
         return SplitError(
             f"The unit {call.unit!r} cannot run without the values of its inputs ({failure}), and on made-up values it "
             f"raises {type(error).__name__} at {innermost_user_line(error)}: {error}. Make it accept any values of the "

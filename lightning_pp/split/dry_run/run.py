@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_pp.errors import BatchError, ConfigurationError, ScheduleError, SplitError
 from lightning_pp.split.dry_run.carried_state import Left, LeftTensors, buffers_outside, rebound
-from lightning_pp.split.dry_run.recording import DryRun
+from lightning_pp.split.dry_run.recording import OF_UNIT, DryRun
 from lightning_pp.split.fakes.conversion import convertible_fakes
 from lightning_pp.split.fakes.parameters import FakeParameters
 from lightning_pp.split.head.deferred_logits import WholeHeadError
@@ -177,7 +177,8 @@ def _speaks_of_fakes_only_by_name(first_failure: Exception, failure: Exception) 
 
 
 def _is_about_fakes(failure: Exception) -> bool:
-    return isinstance(failure, NotImplementedError) or "fake" in str(failure).lower()
+    speaks = isinstance(failure, NotImplementedError) or "fake" in str(failure).lower()
+    return speaks and OF_UNIT not in vars(failure)
 
 
 def _attempt(

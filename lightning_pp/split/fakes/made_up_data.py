@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pp.split._torch_private import TorchDispatchMode
+from lightning_pp.split._torch_private import OperationsMode
 from lightning_pp.split.fakes.fake_mode import FakeValueMode, MadeUp
 from lightning_pp.split.fakes.parameters import is_fake
 from lightning_pp.split.record.sources import storage_of
@@ -38,14 +38,14 @@ class MadeUpData:
         return self._memories[key][1].as_strided(leaf.shape, leaf.stride(), leaf.storage_offset())
 
 
-class AsFake(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class AsFake(OperationsMode):  # type: ignore[no-untyped-call]
     """Within, operations on real tensors give fakes; autograd, which is above, connects the two."""
 
     def __init__(self, mode: FakeValueMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._mode = mode
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs one operation with its first argument faked."""
         first = args[0] if is_fake(args[0]) else self._mode.from_tensor(args[0].detach())
-        return func(first, *args[1:], **(kwargs or {}))
+        return func(first, *args[1:], **kwargs)
