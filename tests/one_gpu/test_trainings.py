@@ -12,7 +12,7 @@ from pool import WorkerPool
 from raw_kernels import RawTanh
 from torch import Tensor
 
-from lightning_pp.doctor.checks.trainings import Block, Chain, batches, num_blocks_for
+from lightning_pp.doctor.checks.trainings import Batch, Block, Chain, batches, num_blocks_for
 
 Record = Callable[[str, object], None]
 Told = tuple[float, str]
@@ -81,19 +81,41 @@ def test_compiled_units(pool: WorkerPool, record_property: Record, device_type: 
     assert all(number > 0 for _, number in results)
 
 
-def fit_raw(device_type: str, schedule: str) -> Told:
+class TanhLoss(Chain):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        x, y = batch
+        return torch.nn.functional.mse_loss(torch.tanh(self(x)), y)
+
+
+class RawLoss(TanhLoss):
+    """Its loss needs a kernel that gets an address, after the last unit."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        x, y = batch
+        return torch.nn.functional.mse_loss(RawTanh.apply(self(x)), y)
+
+
+RAW: dict[str, tuple[type[Chain], type[Chain], dict[str, Any]]] = {
+    "units": (RawChain, Chain, {}),
+    "loss": (RawLoss, TanhLoss, {}),
+    "loss that is rehearsed": (RawLoss, TanhLoss, {"dynamic_step": True}),
+}
+
+
+def fit_raw(device_type: str, which: str) -> Told:
     """In a worker: two batches with kernels that read and write by address."""
     rank = take_place(device_type)
+    raw, plain, options = RAW[which]
     num_blocks = num_blocks_for(rank)
-    return moved_apart(rank, RawChain(num_blocks), Chain(num_blocks), batches(2, 16), schedule=schedule)
+    return moved_apart(rank, raw(num_blocks), plain(num_blocks), batches(2, 16), schedule="zb_h1", **options)
 
 
-@pytest.mark.parametrize("schedule", ["zb_h1", pytest.param("1f1b", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("which", RAW)
 @pytest.mark.parametrize("device_type", ["cpu", CUDA])
 def test_raw_kernels_run_on_memory_only(
-    pool: WorkerPool, record_property: Record, device_type: str, schedule: str
+    pool: WorkerPool, record_property: Record, device_type: str, which: str
 ) -> None:
-    told = pool.run(fit_raw, device_type, schedule, world_size=2, timeout=TIMEOUT_S)
+    told = pool.run(fit_raw, device_type, which, world_size=2, timeout=TIMEOUT_S)
     worst, name = max(told)
     record_property("figure", f"parameters moved apart by {worst:.1e} of their way")
     assert worst < 1e-3, name
