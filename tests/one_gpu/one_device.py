@@ -47,6 +47,14 @@ def take_place(device_type: str) -> Rank:
     return Rank(number, num_ranks, 1, device, is_quick=True, folder=folder, note=lambda text: None)
 
 
+def placed(device_type: str, num_ranks: int) -> dict[str, int]:
+    """In a worker: where a Trainer is to put the ranks; on the first CUDA device if there is not one for each."""
+    if device_type == "cpu" or torch.cuda.device_count() >= num_ranks:
+        return {"devices": num_ranks}
+    take_place(device_type)
+    return {"devices": 1, "num_nodes": num_ranks}
+
+
 def moved_apart(rank: Rank, module: Chain, plain: Chain, data: Sequence[Batch], **options: Any) -> tuple[float, str]:
     """Trains ``module`` as a pipeline, and ``plain`` by a loop on one device of the same kind.
 
