@@ -62,7 +62,7 @@ def first_line() -> str:
     )
 
 
-def doctor_lines(num_ranks: int, environ: dict[str, str], until: float, log: TextIO) -> list[Line]:
+def lines_of_doctor(num_ranks: int, environ: dict[str, str], until: float, log: TextIO) -> list[Line]:
     """The doctor's findings for so many ranks on the device."""
     name = f"doctor, {num_ranks} ranks"
     left_s = until - time.monotonic()
@@ -89,7 +89,7 @@ def doctor_lines(num_ranks: int, environ: dict[str, str], until: float, log: Tex
     ]
 
 
-def test_lines(
+def lines_of_tests(
     paths: Sequence[str], chosen: Sequence[str], environ: dict[str, str], until: float, log: TextIO
 ) -> list[Line]:
     """What pytest says of each test that is collected; of those that it did not come to, too."""
@@ -147,10 +147,10 @@ def main() -> None:
     lines: list[Line] = []
     with arguments.report.with_suffix(".log").open("w") as log:
         for part in (
-            lambda: doctor_lines(2, environ, until, log),
-            lambda: doctor_lines(4, environ, until, log),
-            lambda: test_lines(OF_ONE_DEVICE, of_device, environ, until, log),
-            lambda: test_lines(OTHERS, ["--nightly", "-m", "gpu"], environ, until, log),
+            lambda: lines_of_doctor(2, environ, until, log),
+            lambda: lines_of_doctor(4, environ, until, log),
+            lambda: lines_of_tests(OF_ONE_DEVICE, of_device, environ, until, log),
+            lambda: lines_of_tests(OTHERS, ["--nightly", "-m", "gpu"], environ, until, log),
         ):
             found = part()
             print(*found, sep="\n", flush=True)
