@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from one_device import CUDA, TIMEOUT_S, take_place
+from one_device import CPU_BY_NIGHT, CUDA, TIMEOUT_S, take_place
 from pool import WorkerPool
 
 import lightning_pp
@@ -130,7 +130,7 @@ def _attempts(device: torch.device) -> dict[str, Callable[[], Any]]:
     return attempts
 
 
-@pytest.mark.parametrize("device_type", ["cpu", CUDA])
+@pytest.mark.parametrize("device_type", [CPU_BY_NIGHT, CUDA])
 def test_what_goes_on_beside_a_posted_receive(pool: WorkerPool, record_property: Record, device_type: str) -> None:
     waited, _ = pool.run(try_beside_a_receive, device_type, world_size=2, timeout=TIMEOUT_S)
     those = [name for name, seconds in waited.items() if seconds > 0.8 * DELAY_S]

@@ -110,7 +110,7 @@ def fit_raw(device_type: str, which: str) -> Told:
     return moved_apart(rank, raw(num_blocks), plain(num_blocks), batches(2, 16), schedule="zb_h1", **options)
 
 
-@pytest.mark.parametrize("which", RAW)
+@pytest.mark.parametrize("which", [pytest.param("loss", marks=pytest.mark.nightly), "units", "loss that is rehearsed"])
 @pytest.mark.parametrize("device_type", ["cpu", CUDA])
 def test_raw_kernels_run_on_memory_only(
     pool: WorkerPool, record_property: Record, device_type: str, which: str
