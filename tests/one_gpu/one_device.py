@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 CPU_BY_NIGHT = pytest.param("cpu", marks=pytest.mark.nightly)
 TIMEOUT_S = 240.0
 """Of a run: processes take turns on a device, and each message takes some milliseconds more."""
+PATIENCE = timedelta(seconds=120)
+"""Of the strategy: a rank may compile for longer than the doctor's trainings wait."""
 
 
 def take_place(device_type: str) -> Rank:
@@ -70,7 +73,8 @@ def moved_apart(rank: Rank, module: Chain, plain: Chain, data: Sequence[Batch], 
     """
     replicas = options.get("data_parallel_size", 1)
     notes = Notes()
-    trainer = trainer_for(rank, callbacks=[notes], **{"pipeline_parallel_size": rank.num_ranks // replicas, **options})
+    layout = {"pipeline_parallel_size": rank.num_ranks // replicas, "timeout": PATIENCE}
+    trainer = trainer_for(rank, callbacks=[notes], **{**layout, **options})
     trainer.fit(module, loader(part_of_replica(data, rank.rank % replicas, replicas)))
     alone = type(plain)(len(plain.blocks))
     alone.load_state_dict(plain.state_dict())

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import lightning.pytorch as pl
 import pytest
 import torch
-from one_device import TIMEOUT_S, take_place
+from one_device import PATIENCE, TIMEOUT_S, take_place
 from pool import WorkerPool
 from torch import Tensor, nn
 from waiting_channels import ChannelTransport, channels_of
@@ -93,7 +93,7 @@ def batches_of(message_bytes: int, number: int) -> list[Any]:
 def trained(rank: Rank, data: list[Any]) -> tuple[pl.Trainer, Notes]:
     notes = Notes()
     options = {"schedule": "zb_v", "num_microbatches": NUM_MICROBATCHES, "check_first_batches": False}
-    trainer = trainer_for(rank, callbacks=[notes], **options)
+    trainer = trainer_for(rank, callbacks=[notes], timeout=PATIENCE, **options)
     trainer.fit(Translator(), loader(data))
     return trainer, notes
 
