@@ -18,6 +18,7 @@ import torch
 from lightning_pp.distributed.loopback import keep_gloo_on_loopback
 from lightning_pp.doctor.checks import check_titled
 from lightning_pp.doctor.findings import Rank
+from lightning_pp.doctor.sharing import limit_memory
 
 Prepare = Callable[[str], None]
 """Called in each process of a check with the check's title before it runs: for tests, which plant faults with it."""
@@ -36,6 +37,7 @@ class Job:
         folder: One that all ranks of the check see.
         output: The file to print to.
         prepare: See :data:`Prepare`.
+        shares_device: Whether all ranks are on one device.
     """
 
     check: str
@@ -46,6 +48,7 @@ class Job:
     folder: Path
     output: Path
     prepare: Prepare | None
+    shares_device: bool
 
 
 def run_rank(connection: Connection, job: Job) -> None:
@@ -81,8 +84,10 @@ def _run(connection: Connection, job: Job) -> object:
     if job.device_type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
+        if job.shares_device:
+            limit_memory(device, num_ranks)
     else:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // here))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // (num_ranks if job.shares_device else here)))
     check = check_titled(job.check)
     if job.prepare is not None:
         job.prepare(job.check)

@@ -23,9 +23,9 @@ from rich.console import Console
 
 from lightning_pp.doctor.checks import all_checks
 from lightning_pp.doctor.findings import Status
-from lightning_pp.doctor.report import as_data, print_report, worst_of, write_json
+from lightning_pp.doctor.report import print_report, worst_of, write_json
 from lightning_pp.doctor.run import LONGEST_S, Options, examine
-from lightning_pp.doctor.teams import LauncherTeam, Team, team_of
+from lightning_pp.doctor.teams import LauncherTeam, Team, is_launched, team_of
 from lightning_pp.versions import version_line
 
 
@@ -35,19 +35,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     num_devices = torch.cuda.device_count()
     device_type = asked.device or ("cuda" if num_devices else "cpu")
+    num_tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
     if device_type == "cuda" and not num_devices:
         parser.error("there is no CUDA device on this host that torch can use; see nvidia-smi, or take --device cpu")
     if asked.devices is not None and asked.devices < 1:
         parser.error(f"--devices {asked.devices} must be at least 1")
     if device_type == "cuda" and (asked.devices or 0) > num_devices:
-        parser.error(f"--devices {asked.devices} is more than the {num_devices} that this host has")
-    num_tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
+        advice = "; --share-device puts several ranks on one" if num_devices == 1 else ""
+        parser.error(f"--devices {asked.devices} is more than the {num_devices} that this host has{advice}")
+    if asked.share_device is not None and (asked.share_device < 2 or num_tasks > 1 or is_launched()):
+        parser.error(
+            f"--share-device {asked.share_device}: give 2 or more, without srun or torchrun: it starts them itself"
+        )
     if num_tasks > 1 and "RANK" not in os.environ:
         parser.error(
             f"srun has started {num_tasks} of these, which do not know of each other: srun --ntasks-per-node 1 "
             "torchrun --nnodes ... --nproc-per-node ... -m lightning_pp.doctor"
         )
-    team = team_of(asked.devices if asked.devices or device_type == "cuda" else 2)
+    if asked.share_device is not None:
+        team = Team(asked.share_device, shares_device=True)
+    else:
+        team = team_of(asked.devices if asked.devices or device_type == "cuda" else 2)
     if asked.devices is not None and asked.devices != team.num_ranks:
         parser.error(f"--devices {asked.devices} differs from the {team.num_ranks} processes of the launcher: leave it")
     options = Options(device_type, asked.only or (), asked.quick, asked.longest)
@@ -66,9 +74,10 @@ def _run(team: Team, options: Options, path: Path) -> int:
         rows = examine(team, options, lambda title: status.update(f"{title} ..."))
     if not team.is_leader:
         return 0
-    seconds = time.monotonic() - started
-    print_report(console, rows, team.num_ranks, options.device_type, seconds)
-    write_json(path, as_data(rows, team.num_ranks, options.device_type, seconds))
+    num_ranks, device_type, seconds = team.num_ranks, options.device_type, round(time.monotonic() - started, 1)
+    print_report(console, rows, num_ranks, device_type, seconds)
+    about = {"num_ranks": num_ranks, "device_type": device_type, "shares_device": team.shares_device}
+    write_json(path, rows, **about, seconds=seconds)
     console.print(f"Written to {path}: attach it to an issue.")
     return int(worst_of(rows) is Status.FAILURE)
 
@@ -81,8 +90,12 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Checks: " + "; ".join(dict.fromkeys(f"{check.name}: {check.shows}" for check in all_checks())),
     )
     parser.add_argument("--version", action="version", version=version_line("lightning-pp-doctor"))
-    parser.add_argument(
+    number = parser.add_mutually_exclusive_group()
+    number.add_argument(
         "--devices", type=int, help="number of processes (default: one for each CUDA device, or 2 on a CPU)"
+    )
+    number.add_argument(
+        "--share-device", type=int, metavar="N", help="N processes on the first CUDA device, or on a CPU: a trial"
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if there is a device")
     parser.add_argument(

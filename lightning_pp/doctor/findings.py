@@ -112,11 +112,9 @@ class Check:
         judge: Makes findings of what all ranks returned. It is called when every rank has returned, and otherwise the
             ranks that did not are the finding.
         arguments: Of ``run``.
-        environment: Variables of its processes.
         limit_s: Seconds until its processes are ended.
         fewest_ranks: It is left out with fewer.
-        why_cuda_only: Why it says nothing on a CPU; empty if it does.
-        judge_ends: Makes findings of how all processes ended, in the place of ``judge``, where ranks are to fail.
+        judge_ends: Makes findings of how all processes ended, not ``judge``, where ranks are to fail.
         advice: What to do where ranks raise, die or hang.
     """
 
@@ -126,10 +124,8 @@ class Check:
     judge: Callable[[Sequence[Any]], list[Finding]] | None = None
     way: str = ""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    environment: Mapping[str, str] = field(default_factory=dict)
     limit_s: float = 60.0
     fewest_ranks: int = 2
-    why_cuda_only: str = ""
     judge_ends: Callable[[Sequence[Outcome]], list[Finding]] | None = None
     advice: str = ""
 

@@ -50,23 +50,17 @@ def worst_of(rows: Sequence[Row]) -> Status:
     return max((row.finding.status for row in rows), key=order.index, default=Status.OK)
 
 
-def as_data(rows: Sequence[Row], num_ranks: int, device_type: str, seconds: float) -> dict[str, Any]:
-    """All that is known, as it can be written to JSON."""
-    return {
+def write_json(path: Path, rows: Sequence[Row], **about: Any) -> None:
+    """Writes all that is known, and what else is told of the run, to a file; its folder is made."""
+    data = {
         "format": 1,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "seconds": round(seconds, 1),
-        "num_ranks": num_ranks,
-        "device_type": device_type,
+        **about,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "status": worst_of(rows).value,
         "findings": [_finding(row) for row in rows],
     }
-
-
-def write_json(path: Path, data: dict[str, Any]) -> None:
-    """Writes :func:`as_data` to a file; its folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(data, indent=2, default=str) + "\n")
 

@@ -52,8 +52,8 @@ def examine(team: Team, options: Options, tell: Callable[[str], None] = lambda t
     only = frozenset(options.only)
     checks = [check for check in all_checks() if not only or {check.name, check.title} & only]
     for number, check in enumerate(checks):
-        reason = _why_not(check, team, options)
-        if reason:
+        if team.num_ranks < check.fewest_ranks:
+            reason = f"It needs {check.fewest_ranks} processes, and there is {team.num_ranks}."
             rows.append(Row(check.title, check.shows, Finding(Status.NOT_APPLICABLE, reason), 0.0))
             continue
         tell(check.title)
@@ -61,15 +61,6 @@ def examine(team: Team, options: Options, tell: Callable[[str], None] = lambda t
         rows += _rows(number, check, team, options, limit_s)
     team.end()
     return rows if team.is_leader else []
-
-
-def _why_not(check: Check, team: Team, options: Options) -> str:
-    """Why a check is left out; the same on all ranks."""
-    if options.device_type == "cpu" and check.why_cuda_only:
-        return f"Not on a CPU: {check.why_cuda_only}."
-    if team.num_ranks < check.fewest_ranks:
-        return f"It needs {check.fewest_ranks} processes, and there is {team.num_ranks}."
-    return ""
 
 
 def _rows(number: int, check: Check, team: Team, options: Options, limit_s: float) -> list[Row]:
@@ -84,12 +75,13 @@ def _rows(number: int, check: Check, team: Team, options: Options, limit_s: floa
         Job(
             check.title,
             rank,
-            {**environment, **check.environment},
+            environment,
             options.device_type,
             options.is_quick,
             folder,
             folder / f"output-{rank}.txt",
             options.prepare,
+            team.shares_device,
         )
         for rank, environment in of_ranks.items()
     ]

@@ -17,6 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from lightning_pp.distributed.launcher_store import store_of_attempt
 from lightning_pp.doctor.findings import Outcome
+from lightning_pp.doctor.sharing import variables_of_rank
 
 _SLACK = timedelta(seconds=90)
 _PREFIX = "lightning_pp_doctor_"
@@ -31,14 +32,17 @@ class Team:
 
     Args:
         num_ranks: Of each check.
+        shares_device: Whether all ranks are on one device.
 
     Attributes:
-        num_ranks: The same.
+        num_ranks: As given.
+        shares_device: As given.
         is_leader: Whether this process judges and prints.
     """
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, *, shares_device: bool = False) -> None:
         self.num_ranks = num_ranks
+        self.shares_device = shares_device
         self.is_leader = True
         self._kept: list[Any] = []
 
@@ -64,6 +68,7 @@ class Team:
                 "LOCAL_WORLD_SIZE": str(self.num_ranks),
                 "LOCAL_RANK": str(rank),
                 **_met_at("127.0.0.1", store.port, rank, self.num_ranks),
+                **(variables_of_rank(rank, self.num_ranks) if self.shares_device else {}),
             }
             for rank in range(self.num_ranks)
         }
@@ -131,15 +136,18 @@ class LauncherTeam(Team):
         self._kept.clear()
 
 
+def is_launched() -> bool:
+    """Whether a launcher has started this process."""
+    return {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
+
+
 def team_of(devices: int | None) -> Team:
     """The processes of the launcher that has started this one; otherwise this one alone.
 
     Args:
         devices: Ranks of each check; None: one for each CUDA device, or two on a CPU. Not with a launcher.
     """
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ:
-        return LauncherTeam()
-    return Team(devices or torch.cuda.device_count() or 2)
+    return LauncherTeam() if is_launched() else Team(devices or torch.cuda.device_count() or 2)
 
 
 def _met_at(address: str, port: int, rank: int, num_ranks: int) -> dict[str, str]:

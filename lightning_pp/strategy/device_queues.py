@@ -1,11 +1,14 @@
-"""The hardware queues of a CUDA device, on which a receive that waits may hold up what is behind it."""
+"""What may wait on a CUDA device: work behind a receive in a hardware queue, and the host behind queued work."""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_pp.split.data.tree import tensors_of
 
 _NAME, _MOST = "CUDA_DEVICE_MAX_CONNECTIONS", 32
 
@@ -30,4 +33,13 @@ def use_all_queues(device: torch.device) -> None:
         rank_zero_warn(
             f"{_NAME}={given} is set. Streams share that many queues, so a receive that waits may hold up other work, "
             f"and for ever if its message depends on that work. Unset it, or set it to {_MOST}."
+        )
+
+
+def advise_pinned_memory(batch: Any, device: torch.device) -> None:
+    """Tells if ``batch``, as its loader gives it, lies where CUDA cannot copy it from beside other work."""
+    if device.type == "cuda" and any(not (tensor.is_cuda or tensor.is_pinned()) for tensor in tensors_of(batch)):
+        rank_zero_warn(
+            "Batches are not in pinned memory. Copying one to the device may wait for all work queued there, and the "
+            "device then waits for the host. Set pin_memory=True on the DataLoader."
         )

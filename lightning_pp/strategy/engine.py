@@ -281,7 +281,7 @@ class PipelineEngine:
         batch, *rest = args
         call = StepCall(step, rest, kwargs, training=trains)
         with ExitStack() as stack:
-            stack.push(self._abandon_after)
+            stack.push(lambda kind, *_: None if kind is None else self.abandon())
             stack.enter_context(self._outside_steps.in_step())
             stack.enter_context(self.split.fake_parameters.without_registering_fakes())
             try:
@@ -294,10 +294,6 @@ class PipelineEngine:
                 self._execute(run, range(len(run.microbatches)), trains=trains, reduce=reduce, on_outputs=report.send)
                 return self._receive(report, run)
         return self._skip(args, kwargs)
-
-    def _abandon_after(self, kind: type[BaseException] | None, *_: Any) -> None:
-        if kind is not None:
-            self.abandon()
 
     def _prepare(self, call: StepCall, batch: Any, factor: float) -> BatchRun:
         """Cuts the batch, and checks it if it is one of the first; losses are multiplied by ``factor``."""

@@ -18,7 +18,7 @@ from lightning_pp.distributed.meshes import groups_of_collectives, make_meshes
 from lightning_pp.distributed.messages import MessageLine
 from lightning_pp.distributed.sizes import ParallelSizes
 from lightning_pp.runtime.transport.channels import Transport
-from lightning_pp.strategy.device_queues import use_all_queues
+from lightning_pp.strategy.device_queues import advise_pinned_memory, use_all_queues
 
 CUDA = torch.device("cuda", 1)
 
@@ -108,6 +108,20 @@ def test_queues_of_a_device(
         assert os.environ.get(name) == set_to
     texts = [str(warning.message) for warning in caught]
     assert len(texts) == (told is not None) and all(told is not None and told in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("device", "is_pinned", "is_told"), [("cpu", False, False), ("cuda:0", True, False), ("cuda:0", False, True)]
+)
+def test_batches_in_pageable_memory_are_told_on_a_device(device: str, is_pinned: bool, is_told: bool) -> None:
+    batch = {"x": torch.zeros(2), "name": "text", "pair": [torch.zeros(3)]}
+    with (
+        patch.object(torch.Tensor, "is_pinned", lambda _: is_pinned),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        advise_pinned_memory(batch, torch.device(device))
+    assert ["pin_memory=True" in str(warning.message) for warning in caught] == [True] * is_told
 
 
 def test_the_thread_of_messages_has_the_device_of_its_rank() -> None:

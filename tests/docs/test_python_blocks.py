@@ -7,8 +7,10 @@ tested (``tests/parity/steps/test_graph_batches.py``, ``tests/recipes/test_strea
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,7 +32,7 @@ from lightning_pp.schedule import Schedule, StageCosts, build_schedule
 #: Pages with Python blocks, and the processes that they are run in; 0: run by other tests, or below by itself.
 PROCESSES = {
     **dict.fromkeys(("README", "tutorial", "migrating", "batches", "data", "recipes"), 0),
-    **dict.fromkeys(("precision_and_memory", "schedules", "sharding", "lightning"), 1),
+    **dict.fromkeys(("precision_and_memory", "schedules", "sharding", "lightning", "clusters"), 1),
     "metrics": 2,
 }
 FEATURES, ROWS = 4, 16
@@ -137,6 +139,40 @@ def test_metrics_and_timelines(pool: WorkerPool, tmp_path: Path) -> None:
 
 def test_the_other_lightning_package(pool: WorkerPool, tmp_path: Path) -> None:
     assert pool.run(run_page, DOCS / "start" / "lightning.md", tmp_path, "lightning", world_size=1) == [True]
+
+
+class Collections(L.Callback):
+    """Notes at each batch whether Python collects by itself, and how often all was collected by then."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[bool, int]] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.found.append((gc.isenabled(), gc.get_stats()[2]["collections"]))
+
+
+def look_at_clusters(names: dict[str, Any]) -> tuple[list[tuple[bool, int]], bool]:
+    noted = Collections()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        callbacks=[names["SteadyCollection"](every=5), noted],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    trainer.fit(Module(), Data())
+    return noted.found, gc.isenabled()
+
+
+def test_garbage_is_collected_after_certain_batches(pool: WorkerPool, tmp_path: Path) -> None:
+    ((found, is_on_afterwards),) = pool.run(
+        run_page, DOCS / "running" / "clusters.md", tmp_path, "clusters", world_size=1
+    )
+    assert [is_on for is_on, _ in found] == [False] * 16 and is_on_afterwards
+    numbers = [number for _, number in found]
+    assert [after - before for before, after in pairwise(numbers)] == [0, 0, 0, 0, 1] * 3
 
 
 def test_strategies_that_are_shown_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,15 +13,16 @@ import pytest
 from planted import FAULTS, plant, plant_more
 
 import lightning_pp
-from lightning_pp.doctor.checks import all_checks, environment, receives
+from lightning_pp.doctor.checks import all_checks, environment
 from lightning_pp.doctor.checks.failures import judge_ends
 from lightning_pp.doctor.command import main
 from lightning_pp.doctor.findings import Outcome, Row, Status
 from lightning_pp.doctor.run import Options, examine
 from lightning_pp.doctor.teams import Team
+from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.hardware.links import links_measured
 
-ON_A_CPU = {check.title for check in all_checks() if not check.why_cuda_only}
+TITLES = [check.title for check in all_checks()]
 
 
 def statuses(path: Path) -> dict[str, set[str]]:
@@ -40,15 +41,14 @@ def test_two_processes_that_are_well(tmp_path: Path, capsys: pytest.CaptureFixtu
     path = tmp_path / "of" / "this.json"
     assert main(["--device", "cpu", "--devices", "2", "--quick", "--json", str(path)]) == 0
     found = statuses(path)
-    assert list(found) == [check.title for check in all_checks()]
-    assert {title for title, told in found.items() if "ok" in told} == ON_A_CPU
-    assert set.union(*found.values()) == {"ok", "not applicable"}
+    assert list(found) == TITLES
+    assert set.union(*found.values()) == {"ok"}
     data = json.loads(path.read_text())
     assert data["status"] == "ok" and data["num_ranks"] == 2 and data["seconds"] < 180
     (ranks,) = [finding["details"] for finding in data["findings"] if finding["check"] == "environment"]
     assert [rank["versions"]["lightning"] for rank in ranks] == [pytest.importorskip("lightning").__version__] * 2
     printed = capsys.readouterr().out
-    for title in ON_A_CPU:
+    for title in TITLES:
         assert re.search(rf"│ {re.escape(title)} +│ ok ", printed), printed
     assert str(path.name) in printed.replace("\n", "")
 
@@ -70,6 +70,42 @@ def test_four_processes_that_are_well(tmp_path: Path) -> None:
     for rank in of_check["parity"]["details"]:
         # sums in another order leave something, so that nothing at all would mean that nothing was compared
         assert any(case["difference"] > 0 for case in rank)
+
+
+def shared(folder: Path, num_ranks: int, *arguments: str) -> dict[str, Any]:
+    """What the doctor writes of ranks that share a device, or a CPU as each on a host of its own."""
+    path = folder / "shared.json"
+    assert main(["--device", "cpu", "--share-device", str(num_ranks), "--quick", "--json", str(path), *arguments]) == 0
+    with pytest.raises(ConfigurationError, match="its ranks shared a device"):
+        links_measured(path)
+    written: dict[str, Any] = json.loads(path.read_text())
+    return written
+
+
+def test_ranks_that_share_a_device_are_hosts_of_their_own(tmp_path: Path) -> None:
+    only = [word for title in ("environment", "channels", "parity") for word in ("--only", title)]
+    data = shared(tmp_path, 2, *only)
+    assert data["shares_device"] and data["status"] == "ok"
+    (ranks,) = [finding["details"] for finding in data["findings"] if finding["check"] == "environment"]
+    assert [rank["variables"]["NCCL_HOSTID"] for rank in ranks] == ["rank-0", "rank-1"]
+    assert [rank["num_ranks_here"] for rank in ranks] == [1, 1]
+    assert {rank["variables"]["NCCL_NET"] for rank in ranks} == {"Socket"}
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
+def test_four_ranks_that_share_a_device(tmp_path: Path) -> None:
+    found = [(finding["check"], finding["status"]) for finding in shared(tmp_path, 4)["findings"]]
+    assert found == [(title, "ok") for title in TITLES]
+
+
+@pytest.mark.gpu
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
+def test_four_ranks_that_share_a_cuda_device(tmp_path: Path) -> None:
+    path = tmp_path / "shared.json"
+    assert main(["--share-device", "4", "--quick", "--json", str(path)]) == 0
+    assert [title for title, told in statuses(path).items() if "ok" in told] == TITLES
 
 
 @pytest.mark.nightly
@@ -140,6 +176,13 @@ def test_what_is_known_of_variables_and_devices() -> None:
     assert few.status is Status.WARNING and "CUDA_DEVICE_MAX_CONNECTIONS=1" in few.found
     (_, shared) = environment.judge([of_rank(0), of_rank(0)])
     assert shared.status is Status.FAILURE and "share one device" in shared.found
+    by_sockets = {"NCCL_P2P_DISABLE": "1", "NCCL_NET": "Socket"}
+    (_, told_apart) = environment.judge([of_rank(0, NCCL_HOSTID=f"rank-{rank}", **by_sockets) for rank in range(2)])
+    assert told_apart.status is Status.WARNING and "2 ranks share one device" in told_apart.found
+    (_, slow) = environment.judge(
+        [of_rank(rank, NCCL_HOSTID=f"rank-{rank}", NCCL_P2P_DISABLE="1") for rank in range(2)]
+    )
+    assert slow.status is Status.WARNING and "NCCL_P2P_DISABLE=1" in slow.found
     (_, differing) = environment.judge([of_rank(0), of_rank(1, NCCL_ALGO="Ring")])
     assert differing.status is Status.WARNING and "NCCL_ALGO" in differing.found
 
@@ -167,11 +210,6 @@ def test_another_nccl_on_one_rank() -> None:
     assert found.status is Status.FAILURE and found.found == "Rank 1 has other versions than rank 0: NCCL."
 
 
-def test_what_is_made_of_measurements_on_devices() -> None:
-    (finding,) = receives.judge_posted([{"loading a kernel": 2.01, "pinned memory": 0.01}, None])
-    assert finding.status is Status.OK and "pinned memory went on. Loading a kernel waited" in finding.found
-
-
 def test_ranks_that_end_late_are_a_failure() -> None:
     victim = Outcome(1, noted="failing", noted_after_s=3.0, exit_code=-9, seconds=3.1)
     named = {"error": "RuntimeError: This rank ended because rank 1 was killed", "exit_code": 1}
@@ -185,6 +223,8 @@ def test_ranks_that_end_late_are_a_failure() -> None:
     [
         (["--devices", "0"], "--devices 0 must be at least 1"),
         (["--only", "nothing"], "invalid choice: 'nothing'"),
+        (["--share-device", "1"], "--share-device 1: give 2 or more, without srun or torchrun"),
+        (["--share-device", "2", "--devices", "2"], "not allowed with argument"),
     ],
 )
 def test_wrong_options_are_told(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,5 +278,5 @@ def test_all_of_it_under_torchrun(tmp_path: Path, num_ranks: int) -> None:
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert f"Each of the {num_ranks} processes of the launcher watches one rank" in finished.stdout
     found = statuses(path)
-    assert {title for title, told in found.items() if "ok" in told} == ON_A_CPU
+    assert [title for title, told in found.items() if "ok" in told] == TITLES
     assert "failure" not in set.union(*found.values())

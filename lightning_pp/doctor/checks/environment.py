@@ -23,6 +23,7 @@ _PREFIXES = (
     *("GLOO_", "OMP_", "UCX_", "FI_", "SLURM_J"),
 )
 _FEWEST = {"torch": (2, 13), "lightning": (2, 6, 4)}
+_HOST = "NCCL_HOSTID"
 _LEAST_SHM_BYTES = _LEAST_LOCKED_BYTES = 1 << 30
 _BASE = "lightning_pp is tested with the versions of its constraints.txt: pip install -c constraints.txt . there."
 
@@ -99,8 +100,10 @@ def _of_variables(values: Sequence[dict[str, Any]]) -> list[Finding]:
     problems = []
     variables = values[0]["variables"]
     is_cuda = "cuda" in values[0]
+    # ranks that share a device send by sockets on purpose
+    on_purpose = "NCCL_" if _share_device(values) else "none"
     for name, value, status, effect, advice in _MATTERS:
-        if variables.get(name) == value and is_cuda:
+        if variables.get(name) == value and is_cuda and not name.startswith(on_purpose):
             problems.append(Finding(status, f"{name}={value} is set: {effect}.", advice))
     connections = variables.get("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if is_cuda and connections != "32":
@@ -109,7 +112,9 @@ def _of_variables(values: Sequence[dict[str, Any]]) -> list[Finding]:
     differing = sorted(
         name
         for name in set().union(*(value["variables"] for value in values))
-        if name.startswith(("NCCL_", "CUDA_DEVICE_MAX")) and len({value["variables"].get(name) for value in values}) > 1
+        if name.startswith(("NCCL_", "CUDA_DEVICE_MAX"))
+        and name != _HOST
+        and len({value["variables"].get(name) for value in values}) > 1
     )
     if differing:
         found = f"Ranks differ in {', '.join(differing)}."
@@ -122,10 +127,15 @@ def _of_machines(values: Sequence[dict[str, Any]]) -> list[Finding]:
     is_cuda = "cuda" in values[0]
     mine = values[0]
     if is_cuda:
-        places = [(value["host"], value["cuda"]["uuid"]) for value in values]
-        if len(set(places)) < len(places):
+        if _share_device(values):
+            found = f"{len(values)} ranks share one device. Each tells NCCL that it is a host of its own."
+            problems.append(
+                Finding(Status.WARNING, found, "Do not read speeds or memory of several devices from this.")
+            )
+        elif len(_devices(values)) < len(values):
             found = "Two ranks share one device, which NCCL refuses."
-            problems.append(Finding(Status.FAILURE, found, "Look at CUDA_VISIBLE_DEVICES and LOCAL_RANK."))
+            advice = "Look at CUDA_VISIBLE_DEVICES and LOCAL_RANK; --share-device tries several ranks on one device."
+            problems.append(Finding(Status.FAILURE, found, advice))
         names = sorted({value["cuda"]["name"] for value in values})
         if len(names) > 1:
             advice = "Tell the strategy with rank_speeds=, or give all ranks one kind."
@@ -139,6 +149,16 @@ def _of_machines(values: Sequence[dict[str, Any]]) -> list[Finding]:
         found = f"/dev/shm has {shm / 2**20:.0f} MiB, which loaders with workers and NCCL share."
         problems.append(Finding(Status.WARNING, found, "In a container: --ipc=host or --shm-size=8g."))
     return problems
+
+
+def _devices(values: Sequence[dict[str, Any]]) -> set[tuple[str, str]]:
+    return {(value["host"], value["cuda"]["uuid"]) for value in values if "cuda" in value}
+
+
+def _share_device(values: Sequence[dict[str, Any]]) -> bool:
+    """Whether ranks are on one device and NCCL takes each for a host of its own, so that it does not refuse them."""
+    names = {value["variables"].get(_HOST) for value in values}
+    return 0 < len(_devices(values)) < len(values) == len(names)
 
 
 def _of_containers(mine: dict[str, Any]) -> list[Finding]:

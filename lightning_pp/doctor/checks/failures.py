@@ -63,27 +63,26 @@ def judge_ends(outcomes: Sequence[Outcome]) -> list[Finding]:
     """All processes have to end, none of them well, and every one that survives says whose failure it was."""
     number = victim_of(len(outcomes))
     victim, others = outcomes[number], [outcome for outcome in outcomes if outcome.rank != number]
-    if victim.noted != _FAILING:
-        return [Finding(Status.FAILURE, f"The training did not come to batch {_AT_BATCH}: {victim}.", _ADVICE)]
-    if victim.has_returned:
-        return [Finding(Status.FAILURE, f"Rank {number} was to fail and did not.", _ADVICE)]
     at = victim.noted_after_s
     late = [outcome for outcome in outcomes if outcome.exit_code is None or outcome.seconds - at > _MOST_S]
-    if late:
+    unaware = [outcome for outcome in others if outcome.has_returned]
+    silent = [outcome for outcome in others if f"because rank {number} " not in f"{outcome.error}{outcome.output}"]
+    if victim.noted != _FAILING:
+        found = f"The training did not come to batch {_AT_BATCH}: {victim}."
+    elif victim.has_returned:
+        found = f"Rank {number} was to fail and did not."
+    elif late:
         ranks = ", ".join(str(outcome.rank) for outcome in late)
         found = f"Ranks {ranks} had not ended {max(o.seconds for o in late) - at:.0f} s after rank {number} failed."
-        return [Finding(Status.FAILURE, found, _ADVICE)]
-    unaware = [outcome for outcome in others if outcome.has_returned]
-    if unaware:
+    elif unaware:
         found = f"Rank {unaware[0].rank} ended as if nothing had happened when rank {number} failed."
-        return [Finding(Status.FAILURE, found, _ADVICE)]
-    silent = [outcome for outcome in others if f"because rank {number} " not in f"{outcome.error}{outcome.output}"]
-    if silent:
+    elif silent:
         found = f"Rank {silent[0].rank} ended without saying that rank {number} failed: {silent[0]}."
-        return [Finding(Status.FAILURE, found, _ADVICE)]
-    seconds = max(outcome.seconds for outcome in outcomes) - at
-    found = f"All ended {seconds:.1f} s after rank {number} failed, and the others named it."
-    return [Finding(Status.OK, found)]
+    else:
+        seconds = max(outcome.seconds for outcome in outcomes) - at
+        found = f"All ended {seconds:.1f} s after rank {number} failed, and the others named it."
+        return [Finding(Status.OK, found)]
+    return [Finding(Status.FAILURE, found, _ADVICE)]
 
 
 def victim_of(num_ranks: int) -> int:

@@ -126,6 +126,8 @@ def links_measured(path: str | PathLike[str]) -> tuple[LinkSpeed | None, LinkSpe
     """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
+        if content.get("shares_device"):
+            raise ValueError("its ranks shared a device (--share-device), so it says nothing of links between devices")
         found = [finding for finding in content["findings"] if finding["check"] == "channels"]
         values: Sequence[Any] = found[0]["details"]
         hosts = {value["rank"]: value["host"] for value in values}

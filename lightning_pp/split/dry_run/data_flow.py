@@ -266,6 +266,16 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
                 return self._made_up.real(self._faked(tensor))  # type: ignore[no-any-return]
             return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
+    def address(self, tensor: Tensor) -> int:
+        """Where made-up data for a fake ``tensor`` lie: a raw kernel is about to read or write there.
+
+        Raises:
+            NotImplementedError: This run is on fakes alone. torch would give 0.
+        """
+        if self._made_up is None:
+            raise NotImplementedError(f"a fake tensor has no address, which data_ptr() asks for at {user_line()}")
+        return self.read(tensor).data_ptr()
+
     def look(self, tensor: Tensor) -> None:
         """Records that Python looks at the content of ``tensor``, which is there."""
         self.num_looks += self.call is None

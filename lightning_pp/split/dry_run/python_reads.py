@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_pp.split._torch_private import tree_any, tree_map
+from lightning_pp.split.fakes.parameters import is_fake
 
 _READS = frozenset(
     {
@@ -39,6 +40,7 @@ class PythonReads(TorchFunctionMode):
     Args:
         is_missing: Whether a tensor's data are missing.
         read: Gives a real tensor of the same shape to look at.
+        address: Where data for a fake lie.
         on_look: Told of a tensor that is looked at and has its data.
         on_gradient_hook: Told of a tensor that gets a hook on its gradient.
         in_one_piece: Makes a context for functions that multiply by weights in a way that is not deferred.
@@ -48,6 +50,7 @@ class PythonReads(TorchFunctionMode):
         self,
         is_missing: Callable[[Tensor], bool],
         read: Callable[[Tensor], Tensor],
+        address: Callable[[Tensor], int],
         on_look: Callable[[Tensor], None] = lambda _: None,
         on_gradient_hook: Callable[[Tensor], None] = lambda _: None,
         in_one_piece: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -55,6 +58,7 @@ class PythonReads(TorchFunctionMode):
         super().__init__()
         self._is_missing = is_missing
         self._read = read
+        self._address = address
         self._on_look = on_look
         self._on_gradient_hook = on_gradient_hook
         self._in_one_piece = in_one_piece
@@ -62,6 +66,8 @@ class PythonReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one function of torch."""
         kwargs = kwargs or {}
+        if func is Tensor.data_ptr and is_fake(args[0]):
+            return self._address(args[0])
         if func in _READS and isinstance(args[0], Tensor) and not _only_names_it(func, args):
             if self._is_missing(args[0]):
                 return func(self._read(args[0]).detach(), *args[1:], **kwargs)

@@ -24,7 +24,7 @@ from lightning_pp.split.dry_run.data_flow import DataFlow
 from lightning_pp.split.dry_run.gradient_flow import gradient_sources, values_reached
 from lightning_pp.split.dry_run.memory_watch import GraphReader, MemoryWatch
 from lightning_pp.split.dry_run.python_reads import PythonReads
-from lightning_pp.split.fakes.fake_mode import NeedsDataError, data_pointers_refused
+from lightning_pp.split.fakes.fake_mode import NeedsDataError
 from lightning_pp.split.fakes.made_up_data import AsFake, MadeUpData
 from lightning_pp.split.fakes.parameters import FakeParameters, has_data, is_fake
 from lightning_pp.split.head.parts import HeadPart, whole_units
@@ -179,7 +179,8 @@ class DryRun:
         watch = MemoryWatch({*held, *self._real_parameters}, self._fake_parameters.fakes())
         flow = self._flow = DataFlow(self._fake_parameters.mode, held, self._real_parameters, watch, self._policy)
         flow.watch_parameters(self._fake_parameters)
-        reads = PythonReads(flow.is_missing, flow.read, flow.look, flow.note_gradient_hook, watch.in_one_piece)
+        about = flow.is_missing, flow.read, flow.address, flow.look, flow.note_gradient_hook
+        reads = PythonReads(*about, watch.in_one_piece)
         try:
             with reads, flow, self._end_data:
                 if self._num_calls == 0:
@@ -467,11 +468,7 @@ class DryRun:
         if kind not in self._units_that_need_data:
             flow.call_reads_data = False
             try:
-                with (
-                    data_pointers_refused(),
-                    self._saved_memory_noted(call),
-                    side_effects.attempt(self._part_of_units),
-                ):
+                with self._saved_memory_noted(call), side_effects.attempt(self._part_of_units):
                     result = run_unit()
             except SplitError as error:
                 if not isinstance(error, NeedsDataError):

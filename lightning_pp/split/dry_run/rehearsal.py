@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_pp.split.dry_run.gradient_flow import values_reached
 from lightning_pp.split.dry_run.python_reads import PythonReads
-from lightning_pp.split.fakes.fake_mode import MadeUp
+from lightning_pp.split.fakes.made_up_data import MadeUpData
 from lightning_pp.split.fakes.parameters import is_fake
 from lightning_pp.split.head.deferred_logits import WholeHeadError, deferred
 from lightning_pp.split.head.parts import parts_in
@@ -194,9 +194,9 @@ class _StandIns:
 
 @contextmanager
 def _values_made_up(record: StepRecord, on_look: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Within, code may read values of fakes (``.item()``, ``.numpy()``) and sees something."""
+    """Within, code may read values of fakes (``.item()``, ``.numpy()``) and their memory, and sees something."""
     mode = next((leaf.fake.fake_mode for call in record.calls for leaf in call.leaves if leaf.spec), None)
-    fill = MadeUp()
-    read = PythonReads(is_fake, lambda fake: fill(fake.shape, dtype=fake.dtype, device=fake.device), on_look)
+    real = MadeUpData().real
+    read = PythonReads(is_fake, real, lambda fake: int(real(fake).data_ptr()), on_look)
     with read, nullcontext() if mode is None else mode.making_up():
         yield

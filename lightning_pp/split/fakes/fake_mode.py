@@ -191,23 +191,6 @@ class FakeValueMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
 
 
-@contextmanager
-def data_pointers_refused() -> Iterator[None]:
-    """Within, ``data_ptr()`` of a fake raises :class:`NeedsDataError`: it returns 0, where a raw kernel would read."""
-
-    def data_ptr(tensor: Tensor) -> int:
-        raise NeedsDataError("data_ptr", user_line())
-
-    if "data_ptr" in vars(FakeTensor):
-        yield
-        return
-    setattr(FakeTensor, "data_ptr", data_ptr)  # noqa: B010 - mypy knows it as a method
-    try:
-        yield
-    finally:
-        del FakeTensor.data_ptr
-
-
 class MadeUp:
     """Arbitrary data that most operations accept: floats in (0, 1), so that logarithms exist, integers of 0 and 1.
 

@@ -151,10 +151,6 @@ def _of_outputs(step: str, whole: Observed, parts: Observed, tolerance: float) -
         yield Difference(f"A value that {step} returns", False, False, *found)
 
 
-def _for(value: Tensor, tolerance: float) -> float:
-    return max(tolerance, _TOLERANCES.get(value.dtype, 0.0))
-
-
 def _first_other(whole: Any, parts: Any, tolerance: float) -> tuple[float, float] | None:
     mine, others = leaves_of(whole), leaves_of(parts)
     if len(mine) != len(others):
@@ -164,7 +160,7 @@ def _first_other(whole: Any, parts: Any, tolerance: float) -> tuple[float, float
         if pair is None:
             continue
         a, b = pair
-        bound = _for(leaf, tolerance) if isinstance(leaf, Tensor) else tolerance
+        bound = max(tolerance, _TOLERANCES.get(leaf.dtype, 0.0)) if isinstance(leaf, Tensor) else tolerance
         scale = float(a.abs().nan_to_num().max()) if a.numel() else 0.0
         # rows go through matrix products of other sizes, so single elements differ by more than a mean does
         close = torch.isclose(a, b, rtol=0, atol=100 * bound * max(scale, 1e-12), equal_nan=True)

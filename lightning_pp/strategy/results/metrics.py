@@ -196,7 +196,7 @@ def metrics_suspended(module: nn.Module, returns: Returns | None = None, *, on_f
 def _suspended(
     metrics: Iterable[Metric | MetricCollection], returns: Returns | None, *, on_fakes: bool = False
 ) -> Iterator[None]:
-    answer = returns or _zero
+    answer = returns or (lambda metric, args: torch.zeros((), device=metric.device))
     with ExitStack() as stack:
         for metric in metrics:
             if isinstance(metric, MetricCollection):
@@ -206,10 +206,6 @@ def _suspended(
             methods = {name: in_place_of(getattr(metric, name), method) for name, method in replacements.items()}
             stack.enter_context(replaced(metric, **methods))
         yield
-
-
-def _zero(metric: Metric, args: tuple[Any, ...]) -> Tensor:
-    return torch.zeros((), device=metric.device)
 
 
 def _metric_replacements(metric: Metric, answer: Returns, *, on_fakes: bool = False) -> dict[str, Callable[..., Any]]:

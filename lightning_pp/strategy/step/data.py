@@ -29,6 +29,7 @@ from lightning_pp.strategy._lightning_private import (
     request_dataloader,
     transferred_by_hook,
 )
+from lightning_pp.strategy.device_queues import advise_pinned_memory
 from lightning_pp.strategy.step.first_look import look_at
 from lightning_pp.strategy.step.held_output import output_held
 
@@ -94,6 +95,7 @@ def first_batch(trainer: pl.Trainer, data_parallel_rank: int = 0) -> FirstBatch:
     with generators_untouched(trainer.strategy.root_device):
         is_training = trainer.state.fn == TrainerFn.FITTING
         loader, item = _looked_at(trainer, _loop_of(trainer), data_parallel_rank, is_training=is_training)
+        advise_pinned_memory(item, trainer.strategy.root_device)
         # a copy: hooks write into batches, and a dataset or a stream may hand out the same one again
         batch = own_copy(item)
         batch, left = _transferred(trainer, trainer.precision_plugin.convert_input(batch))

@@ -57,10 +57,13 @@ class UpdateHooks:
         self._names: list[str] = []
         self._postponed: list[Callable[[], Any]] = []
         updates: dict[str, frozenset[str]] = {}
+        # all parameters of an AveragedModel require gradients
+        has_averages = any(isinstance(child, AveragedModel) for child in module.modules())
+        has_averages = has_averages or not all(parameter.requires_grad for parameter in module.parameters())
         for name, arguments in _HOOKS.items():
             if getattr(type(module), name, None) is getattr(pl.LightningModule, name):
                 continue
-            if not _has_averages(module) and name != _BEFORE_ZERO_GRAD:
+            if not has_averages and name != _BEFORE_ZERO_GRAD:
                 continue
             found = self._updates_of(name, arguments(own_copy(batch)))
             if name == _BEFORE_ZERO_GRAD:
@@ -133,11 +136,6 @@ def _refuse_trained(updates: Updates, module: pl.LightningModule) -> None:
             f"({own[0]!r}{f' and {len(own) - 1} more' if len(own) > 1 else ''}). On one device it does so between "
             "forward and backward, but a pipeline has no moment between the two. Do this in on_train_batch_end."
         )
-
-
-def _has_averages(module: pl.LightningModule) -> bool:
-    has_average = any(isinstance(child, AveragedModel) for child in module.modules())  # all of it requires gradients
-    return has_average or not all(parameter.requires_grad for parameter in module.parameters())
 
 
 def _logged_by(module: pl.LightningModule, hook: str) -> dict[str, float | None]:

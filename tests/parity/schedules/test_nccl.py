@@ -1,4 +1,4 @@
-"""Pipelines on CUDA devices, over NCCL, train as one CPU does; gradients and weights in float64."""
+"""Pipelines on CUDA devices, or on one that all ranks share, train over NCCL as one CPU does, in float64."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
+from one_device import TIMEOUT_S, placed
 from pool import WorkerPool
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -52,7 +53,7 @@ def fitted(strategy: dict[str, Any] | None) -> dict[str, Tensor]:
     tokens = torch.randint(VOCABULARY, (NUM_STEPS * BATCH_SIZE, 6), generator=torch.Generator().manual_seed(1))
     trainer = L.Trainer(
         accelerator="cpu" if strategy is None else "gpu",
-        devices=num_ranks,
+        **placed("cpu" if strategy is None else "cuda", num_ranks),
         strategy="auto" if strategy is None else PipelineParallelStrategy(num_microbatches=4, **strategy),
         precision="64-true",
         accumulate_grad_batches=2,
@@ -74,7 +75,7 @@ def fitted(strategy: dict[str, Any] | None) -> dict[str, Tensor]:
 
 def layout(pipeline: int, replicas: int, schedule: str, **options: Any) -> Any:
     arguments = {"pipeline_parallel_size": pipeline, "data_parallel_size": replicas, "schedule": schedule, **options}
-    return pytest.param(arguments, id=f"{pipeline}x{replicas}-{schedule}", marks=pytest.mark.gpu(pipeline * replicas))
+    return pytest.param(arguments, id=f"{pipeline}x{replicas}-{schedule}", marks=pytest.mark.gpu)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +94,7 @@ def test_training_is_that_of_one_device(pool: WorkerPool, strategy: dict[str, An
     expected = pool.run(fitted, None, world_size=1)[0]
     num_ranks = strategy["pipeline_parallel_size"] * strategy["data_parallel_size"]
     weights: dict[str, Tensor] = {}
-    for result in pool.run(fitted, strategy, world_size=num_ranks, timeout=200):
+    for result in pool.run(fitted, strategy, world_size=num_ranks, timeout=TIMEOUT_S):
         weights |= result
     assert weights.keys() == expected.keys()
     for name, value in expected.items():

@@ -15,6 +15,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
+from one_device import TIMEOUT_S, placed
 from pool import WorkerPool
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -112,7 +113,7 @@ def fitted(device: str, strategy: dict[str, Any] | None) -> dict[str, Any]:
     scaler = torch.amp.GradScaler(device, init_scale=INITIAL_SCALE, growth_interval=GROWTH_INTERVAL)
     trainer = L.Trainer(
         accelerator="gpu" if device == "cuda" else "cpu",
-        devices=num_ranks,
+        **placed(device, num_ranks),
         strategy="auto" if strategy is None else PipelineParallelStrategy(num_microbatches=2, **strategy),
         plugins=MixedPrecision("16-mixed", device, scaler),
         gradient_clip_val=0.05,
@@ -156,7 +157,7 @@ ON_DEVICES = [
             "cuda",
             strategy,
             id=f"cuda-{index}",
-            marks=pytest.mark.gpu(strategy["pipeline_parallel_size"] * strategy["data_parallel_size"]),
+            marks=pytest.mark.gpu,
         )
         for index, strategy in enumerate(LAYOUTS)
     ),
@@ -171,7 +172,7 @@ def test_scale_and_skipped_steps_are_those_of_one_device(
     """An infinity in one shard of one stage's gradient skips the step on all; clipping sees unscaled gradients."""
     expected = pool.run(fitted, device, None, world_size=1)[0]
     num_ranks = strategy["pipeline_parallel_size"] * strategy["data_parallel_size"]
-    results = pool.run(fitted, device, strategy, world_size=num_ranks, timeout=120)
+    results = pool.run(fitted, device, strategy, world_size=num_ranks, timeout=TIMEOUT_S)
     assert [step["scale"] for step in expected["history"]] == SCALES
     weights: dict[str, Tensor] = {}
     for result in results:

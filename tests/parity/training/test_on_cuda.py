@@ -1,6 +1,6 @@
 """What CUDA devices alone show: waits of the host, memory that is taken, fused optimizers, numbers drawn on a device.
 
-Where a CPU can do the same, it does so by day: there the test is seen to work.
+Where a CPU can do the same, it does so by day: there the test is seen to work. Two ranks share a single device.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from live_memory import LiveMemory
+from one_device import CUDA, placed
 from pool import WorkerPool
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -25,7 +26,6 @@ from lightning_pp.planning.memory.model import MemoryModel
 from lightning_pp.strategy.parameters.precision import step_dtypes
 
 NUM_RANKS = 2
-CUDA = pytest.param("cuda", marks=pytest.mark.gpu(NUM_RANKS))
 Batch = tuple[Tensor, Tensor]
 CLIP = 0.05
 # what an operation takes for a moment is not estimated, nor are the workspaces of cuBLAS
@@ -74,7 +74,7 @@ def trainer_on(device: str, *callbacks: pl.Callback, num_ranks: int = NUM_RANKS,
     of_trainer = {"max_epochs": options.pop("max_epochs", 1), "gradient_clip_val": options.pop("clip", None)}
     return pl.Trainer(
         accelerator="gpu" if device == "cuda" else "cpu",
-        devices=num_ranks,
+        **placed(device, num_ranks),
         strategy="auto" if num_ranks == 1 else PipelineParallelStrategy(num_ranks, num_microbatches=4, **options),
         callbacks=list(callbacks),
         logger=False,
@@ -109,7 +109,7 @@ def waits_of_batches() -> list[list[str]]:
     return waits.found[2:]  # the first two batches are compared with parts of them, which reads them
 
 
-@pytest.mark.gpu(NUM_RANKS)
+@pytest.mark.gpu
 def test_the_host_waits_once_in_a_batch_by_cudas_own_count(pool: WorkerPool) -> None:
     for of_rank in pool.run(waits_of_batches, world_size=NUM_RANKS):
         assert [len(found) <= 1 for found in of_rank] == [True] * 3, of_rank

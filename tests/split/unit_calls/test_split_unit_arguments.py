@@ -153,6 +153,78 @@ def test_units_may_launch_raw_kernels() -> None:
     compare(Kernels, [tokens_of(3)], 3)
 
 
+class Scale(torch.autograd.Function):
+    """Numbers at one address times numbers at another, as a kernel of a norm has its input and its weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        row = weight.numel()
+        given = (ctypes.c_double * x.numel()).from_address(x.data_ptr())
+        scales = (ctypes.c_double * row).from_address(weight.data_ptr())
+        result = torch.empty_like(x)
+        written = (ctypes.c_double * x.numel()).from_address(result.data_ptr())
+        written[:] = [number * scales[place % row] for place, number in enumerate(given)]
+        ctx.save_for_backward(x, weight)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        return gradient * weight, (gradient * x).flatten(0, -2).sum(0)
+
+
+class ScalesFirst(Block):
+    """Its kernel gets what the unit gets, and a parameter of the unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(Scale.apply(x, self.scale))
+
+
+class Scales(text.SharedInList):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(ScalesFirst() for _ in range(3))
+
+
+def test_raw_kernels_may_get_a_units_input_and_its_parameters() -> None:
+    torch.manual_seed(7)
+    compare(Scales, [tokens_of(3)], 3)
+
+
+class KernelAtEnd(text.SharedInList):
+    """Its loss is computed by a raw kernel, after the last unit."""
+
+    def training_step(self, batch: Any) -> Tensor:
+        h = self.embedding(batch)
+        for layer in self.layers:
+            h = layer(h)
+        return next_token_loss(Kernel.apply(self.head(h)), batch)
+
+
+def test_the_end_of_a_step_may_launch_raw_kernels() -> None:
+    torch.manual_seed(7)
+    compare(KernelAtEnd, [tokens_of(3)], 3)
+
+
+class KernelBetween(text.SharedInList):
+    def training_step(self, batch: Any) -> Tensor:
+        h = self.embedding(batch)
+        for layer in self.layers:
+            h = Kernel.apply(layer(h))
+        return next_token_loss(self.head(h), batch)
+
+
+def test_raw_kernels_between_units_are_refused() -> None:
+    with pytest.raises(
+        SplitError, match=r"in forward reads a value .* 'layers\.1' is called .* Move the read into a unit"
+    ):
+        compare(KernelBetween, [tokens_of(3)], 2)
+
+
 class Reversed(torch.autograd.Function):
     """Runs the layers itself, forward and backward, as reversible networks do."""
 
