@@ -61,7 +61,7 @@ class Run:
         _check_weights_are_named(config.mode, config.ckpt_path)
         _check_checkpoint_path(config.ckpt_path)
         _check_gpu(config.trainer.get("accelerator"))
-        _let_hydra_print()
+        _let_hydra_print(resumes=config.get("resume") is not None)
         L.seed_everything(config.seed, workers=True, verbose=False)
         check_targets_of_run(config)
         data = build(config.data)
@@ -206,7 +206,7 @@ def _check_gpu(accelerator: str | None) -> None:
     )
 
 
-def _let_hydra_print() -> None:
+def _let_hydra_print(*, resumes: bool) -> None:
     """Lightning and Hydra both put handlers on Lightning's loggers: keep Hydra's, which also writes the log file."""
     for name in ("lightning", "lightning.fabric", "lightning.pytorch"):
         logger = logging.getLogger(name)
@@ -214,6 +214,10 @@ def _let_hydra_print() -> None:
         logger.propagate = True
     # Lightning 2.6 asks torch a question that torch 2.13 deprecates; no user can do anything about it.
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
+    if resumes:  # its folder has its checkpoints
+        warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
+    if not is_rank_zero():  # rank 0 says so
+        warnings.filterwarnings("ignore", message="The dirpath has changed from")
     rank_zero.log.addFilter(_is_no_tip)
 
 
