@@ -155,7 +155,7 @@ def check_choices(arguments: Sequence[str]) -> None:
     """Refuse what Hydra answers with a traceback of its own: ``trainer=1``, where an option of a group has a name.
 
     Args:
-        arguments: Of the command line; what is no override is left to Hydra, and so is what it cannot parse.
+        arguments: Of the command line; what is not an override, or cannot be parsed, is left to Hydra.
 
     Raises:
         UserError: A group is set to a value that names no option.

@@ -55,7 +55,7 @@ def export(options: argparse.Namespace) -> str:
     """Do what the command line says; returns what was written, in words.
 
     Raises:
-        CheckpointError: The source is no whole checkpoint, does not fit the module, or the target exists.
+        CheckpointError: The source is not a whole checkpoint, does not fit the module, or the target exists.
         ConfigurationError: The options contradict each other, or the module cannot be made.
     """
     source = checkpoint_at(options.source)

@@ -91,7 +91,7 @@ class RankEvidence:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Everything that a diagnosis goes by.
+    """Everything that a diagnosis uses.
 
     Attributes:
         facts: Of the plan.
