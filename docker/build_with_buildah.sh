@@ -55,7 +55,7 @@ container=$(bah from "$image")
 trap 'bah rm "$container" > /dev/null' EXIT
 for user in 0:0 1000:1000 12345:12345; do
   echo "smoke as $user"
-  bah run --isolation chroot --user "$user" "$container" -- smoke
+  bah run --isolation chroot --user "$user" "$container" -- entrypoint smoke
 done
 echo "smoke with strategy.compile=true"
-bah run --isolation chroot --user 12345:12345 "$container" -- smoke strategy.compile=true
+bah run --isolation chroot --user 12345:12345 "$container" -- entrypoint smoke strategy.compile=true

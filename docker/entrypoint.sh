@@ -6,6 +6,11 @@
 #   docker run IMAGE torchrun --nproc-per-node 8 -m lightning_pp recipe=llama
 set -euo pipefail
 
+# torch names its folder in /tmp after the user, and any user of the image may share /tmp with others
+if [ "${USER:-}" = trainer ]; then
+  export USER="trainer-$EUID"
+fi
+
 if [ "$#" -gt 0 ] && command -v -- "$1" >/dev/null 2>&1; then
   exec "$@"
 elif [ -n "${PET_NPROC_PER_NODE:-}${PET_NNODES:-}" ]; then

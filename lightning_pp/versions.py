@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from importlib.metadata import version
 
 from lightning_pp import __version__
@@ -16,3 +17,12 @@ def version_line(command: str) -> str:
     others = {"torch": "torch", "lightning": "lightning", "hydra-core": "Hydra"}
     told = ", ".join(f"{name} {version(package)}" for package, name in others.items())
     return f"{command} {__version__} ({told})"
+
+
+def parser_of(command: str, description: str | None, epilog: str) -> argparse.ArgumentParser:
+    """A parser of the arguments of ``command`` that knows ``--version`` and keeps the lines of its texts."""
+    parser = argparse.ArgumentParser(
+        command, description=description, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=version_line(command))
+    return parser

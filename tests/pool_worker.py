@@ -31,6 +31,8 @@ HEAVY_MODULES = (
 PRELOADED = (
     *HEAVY_MODULES,
     "lightning_pp.cli.app",
+    "lightning_pp.cli.resume",
+    "lightning_pp.cli.run",
     "lightning_pp.recipes.byte_gpt",
     "lightning_pp.recipes.byte_text",
     "wandb",

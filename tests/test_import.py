@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import lightning_pp
+
 
 def run(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
@@ -19,8 +21,39 @@ def test_schedules_need_no_torch(missing: str) -> None:
 sys.modules[{missing!r}] = None  # importing it raises ModuleNotFoundError from here on
 from lightning_pp.schedule import StageCosts, build_schedule
 schedule = build_schedule("zb_h1", num_ranks=2, num_microbatches=4)
-print(schedule.simulate(StageCosts(1.0, 1.0, 1.0)).makespan, hasattr(sys.modules["lightning_pp"], "BatchPart"))"""
-    assert run(code) == "13.0 False"
+print(schedule.simulate(StageCosts(1.0, 1.0, 1.0)).makespan)
+try:
+    from lightning_pp import PipelineParallelStrategy
+except ModuleNotFoundError as error:
+    print(error.name.partition(".")[0])"""
+    assert run(code).split() == ["13.0", missing]
+
+
+def test_public_names_are_imported_when_they_are_used() -> None:
+    code = """import pickle, sys
+import lightning_pp
+print("torch" in sys.modules, "lightning" in sys.modules)
+print(set(lightning_pp.__all__) <= set(dir(lightning_pp)), hasattr(lightning_pp, "Pipeline"))
+from lightning_pp import *
+names = [name for name in lightning_pp.__all__ if globals()[name] is not getattr(lightning_pp, name)]
+same = [lightning_pp.__all__[0], pickle.loads(pickle.dumps(PipelineParallelStrategy)) is PipelineParallelStrategy]
+print(names, same)"""
+    assert run(code).splitlines() == ["False False", "True False", "[] ['BatchPart', True]"]
+
+
+@pytest.mark.nightly
+def test_type_checkers_see_every_public_name_and_no_other(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import lightning_pp\n"
+        + "".join(f"reveal_type(lightning_pp.{name})\n" for name in lightning_pp.__all__)
+        + "lightning_pp.Pipeline\n"
+    )
+    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path / "cache"), str(script)]
+    finished = subprocess.run(command, capture_output=True, text=True, cwd=Path(lightning_pp.__file__).parents[1])
+    revealed = [line for line in finished.stdout.splitlines() if "Revealed type" in line]
+    assert len(revealed) == len(lightning_pp.__all__) and not [line for line in revealed if '"Any"' in line]
+    assert 'Module has no attribute "Pipeline"' in finished.stdout
 
 
 @pytest.mark.by_day(1)

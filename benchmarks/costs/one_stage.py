@@ -20,7 +20,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_pp import PipelineParallelStrategy
 
 TARGET = 1.2
-IMPORTS = ("torch", "lightning.pytorch", "lightning_pp")
+IMPORTS = ("torch", "lightning.pytorch", "lightning_pp.strategy")
 
 
 def seconds_of_fit(strategy: str | PipelineParallelStrategy) -> float:

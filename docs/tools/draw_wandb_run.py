@@ -66,11 +66,13 @@ def chart(title: str, below: str, lines: Sequence[Line]) -> str:
         for x in (first, last)
     ]
     parts.append(f'<text x="{WIDTH / 2}" y="{floor + 14}" text-anchor="middle" fill="#666">{escape(below)}</text>')
+    at = float(LEFT)
     for number, (name, line) in enumerate(lines):
         path = " ".join("{:.1f},{:.1f}".format(*place(*point)) for point in line)
-        color, at = COLORS[number % len(COLORS)], LEFT + number * (WIDTH - LEFT) // len(lines)
+        color = COLORS[number % len(COLORS)]
         parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
-        parts.append(f'<text x="{at}" y="{HEIGHT - 10}" fill="{color}" font-size="9.5">{escape(name)}</text>')
+        parts.append(f'<text x="{at:g}" y="{HEIGHT - 10}" fill="{color}" font-size="9.5">{escape(name)}</text>')
+        at += 5.5 * len(name) + 14
     return "".join(parts)
 
 

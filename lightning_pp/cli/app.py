@@ -4,7 +4,8 @@ One run, in order::
 
     resume           goes on with an earlier run or attempt: its overrides, its folder, its newest checkpoint
     main             ranks other than 0 are told to leave Hydra's folder and log file to rank 0
-    Hydra            composes the config; what it refuses is told in a sentence with the closest names
+    Hydra            composes the config; what it refuses is told in a sentence with the closest names. Only then are
+                     torch and Lightning imported, which takes seconds
     build            data (files are looked for here, before any process is launched), model, logger, callbacks, Trainer
     Trainer.<mode>   launches the other processes, unless torchrun or a cluster already did
     report           on rank 0: stages, timeline, loss, tokens per second, paths
@@ -18,6 +19,7 @@ import shutil
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -27,9 +29,10 @@ from lightning_pp.cli import launch
 from lightning_pp.cli.hydra_app.answers import answer_alone
 from lightning_pp.cli.hydra_app.application import run_task
 from lightning_pp.cli.hydra_app.launcher import Launcher
-from lightning_pp.cli.problems import UserError, check_choices, print_problem, user_errors
-from lightning_pp.cli.resume import remember_folder, with_what_it_resumes
-from lightning_pp.cli.run import Run, hide_saved_secrets
+from lightning_pp.cli.problems import UserError, check_choices, print_problem, refused_by, user_errors
+
+if TYPE_CHECKING:
+    from lightning_pp.cli.run import Run
 
 _COMMAND = "lightning-pp"
 
@@ -38,22 +41,21 @@ def main() -> None:
     """Entry point of the command."""
     sys.path.insert(0, os.getcwd())  # modules in the user's own folder are found, as with `python -m`
     answer_alone(sys.argv[1:], _COMMAND)
-    try:
+    with refused_by(_COMMAND):
         check_choices(sys.argv[1:])
-        sys.argv[1:] = with_what_it_resumes(sys.argv[1:])
-    except UserError as error:
-        print_problem(error, _COMMAND)
-        sys.exit(1)
+        if launch.launched_from_outside() or any(each.startswith("resume=") for each in sys.argv):
+            from lightning_pp.cli.resume import with_what_it_resumes
+
+            sys.argv[1:] = with_what_it_resumes(sys.argv[1:])
     run_task(_task, "pkg://lightning_pp.conf", "config", "1.3", _COMMAND)
 
 
 def _task(config: DictConfig) -> None:
+    from lightning_pp.cli.resume import remember_folder
+    from lightning_pp.cli.run import Run, hide_saved_secrets
+
     if launch.is_rank_zero():
         hide_saved_secrets()
-    _run(config)
-
-
-def _run(config: DictConfig) -> None:
     run: Run | None = None
     if HydraConfig.get().mode != RunMode.MULTIRUN:
         remember_folder(HydraConfig.get().runtime.output_dir)

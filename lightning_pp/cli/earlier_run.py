@@ -70,7 +70,7 @@ class EarlierRun:
         """Reads what Hydra has left in the folder of a run.
 
         Raises:
-            UserError: There is no such folder, it is none of a run, or of a run of another program.
+            UserError: There is no such folder, or it is not the folder of a run of ``lightning-pp``.
         """
         folder = Path(os.path.abspath(Path(path).expanduser()))
         if not folder.is_dir():
@@ -203,7 +203,7 @@ def position_of(path: str | os.PathLike[str]) -> Position:
 
 
 def why_finished(config: DictConfig, position: Position) -> str | None:
-    """Why a training that has come to ``position`` has nothing left to do under ``config``; None where it has."""
+    """Why a training at ``position`` has nothing left to do under ``config``; None where it has."""
     max_steps, max_epochs = config.trainer.get("max_steps"), config.trainer.get("max_epochs")
     if max_steps is not None and 0 <= max_steps <= position.step:
         return f"all {position.step} steps of trainer.max_steps={max_steps} are done. Raise it to train more."

@@ -8,10 +8,10 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from lightning.pytorch import Trainer
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 _GLOBAL_RANK_VARIABLES = ("RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK", "OMPI_COMM_WORLD_RANK")
 _CHILD_GRACE_SECONDS = 5.0
@@ -81,6 +81,8 @@ def num_processes_wanted(trainer_config: Any) -> int:
 
 
 def _num_visible_devices() -> int:
+    import torch  # only now: it is slow to import
+
     return max(1, torch.cuda.device_count())
 
 
@@ -94,6 +96,8 @@ def share_cores(num_processes: int) -> None:
         return
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     num_threads = max(1, num_cores // num_processes)
+    import torch
+
     torch.set_num_threads(num_threads)
     os.environ["OMP_NUM_THREADS"] = str(num_threads)  # which the children inherit
 

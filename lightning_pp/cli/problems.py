@@ -7,12 +7,12 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TextIO
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, InstantiationException
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_pp.cli import launch
@@ -48,6 +48,8 @@ def user_errors(*also: type[Exception]) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
+        from lightning.fabric.utilities.exceptions import MisconfigurationException  # Lightning is slow to import
+
         cause: BaseException | None = error
         known: tuple[type[Exception], ...] = (*OWN_ERRORS, MisconfigurationException, OmegaConfBaseException, *also)
         if isinstance(error, InstantiationException):
@@ -139,21 +141,26 @@ def print_problem(error: UserError, command: str = "lightning-pp") -> None:
     sys.stderr.flush()
 
 
+@contextmanager
+def refused_by(command: str) -> Iterator[None]:
+    """Prints what is wrong if the block raises :class:`UserError`, and ends the process with code 1."""
+    try:
+        yield
+    except UserError as error:
+        print_problem(error, command)
+        sys.exit(1)
+
+
 def check_choices(arguments: Sequence[str]) -> None:
     """Refuse what Hydra answers with a traceback of its own: ``trainer=1``, where an option of a group has a name.
 
     Args:
-        arguments: Of the command line; what is no override is left to Hydra, and so is what it cannot parse.
+        arguments: Of the command line; what is not an override, or cannot be parsed, is left to Hydra.
 
     Raises:
         UserError: A group is set to a value that names no option.
     """
-    parser = OverridesParser.create()
-    for argument in arguments:
-        try:
-            override = parser.parse_override(argument)
-        except HydraException:
-            continue
+    for argument, override in readable(arguments):
         if override.key_or_group not in _GROUPS or override.is_sweep_override():
             continue
         value, deletes = override.value(), override.is_delete()
@@ -165,6 +172,14 @@ def check_choices(arguments: Sequence[str]) -> None:
             f"{override.key_or_group}=NAME (--help lists them), or set a field of it with "
             f"{override.key_or_group}.FIELD=VALUE"
         )
+
+
+def readable(arguments: Sequence[str]) -> Iterator[tuple[str, Override]]:
+    """The arguments that Hydra reads as overrides, each with what it reads."""
+    parser = OverridesParser.create()
+    for argument in arguments:
+        with suppress(HydraException):
+            yield argument, parser.parse_override(argument)
 
 
 def dotted_keys(tree: object, prefix: str = "") -> list[str]:

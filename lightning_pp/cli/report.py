@@ -77,7 +77,7 @@ def summarise_units(units: Sequence[str]) -> str:
 
 
 def wide(console: Console | None = None) -> Console:
-    """``console``; where it is no terminal, one so wide that no path or table is broken."""
+    """``console``; where it is not a terminal, one so wide that no path or table is broken."""
     console = console or Console()
     return console if console.is_terminal else Console(file=console.file, width=WIDTH)
 

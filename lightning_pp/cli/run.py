@@ -61,7 +61,7 @@ class Run:
         _check_weights_are_named(config.mode, config.ckpt_path)
         _check_checkpoint_path(config.ckpt_path)
         _check_gpu(config.trainer.get("accelerator"))
-        _let_hydra_print()
+        _let_hydra_print(resumes=config.get("resume") is not None)
         L.seed_everything(config.seed, workers=True, verbose=False)
         check_targets_of_run(config)
         data = build(config.data)
@@ -69,7 +69,7 @@ class Run:
         model = build(config.model)
         callbacks = [build(c) for c in callbacks_that_save(config.callbacks, model, data, config.trainer).values()]
         if config.mode is Mode.predict and not any(isinstance(c, BasePredictionWriter) for c in callbacks):
-            callbacks.append(PredictionWriter(_predictions_folder()))
+            callbacks.append(PredictionWriter(Path(HydraConfig.get().runtime.output_dir) / "predictions"))
         if config.get("resume") is not None and config.logger is not None:
             go_on_with_logs(config.logger)
         if HydraConfig.initialized():
@@ -152,7 +152,8 @@ class Run:
             end_wandb_run(failed=failed)
 
     def _summary(self) -> RunSummary:
-        monitor: Any = next((c for c in _callbacks(self.trainer) if getattr(c, "report", None) is not None), None)
+        trainer: Any = self.trainer  # a connector sets its callbacks
+        monitor: Any = next((c for c in trainer.callbacks if getattr(c, "report", None) is not None), None)
         checkpoint_callback = self.trainer.checkpoint_callback
         fitted = self.config.mode is Mode.fit
         checkpoint = getattr(checkpoint_callback, "best_model_path", "") if fitted else ""
@@ -160,13 +161,14 @@ class Run:
             report=monitor.report if monitor is not None and fitted else None,
             metrics={name: float(value) for name, value in self.trainer.callback_metrics.items()},
             checkpoint=str(checkpoint) if checkpoint else None,
-            tracking={_tracker_name(logger): path for logger in self.trainer.loggers if (path := _log_folder(logger))},
+            tracking={name: path for logger in self.trainer.loggers for name, path in _log_folder(logger)},
             predictions=self._written_predictions(),
             output_folder=Path(HydraConfig.get().runtime.output_dir),
         )
 
     def _written_predictions(self) -> Path | None:
-        writers = [c for c in _callbacks(self.trainer) if isinstance(c, PredictionWriter)]
+        trainer: Any = self.trainer
+        writers = [c for c in trainer.callbacks if isinstance(c, PredictionWriter)]
         return writers[0].folder if writers and self.config.mode is Mode.predict else None
 
 
@@ -174,10 +176,6 @@ def _position_of(config: DictConfig) -> Position | None:
     """Where the checkpoint stands that a run goes on from; None without one, and where it is not on this machine."""
     path = config.ckpt_path
     return position_of(path) if path is not None and Path(path).exists() else None
-
-
-def _predictions_folder() -> Path:
-    return Path(HydraConfig.get().runtime.output_dir) / "predictions"
 
 
 def _check_weights_are_named(mode: Mode, path: str | None) -> None:
@@ -208,7 +206,7 @@ def _check_gpu(accelerator: str | None) -> None:
     )
 
 
-def _let_hydra_print() -> None:
+def _let_hydra_print(*, resumes: bool) -> None:
     """Lightning and Hydra both put handlers on Lightning's loggers: keep Hydra's, which also writes the log file."""
     for name in ("lightning", "lightning.fabric", "lightning.pytorch"):
         logger = logging.getLogger(name)
@@ -216,6 +214,10 @@ def _let_hydra_print() -> None:
         logger.propagate = True
     # Lightning 2.6 asks torch a question that torch 2.13 deprecates; no user can do anything about it.
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
+    if resumes:  # its folder has its checkpoints
+        warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
+    if not is_rank_zero():  # rank 0 says so
+        warnings.filterwarnings("ignore", message="The dirpath has changed from")
     rank_zero.log.addFilter(_is_no_tip)
 
 
@@ -256,16 +258,8 @@ def _hide_secrets_from(logger: Logger) -> None:
     logger.log_hyperparams = log_without_secrets  # type: ignore[method-assign]
 
 
-def _callbacks(trainer: L.Trainer) -> list[L.Callback]:
-    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined] # set by a connector
-    return callbacks
-
-
-def _tracker_name(logger: Logger) -> str:
-    return "W&B run" if isinstance(logger, WandbLogger) else type(logger).__name__
-
-
-def _log_folder(logger: Logger) -> Path | None:
+def _log_folder(logger: Logger) -> Iterator[tuple[str, Path]]:
     if isinstance(logger, WandbLogger):
-        return Path(logger.experiment.dir).parent  # beside the folder `files` lies what `wandb sync` reads
-    return Path(logger.log_dir) if logger.log_dir else None
+        yield "W&B run", Path(logger.experiment.dir).parent  # beside the folder `files` lies what `wandb sync` reads
+    elif logger.log_dir:
+        yield type(logger).__name__, Path(logger.log_dir)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import sys
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_pp.cli.hydra_app.answers import answer_alone
 from lightning_pp.cli.hydra_app.application import run_task
-from lightning_pp.cli.problems import UserError, check_choices, print_problem, user_errors
+from lightning_pp.cli.problems import UserError, check_choices, refused_by, user_errors
 from lightning_pp.conf.targets import build, check_targets_of_run
-from lightning_pp.verification import Verification, verify
+
+if TYPE_CHECKING:
+    from lightning_pp.verification import Verification
 
 _COMMAND = "lightning-pp-verify"
 #: What of the trainer changes the training itself.
@@ -37,21 +39,14 @@ def main() -> None:
     """Entry point of the command."""
     sys.path.insert(0, os.getcwd())  # modules in the user's own folder are found, as with `python -m`
     answer_alone(sys.argv[1:], _COMMAND)
-    try:
+    with refused_by(_COMMAND):
         check_choices(sys.argv[1:])
-    except UserError as error:
-        print_problem(error, _COMMAND)
-        sys.exit(1)
     run_task(_task, "pkg://lightning_pp.conf", "verify", "1.3", _COMMAND)
 
 
 def _task(config: DictConfig) -> None:
-    try:
-        with user_errors():
-            result = verify_config(config)
-    except UserError as error:
-        print_problem(error, _COMMAND)
-        sys.exit(1)
+    with refused_by(_COMMAND), user_errors():
+        result = verify_config(config)
     sys.stdout.write(f"{result}\n")
     if not result.equal:
         sys.exit(1)
@@ -59,6 +54,8 @@ def _task(config: DictConfig) -> None:
 
 def verify_config(config: DictConfig) -> Verification:
     """:func:`lightning_pp.verify` of what ``config`` builds."""
+    from lightning_pp.verification import verify
+
     check_targets_of_run(config)
     strategy = _plain(config.strategy)
     if not str(strategy.get("_target_")).endswith("PipelineParallelStrategy"):

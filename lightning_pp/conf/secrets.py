@@ -25,8 +25,9 @@ _SHORTEST_FOUND_ANYWHERE = 6
 
 
 def is_secret(name: object) -> bool:
-    """Whether a field of this name holds a secret: ``api_key``, ``hub_token``, ``db_password``; not ``pad_token``."""
-    return bool(_SECRET.fullmatch(str(name))) and not _TEXT_TOKEN.fullmatch(str(name))
+    """Whether a field of this (dotted) name holds a secret: ``api_key``, ``logger.hub_token``; not ``pad_token``."""
+    last = str(name).rpartition(".")[2]
+    return bool(_SECRET.fullmatch(last)) and not _TEXT_TOKEN.fullmatch(last)
 
 
 def without_secrets(config: DictConfig) -> Any:
@@ -81,17 +82,13 @@ def _secrets(tree: Any) -> Iterator[str]:
             yield from _secrets(value)
     elif isinstance(tree, str) and (override := _OVERRIDE.fullmatch(tree)):
         value = override[2].strip("'\"")
-        if is_secret(_last_name(override[1])) and _is_value(value):
+        if is_secret(override[1]) and _is_value(value):
             yield value
 
 
 def _is_value(value: Any) -> bool:
     """Whether ``value`` is a secret itself, and not where to find it."""
     return isinstance(value, str) and value not in ("", HIDDEN, "???", "null") and not value.startswith("${")
-
-
-def _last_name(key: str) -> str:
-    return key.rpartition(".")[2]
 
 
 def _hidden(tree: Any, found_anywhere: list[str]) -> Any:
@@ -105,7 +102,7 @@ def _hidden(tree: Any, found_anywhere: list[str]) -> Any:
     if not isinstance(tree, str):
         return tree
     override = _OVERRIDE.fullmatch(tree)
-    if override and is_secret(_last_name(override[1])) and _is_value(override[2].strip("'\"")):
+    if override and is_secret(override[1]) and _is_value(override[2].strip("'\"")):
         return f"{tree[: override.start(2)]}{HIDDEN}"
     for secret in found_anywhere:
         tree = tree.replace(secret, HIDDEN)

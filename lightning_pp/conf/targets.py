@@ -2,7 +2,7 @@
 
 ``model._target_=os.system`` is a valid config, and a config may lie beside a checkpoint that somebody sent. Hydra
 refuses a list of dangerous callables by itself; here every target, at any depth, also has to come from an allowed
-package. This is no sandbox: what an allowed package can do, a config can ask of it.
+package. This is not a sandbox: what an allowed package can do, a config can ask of it.
 """
 
 from __future__ import annotations
@@ -127,13 +127,13 @@ def _check(place: str, target: Any) -> None:
             f"{place} is not given: name the class or function to call, as in {place}=my_module.MyClass."
         )
     if not isinstance(target, str) or not _DOTTED.fullmatch(target):
-        raise ConfigurationError(f"{place}={target!r} is no dotted name of a class or function.")
+        raise ConfigurationError(f"{place}={target!r} is not the dotted name of a class or function.")
     if target in _ALLOWED_ALONE or target in _LOOK_UPS:
         return
     package = target.partition(".")[0]
     if not _is_allowed(package):
         raise ConfigurationError(
-            f"{place}={target} is refused: {package} is no allowed package. A config may name code of "
+            f"{place}={target} is refused: {package} is not an allowed package. A config may name code of "
             f"{', '.join(allowed_packages())} and of modules in the folder where the run starts. "
             f"If you trust {package}, set the environment variable {VARIABLE}={_with_added(package)}."
         )
@@ -149,8 +149,8 @@ def _check_found(place: str, target: str, found: Any) -> None:
     origin = _origin(found)
     if not _is_allowed(origin.partition(".")[0]):
         raise ConfigurationError(
-            f"{place}={target} is refused: it is of {origin}, which is no allowed package. Name it by where it is "
-            f"defined, and if you trust that, set the environment variable "
+            f"{place}={target} is refused: it belongs to {origin}, which is not an allowed package. Name it where it "
+            f"is defined, and if you trust that, set the environment variable "
             f"{VARIABLE}={_with_added(origin.partition('.')[0])}."
         )
     if target.partition(".")[0] not in ALLOWED_PACKAGES:

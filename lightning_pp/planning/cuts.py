@@ -34,8 +34,8 @@ class CutOptions:
         rank_speeds: For each rank of the pipeline how fast it is, compared with the others; None: all alike.
         units: Names or shell patterns of what the user calls units, or None to discover them.
         split_head: In how many parts to cut a last projection with a cross entropy after it.
-        flops_per_byte: FLOPs that the device does in the time in which its memory moves a byte, which is no wish of
-            the user's but what estimates go by; 0 where that is not known.
+        flops_per_byte: FLOPs that the device does in the time in which its memory moves a byte, which is not a wish of
+            the user's but what estimates use; 0 where that is not known.
 
     Raises:
         ConfigurationError: ``split_head`` is not of its kind.

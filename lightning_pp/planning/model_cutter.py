@@ -34,7 +34,7 @@ class Cut:
     Attributes:
         split: The stages.
         is_measured: Whether the costs of the units are measured, in milliseconds; FLOPs otherwise.
-        about_head: What cutting the head comes to, a sentence; empty where that was no question.
+        about_head: What cutting the head would do, a sentence; empty if it was not considered.
     """
 
     split: SplitModel
@@ -105,7 +105,7 @@ class ModelCutter:
         self._unit_times: UnitTimes | None = None
 
     def measure_units(self, most_seconds: float, tell: Callable[[str], None] = lambda text: None) -> UnitTimes:
-        """From here on, cuts and costs go by the times of units that run alone on the device.
+        """From here on, cuts and costs use the times of units that run alone on the device.
 
         Args:
             most_seconds: How long all units may take together; each distinct one runs once in any case.

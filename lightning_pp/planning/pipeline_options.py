@@ -31,8 +31,8 @@ class BatchOptions:
         num_microbatches: Slices of a batch.
         split_batch: Cuts a batch; None: along dimension 0.
         check_first_batches: Whether a run's first batches are compared with parts of them.
-        on_nonfinite: What a loss or a gradient comes to that is not finite: ``"error"``, ``"skip"`` or ``"ignore"``.
-        unequal_data: What different numbers of batches come to: ``"error"`` or ``"shortest"``.
+        on_nonfinite: Reaction to a loss or gradient that is not finite: ``"error"``, ``"skip"`` or ``"ignore"``.
+        unequal_data: Reaction to ranks with different numbers of batches: ``"error"`` or ``"shortest"``.
         dynamic_step: Whether every microbatch is rehearsed.
 
     Raises:

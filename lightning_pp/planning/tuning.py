@@ -40,7 +40,7 @@ class Layout:
         reason: Why, for the log; empty where there was nothing to choose.
         room_gib: What a limit of all memory leaves for activations on each rank; None without one.
         rejected: What was found on other placements, by the same costs.
-        about_head: What cutting the head comes to, a sentence; empty where that was no question.
+        about_head: What cutting the head would do, a sentence; empty if it was not considered.
     """
 
     placement: Placement
@@ -223,7 +223,7 @@ def _measured_on(measured: GivenCosts, partition: Partition) -> bool:
 
 
 def _warn_of_other_cuts(measured: GivenCosts, partition: Partition) -> None:
-    """Costs of other stages are no error, since no result depends on them, but no help either."""
+    """Costs of other stages are ignored without an error, since no result depends on them."""
     units_then = measured.units
     if units_then is None:
         return

@@ -125,14 +125,14 @@ class TokenFiles:
         offsets: First token of each document, and the number of tokens, int64 [num_documents + 1].
 
     Raises:
-        FileNotFoundError: There is no such folder, or it is none of tokens.
+        FileNotFoundError: The folder does not exist, or is not a folder of tokens.
         ValueError: Its files are not as long as it tells, or are of another version.
     """
 
     def __init__(self, folder: Path) -> None:
         if not (folder / INFO).is_file():
             raise FileNotFoundError(
-                f"{folder} is no folder of tokens: it has no {INFO} (looked from {Path.cwd()}). Make one with "
+                f"{folder} is not a folder of tokens: it has no {INFO} (looked from {Path.cwd()}). Make one with "
                 f"lightning-pp-data FILES --output {folder}"
             )
         content: dict[str, Any] = json.loads((folder / INFO).read_text())

@@ -42,7 +42,7 @@ class Windows(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """``input_ids``, int64 [T]; if masked also ``position_ids`` and ``labels``, int64 [T].
 
-        Positions count from the beginning of a document, or of the row. The first token of a document is no label,
+        Positions count from the beginning of a document, or of the row. The first token of a document is not a label,
         since nothing before it in the row is of its document.
         """
         start = self.begin + index * self.seq_len

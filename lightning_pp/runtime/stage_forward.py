@@ -338,7 +338,7 @@ class StageForward:
         return output
 
     def _on_operation(self, number: int, place: OperationPlace, given: list[Tensor], result: Tensor) -> Tensor:
-        """Takes what was received in the place of what an operation between units gives, or keeps that to be sent.
+        """Substitutes what was received for an operation's result, or keeps that result to be sent.
 
         Raises:
             SplitError: It gives something else than in the recorded step.

@@ -59,7 +59,7 @@ class Family:
         max_stages_per_rank: The most the family allows, None for any number.
         min_stages_per_rank: The fewest it allows.
         summary: One line for people who choose.
-        is_search: Whether it searches, and so takes long and goes by the costs.
+        is_search: Whether it searches, and so takes long and depends on the costs.
     """
 
     name: str

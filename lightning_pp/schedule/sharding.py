@@ -48,7 +48,7 @@ class Sharding:
     Attributes:
         mode: See the module.
         stages: For each stage, the units in the order of their calls; a unit called twice stands there twice. Units
-            that can only be gathered together go by one name.
+            that can only be gathered together have one name.
         num_bytes: What each of these names takes when gathered.
         budget: With ``full_shard``, the most bytes that a rank may have gathered at any time; None chooses, see
             :meth:`budget_of`.
@@ -159,7 +159,7 @@ class ShardedProgram:
 
 
 def insert_sharding(schedule: Schedule, sharding: Sharding, *, reduces: bool = True) -> ShardedProgram:
-    """Puts the sharding actions of ``sharding`` into ``schedule``, in the place of any that it has.
+    """Puts the sharding actions of ``sharding`` into ``schedule``, instead of any that it has.
 
     If the last backward of a stage is a B, it becomes I and W, so that the stage's units are reduced one by one in W.
 

@@ -278,7 +278,7 @@ class PipelineSetup:
 
 
 def _tell_of_wide_cuts(cuts: Sequence[WideCut]) -> None:
-    if cuts:
-        widest = max(cuts, key=lambda cut: cut.crossing_bytes)
-        others = f" {len(cuts) - 1} other cuts also send much."
+    widest = max(cuts, key=lambda cut: cut.crossing_bytes, default=None)
+    if widest is not None and widest.crossing_bytes >= 1 << 20:  # less is sent in no time
+        others = f" Further cuts that send much: {len(cuts) - 1}." if len(cuts) > 1 else ""
         rank_zero_warn(f"Stages exchange much data: {widest}.{others} {ADVICE}")

@@ -53,9 +53,7 @@ class Throughput:
     @property
     def tokens_per_s(self) -> float | None:
         """None if no batch holds token ids."""
-        if not self.num_tokens:
-            return None
-        return self.num_tokens / self.seconds if self.seconds else 0.0
+        return self.num_tokens / (self.seconds or float("inf")) if self.num_tokens else None
 
 
 class BatchClock:

@@ -50,6 +50,9 @@ def test_a_run_goes_on_as_one_that_was_not_interrupted(folder: Path) -> None:
     assert resumed.code == 0, resumed.output
     told = f"the run goes on in {folder}/run from {folder}/run/checkpoints/step4.ckpt (step 4)"
     assert resumed.output.count(told) == 1, resumed.output
+    assert "is not empty" not in resumed.output, resumed.output
+    branched = run_forked([*options, "ckpt_path=run/checkpoints/step4.ckpt", "trainer.max_steps=5"], folder, 2)
+    assert branched.code == 0 and branched.output.count("The dirpath has changed") == 1, branched.output
     whole = run_forked([*options, "hydra.run.dir=whole", "trainer.max_steps=8"], folder, 2)
     assert whole.code == 0, whole.output
     check_equal(folder / "run/checkpoints/step8.ckpt", folder / "whole/checkpoints/step8.ckpt")

@@ -1,4 +1,4 @@
-"""What a run imports: nothing of a logger that it does not have."""
+"""What a run imports: nothing of a logger that it does not have; and a run that is refused, nothing slow."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from command import TINY_RUN
 
 SCRIPT = """
@@ -34,3 +35,29 @@ def test_a_training_that_logs_to_csv_does_not_import_wandb(tmp_path: Path) -> No
     assert finished.stdout.splitlines()[-1] == "imported: False"
     (metrics,) = tmp_path.rglob("metrics.csv")
     assert "loss" in metrics.read_text()
+
+
+@pytest.mark.parametrize(
+    ("module", "override", "told"),
+    [
+        ("lightning_pp", "recipe=gpt3", "recipe is one of byte_gpt, "),
+        ("lightning_pp", "trainer.max_stepz=3", "trainer has no max_stepz. Closest names: trainer.max_steps, "),
+        ("lightning_pp", "strategy.schedul=zb_v", "strategy has no schedul. Closest names: strategy.schedule\n"),
+        ("lightning_pp", "model.dimm=8", "model has no dimm. Closest names: model.dim\n"),
+        ("lightning_pp.cli.plan.command", "data.seq_length=8", "data has no seq_length. Closest names: data.seq_len"),
+        ("lightning_pp.cli.verify", "schedule=zb_9", "schedule is one of "),
+    ],
+)
+def test_a_typo_is_told_before_torch_is_imported(module: str, override: str, told: str, tmp_path: Path) -> None:
+    finished = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", module, override],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert finished.returncode == 1
+    assert f": {override}: {told}" in finished.stderr
+    imported = {line.rpartition("|")[2].strip() for line in finished.stderr.splitlines() if "import time:" in line}
+    assert "hydra" in imported  # the table is there
+    assert not imported & {"torch", "lightning", "lightning.pytorch", "transformers", "wandb"}

@@ -51,7 +51,7 @@ def test_target_that_is_not_allowed_is_refused_before_anything_is_called(
 @pytest.mark.parametrize("look_up", ["get_method", "get_object", "get_class"])
 def test_what_a_target_looks_up_is_checked_too(look_up: str) -> None:
     for given in ({"path": "os.system"}, {"_args_": ["os.system"]}):
-        with pytest.raises(ConfigurationError, match="os.system is refused: os is no allowed package"):
+        with pytest.raises(ConfigurationError, match="os.system is refused: os is not an allowed package"):
             build({"split": {"_target_": f"hydra.utils.{look_up}", **given}})
     assert build({"_target_": f"hydra.utils.{look_up}", "path": "torch.nn.Linear"}) is torch.nn.Linear
 
@@ -89,7 +89,7 @@ def test_modules_of_the_folder_where_the_run_starts_are_allowed(
         monkeypatch.syspath_prepend(tmp_path / folder)
     monkeypatch.chdir(tmp_path / "here")
     assert build({"_target_": "targets_here.made"}) == "made"
-    with pytest.raises(ConfigurationError, match="targets_elsewhere is no allowed package"):
+    with pytest.raises(ConfigurationError, match="targets_elsewhere is not an allowed package"):
         build({"_target_": "targets_elsewhere.made"})
     assert "targets_elsewhere" not in sys.modules
 
@@ -112,7 +112,7 @@ def test_what_is_not_there_is_told_with_its_place() -> None:
     with pytest.raises(ConfigurationError, match=r"layers\.0\._target_=torch\.nn\.Linnear cannot be found"):
         build({"layers": [{"_target_": "torch.nn.Linnear"}]})
     for wrong in (3, "torch..nn", "os.system()", ""):
-        with pytest.raises(ConfigurationError, match="is no dotted name"):
+        with pytest.raises(ConfigurationError, match="is not the dotted name"):
             build({"_target_": wrong})
     with pytest.raises(ConfigurationError, match="_target_ is not given: name the class"):
         build({"_target_": None})
@@ -122,5 +122,5 @@ def test_what_is_not_there_is_told_with_its_place() -> None:
 def test_commands_refuse_with_one_sentence(module: str, tmp_path: Path) -> None:
     finished = run_forked(["model._target_=os.system", "logger=none"], tmp_path, module=module)
     assert finished.code == 1
-    assert "model._target_=os.system is refused: os is no allowed package" in finished.output
+    assert "model._target_=os.system is refused: os is not an allowed package" in finished.output
     assert "Traceback" not in finished.output

@@ -207,6 +207,14 @@ def test_entry_point(arguments: list[str], variables: dict[str, str], expected: 
     assert (finished.returncode, finished.stdout.strip()) == (0, expected)
 
 
+@pytest.mark.parametrize(("user", "expected"), [("trainer", f"trainer-{os.geteuid()}"), ("alice", "alice")])
+def test_users_who_share_tmp_have_folders_of_their_own_in_it(user: str, expected: str) -> None:
+    """The image names every user alike; torch keeps compiled kernels in ``/tmp/torchinductor_$USER``."""
+    command = ["/bin/bash", str(ROOT / "docker" / "entrypoint.sh"), "printenv", "USER"]
+    finished = subprocess.run(command, env={**os.environ, "USER": user}, capture_output=True, text=True, check=True)
+    assert finished.stdout.strip() == expected
+
+
 def test_hints_name_what_can_be_installed() -> None:
     """Messages say ``pip install 'requirement'`` as pyproject.toml has it: the package itself may be on no index."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

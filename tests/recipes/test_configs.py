@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import io
 import math
+import pydoc
 import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
@@ -15,7 +17,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from pool import WorkerPool
 from rich.console import Console
 
@@ -290,6 +292,29 @@ def test_fields_of_the_strategy_are_checked_by_the_types_that_yaml_has() -> None
         "float | None": ["memory_limit_gib", "device_memory_gib", "search_seconds"],
     }
     assert kinds == {name: kind for kind, names in told.items() for name in names}
+
+
+@pytest.mark.parametrize(
+    "conf",
+    [c for c in vars(schema).values() if is_dataclass(c) and any("help" in field.metadata for field in fields(c))],
+)
+def test_what_is_read_of_a_class_from_its_source_is_what_the_class_has(conf: Any) -> None:
+    built = pydoc.locate(conf._target_)
+    assert callable(built)
+    arguments = {
+        name: each for name, each in inspect.signature(built).parameters.items() if each.kind is not each.VAR_KEYWORD
+    }
+    told = {field.name: field for field in fields(conf) if field.name != "_target_"}
+    assert told.keys() >= arguments.keys()
+    for name, argument in arguments.items():
+        if told[name].default is dataclasses.MISSING or told[name].default == MISSING:
+            assert argument.default in (None, (), argument.empty), (
+                name
+            )  # YAML's lists and dicts, and what must be given
+        else:
+            assert told[name].default == argument.default, name
+    assert isinstance(built, type)
+    assert {name: told[name].metadata["help"] for name in arguments} == {name: helps(built)[name] for name in arguments}
 
 
 def test_help_is_the_docstring_in_the_words_of_yaml() -> None:

@@ -184,7 +184,7 @@ def test_masked_documents_do_not_see_each_other(tmp_path: Path) -> None:
 
 
 def test_folders_that_are_not_whole_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="is no folder of tokens.*lightning-pp-data"):
+    with pytest.raises(FileNotFoundError, match="is not a folder of tokens.*lightning-pp-data"):
         TokenDataModule(str(tmp_path))
     write(tmp_path / "t", [20, 20])
     with pytest.raises(ValueError, match="fill no row of data.seq_len=64"):

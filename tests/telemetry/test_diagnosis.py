@@ -61,7 +61,7 @@ CASES = {
     "too few microbatches": Case(
         replace(USUAL, num_microbatches=4, schedule="1f1b", links=(0.0,) * 3, action_ms=0.0),
         "microbatches",
-        ["4 microbatches on 4 ranks leave 43% bubble. 16 microbatches of ", "rows would leave 16%"],
+        ["4 microbatches on 4 ranks leave 43% bubble. 16 microbatches of size ", " would leave 16%"],
     ),
     "another schedule": Case(replace(GOOD, schedule="gpipe"), "schedule", ["gpipe leaves 9% bubble", "would leave"]),
 }
@@ -157,6 +157,35 @@ def test_what_the_parts_of_a_step_do_not_explain_is_not_told() -> None:
     diagnosis = diagnose(Evidence.of(world.program, ranks, evidence.facts))
     assert not diagnosis.is_explained and not diagnosis.findings
     assert "the simulator cannot tell" in diagnosis.text
+
+
+def test_the_only_link_of_a_host_is_compared_with_nothing() -> None:
+    world = World(blocks(8), ["blocks.4"], speeds=(1.0, 1.0), links=(8.0,), num_microbatches=4, schedule="1f1b")
+    evidence = world.evidence()
+    assert "slow_link" in [finding.cause for finding in diagnose(evidence).findings]  # between node0 and node1
+    ranks = [replace(rank, host="here") for rank in evidence.ranks]
+    causes = [finding.cause for finding in diagnose(replace(evidence, ranks=ranks)).findings]
+    assert "slow_link" not in causes
+
+
+def test_a_link_that_is_fast_in_one_step_is_not_slow() -> None:
+    world = CASES["slow link"].world
+    slow, fast = world.evidence(), replace(world, links=(0.2, 0.2, 0.2)).evidence()
+    steps = [
+        replace(of_slow, steps=[of_slow.times] * 7 + [of_fast.times])
+        for of_slow, of_fast in zip(slow.ranks, fast.ranks, strict=True)
+    ]
+    evidence = Evidence.of(world.program, steps, slow.facts)
+    assert evidence.model.arrivals == slow.model.arrivals
+    assert "slow_link" not in [finding.cause for finding in diagnose(evidence).findings]
+
+
+def test_a_schedule_that_was_searched_for_is_not_replaced() -> None:
+    evidence = replace(GOOD, schedule="gpipe").evidence()
+    assert "schedule" in [finding.cause for finding in diagnose(evidence).findings]
+    searched = replace(evidence.model.schedule, name="auto (greedy)")
+    evidence = replace(evidence, model=replace(evidence.model, schedule=searched))
+    assert "schedule" not in [finding.cause for finding in diagnose(evidence).findings]
 
 
 def test_the_model_of_a_step_is_the_step() -> None:

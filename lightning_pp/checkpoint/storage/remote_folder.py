@@ -1,6 +1,6 @@
 """A checkpoint folder at a URL, where nothing can be renamed: it is what its table of contents says.
 
-The table is written last, in one put, so a folder without one is no checkpoint. What a save writes has names of its
+The table is written last, in one put, so a folder without one is not a checkpoint. What a save writes has names of its
 own, by the id of the save, and what it replaces is removed afterwards::
 
     model.ckpt/<id>__0_0.distcp     shards of all ranks

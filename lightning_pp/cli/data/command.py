@@ -15,7 +15,7 @@ from lightning_pp.errors import ConfigurationError
 from lightning_pp.recipes.byte_text import find_files
 from lightning_pp.recipes.encoders import Encoder, find_tokenizer
 from lightning_pp.recipes.token_files import TokenInfo, TokenWriter
-from lightning_pp.versions import version_line
+from lightning_pp.versions import parser_of
 
 _CHARACTERS_AT_ONCE = 1 << 22
 _EPILOG = """\
@@ -102,13 +102,7 @@ def _progress_bar() -> Progress:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "lightning-pp-data",
-        description=__doc__,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=version_line("lightning-pp-data"))
+    parser = parser_of("lightning-pp-data", __doc__, _EPILOG)
     parser.add_argument("sources", nargs="+", metavar="SOURCE", help="files, patterns, or folders of datasets")
     parser.add_argument("-o", "--output", required=True, metavar="FOLDER", help="folder to make; must not exist")
     parser.add_argument(

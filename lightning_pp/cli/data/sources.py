@@ -43,7 +43,7 @@ class Source:
         """The text of each document.
 
         Raises:
-            ConfigurationError: Something in the source is no text, with its place.
+            ConfigurationError: Something in the source is not text; the error says where.
         """
         if self._dataset is not None:
             for number, row in enumerate(self._dataset):

@@ -18,7 +18,7 @@ from lightning_pp.checkpoint.storage.location import Location, is_remote, is_url
 from lightning_pp.cli.export.module import check_fit, module_of, wrapped_model
 from lightning_pp.cli.export.peft_model import PeftCheckpoint, has_adapter, look_like_peft
 from lightning_pp.errors import CheckpointError, ConfigurationError
-from lightning_pp.versions import version_line
+from lightning_pp.versions import parser_of
 
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -55,7 +55,7 @@ def export(options: argparse.Namespace) -> str:
     """Do what the command line says; returns what was written, in words.
 
     Raises:
-        CheckpointError: The source is no whole checkpoint, does not fit the module, or the target exists.
+        CheckpointError: The source is not a whole checkpoint, does not fit the module, or the target exists.
         ConfigurationError: The options contradict each other, or the module cannot be made.
     """
     source = checkpoint_at(options.source)
@@ -187,13 +187,7 @@ def _export_peft(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "lightning-pp-export",
-        description=__doc__,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=version_line("lightning-pp-export"))
+    parser = parser_of("lightning-pp-export", __doc__, _EPILOG)
     parser.add_argument("source", help="a sharded checkpoint folder, or a .ckpt file; a path or a URL (s3://...)")
     parser.add_argument("target", help="file or folder to write on this machine; must not exist")
     parser.add_argument(

@@ -79,14 +79,10 @@ def _hyper_parameters(found: Any, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _config_of_run(source: Location) -> Any:
-    if not isinstance(source, Path):
-        return None  # the config lies beside the run, not beside the upload
-    for folder in source.absolute().parents:
-        file = folder / ".hydra" / "config.yaml"
-        if file.is_file():
-            config = OmegaConf.load(file)
-            return config if "model" in config else None
-    return None
+    parents = source.absolute().parents if isinstance(source, Path) else ()  # an upload has no run's config beside it
+    files = (folder / ".hydra" / "config.yaml" for folder in parents)
+    config: Any = next((OmegaConf.load(file) for file in files if file.is_file()), {})
+    return config if "model" in config else None
 
 
 def wrapped_model(module: Module) -> tuple[str, Any] | None:

@@ -246,7 +246,7 @@ class MergedWeights(PeftWeights):
 
 
 def _wrapped_modules(checkpoint: PeftCheckpoint) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Layers with an adapter, and modules that were trained whole in the place of others; by name in the base model."""
+    """Layers with an adapter, and modules that were trained whole instead of others; by name in the base model."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
 

@@ -6,14 +6,12 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
-from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import ConfigCompositionException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from lightning_pp.cli._omegaconf_private import root_of
-from lightning_pp.cli.problems import dotted_keys
+from lightning_pp.cli.problems import dotted_keys, readable
 
 # options of Hydra's ConfigStore that others are made from
 _SCHEMA = "_schema"
@@ -126,13 +124,5 @@ def _closest(name: str, names: Sequence[str]) -> str:
 
 def _override_of(key: str, arguments: Sequence[str]) -> str | None:
     """The last argument that sets ``key``; None if none does."""
-    parser = OverridesParser.create()
-    found: str | None = None
-    for argument in arguments:
-        try:
-            override: Override = parser.parse_override(argument)
-        except HydraException:
-            continue
-        if override.key_or_group == key:
-            found = argument
-    return found
+    found = [argument for argument, override in readable(arguments) if override.key_or_group == key]
+    return found[-1] if found else None

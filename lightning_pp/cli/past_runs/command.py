@@ -20,7 +20,7 @@ from lightning_pp.cli.past_runs.run_file import RunFile, read_run_file
 from lightning_pp.cli.problems import UserError
 from lightning_pp.cli.report import WIDTH, print_facts, print_timeline, stage_table
 from lightning_pp.telemetry import html_timeline, text_timeline
-from lightning_pp.versions import version_line
+from lightning_pp.versions import parser_of
 
 _EPILOG = """\
 RUN_DIR is the output folder of a training by lightning-pp (outputs/DAY/TIME, or a job's folder of a sweep).
@@ -151,13 +151,7 @@ def _save_html(page: _Page, runs: Sequence[RunFile], path: Path) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="lightning-pp-report",
-        description="Shows a run that has ended, or compares two.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=version_line("lightning-pp-report"))
+    parser = parser_of("lightning-pp-report", "Shows a run that has ended, or compares two.", _EPILOG)
     parser.add_argument("run_dir", nargs="+", metavar="RUN_DIR", help="output folder of a run")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--html", type=Path, metavar="PATH", help="also write a page")

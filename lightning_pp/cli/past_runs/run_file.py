@@ -60,13 +60,9 @@ class RunFile:
     @cached_property
     def diagnosis(self) -> Diagnosis | None:
         """What would have made its steps shorter."""
-        told = self.content.get("diagnosis")
-        if told is None:
+        if (told := self.content.get("diagnosis")) is None:
             return None
-        findings = [
-            Finding(**{name: value for name, value in finding.items() if name != "text"})
-            for finding in told["findings"]
-        ]
+        findings = [Finding(**{name: one[name] for name in one if name != "text"}) for one in told["findings"]]
         return Diagnosis(findings, told["num_steps"], told["step_ms"], told["simulated_ms"])
 
     @cached_property

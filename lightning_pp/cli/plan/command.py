@@ -23,10 +23,7 @@ from omegaconf import DictConfig
 
 from lightning_pp.cli.hydra_app.answers import answer_alone
 from lightning_pp.cli.hydra_app.application import run_task
-from lightning_pp.cli.plan.check import run_check
-from lightning_pp.cli.plan.run import make_plan
-from lightning_pp.cli.plan.search.run import search_plans
-from lightning_pp.cli.problems import UserError, check_choices, print_problem, user_errors
+from lightning_pp.cli.problems import UserError, check_choices, print_problem, refused_by, user_errors
 
 _COMMAND = "lightning-pp-plan"
 _FLAGS = {"--check": "check=true", "--measure": "measure=true", "--search": "search=true"}
@@ -39,11 +36,8 @@ def main() -> None:
     answer_alone(arguments, _COMMAND)
     if "--check" in arguments and _names_a_class(arguments):
         sys.exit(check_class(arguments))
-    try:
+    with refused_by(_COMMAND):
         check_choices(arguments)
-    except UserError as error:
-        print_problem(error, _COMMAND)
-        sys.exit(1)
     sys.argv[1:] = [_FLAGS.get(argument, argument) for argument in arguments]
 
     run_task(_task, "pkg://lightning_pp.conf", "plan", "1.3", _COMMAND)
@@ -63,6 +57,8 @@ def _names_a_class(arguments: Sequence[str]) -> bool:
 
 def check_class(arguments: Sequence[str]) -> int:
     """``--check package.module:Class ...``; the exit code."""
+    from lightning_pp.cli.plan.check import run_check
+
     try:
         with user_errors():
             return run_check(arguments)
@@ -73,6 +69,9 @@ def check_class(arguments: Sequence[str]) -> int:
 
 def run_plan(config: DictConfig) -> int:
     """Makes and prints the plan that ``config`` asks for; the exit code."""
+    from lightning_pp.cli.plan.run import make_plan
+    from lightning_pp.cli.plan.search.run import search_plans
+
     try:
         with user_errors():
             if config.search:

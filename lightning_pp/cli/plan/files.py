@@ -17,6 +17,10 @@ from lightning_pp.planning.unit_times.measure import UnitTimes
 from lightning_pp.telemetry import html_timeline
 
 _FORMAT = "lightning_pp.plan/1"
+_OF_SCHEDULE = (
+    *("stages_per_rank", "step_time", "time_in_a_row", "bubble_fraction", "rank_bubbles", "peak_microbatches"),
+    *("peak_bytes", "fits"),
+)
 
 
 def write_files(plan: Plan, folder: Path) -> list[Path]:
@@ -94,15 +98,8 @@ def _schedule_as_json(planned: PlannedSchedule) -> dict[str, Any]:
     return {
         "name": planned.name,
         "found": planned.schedule.name,
-        "stages_per_rank": planned.stages_per_rank,
-        "step_time": planned.step_time,
-        "time_in_a_row": planned.time_in_a_row,
-        "bubble_fraction": planned.bubble_fraction,
-        "rank_bubbles": list(planned.rank_bubbles),
-        "peak_microbatches": list(planned.peak_microbatches),
+        **{name: getattr(planned, name) for name in _OF_SCHEDULE},
         "memory": [asdict(rank) for rank in planned.memory],
-        "peak_bytes": planned.peak_bytes,
-        "fits": planned.fits,
         "whole_batch_loss": planned.schedule.whole_batch_loss,
         "without_whole_batch_loss": None if without is None else _schedule_as_json(without),
         "programs": [",".join(map(str, program)) for program in planned.schedule.programs],

@@ -63,31 +63,26 @@ class PlanMemory:
         estimate = self._estimate(split)
         after_forward, after_input = estimate.held_after_forward, estimate.held_after_input
         if self.whole_batch_loss:  # the difference would count for each microbatch of a batch
-            return list(map(float, after_forward)), list(map(float, after_input))
+            return [*map(float, after_forward)], [*map(float, after_input)]
         # the search asks that I frees, and never takes more; where nothing is saved, what is queued was there before
-        return [float(max(pair)) for pair in zip(after_forward, after_input, strict=True)], list(
-            map(float, after_input)
-        )
+        return [*map(float, map(max, after_forward, after_input))], [*map(float, after_input)]
 
     def ranks(self, split: SplitModel, schedule: Schedule) -> list[RankBytes]:
         """What each rank holds under ``schedule``."""
-        found = []
-        for rank in self._estimate(split, schedule).ranks:
-            state = rank.state
-            found.append(
-                RankBytes(
-                    rank.rank,
-                    state.parameters_bytes,
-                    state.gathered_parameters_bytes,
-                    state.gradients_bytes,
-                    state.optimizer_state_bytes,
-                    (rank.activations_bytes or 0) + rank.recomputed_bytes,
-                    rank.edge_buffers_bytes,
-                    rank.peak_bytes,
-                    state.host_bytes,
-                )
+        return [
+            RankBytes(
+                rank.rank,
+                rank.state.parameters_bytes,
+                rank.state.gathered_parameters_bytes,
+                rank.state.gradients_bytes,
+                rank.state.optimizer_state_bytes,
+                (rank.activations_bytes or 0) + rank.recomputed_bytes,
+                rank.edge_buffers_bytes,
+                rank.peak_bytes,
+                rank.state.host_bytes,
             )
-        return found
+            for rank in self._estimate(split, schedule).ranks
+        ]
 
     def room(self, split: SplitModel, limit_bytes: float) -> list[float]:
         """What is left for activations on each rank of a limit; negative where nothing is."""

@@ -11,7 +11,7 @@ def count(number: float) -> str:
     """``6.74 G``: three digits and a prefix."""
     for size, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size:
-            return f"{number / size:.3g} {prefix}" if number < 999.5 * size else f"{number / size:.0f} {prefix}"
+            return f"{three_digits(number / size)} {prefix}"
     return f"{number:.0f} "
 
 
@@ -29,7 +29,7 @@ def size(num_bytes: float) -> str:
     """``16.0 MiB``."""
     for unit, name in ((_GIB, "GiB"), (_MIB, "MiB"), (_KIB, "KiB")):
         if num_bytes >= unit:
-            return f"{num_bytes / unit:.3g} {name}" if num_bytes < 999.5 * unit else f"{num_bytes / unit:.0f} {name}"
+            return f"{three_digits(num_bytes / unit)} {name}"
     return f"{num_bytes:.0f} B"
 
 

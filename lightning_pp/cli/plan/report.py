@@ -101,7 +101,7 @@ def print_plan(console: Console, plan: Plan) -> None:
 
 
 def collectives_text(plan: Plan) -> str:
-    """What data-parallel ranks gather and reduce comes to under the shown schedule, a sentence."""
+    """What gathers and reductions of data-parallel ranks cost under the shown schedule, a sentence."""
     sizes, mode = plan.cutter.sizes, plan.cutter.options.sharding.mode
     return (
         f"With the gathers and reductions of {sizes.data_parallel} data-parallel ranks (sharding={mode}), a step in a "

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import lightning.pytorch as L
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from lightning_pp.cli.before_launch import trainer_options
@@ -279,10 +279,6 @@ def _module(built: Any) -> L.LightningModule:
     return built
 
 
-def _with_costs(config: DictConfig, costs: str | None) -> DictConfig:
+def _with_costs(config: DictConfig, costs: str | None) -> Any:
     """The strategy's config with the file that was given for the plan: training by it cuts by it, too."""
-    if costs is None or "costs" not in config:
-        return config
-    config = config.copy()
-    config.costs = costs
-    return config
+    return config if costs is None or "costs" not in config else OmegaConf.merge(config, {"costs": costs})

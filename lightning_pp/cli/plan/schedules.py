@@ -37,7 +37,7 @@ class ModelCut:
         split: The cut.
         summary: Its stages and what crosses.
         costs: Of its stages; what they hold in bytes.
-        about_head: What cutting the head comes to, a sentence; empty where that was no question.
+        about_head: What cutting the head would do, a sentence; empty if it was not considered.
     """
 
     split: SplitModel

@@ -122,7 +122,7 @@ def links_measured(path: str | PathLike[str]) -> tuple[LinkSpeed | None, LinkSpe
     """The medians of the pairs inside a node and between nodes, from a file that ``lightning-pp-doctor`` wrote.
 
     Raises:
-        ConfigurationError: It is no such file, or has no pairs.
+        ConfigurationError: It is not such a file, or has no pairs.
     """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))

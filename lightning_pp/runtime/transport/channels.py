@@ -124,7 +124,7 @@ class Transport:
         """Opens the channels from and to the next ranks of the pipeline, which every schedule trains with.
 
         Returns:
-            The bytes of the device that they have taken; 0 where messages go by tags, without channels.
+            The bytes of the device that they have taken; 0 where messages use tags, without channels.
         """
         if self._matches_by_tag:
             return 0

@@ -69,7 +69,7 @@ class Action:
         """Read one action, the reverse of ``str(action)``.
 
         Raises:
-            ScheduleError: The text is no action, its kind is unknown, or its microbatch is missing.
+            ScheduleError: The text is not an action, its kind is unknown, or its microbatch is missing.
         """
         match = _PATTERN.fullmatch(text.strip())
         if match is None:

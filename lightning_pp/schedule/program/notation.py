@@ -138,7 +138,7 @@ def read_csv(path: Path) -> CsvTable:
     """Parse ``path``.
 
     Raises:
-        ScheduleError: The file cannot be read, is empty, or has a cell that is no action.
+        ScheduleError: The file cannot be read, is empty, or has a cell that is not an action.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")  # spreadsheets put a mark at the beginning

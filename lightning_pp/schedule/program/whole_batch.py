@@ -41,6 +41,6 @@ def forwards_first(program: CodedProgram) -> CodedProgram:
 
 
 def whole_backwards(program: Sequence[Action]) -> tuple[Action, ...]:
-    """``program`` with B in the place of each I, and without W: nothing is held between I and W."""
+    """``program`` with B instead of each I, and without W: nothing is held between I and W."""
     whole = (replace(action, kind=ActionKind.B) if action.kind is ActionKind.I else action for action in program)
     return tuple(action for action in whole if action.kind is not ActionKind.W)

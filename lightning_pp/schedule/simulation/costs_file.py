@@ -73,7 +73,7 @@ def read_costs_file(path: str | PathLike[str]) -> CostsFile:
     ``measured_on`` and the costs that ``StageCosts`` has defaults for may be left out.
 
     Raises:
-        ScheduleError: The file cannot be read, is no JSON, or a part of it is missing, unknown or of a wrong type.
+        ScheduleError: The file cannot be read, is not JSON, or a part of it is missing, unknown or of a wrong type.
     """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))

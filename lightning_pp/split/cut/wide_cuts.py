@@ -73,14 +73,7 @@ def wide_cuts(plan: StepPlan) -> list[WideCut]:
             for origin in ((value,) if value.is_of_unit else record.operations[value.leaf].origins)
         }
         lines = dict.fromkeys(call.line for call in behind if not made_of.isdisjoint(call.reads.values))
-        found.append(
-            WideCut(
-                behind[0].unit,
-                ahead[-1].unit,
-                crossing_bytes,
-                output_bytes,
-                len(edges),
-                tuple(lines)[:_MOST_LINES] or ("the end of the step",),
-            )
-        )
+        sizes = crossing_bytes, output_bytes, len(edges)
+        told = tuple(lines)[:_MOST_LINES] or ("the end of the step",)
+        found.append(WideCut(behind[0].unit, ahead[-1].unit, *sizes, told))
     return found

@@ -249,7 +249,7 @@ class DryRun:
         return run
 
     def note_progress_read(self) -> None:
-        """Records that the step may go by how far the training is."""
+        """Records that the step may depend on how far the training is."""
         self.record.reads_progress = True
 
     def on_call(self, unit: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

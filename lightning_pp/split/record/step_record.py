@@ -394,7 +394,7 @@ class StepRecord:
         depends_on_batch_values: Whether values that the step was given (the batch, buffers) may decide which units are
             called, or a shape.
         num_looks: How often code outside units looked at values that are there, those of constants among them.
-        reads_progress: Whether the step may go by how far the training is.
+        reads_progress: Whether the step may depend on how far the training is.
         value_reads_in_tail: Lines after the last call that read a weight-dependent value (``.item()``).
         mutated_attributes: ``(module name, attribute)`` that the step set or whose content it changed.
         reductions: Calls, outside units, of functions that decide how values grow with the batch.

@@ -23,6 +23,7 @@ from lightning_pp.split.unit_calls.interception import OutsideUnits, running_uni
 _DEGREE = "_pp_degree"
 _EXTREME = "_pp_extreme"
 _OWN_COUNT = "_pp_own_count"
+_EQUALITIES = ("eq", "ne", "__eq__", "__ne__")
 
 Count = tuple[Tensor | float, ...] | None
 """What one call counts in a microbatch, in parts that are added up over the batch; None: it is not known."""
@@ -72,7 +73,7 @@ class ScaledStep(OutsideUnits):
         scale: The microbatch beside its batch.
         has_data: Whether a tensor's values are there.
         counted: If given, gets what the microbatch counts, by place.
-        refuses_unknown: Whether a sum that no dry run has seen is an error.
+        refuses_unknown: Whether a sum that no dry run has seen is an error, unless it is only compared for equality.
         follows_estimates: Whether it is followed which values add up over microbatches.
     """
 
@@ -96,6 +97,7 @@ class ScaledStep(OutsideUnits):
         self._places = Places()
         self._is_paused = False
         self._seen: set[Place] = set()
+        self._unknown: dict[Tensor, str] = {}
         self._handlers: Mapping[Kind, Callable[..., Any]] = {
             Kind.SUM: self._sum,
             Kind.CONTRACTION: self._sum,
@@ -144,9 +146,12 @@ class ScaledStep(OutsideUnits):
         if self._is_paused or _as_they_are or running_unit():
             return func(*args, **kwargs)
         kind = kind_of(func)
+        if func.__name__ in INTEGERS or (func.__name__ in _EQUALITIES and any(type(each) is int for each in args)):
+            args = tuple(getattr(each, _OWN_COUNT, each) for each in args)  # as mask.sum() == mask.numel() has it
+            return func(*args, **kwargs)
+        if self._unknown:  # to ask whether such a count equals a number, as above, is harmless
+            self._refuse_unknown(tensors_given(args, kwargs))
         if kind is Kind.READING:
-            if func.__name__ in INTEGERS:  # counted where they are used
-                args = (getattr(args[0], _OWN_COUNT, args[0]),)
             return func(*args, **kwargs)
         if kind is None or kind is Kind.LINEAR:
             result = self._other(kind, func, args, kwargs)
@@ -195,7 +200,9 @@ class ScaledStep(OutsideUnits):
             whole = result if degree == 1 else grown(result, self._share ** (1 - degree))
             total = self._total(place, (whole,))
             if total is not None:
-                result = _with_own_count(_like(result, total[0], self._share**degree), result)
+                own, result = result, _like(result, total[0], self._share**degree)
+                if result is not own and own.dim() == 0:
+                    setattr(result, _OWN_COUNT, own)
         return set_degree(result, degree)
 
     def _mean(self, place: Place, fact: Fact, func: Any, args: Any, kwargs: Any) -> Any:
@@ -249,7 +256,7 @@ class ScaledStep(OutsideUnits):
 
     def _addition(self, place: Place, fact: Fact, func: Any, args: Any, kwargs: Any) -> Any:
         args, degrees = self._with_degrees(place, fact, args)
-        counting = [degree for degree, value in zip(degrees, args, strict=True) if not _is_zero(value)]
+        counting = [degree for degree, it in zip(degrees, args, strict=True) if not (is_number(it) and it == 0)]
         if fact.adds_samples:
             return set_degree(func(*args, **kwargs), min(counting, default=0) + 1)
         if not any(counting):
@@ -326,6 +333,11 @@ class ScaledStep(OutsideUnits):
     def _check_known(self, kind: Kind, line: str, result: Any) -> None:
         is_sum = kind in (Kind.SUM, Kind.CONTRACTION, Kind.LOSS)
         if self._refuses_unknown and is_sum and isinstance(result, Tensor) and result.dim() == 0:
+            self._unknown[result] = line
+            self._refuse_unknown([result] if result.is_floating_point() else ())
+
+    def _refuse_unknown(self, used: Iterable[Tensor]) -> None:
+        for line in (self._unknown[tensor] for tensor in used if tensor in self._unknown):
             raise SplitError(
                 f"{line} adds up samples in a branch that the recorded step did not take, so it is not known whether "
                 "this is a sum or part of a mean. Make the branch depend on the batch's shape or on "
@@ -363,16 +375,6 @@ def set_degree(result: Any, degree: float) -> Any:
         for entry in result:
             set_degree(entry, degree)
     return result
-
-
-def _is_zero(value: Any) -> bool:
-    return is_number(value) and value == 0
-
-
-def _with_own_count(whole: Tensor, own: Tensor) -> Tensor:
-    if whole is not own and own.dim() == 0:
-        setattr(whole, _OWN_COUNT, own)
-    return whole
 
 
 def _like(result: Tensor, total: Tensor | float, factor: float | Tensor) -> Tensor:

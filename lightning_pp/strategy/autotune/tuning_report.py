@@ -90,7 +90,7 @@ def costs_text(costs: StageCosts) -> str:
     times = (resolved.forward, resolved.backward_input, resolved.backward_weight, messages)
     for name, values in zip(("F", "I", "W", "p2p"), times, strict=True):
         if values:
-            parts.append(f"{name} {min(values):.3g} to {max(values):.3g}")
+            parts.append(f"{name} " + " to ".join(dict.fromkeys(f"{ms:.3g}" for ms in (min(values), max(values)))))
     return f"  measured per stage, ms: {', '.join(parts)}"
 
 

@@ -67,7 +67,7 @@ class StepCounting:
 
     A trace is what a rehearsal has shown of how the counts are made of the batch. It serves once it has given the
     counts of another rehearsal, is compared with one again after every 1,000 microbatches, and is dropped where
-    anything has changed that the step may go by.
+    anything has changed on which the step may depend.
 
     Args:
         module: The user's module.

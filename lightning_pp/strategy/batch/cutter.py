@@ -19,7 +19,7 @@ class BatchCutter:
 
     Args:
         num_microbatches: What the user asks for.
-        pipeline_size: Ranks along the pipeline, which ``"auto"`` goes by.
+        pipeline_size: Ranks along the pipeline, on which ``"auto"`` depends.
         split: The user's function; None: along dimension 0.
         module: What trains on the batches. A BatchNorm of it needs two samples of a microbatch, so ``"auto"`` leaves
             each so many.

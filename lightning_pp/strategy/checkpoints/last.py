@@ -2,7 +2,7 @@
 
 Lightning lists the folder, and takes the names in it for local paths. It also asks for the age of what it finds, which
 folders in object stores have none of: there, the table of contents stands for the checkpoint. It is written last, so a
-folder without one is no checkpoint.
+folder without one is not a checkpoint.
 
 Lightning looks for the checkpoint before the processes can speak with each other. So what it found is only noted there
 (:class:`LastCheckpoints`), and compared with its checksums when it is about to be loaded.

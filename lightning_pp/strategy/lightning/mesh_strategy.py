@@ -333,7 +333,7 @@ class MeshStrategy(ParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Samplers go by replica: all stages of one see the same samples."""
+        """Samplers depend on the replica: all stages of one see the same samples."""
         return {"num_replicas": self.sizes.data_parallel, "rank": self.data_parallel_rank}
 
     # ---------------------------------------------------------------- collectives that Lightning and users ask for

@@ -90,7 +90,7 @@ def first_batch(trainer: pl.Trainer, data_parallel_rank: int = 0) -> FirstBatch:
 
     Raises:
         ConfigurationError: The loader is empty.
-        TypeError: Lightning's own: it is no iterable.
+        TypeError: Lightning's own: it is not iterable.
     """
     with generators_untouched(trainer.strategy.root_device):
         is_training = trainer.state.fn == TrainerFn.FITTING

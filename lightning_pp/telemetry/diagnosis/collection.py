@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import mean, median
+from statistics import fmean, median
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +26,7 @@ _DUE_AFTER = (NUM_STEPS, 2 * NUM_STEPS, 4 * NUM_STEPS)  # the first steps may no
 _FEWEST_STEPS = 3
 _NUM_WARM_UP_BATCHES = 1
 _FAR_LONGER = 1.5
+_MOMENTS = ("asked_ms", "start_ms", "end_ms", "early_ms")
 
 
 class DiagnosablePipeline(Protocol):
@@ -160,8 +161,8 @@ class RankSteps:
         """Means over some of the steps."""
         return RankEvidence(
             times=mean_times([self.times[step] for step in steps]),
-            step_ms=mean(self.step_ms[step] for step in steps),
-            data_ms=mean(self.data_ms[step] for step in steps),
+            step_ms=fmean(self.step_ms[step] for step in steps),
+            data_ms=fmean(self.data_ms[step] for step in steps),
             steps=[self.times[step] for step in steps],
             **self.facts,
         )
@@ -176,15 +177,8 @@ def usual_steps(ranks: Sequence[RankSteps]) -> list[int]:
 
 def mean_times(steps: Sequence[Sequence[ActionTimes]]) -> list[ActionTimes]:
     """The mean moments of every action over steps of the same program."""
-    number = len(steps)
     return [
-        ActionTimes(
-            same[0].action,
-            sum(moment.asked_ms for moment in same) / number,
-            sum(moment.start_ms for moment in same) / number,
-            sum(moment.end_ms for moment in same) / number,
-            sum(moment.early_ms for moment in same) / number,
-        )
+        ActionTimes(same[0].action, *(fmean(getattr(one, name) for one in same) for name in _MOMENTS))
         for same in zip(*steps, strict=True)
     ]
 

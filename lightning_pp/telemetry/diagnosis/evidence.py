@@ -91,7 +91,7 @@ class RankEvidence:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Everything that a diagnosis goes by.
+    """Everything that a diagnosis uses.
 
     Attributes:
         facts: Of the plan.
@@ -171,8 +171,10 @@ def _costs(
     return StageCosts(forward, backward_input, backward_weight), shares
 
 
-def arrivals(schedule: Schedule, ranks: Sequence[RankEvidence]) -> Arrivals:
-    """How long messages took between ranks whose clocks may differ.
+def arrivals(
+    schedule: Schedule, ranks: Sequence[RankEvidence], of_steps: Callable[[list[float]], float] = median
+) -> Arrivals:
+    """How long messages took between ranks whose clocks may differ; in one of several steps, as ``of_steps`` says.
 
     Who waited for a message began when it came. The time from the sender's end to that is the message's time and the
     difference of the two clocks. On the way back the difference counts the other way, so that the sum of both is the
@@ -186,7 +188,7 @@ def arrivals(schedule: Schedule, ranks: Sequence[RankEvidence]) -> Arrivals:
     for stage in links:
         found = [total for times in steps if (total := _there_and_back(stage, times)) is not None]
         if found:
-            totals[stage] = median(found)
+            totals[stage] = of_steps(found)
     usual = median(totals.values()) if totals else 0.0
     forward, backward = [0.0] * placement.num_stages, [0.0] * placement.num_stages
     for stage in links:

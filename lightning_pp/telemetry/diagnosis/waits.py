@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import median
 
 from lightning_pp.telemetry.diagnosis.bubbles import best_schedule, held_text
-from lightning_pp.telemetry.diagnosis.evidence import Evidence
+from lightning_pp.telemetry.diagnosis.evidence import Evidence, arrivals
 from lightning_pp.telemetry.diagnosis.finding import Finding
 from lightning_pp.telemetry.diagnosis.step_model import Arrivals
 
@@ -60,7 +60,12 @@ def link_finding(evidence: Evidence) -> Finding | None:
     slowest = max(links, key=lambda stage: links[stage])
     others = [ms for stage, ms in links.items() if stage != slowest]
     usual = max(0.0, median(others)) if others else 0.0
-    if links[slowest] < max(_FAR_SLOWER * usual, _LEAST_LINK_MS):
+    ranks = placement.rank_of_stage[slowest], placement.rank_of_stage[slowest + 1]
+    hosts = [evidence.ranks[rank].host for rank in ranks]
+    is_within_host = all(hosts) and hosts[0] == hosts[1]
+    fastest = min(links[slowest], arrivals(model.schedule, evidence.ranks, min).forward[slowest + 1])
+    # processes that share cores hold some messages up; the only link, if it is within a host, is compared with nothing
+    if fastest < max(_FAR_SLOWER * usual, _LEAST_LINK_MS) or (is_within_host and not others):
         return None
     forward, backward = list(model.arrivals.forward), list(model.arrivals.backward)
     forward[slowest + 1] = backward[slowest] = usual
@@ -68,11 +73,9 @@ def link_finding(evidence: Evidence) -> Finding | None:
     possible = model.step_ms - repaired.step_ms
     if possible < _LEAST_GAIN * evidence.step_ms:
         return None
-    ranks = placement.rank_of_stage[slowest], placement.rank_of_stage[slowest + 1]
-    hosts = [evidence.ranks[rank].host for rank in ranks]
     where = f"rank {ranks[0]} and rank {ranks[1]}"
     if all(hosts):
-        where += f" (both on {hosts[0]})" if hosts[0] == hosts[1] else f" ({hosts[0]} and {hosts[1]})"
+        where += f" (both on {hosts[0]})" if is_within_host else f" ({hosts[0]} and {hosts[1]})"
     waiting = max(ranks, key=lambda rank: _wait_ms(evidence, rank))
     seen = (
         f"Rank {waiting} waits {_wait_ms(evidence, waiting) / evidence.step_ms:.0%} of the step for messages. Those "
