@@ -48,7 +48,7 @@ def train_and_save(
     return whole
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("optimizer", "single_file"),
     [

@@ -99,6 +99,7 @@ def test_the_commands_of_the_tutorial_run(tmp_path: Path) -> None:
     assert trained.code == 0 and list(tmp_path.glob("outputs/*/*/checkpoints/step2.ckpt")), trained.output
 
 
+@pytest.mark.nightly
 def test_the_comparison_of_the_tutorial_runs_as_a_script(tmp_path: Path) -> None:
     script = write_scripts("tutorial", tmp_path)["verified.py"]
     run = functools.partial(subprocess.run, cwd=tmp_path, env=environment(), capture_output=True, text=True)

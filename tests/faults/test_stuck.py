@@ -66,6 +66,7 @@ def losses(how: str, batches: tuple[int, ...], devices: int) -> list[float | Non
     return module.losses
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("devices", [2, 4])
 @pytest.mark.parametrize(
     ("how", "batches"), [("before the units", (1, 5)), ("after the units", (1,)), ("before the units", (1, 2, 6))]
@@ -79,6 +80,7 @@ def test_a_batch_for_which_the_step_returns_none_is_skipped(
         assert found == [None if loss is None else pytest.approx(loss, rel=1e-5) for loss in expected]
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("devices", [2, 4])
 @pytest.mark.parametrize(
     ("how", "batches", "sentence"),
@@ -108,6 +110,7 @@ WAYS_OUT = {
 }
 
 
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize("num_stages", [2, 4])
 @pytest.mark.parametrize("fault", WAYS_OUT)
 def test_whatever_ends_the_check_of_a_first_batch_ends_it_on_all_ranks(
@@ -123,6 +126,7 @@ def test_whatever_ends_the_check_of_a_first_batch_ends_it_on_all_ranks(
         assert re.search(cause, text), text
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(("num_stages", "place", "rank"), [(2, "callback", 1), (4, "check", 0), (4, "validation", 2)])
 def test_ranks_that_all_wait_end_with_a_report(
     jobs: Jobs, tmp_path: Path, num_stages: int, place: str, rank: int
@@ -135,6 +139,7 @@ def test_ranks_that_all_wait_end_with_a_report(
         assert re.search(rf"Rank {rank} \(.*\) has not moved since .*; its stack: .*faulty_job\.py:\d+ in ", text), text
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("num_stages", "fault", "place", "rank"),
     [

@@ -85,7 +85,7 @@ def test_replicas(pool: WorkerPool) -> None:
     check(pool, pattern, REPLICAS, "fit", Rows, [3, 2, 3, 2])
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("numbers", [[4, 2], [2, 4]])
 @pytest.mark.parametrize("what", ["fit", "validation in a fit", "validate"])
 def test_data_without_a_length(pool: WorkerPool, what: str, numbers: list[int]) -> None:

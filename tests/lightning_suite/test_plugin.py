@@ -84,6 +84,7 @@ def outcomes(folder: Path, *options: str) -> tuple[dict[str, str], str]:
     return {name or "is_skipped": outcome for outcome, name in found}, output
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("options", "failing"),
     [

@@ -234,6 +234,7 @@ def train(config_yaml: str) -> dict[str, Any]:
 AT_NIGHT = ("causal_lm", "gpt2_124m", "llama_8b", "moe", "own", "t5")
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize(
     "recipe", [pytest.param(name, marks=[pytest.mark.nightly] if name in AT_NIGHT else []) for name in RECIPE_NAMES]
 )

@@ -47,6 +47,7 @@ def test_evaluation_equals_the_whole_model(name: str) -> None:
     compare_evaluation(architectures.ARCHITECTURES[name][0], architectures.batches_of(name)[0], 3)
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     "name", ["encoder_decoder", "recurrent", "tied_by_hand", "aliased", "mixture_of_experts", "in_place_edits"]
 )

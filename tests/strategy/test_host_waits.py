@@ -93,7 +93,7 @@ def waits_within_programs(
     return found, number
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("sharding", ["replicate", "shard_grad_op", "full_shard"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_v"])
 def test_no_program_waits_for_the_device(pool: WorkerPool, schedule: str, sharding: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import is_
 from typing import Any
 
 import lightning.pytorch as pl
@@ -140,6 +141,5 @@ def _exchange(one: Callable[..., Any], other: Callable[..., Any]) -> None:
     libraries are left alone.
     """
     for namespace in (vars(utilities), vars(grads), vars(nn.utils), vars(clip_grad), *namespaces_of_user()):
-        for name, value in list(namespace.items()):
-            if value is one:
-                namespace[name] = other
+        if any(map(functools.partial(is_, one), list(namespace.values()))):
+            namespace.update({name: other for name, value in namespace.items() if value is one})

@@ -105,6 +105,7 @@ def _id(case: tuple[int, int, int, tuple[str, ...]]) -> str:
     return f"{case[0]}x{case[1]}-m{case[2]}"
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", COVERING, ids=_id)
 def test_gradients_of_schedules(pool: WorkerPool, tmp_path: Path, case: tuple[int, int, int, tuple[str, ...]]) -> None:

@@ -112,6 +112,7 @@ def check(pool: WorkerPool, cases: list[Case]) -> None:
         assert {case: error for case, error in errors.items() if not error < TOLERANCE} == {}
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("cases", runs_of(COVERING), ids=lambda cases: str(cases[0]))
 def test_gradients_equal_one_device(pool: WorkerPool, cases: list[Case]) -> None:
     check(pool, cases)

@@ -170,7 +170,7 @@ CASES = [
 ]
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(("kind", "layout"), CASES, ids=lambda each: getattr(each, "__name__", str(each)))
 def test_trained_as_on_one_device(pool: WorkerPool, kind: type[Writes], layout: Layout) -> None:
     losses, expected, _ = train(kind)

@@ -84,6 +84,7 @@ def train(layout: Layout | None, of: str, in_batch: bool = False, on_cpu: bool =
 LAYOUT = Layout("zb_h1", 2, num_microbatches=4)
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(("of", "in_batch"), [("causal", False), ("causal", True), ("documents", False)])
 def test_as_on_one_device(pool: WorkerPool, of: str, in_batch: bool) -> None:
     expected = pool.run(train, None, of, in_batch, world_size=1)[0]

@@ -187,7 +187,7 @@ def train(kind: type[Stateful], layout: Layout | None = None) -> tuple[list[floa
     return [*losses, float(trainer.callback_metrics["val_loss"])], whole_weights(module), sums
 
 
-@pytest.mark.by_day(4)
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("kind", CARRIED, ids=lambda kind: kind.__name__)
 def test_one_microbatch_carries_state_as_one_device_does(pool: WorkerPool, kind: type[Stateful]) -> None:
     losses, expected, state = train(kind)

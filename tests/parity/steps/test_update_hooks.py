@@ -263,7 +263,7 @@ CASES = [
 ]
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(("hooks", "sharding"), CASES)
 def test_weights_are_those_of_one_device(pool: WorkerPool, hooks: str, sharding: str) -> None:
     expected = train(HOOKS[hooks])

@@ -64,7 +64,7 @@ def check(
     assert found_weights == expected["weights"].keys()
 
 
-@pytest.mark.by_day(4)
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(("loss", "layout"), COVERING, ids=str)
 def test_like_one_device(pool: WorkerPool, loss: str, layout: Layout) -> None:
     check(pool, loss, layout)
@@ -85,6 +85,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_with_what_a_trainer_does_besides(pool: WorkerPool, feature: str) -> None:
     loss = "root_of_mean" if "sample" in feature else "nt_xent"
@@ -167,7 +168,7 @@ class MetricAndOutputs(WholeBatchModel):
 WAYS = [MetricAndOutputs, FrozenStart, HardestSamples, DrawsNoise, EditsItsBatch, Buckets, RowsOfOneSampleTogether]
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("model", WAYS)
 def test_ways_of_a_step(pool: WorkerPool, model: Any) -> None:
     check(pool, "contrastive", Layout("zb_v", 2, 1, 4), model)
@@ -206,6 +207,7 @@ def train_by_ddp(loss: str) -> dict[str, Any]:
     return run_whole(None, loss, strategy=DDPStrategy(process_group_backend="gloo"))
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("loss", "sharding"),
     [

@@ -43,12 +43,13 @@ def check_equals_one_device(pool: WorkerPool, kind: str, options: Options, val: 
     assert len(expected) >= 6
 
 
+@pytest.mark.by_day(6)
 @pytest.mark.parametrize("kind", LOADERS)
 def test_every_kind_of_loader(pool: WorkerPool, kind: str) -> None:
     check_equals_one_device(pool, kind, {})
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("val", ["shuffled", "the same"])
 @pytest.mark.parametrize("kind", ["shuffle", "dataset that counts", "workers"])
 def test_with_validation_before_and_between(pool: WorkerPool, kind: str, val: str) -> None:
@@ -66,6 +67,7 @@ def test_the_number_of_steps_asked_for_in_configure_optimizers(pool: WorkerPool,
     check_equals_one_device(pool, kind, {"asks_for_steps": True})
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("kind", ["shuffle", "dataset with a generator", "stream"])
 def test_replicas_have_the_order_of_ddp(pool: WorkerPool, kind: str) -> None:
     expected = pool.run(seen, kind, None, {}, num_replicas=2, world_size=2)
@@ -100,6 +102,7 @@ def drawn_after_no_step(kind: str, layout: Layout | None) -> Any:
     return torch.rand(3).tolist(), [batch.tolist() for batch in loader]
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("kind", ["shuffle", "dataset with a generator", "workers"])
 def test_the_look_at_the_first_batch_leaves_no_trace(pool: WorkerPool, kind: str) -> None:
     (expected,) = pool.run(drawn_after_no_step, kind, None, world_size=1)

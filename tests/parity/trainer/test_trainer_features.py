@@ -438,7 +438,7 @@ def flagged(layout: Layout | None, flags: dict[str, Any]) -> Any:
     }
 
 
-@pytest.mark.by_day(6)
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("flags", FLAGS)
 def test_flags_that_choose_batches(pool: WorkerPool, flags: str) -> None:
     expected = check_on_every_rank(pool, flagged, TWO_STAGES, FLAGS[flags])

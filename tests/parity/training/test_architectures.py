@@ -102,6 +102,7 @@ def check(pool: WorkerPool, name: str, num_stages: int, schedule: str) -> None:
 AT_NIGHT = ("windows", "diffusion", "perceiver", "detector", "adapted", "state_space", "tasks")
 
 
+@pytest.mark.by_day(5)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.nightly] if name in AT_NIGHT else []) for name in ARCHITECTURES]
 )

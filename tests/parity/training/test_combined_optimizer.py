@@ -124,6 +124,7 @@ def assert_as_by_hand(found: list[dict[str, Tensor]], expected: dict[str, Tensor
 PIPELINE, SHARDED = Layout("zb_h1", 2, num_microbatches=4), Layout("zb_v", 2, replicas=2, num_microbatches=4)
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize(
     ("layout", "sharding", "first"),
     [

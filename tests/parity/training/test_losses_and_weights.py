@@ -132,7 +132,7 @@ def check(pool: WorkerPool, settings: Settings, layout: Layout, record: Callable
     assert found.weight < (FLOAT32_WEIGHT_TOLERANCE if is_float32 else TOLERANCE), found.worst_weight
 
 
-@pytest.mark.by_day(8)
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("case", COVERING, ids=_id)
 def test_pipeline_equals_one_device(
     pool: WorkerPool, case: tuple[str, str, Layout], record_property: Callable[[str, object], None]

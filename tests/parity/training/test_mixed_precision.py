@@ -188,6 +188,7 @@ def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) ->
     )
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("pipeline", "replicas", "options"),
     [

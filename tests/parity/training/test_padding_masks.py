@@ -49,7 +49,7 @@ def losses_of(model_type: str, are_full: tuple[bool, ...], devices: int) -> list
     return noted.losses
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("model_type", ["gpt2", "llama"])
 @pytest.mark.parametrize("name", BATCHES)
 def test_batches_may_be_full_or_padded(pool: WorkerPool, name: str, model_type: str) -> None:

@@ -72,6 +72,7 @@ def train_cut(settings: Settings, layout: Layout, split_points: Sequence[str], o
     return train(settings, strategy, layout.world_size)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("model", "layout", "split_points", "options"),
     [

@@ -98,6 +98,7 @@ CASES: dict[str, tuple[Settings, Layout, dict[str, Any]]] = {
 AT_NIGHT = ("llama", "llama, W apart", "tied", "tied, replicas", "t5", "now and then", "the head runs again")
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     "case",
     [

@@ -101,6 +101,7 @@ def events_that_never_come(routes: Sequence[Route], *, rendezvous: bool) -> int:
     return sum(map(len, events)) - sum(done)
 
 
+@pytest.mark.by_day(16)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_rank_waits_for_ever_for_a_receive_or_for_a_send(name: str, kind: str) -> None:

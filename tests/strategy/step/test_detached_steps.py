@@ -102,6 +102,7 @@ def train(layout: Layout | None) -> list[tuple[list[float], dict[str, Tensor]]]:
     return runs
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     "layout",
     [

@@ -123,7 +123,7 @@ def trained(layout: Layout | None, kind: type[Blocks]) -> Any:
     return module.seen, plain(dict(trainer.callback_metrics)), dict(module.state_dict())
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("kind", MODULES)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_training_is_that_of_one_device(pool: WorkerPool, layout: Layout, kind: type[Blocks]) -> None:

@@ -346,6 +346,7 @@ def train_all(layout: Layout | None) -> list[list[float]]:
     return [fitted(kind, layout) for kind in AS_ONE_DEVICE]
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     "layout", [Layout("zb_h1", 2, num_microbatches=4), Layout("1f1b", 3, num_microbatches=2)], ids=str
 )
