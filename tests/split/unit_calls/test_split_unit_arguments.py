@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import text_models as text
 import torch
 from model_parts import VOCAB, WIDTH, Architecture, Block, next_token_loss, tokens_of
 from one_process import OneProcessPipeline, compare
+from raw_kernels import RawTanh
 from torch import Tensor, nn
 
 from lightning_pp.errors import ConfigurationError, SplitError
@@ -120,26 +120,9 @@ def test_units_may_convert_their_own_modules() -> None:
     compare(Conversions, [tokens_of(3)], 3)
 
 
-class Kernel(torch.autograd.Function):
-    """``tanh`` by code that reads memory at an address, as a raw kernel does. Address 0 ends the process."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        x = x.contiguous()
-        numbers = (ctypes.c_double * x.numel()).from_address(x.data_ptr())
-        result = torch.tensor([math.tanh(number) for number in numbers], dtype=x.dtype).view_as(x)
-        ctx.save_for_backward(result)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        (result,) = ctx.saved_tensors
-        return gradient * (1 - result * result)
-
-
 class RunsKernel(Block):
     def forward(self, x: Tensor) -> Tensor:
-        return Kernel.apply(super().forward(x))  # type: ignore[no-any-return]
+        return RawTanh.apply(super().forward(x))  # type: ignore[no-any-return]
 
 
 class Kernels(text.SharedInList):
@@ -202,7 +185,7 @@ class KernelAtEnd(text.SharedInList):
         h = self.embedding(batch)
         for layer in self.layers:
             h = layer(h)
-        return next_token_loss(Kernel.apply(self.head(h)), batch)
+        return next_token_loss(RawTanh.apply(self.head(h)), batch)
 
 
 def test_the_end_of_a_step_may_launch_raw_kernels() -> None:
@@ -214,7 +197,7 @@ class KernelBetween(text.SharedInList):
     def training_step(self, batch: Any) -> Tensor:
         h = self.embedding(batch)
         for layer in self.layers:
-            h = Kernel.apply(layer(h))
+            h = RawTanh.apply(layer(h))
         return next_token_loss(self.head(h), batch)
 
 
