@@ -104,12 +104,13 @@ class Workload:
     num_repeats: int
     max_ratio: float
 
-    def make(self, device: str) -> tuple[nn.Sequential, Tensor, Tensor]:
+    def make(self, device: str, dtype: torch.dtype) -> tuple[nn.Sequential, Tensor, Tensor]:
         """The stage, an input that requires a gradient, and the gradient of the output."""
         torch.manual_seed(0)
-        stage = nn.Sequential(*[self.block(self.width, self.num_heads) for _ in range(self.num_blocks)]).to(device)
+        kind = {"device": device, "dtype": dtype}
+        stage = nn.Sequential(*[self.block(self.width, self.num_heads) for _ in range(self.num_blocks)]).to(**kind)
         shape = (self.batch_size, self.sequence_length, self.width)
-        return stage, torch.randn(shape, device=device, requires_grad=True), torch.randn(shape, device=device)
+        return stage, torch.randn(shape, requires_grad=True, **kind), torch.randn(shape, **kind)
 
 
 def workloads(device: str) -> list[Workload]:
@@ -183,9 +184,9 @@ def _synchronize(device: str) -> None:
         torch.accelerator.synchronize()
 
 
-def measure_time(workload: Workload, device: str, num_repeats: int) -> Timing:
+def measure_time(workload: Workload, device: str, dtype: torch.dtype, num_repeats: int) -> Timing:
     """Times every way of running backward, one after the other within each repeat."""
-    stage, x, grad_output = workload.make(device)
+    stage, x, grad_output = workload.make(device, dtype)
     weights = list(stage.parameters())
 
     def collect(output: Tensor, queue: WeightGradientQueue) -> None:
@@ -268,7 +269,7 @@ def _reference(tensor: Tensor) -> Any:
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
-def measure_held(workload: Workload, device: str) -> Held:
+def measure_held(workload: Workload, device: str, dtype: torch.dtype) -> Held:
     """Compares what both ways keep alive between I and W."""
 
     def ours(stage: nn.Module, x: Tensor, grad_output: Tensor) -> tuple[Tensor, object]:
@@ -286,7 +287,7 @@ def measure_held(workload: Workload, device: str) -> Held:
 
     held = []
     for run in (ours, torchs):
-        stage, x, grad_output = workload.make(device)
+        stage, x, grad_output = workload.make(device, dtype)
         with _Storages() as storages:
             output, kept = run(stage, x, grad_output)
             besides = [x, x.grad, output, grad_output]
@@ -423,6 +424,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, prints and writes; returns 1 if ``--check`` is given and a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", default="cpu", help="cpu or an accelerator such as cuda")
+    parser.add_argument("--dtype", default="float32", help="of weights and activations, such as bfloat16")
     parser.add_argument("--num-threads", type=int, default=1, help="threads of torch's CPU kernels")
     parser.add_argument("--repeats", type=float, default=1.0, help="factor on the number of repeats")
     parser.add_argument("--only", default="", help="only workloads with this in their name")
@@ -430,14 +432,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.num_threads)
+    dtype: torch.dtype = getattr(torch, options.dtype)
     chosen = [workload for workload in workloads(options.device) if options.only in workload.name]
     if not chosen:
         parser.error(f"--only {options.only!r} is in none of {[w.name for w in workloads(options.device)]}")
 
-    held = [measure_held(workload, options.device) for workload in chosen]
+    held = [measure_held(workload, options.device, dtype) for workload in chosen]
     reruns = measure_reruns()
     timings = [
-        measure_time(workload, options.device, max(3, round(workload.num_repeats * options.repeats)))
+        measure_time(workload, options.device, dtype, max(3, round(workload.num_repeats * options.repeats)))
         for workload in chosen
     ]
     console = Console(width=160)
@@ -447,6 +450,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         figures = {
             "torch": torch.__version__,
             "device": options.device,
+            "dtype": options.dtype,
             "num_threads": options.num_threads,
             "timings": [asdict(timing) for timing in timings],
             "held": [asdict(one) for one in held],
