@@ -118,8 +118,8 @@ def warm_up(groups: Iterable[dist.ProcessGroup], device: torch.device) -> int:
     for group in groups:
         share = torch.zeros(1, device=device)
         whole = torch.zeros(group.size(), device=device)
-        dist.all_gather_into_tensor(whole, share, group=group)
-        dist.reduce_scatter_tensor(share, whole, group=group)
+        dist.all_gather_single(whole, share, group=group)
+        dist.reduce_scatter_single(share, whole, group=group)
         dist.all_reduce(share, group=group)
     return max(0, free_before - free_bytes(device))
 

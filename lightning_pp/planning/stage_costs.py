@@ -97,10 +97,10 @@ def estimated_times(
 def held_gib(
     record: StepRecord, partition: Partition, placement: Placement, *, whole_batch_loss: bool = False
 ) -> tuple[list[float], list[float]]:
-    """What one microbatch holds on each stage after F and after I, GiB, by the dry run ``record``."""
+    """GiB that a microbatch holds on each stage after F, with what it sent, and after I, by the dry run ``record``."""
     memory = estimate_memory(record, partition, placement, (), whole_batch_loss=whole_batch_loss)
     return (
-        [num_bytes / BYTES_PER_GIB for num_bytes in memory.held_after_forward],
+        [(stage.held_after_forward_bytes + stage.sent_bytes) / BYTES_PER_GIB for stage in memory.stages],
         [num_bytes / BYTES_PER_GIB for num_bytes in memory.held_after_input],
     )
 

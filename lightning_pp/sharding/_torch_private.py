@@ -21,13 +21,16 @@ from torch.amp import GradScaler
 from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 from torch.optim import Optimizer
 
 from lightning_pp._private_names import private, uses
 
 _graph_task_id: Callable[[], int] = private("torch._C._current_graph_task_id")
 _sequence_number: Callable[[], int] = private("torch.autograd._get_sequence_nr")
+_from_local: Callable[..., DTensor] = private("torch.distributed.fsdp._fully_shard._fsdp_common._from_local_no_grad")
+_DTensorSpec: Callable[..., Any] = private("torch.distributed.tensor._dtensor_spec.DTensorSpec")
+_TensorMeta: Callable[..., Any] = private("torch.distributed.tensor._dtensor_spec.TensorMeta")
 
 # In place on a list of tensors in one kernel: list *= tensor; clamping from below and above; copying list to list.
 multiply_all_: Callable[[list[Tensor], Tensor], None] = private("torch._foreach_mul_")
@@ -172,3 +175,10 @@ def gradient_hooks(tensor: Tensor) -> tuple[dict[int, Callable[..., Any]], dict[
     """The dicts that torch calls hooks from: those of ``register_hook``, and those after accumulation."""
     on_gradient, after_accumulation = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
     return {} if on_gradient is None else on_gradient, {} if after_accumulation is None else after_accumulation
+
+
+def dtensor_of(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: Sequence[int]
+) -> DTensor:
+    """A DTensor with this rank's part, which stays where it is: ``from_local`` moves it to the device of the mesh."""
+    return _from_local(local, _DTensorSpec(mesh, tuple(placements), _TensorMeta(shape, tuple(stride), local.dtype)))

@@ -39,7 +39,7 @@ def collectives_of(sizes: ParallelSizes) -> list[tuple[tuple[int, ...], int]]:
 
         return patch.object(dist, name, call)
 
-    with counted("all_gather_into_tensor"), counted("reduce_scatter_tensor"), counted("all_reduce"):
+    with counted("all_gather_single"), counted("reduce_scatter_single"), counted("all_reduce"):
         warm_up(groups, torch.device("cpu"))
     return sorted(calls.items())
 

@@ -256,6 +256,11 @@ def test_what_has_no_time_left_is_told() -> None:
     assert rows[0].finding.advice == "Run it by itself: --only channels."
 
 
+def test_a_check_that_begins_in_time_has_its_whole_limit() -> None:
+    (row,) = examine(Team(2), Options(only=["parity"], is_quick=True, longest_s=1.5))
+    assert row.finding.status is Status.OK and row.seconds > 1.5, row.finding.found
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("num_ranks", [2, 4])

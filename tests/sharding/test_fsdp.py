@@ -24,10 +24,13 @@ from sharding_run import (
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
+from lightning_pp.checkpoint.ownership.rank_part import shard_like
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.sharding import ShardedUnits
+from lightning_pp.sharding._torch_private import dtensor_of
+from lightning_pp.sharding.units.flat import gradient_like
 
 TOLERANCE = 1e-12
 ORDERS = (ZERO_BUBBLE, ALL_FORWARD_FIRST, ONE_BY_ONE, V_PLACEMENT)
@@ -752,3 +755,19 @@ def paused() -> dict[str, int]:
 
 def test_paused_calls_do_not_gather(pool: WorkerPool) -> None:
     assert pool.run(paused, world_size=2, process_group=True) == [{}, {}]
+
+
+def devices_of_offloaded_parts() -> list[str]:
+    """In a worker: where a shard on the host, its gradient and its optimizer state lie if the mesh is of devices."""
+    dist.init_process_group("gloo")
+    mesh = DeviceMesh("cuda", [dist.get_rank()], _init_backend=False)
+    shard = nn.Parameter(dtensor_of(torch.ones(4), mesh, [Shard(0)], torch.Size([4]), (1,)))
+    shard.grad = gradient_like(shard, torch.full((4,), 2.0))
+    state = shard_like({"step": torch.tensor(1.0), "exp_avg": torch.full((4,), 3.0)}, shard)
+    found = [shard.grad, state["exp_avg"]]
+    assert [part.to_local().tolist() for part in found] == [[2.0] * 4, [3.0] * 4]
+    return [str(part.device) for part in [shard, *found]]
+
+
+def test_parts_of_a_shard_on_the_host_stay_there(pool: WorkerPool) -> None:
+    assert pool.run(devices_of_offloaded_parts, world_size=1) == [["cpu"] * 3]

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_pp.checkpoint._torch_private import tree_map_only
 from lightning_pp.checkpoint.ownership.catalog import ParameterCatalog, enumerate_names
 from lightning_pp.errors import CheckpointError
+from lightning_pp.sharding._torch_private import dtensor_of
 
 
 @dataclass(frozen=True)
@@ -169,8 +170,8 @@ def shard_like(value: Any, parameter: torch.Tensor) -> Any:
         if not isinstance(parameter, DTensor) or tensor.ndim == 0:
             return tensor.clone()
         mesh, placements = parameter.device_mesh, state_placements(tensor.shape, parameter)
-        own = own_shard(tensor, mesh, placements).clone()
-        return DTensor.from_local(own, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+        own = own_shard(tensor, mesh, placements).clone().to(parameter.device)
+        return dtensor_of(own, mesh, placements, tensor.shape, tensor.stride())
 
     return tree_map_only(torch.Tensor, shard, value)
 

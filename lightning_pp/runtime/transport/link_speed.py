@@ -76,9 +76,9 @@ def measure_gather_and_reduce(num_bytes: int, group: dist.ProcessGroup, device: 
     gathers, reductions = [], []
     for _ in range(_NUM_WARM_UP + _NUM_REPEATS):
         started = _now(device)
-        dist.all_gather_into_tensor(whole, share, group=group)
+        dist.all_gather_single(whole, share, group=group)
         gathered = _now(device)
-        dist.reduce_scatter_tensor(share, whole, group=group)
+        dist.reduce_scatter_single(share, whole, group=group)
         gathers.append(gathered - started)
         reductions.append(_now(device) - gathered)
     scale = num_bytes / measured_bytes

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from lightning_pp.schedule.program.coded import B, F, I
 from lightning_pp.schedule.simulation.costs import StageCosts
@@ -27,31 +28,78 @@ def turns_of_actions(schedule: Schedule) -> tuple[tuple[float, ...], ...]:
     return simulate(schedule, StageCosts(forward=1.0, backward_input=1.0, backward_weight=1.0)).start_ms
 
 
-def posted_peaks(schedule: Schedule, values: Iterable[tuple[int, int, int, bool]]) -> tuple[int, ...]:
-    """For each rank, the most bytes of messages that have been sent to it and that it has not used.
+class _Flow(NamedTuple):
+    """Messages from one stage to another, one for each microbatch: when they are sent and used, by which actions."""
 
-    A message counts from the begin of the action that sends it to the begin of the one that needs it, where F, I and W
-    take one unit of time and messages none. Receives for them are posted by then, where they occupy the device.
+    sender: int
+    receiver: int
+    num_bytes: int
+    is_gradient: bool
+    sent: Times
+    used: Times
+    sent_by: npt.NDArray[np.int64]
+    used_by: npt.NDArray[np.int64]
+
+
+def message_peaks(schedule: Schedule, values: Iterable[tuple[int, int, int, bool]]) -> tuple[int, ...]:
+    """For each rank, the most bytes of messages that it holds: sent to it and not used, or sent by it and not released.
+
+    F, I and W take one unit of time and messages none. A receive is posted when its message is sent, and occupies the
+    device until the action that needs it begins. What a rank sends it releases at the first message that comes back
+    from the receiver, of an action that needed what was sent or of a later one. Gradients may stay until such a message
+    of the next step.
 
     Args:
         schedule: Legal programs.
         values: What crosses in each microbatch: from which stage, to which, bytes, and whether a gradient comes back.
     """
+    flows = _flows(schedule, values)
+    changes: list[list[tuple[Times, int]]] = [[] for _ in schedule.programs]
+    between: dict[tuple[int, int], list[_Flow]] = {}
+    for flow in flows:
+        changes[flow.receiver] += [(flow.sent, flow.num_bytes), (flow.used + 0.5, -flow.num_bytes)]
+        between.setdefault((flow.sender, flow.receiver), []).append(flow)
+    for (sender, receiver), there in between.items():
+        back = between.get((receiver, sender), ())
+        kept = 0  # of the step before
+        for flow, when in zip(there, _released(there, back), strict=True):
+            changes[sender] += [(flow.sent + 0.75, flow.num_bytes), (when + 0.5, -flow.num_bytes)]
+            kept += flow.num_bytes * int(flow.is_gradient and np.isinf(when).sum())
+        first = min((float(flow.used.min()) for flow in back), default=np.inf)
+        changes[sender] += [(np.array([-1.0]), kept), (np.array([first + 0.5]), -kept)]
+    return tuple(map(_highest, changes))
+
+
+def _flows(schedule: Schedule, values: Iterable[tuple[int, int, int, bool]]) -> list[_Flow]:
     n, m = schedule.placement.num_stages, schedule.num_microbatches
     rank_of_stage = schedule.placement.rank_of_stage
     begin = np.full((2, n, m), np.inf)  # of F; of I or B
+    order = np.zeros((2, n, m), np.int64)  # which action of its rank it is
     for program, turns in zip(schedule.coded, turns_of_actions(schedule), strict=True):
         kinds, stages, microbatches = program.parts()
         for index, chosen in enumerate((kinds == F, (kinds == I) | (kinds == B))):
             begin[index, stages[chosen], microbatches[chosen]] = np.array(turns)[chosen]
-    changes: list[list[tuple[Times, int]]] = [[] for _ in schedule.programs]
+            order[index, stages[chosen], microbatches[chosen]] = np.flatnonzero(chosen)
+    found = []
     for source, target, num_bytes, has_gradient in values:
-        if rank_of_stage[source] == rank_of_stage[target]:
-            continue
-        changes[rank_of_stage[target]] += [(begin[0, source], num_bytes), (begin[0, target] + 0.5, -num_bytes)]
-        if has_gradient and not schedule.forward_only:
-            changes[rank_of_stage[source]] += [(begin[1, target], num_bytes), (begin[1, source] + 0.5, -num_bytes)]
-    return tuple(map(_highest, changes))
+        for kind in (0, 1) if has_gradient and not schedule.forward_only else (0,):
+            start, end = (target, source) if kind else (source, target)
+            times = (begin[kind, start], begin[kind, end], order[kind, start], order[kind, end])
+            found.append(_Flow(rank_of_stage[start], rank_of_stage[end], num_bytes, bool(kind), *times))
+    return [flow for flow in found if flow.sender != flow.receiver]
+
+
+def _released(there: Sequence[_Flow], back: Sequence[_Flow]) -> list[Times]:
+    """When the sender releases each message of ``there``: never, unless one of ``back`` comes in this step."""
+    never = np.array([np.inf])
+    by = np.concatenate([flow.sent_by for flow in back]) if back else np.zeros(0, np.int64)
+    first = np.argsort(by)
+    used = np.concatenate([flow.used for flow in back])[first] if back else np.zeros(0)
+    earliest = np.concatenate([np.minimum.accumulate(used[::-1])[::-1], never])  # of all from a place on
+    released = np.concatenate([earliest[np.searchsorted(by[first], flow.used_by)] for flow in there])
+    in_order = np.argsort(np.concatenate([flow.sent for flow in there]), kind="stable")
+    released[in_order] = np.maximum.accumulate(released[in_order])
+    return np.split(released, len(there))
 
 
 def _highest(changes: Sequence[tuple[Times, int]]) -> int:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import islice, repeat
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from lightning_pp.sharding._torch_private import dtensor_of
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel
 _SENT_ALONE_BYTES = 2**20
@@ -26,15 +28,8 @@ def gradient_like(parameter: nn.Parameter, local: Tensor) -> Tensor:
     """A gradient for ``parameter`` made of ``local``, the part of this rank, in any shape; shares its memory."""
     if not isinstance(parameter, DTensor):
         return local.view(parameter.shape)
-    sharded = cast(DTensor, parameter)
-    return DTensor.from_local(
-        local.view(sharded.to_local().shape),
-        sharded.device_mesh,
-        sharded.placements,
-        run_check=False,
-        shape=sharded.shape,
-        stride=sharded.stride(),
-    )
+    own = local.view(parameter.to_local().shape)
+    return dtensor_of(own, parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
 
 
 def buckets(tensors: Iterable[_Tensor], max_bytes: int) -> list[list[_Tensor]]:

@@ -99,36 +99,18 @@ def joined_bytes(record: StepRecord) -> int:
     return sum(record.spec(value).num_bytes * (1 + record.leaf(value).requires_grad) for value in record.tail.values)
 
 
-# receives that are posted ahead on every channel, whatever the schedule
-_NUM_AHEAD = 2
+def sent_bytes(plan: StepPlan, placement: Placement, stage: int) -> int:
+    """A microbatch's values that ``stage`` sends to other ranks. It keeps them until their gradients come back."""
+    ranks = placement.rank_of_stage
+    sends = (edge for edge in plan.stages[stage].sends if ranks[edge.source] != ranks[edge.target])
+    return sum(edge.spec.num_bytes for edge in sends if edge.has_gradient)
 
 
-def edge_buffers(plan: StepPlan, placement: Placement, stages: Sequence[int], posted: int = 0) -> int:
-    """Bytes of posted receives, and of what leaves for one microbatch.
-
-    Args:
-        plan: Of a microbatch.
-        placement: Which rank each stage is on.
-        stages: Those of one rank.
-        posted: Bytes of messages that the schedule lets wait for their use. Where that is less than the next message of
-            every channel and those posted ahead, these count.
-    """
+def message_bytes(plan: StepPlan, placement: Placement, stages: Sequence[int]) -> int:
+    """Bytes of two microbatches' messages between ``stages`` of one rank and other ranks, values and gradients."""
     rank_of_stage = placement.rank_of_stage
-    incoming: dict[int, list[int]] = {}
-    outgoing = 0
-    for edge in plan.edges:
-        source, target = rank_of_stage[edge.source], rank_of_stage[edge.target]
-        if source == target:
-            continue
-        for is_gradient in (False, True) if edge.has_gradient else (False,):
-            receiver_stage, sender = (edge.source, target) if is_gradient else (edge.target, source)
-            sender_stage = edge.target if is_gradient else edge.source
-            if receiver_stage in stages:
-                incoming.setdefault(sender, []).append(edge.spec.num_bytes)
-            if sender_stage in stages:
-                outgoing += edge.spec.num_bytes
-    # messages of several microbatches are under way: the largest ones stand for those
-    ahead = sum(
-        sum(sorted(messages * _NUM_AHEAD, reverse=True)[:_NUM_AHEAD]) + max(messages) for messages in incoming.values()
+    return 2 * sum(
+        edge.spec.num_bytes * (2 if edge.has_gradient else 1)
+        for edge in plan.edges
+        if rank_of_stage[edge.source] != rank_of_stage[edge.target] and (edge.source in stages or edge.target in stages)
     )
-    return max(posted, ahead) + outgoing

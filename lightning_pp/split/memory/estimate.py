@@ -23,9 +23,9 @@ from dataclasses import dataclass, replace
 
 from lightning_pp.schedule import Placement, Schedule, StageCosts
 from lightning_pp.schedule.simulation.memory import peaks_of
-from lightning_pp.schedule.simulation.messages import posted_peaks
+from lightning_pp.schedule.simulation.messages import message_peaks
 from lightning_pp.split.cut.partition import Partition
-from lightning_pp.split.memory.activation_memory import Activations, edge_buffers, joined_bytes
+from lightning_pp.split.memory.activation_memory import Activations, joined_bytes, message_bytes, sent_bytes
 from lightning_pp.split.memory.state_memory import ParameterSize, StateMemory, StateSizes
 from lightning_pp.split.record.plan import StepPlan, build_plan
 from lightning_pp.split.record.step_record import StepRecord
@@ -44,7 +44,8 @@ class StageMemory:
         held_after_input_bytes: Of one microbatch from I to W: inputs and output gradients of linear operations whose
             weight gradient is deferred.
         recomputed_bytes: What the largest checkpointed unit saves while I runs it again.
-        edge_buffers_bytes: Receive buffers posted ahead, and one microbatch's sends under way.
+        edge_buffers_bytes: Receive buffers posted ahead, and sends that are not released yet.
+        sent_bytes: Values of one microbatch that go to other ranks, and are kept until their gradients come back.
     """
 
     stage: int
@@ -54,6 +55,7 @@ class StageMemory:
     held_after_input_bytes: int
     recomputed_bytes: int
     edge_buffers_bytes: int
+    sent_bytes: int
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class RankMemory:
         state: What does not depend on microbatches; what its stages share counts once.
         activations_bytes: The most that microbatches hold between two actions of the schedule; None without a schedule.
         recomputed_bytes: What a checkpointed unit saves while I runs it again, besides.
-        edge_buffers_bytes: Receive buffers posted ahead, and sends under way.
+        edge_buffers_bytes: Receive buffers posted ahead, and sends that are not released yet.
         reduction_bytes: The flat copy of the largest unit's gradients, in which they are reduced.
     """
 
@@ -146,10 +148,15 @@ def estimate_memory(
         _stage_memory(plan, stage, placement, parameters, state, joined[stage]) for stage in range(partition.num_stages)
     )
     peaks: Sequence[int | None] = [None] * placement.num_ranks
-    posted = (0,) * placement.num_ranks
-    if schedule is not None:
+    if schedule is None:
+        messages = [
+            message_bytes(plan, placement, placement.stages_of_rank(rank)) for rank in range(placement.num_ranks)
+        ]
+    else:
         peaks = _activations(stages, schedule)
-        posted = posted_peaks(schedule, [(e.source, e.target, e.spec.num_bytes, e.has_gradient) for e in plan.edges])
+        messages = [
+            *message_peaks(schedule, [(e.source, e.target, e.spec.num_bytes, e.has_gradient) for e in plan.edges])
+        ]
     ranks = []
     for rank in range(placement.num_ranks):
         own = placement.stages_of_rank(rank)
@@ -161,7 +168,7 @@ def estimate_memory(
                 state.of(here, own),
                 peaks[rank],
                 max(stages[stage].recomputed_bytes for stage in own),
-                edge_buffers(plan, placement, own, posted[rank]),
+                messages[rank],
                 state.flat_gradients_of(here),
             )
         )
@@ -184,7 +191,8 @@ def _stage_memory(
         activations.after_forward + joined,
         activations.after_input,
         activations.recomputed,
-        edge_buffers(plan, placement, [stage]),
+        message_bytes(plan, placement, [stage]),
+        sent_bytes(plan, placement, stage),
     )
 
 

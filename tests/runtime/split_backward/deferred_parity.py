@@ -38,7 +38,7 @@ def assert_same_gradients(actual: nn.Module, expected: nn.Module, rtol: float = 
 def seed_gradient(output: Tensor) -> Tensor:
     """Some gradient of the output, the same for the same shape."""
     generator = torch.Generator().manual_seed(output.numel())
-    return torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.dtype)
+    return torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
 
 
 def plain_backward(module: nn.Module, inputs: Sequence[Tensor], step: Step = call) -> list[Tensor | None]:
