@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_pp.errors import BatchError
 from lightning_pp.split.data.microbatch import BatchPart
+from lightning_pp.split.data.tree import map_leaves
 
 # of this function, and of transformers' DataCollatorWithFlattening
 _OFFSETS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
@@ -121,21 +122,28 @@ def _bounds(offsets: Sequence[int], number: int) -> list[int]:
 def _part(batch: MutableMapping[str, Any], num_tokens: int, offsets: Sequence[int]) -> BatchPart:
     """The documents between the first and the last of ``offsets``."""
     start, size = offsets[0], offsets[-1] - offsets[0]
-    lengths = [end - begin for begin, end in itertools.pairwise(offsets)]
+    longest = max(end - begin for begin, end in itertools.pairwise(offsets))
+
+    def cut(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or num_tokens not in leaf.shape:
+            return leaf
+        dims = [dim for dim, length in enumerate(leaf.shape) if length == num_tokens]
+        if len(dims) > 1:
+            raise BatchError(
+                f"{name!r} of the batch has shape {tuple(leaf.shape)}, in which several dimensions are as long as the "
+                f"row of {num_tokens} tokens. split_packed cuts one dimension of a tensor. Make such a mask in the "
+                "step, of 'position_ids' or 'cu_seqlens'."
+            )
+        return leaf.narrow(dims[0], start, size).contiguous()
+
     part = copy.copy(batch)
     for name, value in batch.items():
         if name in _OFFSETS and value is not None:
             part[name] = torch.tensor([offset - start for offset in offsets], dtype=value.dtype, device=value.device)
         elif name in _LONGEST and value is not None:
-            part[name] = torch.full_like(value, max(lengths)) if isinstance(value, Tensor) else max(lengths)
-        elif isinstance(value, Tensor) and num_tokens in value.shape:
-            if list(value.shape).count(num_tokens) > 1:
-                raise BatchError(
-                    f"{name!r} of the batch has shape {tuple(value.shape)}, in which several dimensions are as long as "
-                    f"the row of {num_tokens} tokens. split_packed cuts one dimension of a tensor. Make such a mask in "
-                    "the step, of 'position_ids' or 'cu_seqlens'."
-                )
-            part[name] = value.narrow(list(value.shape).index(num_tokens), start, size).contiguous()
+            part[name] = torch.full_like(value, longest) if isinstance(value, Tensor) else longest
+        else:
+            part[name] = map_leaves(cut, value)
     return BatchPart(part, _num_samples(part, size))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pp.errors import BatchError
+from lightning_pp.errors import BatchError, add_note
 from lightning_pp.split.data.microbatch import (
     BatchDim,
     batch_size_of,
@@ -117,11 +116,11 @@ def _other_dims(batch: Any, batch_dim: BatchDim) -> str:
 
 @contextmanager
 def lengths_noted(batch: Any, num_microbatches: int, batch_dim: BatchDim) -> Iterator[None]:
-    """Adds to an exception raised within how a batch was cut, if that may be the cause (from Python 3.11 on)."""
+    """Adds to an exception raised within how a batch was cut, if that may be the cause."""
     try:
         yield
     except Exception as error:
-        if num_microbatches > 1 and sys.version_info >= (3, 11):
+        if num_microbatches > 1:
             named, text = dims_of_samples(batch, batch_dim), _other_dims(batch, batch_dim)
             lengths = {place: len(each) for place, each in placed_tensors(batch).items() if id(each) not in named}
             if len(set(lengths.values())) > 1:
@@ -132,5 +131,5 @@ def lengths_noted(batch: Any, num_microbatches: int, batch_dim: BatchDim) -> Ite
                 )
             if text:
                 cut = f"The batch was cut into {num_microbatches} microbatches along dimension 0."
-                error.add_note(f"{cut} {text.lstrip()}")
+                add_note(error, f"{cut} {text.lstrip()}")
         raise

@@ -172,12 +172,12 @@ def test_parts_are_as_equal_as_documents_allow(of: str, lengths: tuple[int, ...]
 def test_other_entries_of_a_row() -> None:
     collated = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(documents((3, 5, 2, 4)))
     weights = torch.randn(14, 2)
-    batch = BatchEncoding({**collated, "token_weights": weights, "class_weights": torch.ones(VOCAB), "name": "a"})
+    batch = BatchEncoding({**collated, "deep": [weights], "class_weights": torch.ones(VOCAB), "name": "a"})
     first, second = split_packed(batch, 2)
     assert type(first.data) is BatchEncoding and batch["input_ids"].shape == (1, 14)
     assert first.data["cu_seq_lens_k"].tolist() == [0, 3, 8] and first.data["max_length_q"] == 5
     assert second.data["cu_seq_lens_q"].tolist() == [0, 2, 6] and second.data["max_length_k"] == 4
-    assert torch.equal(torch.cat([first.data["token_weights"], second.data["token_weights"]]), weights)
+    assert torch.equal(torch.cat([first.data["deep"][0], second.data["deep"][0]]), weights)
     assert second.data["class_weights"] is batch["class_weights"] and second.data["name"] == "a"
     del batch["labels"]
     assert [part.num_samples for part in split_packed(batch, 2)] == [8, 6]
