@@ -22,6 +22,7 @@ __all__ = [
     "PipelineParallelStrategy",
     "PipelineProfiler",
     "PipelineWandbLogger",
+    "split_packed",
     "verify",
 ]
 
@@ -29,6 +30,7 @@ _ROOMS = {
     "BatchPart": "split",
     "CombinedOptimizer": "combined_optimizer",
     "PipelineParallelStrategy": "strategy",
+    "split_packed": "packed_batches",
     "verify": "verification",
 }
 _REGISTRY = "lightning.pytorch.strategies"
@@ -36,6 +38,7 @@ _REGISTRY = "lightning.pytorch.strategies"
 if TYPE_CHECKING:
     from lightning_pp.callbacks import MemorySnapshots, PipelineMonitor, PipelineProfiler, PipelineWandbLogger
     from lightning_pp.combined_optimizer import CombinedOptimizer
+    from lightning_pp.packed_batches import split_packed
     from lightning_pp.split import BatchPart
     from lightning_pp.strategy import PipelineParallelStrategy
     from lightning_pp.verification import verify

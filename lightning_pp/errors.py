@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+
+_log = logging.getLogger(__name__)
+
 
 class ConfigurationError(ValueError):
     """An option, a size or a combination of options cannot work."""
@@ -38,3 +42,12 @@ class NonFiniteError(ArithmeticError):
 
 class CheckpointError(RuntimeError):
     """A checkpoint does not fit the model, or is damaged."""
+
+
+def add_note(error: Exception, note: str) -> None:
+    """Adds a note to an exception. Python 3.10 prints no notes, so it is logged there too."""
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    else:
+        vars(error).setdefault("__notes__", []).append(note)
+        _log.error(note)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import nn
 
@@ -22,7 +22,8 @@ ActivationCheckpointing = bool | str | Sequence[Any] | Callable[..., Any]
 
 def check_activation_checkpointing(value: ActivationCheckpointing) -> None:
     """Raises :class:`ConfigurationError` unless it is a bool, patterns, operations or a policy."""
-    if isinstance(value, (bool, str)) or callable(value) or _are_patterns(value) or _are_operations(value):
+    are_operations = _is_list(value) and all(isinstance(item, OPERATION_TYPES) for item in value)
+    if isinstance(value, (bool, str)) or callable(value) or _are_patterns(value) or are_operations:
         return
     raise ConfigurationError(
         f"activation_checkpointing={value!r} must be True, a list of names or patterns of units, a list of operations "
@@ -35,7 +36,7 @@ def policy_of(value: ActivationCheckpointing) -> Policy | None:
     """What units that are run again save even so, if the strategy's argument says it."""
     if isinstance(value, (bool, str)) or not value or _are_patterns(value):
         return None
-    return list(value) if _is_list(value) else value  # type: ignore[arg-type,return-value]
+    return list(value) if _is_list(value) else value  # type: ignore[return-value]
 
 
 def recomputation_of(
@@ -106,13 +107,9 @@ def _around(name: str, unit: nn.Module) -> list[str]:
     return [name, *(".".join(parts[:number]) for number in range(len(parts), 0, -1))]
 
 
-def _is_list(value: Any) -> bool:
+def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def _are_patterns(value: Any) -> bool:
     return _is_list(value) and all(isinstance(item, str) for item in value)
-
-
-def _are_operations(value: Any) -> bool:
-    return _is_list(value) and all(isinstance(item, OPERATION_TYPES) for item in value)

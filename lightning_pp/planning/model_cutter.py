@@ -94,7 +94,7 @@ class ModelCutter:
         self.module = module
         self.options = options
         self.sizes = sizes
-        self.batch_size = batch_size_of(step.batch)
+        self.batch_size = batch_size_of(step.batch, options.batches.batch_dim)
         self.microbatch = step.microbatches[0]
         self.num_microbatches = len(step.microbatches)
         self._step = step

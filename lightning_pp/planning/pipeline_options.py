@@ -15,7 +15,7 @@ from lightning_pp.planning.cuts import CutOptions
 from lightning_pp.planning.schedules.options import ScheduleOptions
 from lightning_pp.planning.sharded_stages import ShardingSettings
 from lightning_pp.planning.tuning import LayoutRequest
-from lightning_pp.split.data.microbatch import SplitBatch
+from lightning_pp.split.data.microbatch import BatchDim, SplitBatch
 from lightning_pp.split.head.choice import SplitHead
 from lightning_pp.split.unit_calls.units import units_that_hold
 
@@ -34,6 +34,7 @@ class BatchOptions:
         on_nonfinite: Reaction to a loss or gradient that is not finite: ``"error"``, ``"skip"`` or ``"ignore"``.
         unequal_data: Reaction to ranks with different numbers of batches: ``"error"`` or ``"shortest"``.
         dynamic_step: Whether every microbatch is rehearsed.
+        batch_dim: The dimension of samples of tensors, by path, if it is not 0.
 
     Raises:
         ConfigurationError: A value is not of its kind.
@@ -45,6 +46,7 @@ class BatchOptions:
     on_nonfinite: OnNonFinite = "error"
     unequal_data: UnequalData = "error"
     dynamic_step: bool = False
+    batch_dim: BatchDim = None
 
     def __post_init__(self) -> None:
         check_size("num_microbatches", self.num_microbatches)
@@ -58,6 +60,10 @@ class BatchOptions:
                 f"split_batch={self.split_batch!r} must be a function of a batch and the largest number of "
                 "microbatches."
             )
+        if not all(type(dim) is int for dim in (self.batch_dim or {}).values()):
+            raise ConfigurationError(f"batch_dim={self.batch_dim!r} must give a number of a dimension for each path.")
+        if self.split_batch is not None and self.batch_dim:
+            raise ConfigurationError("split_batch= cuts the whole batch, so batch_dim= has no effect. Leave one out.")
 
 
 @dataclass(frozen=True)

@@ -304,15 +304,12 @@ class PipelineEngine:
         if call.training and self._compiled_backward is not None:
             self._compiled_backward.report()
         self._comparison.compare(call, batch)
-        is_checked = self._checks.check(call, batch, microbatches, self._seed)
-        return self._preparation.prepare(
-            call,
-            batch,
-            microbatches,
-            self._next_seed(training=call.training),
-            factor,
-            follows_estimates=is_checked and call.training,
-        )
+        with self._model.cutter.noted(batch, len(microbatches)):
+            is_checked = self._checks.check(call, batch, microbatches, self._seed)
+            seed, follows_estimates = self._next_seed(training=call.training), is_checked and call.training
+            return self._preparation.prepare(
+                call, batch, microbatches, seed, factor, follows_estimates=follows_estimates
+            )
 
     def _next_seed(self, *, training: bool) -> int:
         self._num_batches_run[training] += 1

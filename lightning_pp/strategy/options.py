@@ -21,7 +21,7 @@ from lightning_pp.planning.sharded_stages import ShardingSettings
 from lightning_pp.runtime.compilation import check_compile_options
 from lightning_pp.schedule import StageCosts
 from lightning_pp.schedule.sharding import ShardingMode
-from lightning_pp.split.data.microbatch import SplitBatch
+from lightning_pp.split.data.microbatch import BatchDim, SplitBatch
 from lightning_pp.strategy.lightning.mesh_strategy import MeshStrategy
 
 
@@ -176,6 +176,9 @@ class StrategyOptions(MeshStrategy):
             :class:`lightning_pp.BatchPart`, or of data whose tensors share one length along dimension 0, the same on
             every rank of a pipeline. In a configuration: ``{_target_: hydra.utils.get_method, path:
             my_module.split_graphs}``.
+        batch_dim: Dimension along which the samples of a tensor lie, if it is not 0, by the tensor's path in the batch:
+            ``{"position_ids": 1}`` for shape ``(3, samples, length)``. In nested dicts a path is
+            ``inputs.position_ids``, in a tuple ``[0]``, and a batch that is a tensor is ``batch``.
 
     Raises:
         ConfigurationError: The product of the sizes is not the number of devices; ``sharding`` is unknown; the budget
@@ -225,6 +228,7 @@ class StrategyOptions(MeshStrategy):
         preemption_seconds: float = 25.0,
         flight_recorder_dirpath: str | Path | None = None,
         split_batch: SplitBatch | None = None,
+        batch_dim: BatchDim = None,
     ) -> None:
         shards = ShardingSettings(sharding, unshard_budget, cpu_offload, data_parallel_replicate_size)
         super().__init__(
@@ -232,14 +236,12 @@ class StrategyOptions(MeshStrategy):
         )
         source = schedule_source(schedule, stages_per_rank, whole_batch_loss, search_seconds)
         source.check_sizes(pipeline_parallel_size)
-        self.options = PipelineOptions(
-            ScheduleOptions(source, memory_limit_gib, given_costs(costs), num_profiled_batches, save_costs),
-            BatchOptions(num_microbatches, split_batch, check_first_batches, on_nonfinite, unequal_data, dynamic_step),
-            CutOptions(names_of(split_points), unit_weights, rank_speeds, names_of(units), split_head),
-            shards,
-            activation_checkpointing,
-            device_memory_gib,
+        order = ScheduleOptions(source, memory_limit_gib, given_costs(costs), num_profiled_batches, save_costs)
+        batches = BatchOptions(
+            num_microbatches, split_batch, check_first_batches, on_nonfinite, unequal_data, dynamic_step, batch_dim
         )
+        cut = CutOptions(names_of(split_points), unit_weights, rank_speeds, names_of(units), split_head)
+        self.options = PipelineOptions(order, batches, cut, shards, activation_checkpointing, device_memory_gib)
         checkpoints = CheckpointOptions(save_distributed_checkpoint, async_checkpoint, initial_weights)
         self.run_options = RunOptions(compile, meta_init, checkpoints, deadlock_seconds, preemption_seconds)
         self._begin()

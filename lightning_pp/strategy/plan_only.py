@@ -65,9 +65,7 @@ class FirstStep:
 
     def microbatches(self, options: PipelineOptions, sizes: ParallelSizes) -> list[Microbatch]:
         """What training would cut the batch into."""
-        batches = options.batches
-        cutter = BatchCutter(options.num_microbatches, sizes.pipeline, batches.split_batch, self.module)
-        return cutter.cut(self.batch, for_training=True)
+        return BatchCutter(options, sizes.pipeline, self.module).cut(self.batch, for_training=True)
 
     def cutter(
         self,

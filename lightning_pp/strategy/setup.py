@@ -20,7 +20,6 @@ from lightning_pp.planning.stage_model import RecordedModel, RecordingOptions, S
 from lightning_pp.planning.tuning import Layout, LayoutRequest, compute_on_rank0
 from lightning_pp.split.cut.wide_cuts import ADVICE, WideCut, wide_cuts
 from lightning_pp.split.data.microbatch import Microbatch
-from lightning_pp.split.data.row_references import lengths_noted
 from lightning_pp.split.dry_run.weight_updates import Updates
 from lightning_pp.strategy.autotune.profiling import TunedPrograms
 from lightning_pp.strategy.batch.cutter import BatchCutter
@@ -91,9 +90,7 @@ class PipelineSetup:
         self.module = surroundings.module
         self.device = surroundings.device
         self._precision = surroundings.precision
-        self._cutter = BatchCutter(
-            self._options.num_microbatches, surroundings.sizes.pipeline, self._options.batches.split_batch, self.module
-        )
+        self._cutter = BatchCutter(self._options, surroundings.sizes.pipeline, self.module)
         self._communicators_bytes = surroundings.communicators_bytes
         self._device_memory: DeviceMemory | None = None
         self._update_hooks: UpdateHooks
@@ -237,7 +234,7 @@ class PipelineSetup:
         )
         if self._options.schedule.whole_batch_loss and step != "predict_step":
             recorded = ending_with_batch(recorded)
-        with lengths_noted(batch, len(microbatches)):
+        with self._cutter.noted(batch, len(microbatches)):
             recording = record_model(
                 self.module,
                 device=self.device,

@@ -283,7 +283,7 @@ def test_fields_of_the_strategy_are_checked_by_the_types_that_yaml_has() -> None
         "str | None": ["save_costs", "initial_weights", "process_group_backend", "flight_recorder_dirpath"],
         "list[str] | None": ["units", "split_points"],
         "list[float] | None": ["rank_speeds"],
-        "Any": ["costs", "unit_weights", "compile", "activation_checkpointing", "split_batch"],
+        "Any": ["costs", "unit_weights", "compile", "activation_checkpointing", "split_batch", "batch_dim"],
         "bool | int | str": ["split_head"],
         "TimeoutConf": ["timeout"],
         "bool": [name for name, argument in arguments.items() if argument.annotation == "bool"],

@@ -163,11 +163,7 @@ def _export_peft(
     if not options.merge:
         adapter = checkpoint.adapter_weights(dtype)
         files.export_safetensors_folder(
-            adapter,
-            target,
-            stem="adapter_model",
-            overwrite=options.overwrite,
-            also=checkpoint.save_adapter_config,
+            adapter, target, stem="adapter_model", overwrite=options.overwrite, also=checkpoint.save_adapter_config
         )
         base = checkpoint.base_directory
         about = f"for the base model {base}" if base else "its base model has no name: give it to PEFT yourself"

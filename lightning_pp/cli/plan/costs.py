@@ -82,11 +82,7 @@ def find_speed(
     Raises:
         UserError: A number is not positive, or the device is unknown.
     """
-    given = {
-        "efficiency": efficiency,
-        "peak_tflops": peak_tflops,
-        "memory_gb_per_s": memory_gb_per_s,
-    }
+    given = {"efficiency": efficiency, "peak_tflops": peak_tflops, "memory_gb_per_s": memory_gb_per_s}
     for name, value in given.items():
         if value is not None and not 0 < value < float("inf"):
             raise UserError(f"{name}={value} must be a positive number")

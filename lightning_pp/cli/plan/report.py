@@ -222,10 +222,7 @@ def _crossing_text(crossing: CrossingSummary) -> Text:
 def memory_table(plan: Plan) -> Table:
     """What each rank holds under the shown schedule."""
     limit = f", of {numbers.gib(plan.limit_bytes)} GiB" if plan.limit_bytes is not None else ""
-    table = Table(
-        title=f"Estimated memory of each rank under {plan.shown.name}, GiB{limit}",
-        title_justify="left",
-    )
+    table = Table(title=f"Estimated memory of each rank under {plan.shown.name}, GiB{limit}", title_justify="left")
     headings = ("parameters", "gathered", "gradients", "optimizer", "activations", "buffers", "peak")
     offloads = any(rank.host for rank in plan.shown.memory)
     for heading in ("rank", "stages", *headings, *(("on host",) if offloads else ())):

@@ -205,11 +205,7 @@ class Planner:
             seconds = (
                 configured.search_seconds if isinstance(configured, Searched) and name == configured.name else None
             )
-            source = schedule_source(
-                name,
-                whole_batch_loss=configured.whole_batch_loss,
-                search_seconds=seconds,
-            )
+            source = schedule_source(name, whole_batch_loss=configured.whole_batch_loss, search_seconds=seconds)
             source = source.with_stages_per_rank(configured.stages_per_rank)
             placements = source.placements(self._num_ranks)
             tell(f"building and simulating {name}")

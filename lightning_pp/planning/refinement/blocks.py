@@ -89,6 +89,7 @@ def what_differs(whole: RecordedModel, finer: RecordedModel, names: Collection[s
 
 def _course(record: StepRecord) -> Mapping[str, Any]:
     """What a step does outside of units, as far as it may change what a step gives, or when it is rehearsed."""
+    of_all = [record.tail, *(call.reads for call in record.calls)]
     return {
         "its control flow depends on values": (record.depends_on_batch_values, record.num_looks),
         "its control flow depends on random numbers": (record.may_branch_at_random, record.inter_unit_draws.in_python),
@@ -104,9 +105,5 @@ def _course(record: StepRecord) -> Mapping[str, Any]:
         "it has norms of another dtype": record.weights_of_float32_norms,
         # residuals are added; what else bears on how a loss grows with the batch stays inside
         "it sums up, multiplies or divides": sum(each.kind is not Kind.ADDITION for each in record.reductions),
-        "values leave units by side effects": _num_escapes(record),
+        "values leave units by side effects": sum(len(reads.escapes) for reads in of_all),
     }
-
-
-def _num_escapes(record: StepRecord) -> int:
-    return len(record.tail.escapes) + sum(len(call.reads.escapes) for call in record.calls)

@@ -47,7 +47,8 @@ def parts_make_whole(whole: Tensor, parts: Sequence[Tensor], weights: Sequence[f
         if all(others) and sum(part.shape[dim] for part in parts) == whole.shape[dim]:
             return _all_close(whole, torch.cat(list(parts), dim), tolerance)
     if any(part.shape != whole.shape for part in parts):
-        return not _grows_twice(whole.shape, parts)
+        grow = [sum(part.shape[dim] for part in parts) == size for dim, size in enumerate(whole.shape)]
+        return sum(grow) <= 1  # of rows beside rows nothing is said
     if not whole.is_floating_point():
         return True
     mean = sum(part.double() * weight for part, weight in zip(parts, weights, strict=True))
@@ -57,11 +58,6 @@ def parts_make_whole(whole: Tensor, parts: Sequence[Tensor], weights: Sequence[f
 
 def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:
     return (*shape[:dim], *shape[dim + 1 :])
-
-
-def _grows_twice(shape: Sequence[int], parts: Sequence[Tensor]) -> bool:
-    """Whether more than one dimension grows with the batch: rows beside rows."""
-    return sum(sum(part.shape[dim] for part in parts) == size for dim, size in enumerate(shape)) > 1
 
 
 def _all_close(value: Tensor, other: Tensor, tolerance: float) -> bool:
@@ -114,11 +110,8 @@ def watched(seen: Seen, module: nn.Module, units: Mapping[str, nn.Module]) -> It
     finally:
         hook.remove()
         now = {name: (buffer, version_of(buffer)) for name, buffer in module.named_buffers()}
-        seen.moved |= {name for name, (buffer, version) in now.items() if _differs(before.get(name), buffer, version)}
-
-
-def _differs(before: tuple[Tensor, int] | None, buffer: Tensor, version: int) -> bool:
-    return before is None or before[0] is not buffer or before[1] != version
+        old = {name: before.get(name, (None, 0)) for name in now}
+        seen.moved |= {name for name in now if old[name][0] is not now[name][0] or old[name][1] != now[name][1]}
 
 
 class _Functions(OutsideUnits):

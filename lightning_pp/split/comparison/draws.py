@@ -56,28 +56,21 @@ class Draws:
         """The whole has drawn ``tensor``."""
         self._drawn.setdefault(stretch, []).append(tensor.detach().clone())
 
-    def has_rows(self, stretch: Stretch, index: int, tensor: Tensor) -> bool:
-        """Whether the whole has drawn more, in the place where a part has drawn ``tensor``."""
-        drawn = self._drawn.get(stretch, [])
-        return index < len(drawn) and drawn[index].shape != tensor.shape
-
     def note_repeated(
-        self,
-        stretch: Stretch,
-        index: int,
-        device: torch.device,
-        generator: torch.Generator | None,
-        state: Tensor | None,
+        self, stretch: Stretch, index: int, tensor: Tensor, generator: torch.Generator | None, state: Tensor | None
     ) -> None:
-        """Finds out whether a part has drawn what every part draws.
+        """Finds out whether a part has drawn what every part draws, where the whole has drawn more.
 
         Args:
             stretch: What draws.
             index: The how-manieth tensor of it.
-            device: Where that is.
+            tensor: What the part has drawn.
             generator: What it is drawn from; None for the default generator.
             state: Of ``generator``, before the draw.
         """
+        drawn, device = self._drawn.get(stretch, []), tensor.device
+        if index >= len(drawn) or drawn[index].shape == tensor.shape:
+            return
         if generator is None or state is None:
             repeats = not all(
                 is_seeded_here(each) for each in torch_generators(device) if each.device.type == device.type
@@ -128,8 +121,8 @@ class _Drawing(OperationsMode):  # type: ignore[no-untyped-call]
             return
         index = self._indices.get(stretch, 0)
         self._indices[stretch] = index + 1
-        if self._stage is not None and self._draws.has_rows(stretch, index, tensor):
-            self._draws.note_repeated(stretch, index, tensor.device, generator, state)
+        if self._stage is not None:
+            self._draws.note_repeated(stretch, index, tensor, generator, state)
         self._draws.share_out(stretch, index, tensor, self._part)
 
 

@@ -198,10 +198,7 @@ def _least_slowest_stage(problem: CutProblem) -> list[int] | None:
 
 
 def _cheapest(
-    count: int,
-    num_stages: int,
-    cost: Callable[[int, int, int], float],
-    joined: Callable[[float, float], float] = max,
+    count: int, num_stages: int, cost: Callable[[int, int, int], float], joined: Callable[[float, float], float] = max
 ) -> list[int] | None:
     """Cuts with the least ``cost(stage, start, stop)`` of all stages, by dynamic programming; None if it is infinite.
 

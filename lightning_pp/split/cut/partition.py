@@ -175,10 +175,7 @@ def _bytes_crossing(record: StepRecord, order: Sequence[str], firsts: Sequence[i
         crossings = (find_crossing(record, [int(place >= first) for place in places], 2) for first in firsts)
         return [float(crossing.num_bytes(record)) for crossing in crossings]
     last_read: dict[tuple[int, int], int] = {}
-    for reads, place in [
-        *((call.reads, position[call.unit]) for call in record.calls),
-        (record.tail, len(order) - 1),
-    ]:
+    for reads, place in [*((call.reads, position[call.unit]) for call in record.calls), (record.tail, len(order) - 1)]:
         for value in reads.values:
             key = (value.call, value.leaf)
             last_read[key] = max(place, last_read.get(key, 0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_pp.errors import BatchError, ConfigurationError
-from lightning_pp.split.data.tree import children_of, entries_of, is_object, leaves_of, map_children
+from lightning_pp.split.data.tree import children_of, entries_of, is_object, leaves_of, map_children, path_of
+
+BatchDim = Mapping[str, int] | None
+"""By path of a tensor, the dimension along which its samples lie."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +23,8 @@ class Microbatch:
     """One slice of a batch.
 
     Attributes:
-        data: The slice, in the containers of the batch. Tensors are views of the batch's.
-        num_samples: Length of the slice along dimension 0.
+        data: The slice, in the containers of the batch. Tensors cut along dimension 0 are views of the batch's.
+        num_samples: How many samples it has.
         weight: Its share of the batch's samples; the weights of a batch's microbatches sum to 1.
     """
 
@@ -98,13 +101,15 @@ def _num_samples_of_part(part: Any, index: int, name: str) -> int:
     return next(iter(lengths.values()))
 
 
+def placed_tensors(batch: Any) -> dict[str, Tensor]:
+    """Place to tensor, for every tensor of at least one dimension in ``batch``."""
+    entries = entries_of(batch, "batch")
+    return {place: leaf for place, leaf in entries if isinstance(leaf, Tensor) and not leaf.is_nested and leaf.dim()}
+
+
 def lengths_of(batch: Any) -> dict[str, int]:
-    """Place to length along dimension 0, for every tensor of at least one dimension in ``batch``."""
-    return {
-        place: leaf.size(0)
-        for place, leaf in entries_of(batch, "batch")
-        if isinstance(leaf, Tensor) and not leaf.is_nested and leaf.dim() > 0
-    }
+    """Place to length along dimension 0, for the same tensors."""
+    return {place: tensor.size(0) for place, tensor in placed_tensors(batch).items()}
 
 
 def described(lengths: dict[str, int]) -> str:
@@ -115,39 +120,87 @@ def described(lengths: dict[str, int]) -> str:
     return ", ".join(places[:6]) + (f" and {len(places) - 6} more" if len(places) > 6 else "")
 
 
-def batch_size_of(batch: Any) -> int | None:
+def batch_size_of(batch: Any, batch_dim: BatchDim = None) -> int | None:
     """Number of samples in ``batch``: the length along dimension 0 that most of its tensors share.
 
     Among equally frequent lengths the one met first counts. A list with an entry per sample (detection targets: dicts
     of the same keys, beside a list of as many images, or with tensors of different lengths) says it at once. A batch
     without tensors of at least one dimension counts the elements of its first flat list of plain values (a list of
-    strings, say). ``None`` where nothing is found.
+    strings, say). ``None`` where nothing is found. Raises :class:`BatchError` if ``batch_dim`` does not fit the batch.
     """
-    num_listed = num_listed_samples(batch)
-    if num_listed is not None:
-        return num_listed
-    lengths = Counter(leaf.size(0) for leaf in leaves_of(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0)
-    if lengths:
-        return lengths.most_common(1)[0][0]
-    return next((len(values) for values in _lists(batch, _is_plain_list)), None)
+    return _samples_of(batch, batch_dim)[0]
 
 
-def split_batch(batch: Any, num_microbatches: int) -> list[Microbatch]:
+def _samples_of(batch: Any, batch_dim: BatchDim) -> tuple[int | None, dict[int, int]]:
+    """The number of samples, and the dimension along which they lie in the tensors that ``batch_dim`` names, by id."""
+    dims = dims_of_samples(batch, batch_dim)
+    number = num_listed_samples(batch)
+    if number is None:
+        tensors = [leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+        tensors.sort(key=lambda tensor: id(tensor) in dims)  # if lengths are equally frequent, the others decide
+        lengths = Counter(tensor.size(dims.get(id(tensor), 0)) for tensor in tensors)
+        lists = (len(values) for values in _lists(batch, _is_plain_list))
+        number = lengths.most_common(1)[0][0] if lengths else next(lists, None)
+    for place, tensor in placed_tensors(batch).items() if dims else ():
+        dim = dims.get(id(tensor), 0)
+        if id(tensor) in dims and tensor.size(dim) != number:
+            raise BatchError(
+                f"batch_dim names dimension {dim} of {path_of(place)!r}, whose shape is {tuple(tensor.shape)}. This "
+                f"dimension has size {tensor.size(dim)}, but the batch has {number} samples. Name the dimension along "
+                "which its samples lie."
+            )
+    return number, dims
+
+
+def dims_of_samples(batch: Any, batch_dim: BatchDim) -> dict[int, int]:
+    """By the id of each tensor that ``batch_dim`` names, the dimension along which its samples lie.
+
+    Raises:
+        BatchError: A path does not lead to a tensor that can be cut, or the tensor lacks the dimension.
+    """
+    dims: dict[int, int] = {}
+    if not batch_dim:
+        return dims
+    can_be_cut = set(map(id, leaves_of(batch)))  # nothing in objects, nor in lists with an entry per sample
+    if num_listed_samples(batch) is not None:
+        can_be_cut -= {id(leaf) for samples in _lists(batch, _is_list_of_samples) for leaf in leaves_of(samples)}
+    tensors = {place: tensor for place, tensor in placed_tensors(batch).items() if id(tensor) in can_be_cut}
+    for path, dim in batch_dim.items():
+        named = [tensor for place, tensor in tensors.items() if path in (place, path_of(place))]
+        if len(named) != 1:
+            shapes = [f"{path_of(place)!r} {tuple(tensor.shape)}" for place, tensor in tensors.items()]
+            raise BatchError(
+                f"batch_dim names {path!r}, and {len(named) or 'no'} tensors that can be cut have this path in the "
+                f"batch. Name one of: {', '.join(shapes) or 'none'}."
+            )
+        shape = tuple(named[0].shape)
+        if not -len(shape) <= dim < len(shape):
+            raise BatchError(
+                f"batch_dim names dimension {dim} of {path!r}, whose shape is {shape}. Name the dimension along which "
+                f"its samples lie, from 0 to {len(shape) - 1}."
+            )
+        dims[id(named[0])] = dim % len(shape)
+    return dims
+
+
+def split_batch(batch: Any, num_microbatches: int, batch_dim: BatchDim = None) -> list[Microbatch]:
     """Cuts ``batch`` into at most ``num_microbatches`` slices along dimension 0.
 
     Every tensor whose dimension 0 has the batch's length is cut, wherever it stands in the batch's tree; so is a list
     of that length that holds only plain values. All else (scalars, masks of another shape, class weights) goes whole to
     every microbatch. In a batch with a list that has an entry per sample, the lists of that length are cut, and the
     tensors in them stay whole. Where the length is not divisible, the first slices have one sample more; where it is
-    smaller than ``num_microbatches``, there are as many microbatches as samples.
+    smaller than ``num_microbatches``, there are as many microbatches as samples. Tensors that ``batch_dim`` names are
+    cut along the dimension that it says.
 
     Raises:
-        BatchError: The batch is empty, or holds data that has no dimension 0 to cut (packed, nested or sparse).
+        BatchError: The batch is empty, or holds data that has no dimension 0 to cut (packed, nested or sparse); or
+            ``batch_dim`` does not fit it.
         ConfigurationError: ``num_microbatches`` is less than 1.
     """
     if num_microbatches < 1:
         raise ConfigurationError(f"num_microbatches={num_microbatches} is not possible; use 1 or more, or 'auto'.")
-    num_samples = batch_size_of(batch)
+    num_samples, dims = _samples_of(batch, batch_dim)
     if num_samples is None:
         if num_microbatches > 1 and batch is not None and not isinstance(batch, (bool, int, float, str)):
             lengths = lengths_of(batch)
@@ -164,49 +217,51 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Microbatch]:
     num_slices = min(num_microbatches, num_samples)
     if num_slices == 1:
         return [Microbatch(batch, num_samples, 1.0)]
-    _refuse_uncuttable(batch, num_slices)
-    _refuse_objects_with_samples(batch, num_samples, num_slices)
-    has_sample_list = num_listed_samples(batch) is not None
+    cut = _slicer(batch, num_samples, num_slices, dims)
     smaller, larger = divmod(num_samples, num_slices)
-    microbatches, start = [], 0
-    for index in range(num_slices):
-        stop = start + smaller + (index < larger)
-        data = _slice(batch, num_samples, start, stop, has_sample_list)
-        microbatches.append(Microbatch(data, stop - start, (stop - start) / num_samples))
-        start = stop
-    return microbatches
+    sizes = [smaller + (index < larger) for index in range(num_slices)]
+    return [cut(sum(sizes[:index]), size) for index, size in enumerate(sizes)]
 
 
-def first_samples(batch: Any, number: int) -> Microbatch:
+def first_samples(batch: Any, number: int, batch_dim: BatchDim = None) -> Microbatch:
     """The first samples of ``batch``, a slice of it as :func:`split_batch` makes them.
 
     Args:
         batch: The batch.
         number: How many of its samples, at least 1.
+        batch_dim: As of :func:`split_batch`.
 
     Raises:
         BatchError: As :func:`split_batch` says.
         ConfigurationError: The batch has fewer, or its samples cannot be counted.
     """
-    num_samples = batch_size_of(batch)
+    num_samples, dims = _samples_of(batch, batch_dim)
     if num_samples is None or number > num_samples:
         has = "samples that cannot be counted" if num_samples is None else f"{num_samples} samples"
         raise ConfigurationError(f"microbatches of {number} samples cannot be made: the first batch has {has}")
     if number == num_samples:
         return Microbatch(batch, number, 1.0)
-    num_slices = -(-num_samples // number)
+    return _slicer(batch, num_samples, -(-num_samples // number), dims)(0, number)
+
+
+def _slicer(batch: Any, num_samples: int, num_slices: int, dims: Mapping[int, int]) -> Callable[[int, int], Microbatch]:
+    """What makes a slice of ``batch`` from the first sample of it and the number of its samples."""
     _refuse_uncuttable(batch, num_slices)
     _refuse_objects_with_samples(batch, num_samples, num_slices)
-    data = _slice(batch, num_samples, 0, number, num_listed_samples(batch) is not None)
-    return Microbatch(data, number, number / num_samples)
+    has_sample_list = num_listed_samples(batch) is not None
 
+    def slice_of(tree: Any, start: int, size: int) -> Any:
+        if isinstance(tree, Tensor):
+            dim = dims.get(id(tree), 0)
+            if tree.dim() == 0 or tree.shape[dim] != num_samples:
+                return tree
+            # steps may view what is contiguous in the batch
+            return tree[start : start + size] if dim == 0 else tree.narrow(dim, start, size).contiguous()
+        if _is_plain_list(tree) or (has_sample_list and _is_list_of_samples(tree)):
+            return tree[start : start + size] if len(tree) == num_samples else tree
+        return map_children(lambda child: slice_of(child, start, size), tree)
 
-def _slice(tree: Any, num_samples: int, start: int, stop: int, has_sample_list: bool) -> Any:
-    if isinstance(tree, Tensor):
-        return tree[start:stop] if tree.dim() > 0 and tree.shape[0] == num_samples else tree
-    if _is_plain_list(tree) or (has_sample_list and _is_list_of_samples(tree)):
-        return tree[start:stop] if len(tree) == num_samples else tree
-    return map_children(lambda child: _slice(child, num_samples, start, stop, has_sample_list), tree)
+    return lambda start, size: Microbatch(slice_of(batch, start, size), size, size / num_samples)
 
 
 def _is_plain_list(tree: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,16 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pp.errors import BatchError
-from lightning_pp.split.data.microbatch import described, lengths_of, num_listed_samples
-from lightning_pp.split.data.tree import entries_of
+from lightning_pp.errors import BatchError, add_note
+from lightning_pp.split.data.microbatch import (
+    BatchDim,
+    batch_size_of,
+    described,
+    dims_of_samples,
+    lengths_of,
+    num_listed_samples,
+    placed_tensors,
+)
+from lightning_pp.split.data.tree import path_of
 
 _INTEGERS = frozenset({torch.int16, torch.int32, torch.int64})
 # sources and targets; corners of triangles
 _SIDES = (2, 3)
 
 
-def refuse_row_references(batch: Any, num_samples: int, num_microbatches: int) -> None:
+def refuse_row_references(batch: Any, num_samples: int, num_microbatches: int, batch_dim: BatchDim = None) -> None:
     """Raises :class:`BatchError` for tensors that, by their values, point into rows of tensors of another length.
 
     Tensors of ``num_samples`` rows are about to be cut, and the others go whole to every microbatch. That is right for
@@ -33,15 +40,13 @@ def refuse_row_references(batch: Any, num_samples: int, num_microbatches: int) -
     * where a tensor that goes whole has the places at which the rows that are cut begin: integers that begin at 0, do
       not fall, and end at ``num_samples`` (offsets of packed sequences).
 
-    A batch with a list that has an entry per sample (detection targets) is not looked at.
+    A batch with a list that has an entry per sample (detection targets) is not looked at, nor are tensors that
+    ``batch_dim`` names.
     """
     if num_listed_samples(batch) is not None:
         return
-    tensors = {
-        place: leaf
-        for place, leaf in entries_of(batch, "batch")
-        if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested and leaf.dim() > 0
-    }
+    placed, dims = placed_tensors(batch).items(), dims_of_samples(batch, batch_dim)
+    tensors = {place: each for place, each in placed if each.layout is torch.strided and id(each) not in dims}
     if all(tensor.shape[0] == num_samples for tensor in tensors.values()):
         return
     for place, tensor in tensors.items():
@@ -52,7 +57,7 @@ def refuse_row_references(batch: Any, num_samples: int, num_microbatches: int) -
                 f"seem to refer to rows of others: {place}, of shape {tuple(tensor.shape)}, {finding}. Cutting the "
                 f"tensors of {num_samples} rows into {num_microbatches} microbatches would break such references, "
                 "since the others go whole to each microbatch. Give PipelineParallelStrategy(split_batch=...) a "
-                "function that cuts such a batch, or set num_microbatches=1."
+                f"function that cuts such a batch, or set num_microbatches=1.{_other_dims(batch, batch_dim)}"
             )
 
 
@@ -92,17 +97,39 @@ def _names_rows(tensor: Tensor, num_samples: int, num_microbatches: int) -> bool
     return least >= 0 and -(-num_samples // num_microbatches) <= most < num_samples
 
 
+def _other_dims(batch: Any, batch_dim: BatchDim) -> str:
+    """What to do where samples lie along another dimension than 0; empty if no other has as many entries."""
+    number, named = batch_size_of(batch, batch_dim), dims_of_samples(batch, batch_dim)
+    texts, found = [], []
+    for place, tensor in placed_tensors(batch).items():
+        dims = [str(dim) for dim, size in enumerate(tensor.shape) if dim > 0 and size == number]
+        if dims and id(tensor) not in named:
+            texts.append(f"{place}, of shape {tuple(tensor.shape)},")
+            found.append(f"{path_of(place)!r}: {' or '.join(dims)}")
+    if not texts:
+        return ""
+    return (
+        f" If the samples of {' and of '.join(texts)} lie along another dimension than 0, give "
+        f"PipelineParallelStrategy(batch_dim={{{', '.join(found)}}})."
+    )
+
+
 @contextmanager
-def lengths_noted(batch: Any, num_microbatches: int) -> Iterator[None]:
-    """Adds to an exception raised within how a batch was cut whose tensors differ in length (from Python 3.11 on)."""
+def lengths_noted(batch: Any, num_microbatches: int, batch_dim: BatchDim) -> Iterator[None]:
+    """Adds to an exception raised within how a batch was cut, if that may be the cause."""
     try:
         yield
     except Exception as error:
-        lengths = lengths_of(batch)
-        if num_microbatches > 1 and len(set(lengths.values())) > 1 and sys.version_info >= (3, 11):
-            error.add_note(
-                f"The batch was cut into {num_microbatches} microbatches along dimension 0, where its tensors differ "
-                f"in length: {described(lengths)}. Tensors of the most frequent length were cut. The others went whole "
-                "to every microbatch. If rows refer to each other, give PipelineParallelStrategy(split_batch=...)."
-            )
+        if num_microbatches > 1:
+            named, text = dims_of_samples(batch, batch_dim), _other_dims(batch, batch_dim)
+            lengths = {place: len(each) for place, each in placed_tensors(batch).items() if id(each) not in named}
+            if len(set(lengths.values())) > 1:
+                text = (
+                    f"There its tensors differ in length: {described(lengths)}. Tensors of the most frequent length "
+                    "were cut. The others went whole to every microbatch. If rows refer to each other, give "
+                    f"PipelineParallelStrategy(split_batch=...).{text}"
+                )
+            if text:
+                cut = f"The batch was cut into {num_microbatches} microbatches along dimension 0."
+                add_note(error, f"{cut} {text.lstrip()}")
         raise

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
+import re
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from pathlib import PurePath
@@ -112,6 +113,11 @@ def entries_of(tree: Any, place: str, _around: tuple[int, ...] = ()) -> Iterator
         yield from entries_of(child, place + name, (*_around, id(tree)))
 
 
+def path_of(place: str) -> str:
+    """``inputs.x[0]`` for the place ``batch['inputs']['x'][0]``, as options name parts of a batch."""
+    return re.sub(r"\['([^']*)'\]", r".\1", place.removeprefix("batch")).lstrip(".") or place
+
+
 def _named_children(tree: Any) -> list[tuple[str, Any]] | None:
     """What is directly in ``tree``, with what leads there; None for a leaf."""
     if isinstance(tree, (Tensor, str, bytes, int, float, complex, type(None), type)):
@@ -161,7 +167,7 @@ def _own(tree: Any, on_leaf: Callable[[Any], Any], known: dict[int, Any]) -> Any
             child = of_child(value)
             if child is not value:
                 own[key] = child
-    elif not _is_container(tree):
+    elif pytree.tree_is_leaf(tree) and _map_other_children(lambda child: child, tree) is _NO_CONTAINER:
         own = _own_object(tree, of_child, known) if is_object(tree) else on_leaf(tree)
     else:
         own = map_children(of_child, tree)
@@ -181,10 +187,6 @@ def _own_object(instance: Any, of_child: Callable[[Any], Any], known: dict[int, 
             if child is not value:
                 object.__setattr__(own, name, child)
     return own
-
-
-def _is_container(tree: Any) -> bool:
-    return not pytree.tree_is_leaf(tree) or _map_other_children(lambda child: child, tree) is not _NO_CONTAINER
 
 
 def _alias(leaf: Any) -> Any:

@@ -13,15 +13,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_pp.split._torch_private import tree_any, tree_map
 from lightning_pp.split.fakes.parameters import is_fake
 
-_READS = frozenset(
-    {
-        Tensor.numpy,
-        Tensor.__array__,
-        Tensor.tolist,
-        Tensor.__format__,
-        Tensor.__dlpack__,
-    }
-)
+_READS = frozenset({Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.__format__, Tensor.__dlpack__})
 _MAKES_OF_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 _GRADIENT_HOOKS = frozenset({Tensor.register_hook, Tensor.retain_grad})
 # products with weights inside these are not deferred, for nothing takes the place of the function as a whole
@@ -68,7 +60,8 @@ class PythonReads(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is Tensor.data_ptr and is_fake(args[0]):
             return self._address(args[0])
-        if func in _READS and isinstance(args[0], Tensor) and not _only_names_it(func, args):
+        # f"{tensor}" may as well show that it is fake; f"{tensor:.3f}" needs a number
+        if func in _READS and isinstance(args[0], Tensor) and (func is not Tensor.__format__ or args[1]):
             if self._is_missing(args[0]):
                 return func(self._read(args[0]).detach(), *args[1:], **kwargs)
             self._on_look(args[0])
@@ -84,8 +77,3 @@ class PythonReads(TorchFunctionMode):
 
     def _lacks(self, leaf: Any) -> bool:
         return isinstance(leaf, Tensor) and self._is_missing(leaf)
-
-
-def _only_names_it(func: Any, args: Any) -> bool:
-    """``f"{tensor}"`` may as well show that it is fake; ``f"{tensor:.3f}"`` needs a number."""
-    return func is Tensor.__format__ and not args[1]

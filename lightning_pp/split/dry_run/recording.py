@@ -157,9 +157,7 @@ class DryRun:
         self._operation_nodes: dict[Value, Any] = {}
         numbers = self.record.operation_numbers
         self.operations = OperationCalls(
-            lambda place: numbers.setdefault(place, len(numbers)),
-            self._on_operation,
-            lambda name, received: None,
+            lambda place: numbers.setdefault(place, len(numbers)), self._on_operation, lambda name, received: None
         )
         self._end = Reads()
         self._units_that_need_data: set[type[nn.Module]] = set()
@@ -405,8 +403,7 @@ class DryRun:
 
         What the end touched so far is needed there; nothing after that can be seen.
         """
-        self.record.tail = self._flow.reads
-        self.merge_end()
+        self.merge_all()
         self._note_what_decides()
         self._note_edits()
         self.record.value_reads_in_tail.append(line)

@@ -206,12 +206,7 @@ def _attempt(
         unit_calls = UnitCalls(units)
         run.running_region, run.num_regions = unit_calls.running_region, unit_calls.num_regions
         unit_calls.watch_regions(run.region_noted)
-        with (
-            run.recording(module),
-            unit_calls.handled_by(run.on_call),
-            recorder,
-            run.operations,
-        ):
+        with run.recording(module), unit_calls.handled_by(run.on_call), recorder, run.operations:
             result = step(run)
         run.finish(result, with_gradients)
         changed = changes()

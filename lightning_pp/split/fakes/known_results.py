@@ -184,12 +184,7 @@ def _layout(tensor: FakeTensor, first: FakeTensor | None, is_view: bool) -> _Lay
     if tensor.layout is not torch.strided or tensor.requires_grad:
         return None
     layout = _Layout(
-        tuple(tensor.shape),
-        tensor.stride(),
-        int(tensor.storage_offset()),
-        tensor.dtype,
-        tensor.fake_device,
-        is_view,
+        tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype, tensor.fake_device, is_view
     )
     remade = layout.fake(tensor.fake_mode, first)
     before: list[Any] = [tensor.untyped_storage().nbytes(), vars(tensor)]

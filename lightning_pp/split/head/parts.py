@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeGuard
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -74,7 +73,9 @@ class HeadPart(nn.Module):
         head = self._head[0]
         bias = None if head.bias is None else head.bias[self.first : self.last]
         logits = F.linear(hidden.reshape(-1, hidden.shape[-1]), head.weight[self.first : self.last], bias)
-        for name, arguments in _without_wide_cast(pointwise, logits.dtype):
+        # a cast to the dtype that sums are kept in anyway is left out: less is kept for backward so
+        is_wide_cast = pointwise == (("to", (sums_dtype(logits.dtype),)),)
+        for name, arguments in () if is_wide_cast else pointwise:
             logits = getattr(logits, name)(*arguments)
         sums = sums_of_part(logits, target, self.first, with_total=with_total)
         before = None
@@ -133,8 +134,3 @@ def _parts(head: nn.Linear, head_name: str, num_parts: int) -> list[HeadPart]:
     bounds = [round(number * num_classes / num_parts / tile) * tile for number in range(num_parts)] + [num_classes]
     bounds = sorted(set(bounds))
     return [HeadPart(head, head_name, *pair) for pair in itertools.pairwise(bounds)]
-
-
-def _without_wide_cast(pointwise: Pointwise, dtype: torch.dtype) -> Pointwise:
-    """``pointwise``, but for a cast to the dtype that sums are kept in anyway: less is kept for backward so."""
-    return () if pointwise == (("to", (sums_dtype(dtype),)),) else pointwise

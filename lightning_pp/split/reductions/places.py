@@ -51,13 +51,12 @@ def line_of(frame: FrameType) -> str:
 
 def _position(frame: FrameType) -> tuple[int | None, ...]:
     """Not ``f_lasti``: once the interpreter has specialised a call, another of its instructions makes it."""
-    positions = _positions_of(frame.f_code)
-    return (frame.f_lineno,) if positions is None else positions[frame.f_lasti // 2]
+    return _positions_of(frame.f_code)[frame.f_lasti // 2] if sys.version_info >= (3, 11) else (frame.f_lineno,)
 
 
 @lru_cache(maxsize=4096)
-def _positions_of(code: CodeType) -> list[tuple[int | None, ...]] | None:
-    return list(code.co_positions()) if sys.version_info >= (3, 11) else None
+def _positions_of(code: CodeType) -> list[tuple[int | None, ...]]:
+    return list(code.co_positions())
 
 
 def _user_frame() -> FrameType | None:

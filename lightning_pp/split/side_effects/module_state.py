@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import is_not
 from typing import Any
@@ -50,7 +50,7 @@ def preserved_state(module: nn.Module) -> Iterator[Changes]:
 @contextmanager
 def _preserved(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[Changes]:
     saved = []
-    generators = _generators_of(child for _, child in modules)
+    generators = [putting_back(value) for _, child in modules for value in child.__dict__.values()]
     kinds = {type(child) for _, child in modules}
     classes, of_classes = ClassAttributes(kinds), {kind: class_containers(kind) for kind in kinds}
     for name, child in modules:
@@ -78,7 +78,8 @@ def _preserved(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[Changes]:
             for key, value in child.__dict__.items():
                 if key.startswith("_") and key not in before:
                     continue
-                if key in _SKIPPED or key == BUFFERS or _is_replaced_method(child, key, value):
+                stands_in = callable(value) and callable(getattr(type(child), key, None))  # for a method, as log does
+                if key in _SKIPPED or key == BUFFERS or stands_in:
                     continue
                 rebound = key not in before or value is not at_start.get(key)
                 if rebound or (key in contents and _is_edited(before[key], contents[key])):
@@ -91,7 +92,7 @@ def _preserved(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[Changes]:
     try:
         yield changes
     finally:
-        for restore in (*generators, classes.restore):
+        for restore in filter(None, (*generators, classes.restore)):
             restore()
         for _, child, before, contents, of_class in saved:
             for key, held in contents.items():
@@ -165,17 +166,6 @@ def _put_back(attributes: dict[str, Any], before: Mapping[str, Any]) -> None:
     for key in [key for key in attributes if key not in before and key not in _SKIPPED]:
         del attributes[key]
     attributes.update({key: value for key, value in before.items() if key not in _SKIPPED})
-
-
-def _is_replaced_method(module: nn.Module, key: str, value: Any) -> bool:
-    """Whether ``value`` stands in for a method of the class, as ``log`` does in a dry run."""
-    return callable(value) and callable(getattr(type(module), key, None))
-
-
-def _generators_of(modules: Iterable[nn.Module]) -> list[Callable[[], None]]:
-    """What puts back the state of random generators that the modules hold."""
-    found = (putting_back(value) for child in modules for value in child.__dict__.values())
-    return [restore for restore in found if restore is not None]
 
 
 def python_generators() -> tuple[Any, ...]:

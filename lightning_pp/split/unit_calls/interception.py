@@ -105,7 +105,9 @@ class UnitCalls:
                     originals = call_of(unit) if compiled in (None, ABSENT) else compiled, unit.forward
                     patch = self._patches.get(name)
                     if patch is None or patch.originals != originals:
-                        patch = self._patches[name] = self._patch(name, unit, *originals)
+                        call, forward = self._patched_call(name, unit, originals[0]), originals[1]
+                        patch = _Patch(originals, call, self._patched_forward(name, forward))
+                        self._patches[name] = patch
                     attributes[COMPILED_CALL], attributes["forward"] = patch.call, patch.forward
                 yield
             finally:
@@ -134,9 +136,6 @@ class UnitCalls:
     def _installed_for(self, handler: CallHandler) -> Iterator[None]:
         with self.installed(), _InCharge(self, handler):
             yield
-
-    def _patch(self, name: str, unit: nn.Module, call: Callable[..., Any], forward: Callable[..., Any]) -> _Patch:
-        return _Patch((call, forward), self._patched_call(name, unit, call), self._patched_forward(name, forward))
 
     def _patched_call(self, name: str, unit: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
         run = partial(self._run, original)
@@ -189,12 +188,7 @@ class UnitCalls:
         return output
 
     def _route(
-        self,
-        handler: CallHandler,
-        name: str,
-        run: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, handler: CallHandler, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         global _num_handled
         num_ran = self._num_ran

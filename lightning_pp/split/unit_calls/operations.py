@@ -43,10 +43,7 @@ class OperationCalls(OutsideUnits):
     """
 
     def __init__(
-        self,
-        number_of: Callable[[OperationPlace], int | None],
-        on_operation: OnOperation,
-        note_function: NoteFunction,
+        self, number_of: Callable[[OperationPlace], int | None], on_operation: OnOperation, note_function: NoteFunction
     ) -> None:
         super().__init__()
         self._number_of = number_of

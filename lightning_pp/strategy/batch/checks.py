@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.precision import Precision
 
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.split._torch_private import version_of
-from lightning_pp.split.data.microbatch import Microbatch, batch_size_of
+from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.fakes.parameters import is_fake
 from lightning_pp.split.side_effects.generators import generators_untouched
 from lightning_pp.split.side_effects.module_state import preserved_state
@@ -82,7 +82,7 @@ class BatchChecks:
     def _check_part(self, call: StepCall, batch: Any, microbatches: Sequence[Microbatch], seed: int) -> None:
         module = self._preparation.module
         if call.training:
-            tell_of_batch_norm(module, microbatches[0].num_samples, batch_size_of(batch) or len(microbatches))
+            tell_of_batch_norm(module, microbatches[0].num_samples, sum(each.num_samples for each in microbatches))
         sizes = self._preparation.two_sizes(microbatches, batch)
         if all(self._groups.gather(sizes is not None, "whether a first batch is checked")) and sizes is not None:
             tolerance = tolerance_of(module, step_dtypes(self._precision).compute, self._device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -14,7 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_pp.distributed.control import ControlGroups
-from lightning_pp.errors import BatchError, ConfigurationError, SplitError
+from lightning_pp.errors import BatchError, ConfigurationError, SplitError, add_note
 from lightning_pp.split.comparison.consistency import Culprit, Seen, first_culprit, watched
 from lightning_pp.split.comparison.draws import Draws
 from lightning_pp.split.data.microbatch import Microbatch
@@ -33,8 +32,6 @@ from lightning_pp.strategy.batch.scaling import TwoSizes
 from lightning_pp.strategy.batch.whole_batch import END_OF_BATCH
 from lightning_pp.strategy.results.attributes import Left
 from lightning_pp.strategy.results.outputs import SKIPPED_IN_PART, NoLossError, loss_of
-
-_log = logging.getLogger(__name__)
 
 Outcome = Observed | Exception
 """What came of a run."""
@@ -202,11 +199,7 @@ class PartCheck:
                     f"{sizes} samples, to check that its loss adds up. If it works for microbatches, "
                     "check_first_batches=False turns this check off."
                 )
-                if hasattr(error, "add_note"):
-                    error.add_note(note)
-                else:  # Python 3.10, which prints no notes
-                    vars(error).setdefault("__notes__", []).append(note)
-                    _log.error(note)
+                add_note(error, note)
             raise
 
     def _of_whole(self, draws: Draws) -> Around:

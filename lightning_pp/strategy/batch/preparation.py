@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_pp.distributed.control import ControlGroups
+from lightning_pp.errors import BatchError
 from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.planning.step_plans import signature_of
 from lightning_pp.planning.step_state import AttributesOutsideUnits, StepState, holds_objects
@@ -255,5 +256,9 @@ class BatchPreparation:
         """A part of ``batch`` at two sizes, as a check or a comparison of dry runs takes it."""
         if self._ends_with_batch and len(microbatches) > 1:  # the end may need all samples
             return TwoSizes(in_one_piece(batch, microbatches), microbatches)
-        cutter = self._cutter
-        return two_sizes(microbatches, batch, cutter.cut_into, is_cut_by_user=cutter.is_users)
+        try:
+            return two_sizes(microbatches, batch, self._cutter.cut_into, is_cut_by_user=self._cutter.is_users)
+        except BatchError:  # the user's function may refuse to cut a part further, such as a single document
+            if not self._cutter.is_users:
+                raise
+        return TwoSizes(in_one_piece(batch, microbatches), microbatches, True) if len(microbatches) > 1 else None

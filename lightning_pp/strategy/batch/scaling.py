@@ -133,11 +133,7 @@ class ScaledBatch:
             return None
         scale = Scale(self.shares[microbatch], self.totals)
         return ScaledStep(
-            self.facts,
-            scale,
-            has_data,
-            refuses_unknown=self.is_training,
-            follows_estimates=self.follows_estimates,
+            self.facts, scale, has_data, refuses_unknown=self.is_training, follows_estimates=self.follows_estimates
         )
 
     def check_loss(self, output: Any) -> None:

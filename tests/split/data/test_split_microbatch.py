@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any
@@ -231,3 +232,39 @@ def test_copies_share_no_memory() -> None:
     copied["pair"].x.zero_()
     assert torch.equal(batch["x"], x()) and torch.equal(batch["pair"].x, x())
     assert copied["names"] == NAMES
+
+
+def test_named_dimensions_say_where_samples_lie() -> None:
+    axes = torch.arange(24).view(3, 4, 2)
+    batch = (axes, {"x": x(4), "deep": [axes + 24]})
+    dims = {"[0]": 1, "batch[1]['deep'][0]": -2}
+    assert batch_size_of(batch) == 3 and batch_size_of(batch, dims) == 4
+    parts = split_batch(batch, 3, dims)
+    assert [part.num_samples for part in parts] == [2, 1, 1]
+    assert torch.equal(torch.cat([part.data[0] for part in parts], 1), axes)
+    assert torch.equal(torch.cat([part.data[1]["deep"][0] for part in parts], 1), axes + 24)
+    assert torch.equal(torch.cat([part.data[1]["x"] for part in parts]), x(4))
+    assert all(tensor.is_contiguous() for part in parts for tensor in tensors_of(part.data))
+    assert torch.equal(first_samples(batch, 2, dims).data[0], axes[:, :2])
+    assert shapes([part.data for part in split_batch(axes, 2, {"batch": 2})]) == [(3, 4, 1)] * 2
+    square = torch.arange(9).view(3, 3)  # the option decides
+    assert split_batch({"x": square}, 3, {"x": 1})[0].data["x"].tolist() == [[0], [3], [6]]
+
+
+def test_named_dimensions_that_do_not_fit_are_refused() -> None:
+    class Held:
+        def __init__(self) -> None:
+            self.x = torch.ones(3, 4)
+
+    targets = [{"boxes": torch.ones(number, 4)} for number in (2, 1, 3)]
+    for batch, path in (({"x": x(4), "held": Held()}, "held.x"), ({"x": x(3), "targets": targets}, "targets[0].boxes")):
+        with pytest.raises(
+            BatchError, match=rf"names '{re.escape(path)}', and no tensors .* Name one of: 'x' \(\d, 2\)"
+        ):
+            split_batch(batch, 2, {path: 0})
+    same = {"a.b": x(4), "a": {"b": x(4)}}
+    with pytest.raises(BatchError, match=r"names 'a\.b', and 2 tensors that can be cut have this path"):
+        split_batch(same, 2, {"a.b": 0})
+    assert len(split_batch(same, 2, {"batch['a']['b']": 0})) == 2
+    with pytest.raises(BatchError, match=r"dimension 0 of 'y', whose shape is \(5, 2\)\. This .* size 5, but .* 4 sam"):
+        split_batch({"y": x(5), "x": x(4)}, 1, {"y": 0})

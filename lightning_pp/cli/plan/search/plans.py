@@ -22,7 +22,7 @@ from lightning_pp.planning.pipeline_options import PipelineOptions
 from lightning_pp.planning.schedules.source import schedule_source
 from lightning_pp.planning.stage_model import RecordedModel
 from lightning_pp.schedule import Schedule
-from lightning_pp.split.data.microbatch import first_samples
+from lightning_pp.split.data.microbatch import Microbatch, first_samples
 from lightning_pp.strategy.plan_only import FirstStep
 
 NUM_BEST = 10
@@ -274,7 +274,7 @@ class PlanSearch:
     # ---------------------------------------------------------------- what plans are made of
 
     def _cutter(self, layout: Layout, choice: ShardingChoice) -> ModelCutter:
-        microbatches = [first_samples(self._step.batch, layout.microbatch_size)] * layout.num_microbatches
+        microbatches = [self._first(layout.microbatch_size)] * layout.num_microbatches
         recordings = [(layout.num_stages, self._recording(layout))]
         options = self.options_of(layout, choice)
         sizes = ParallelSizes(layout.num_ranks, layout.num_replicas, choice.replicate_size)
@@ -301,8 +301,11 @@ class PlanSearch:
     def _memory_model_of(self, choice: ShardingChoice, num_replicas: int) -> MemoryModel:
         sharding = replace(self._options.sharding, mode=choice.mode, replicate_size=choice.replicate_size)
         sizes = ParallelSizes(1, num_replicas, choice.replicate_size)
-        microbatch = first_samples(self._step.batch, 1)
-        return self._step.cutter(replace(self._options, sharding=sharding), sizes, [microbatch]).memory_model
+        options = replace(self._options, sharding=sharding)
+        return self._step.cutter(options, sizes, [self._first(1)]).memory_model
+
+    def _first(self, number: int) -> Microbatch:
+        return first_samples(self._step.batch, number, self._options.batches.batch_dim)
 
     def _recording(self, layout: Layout) -> RecordedModel:
         has_policy = policy_of(layout.activation_checkpointing) is not None
@@ -312,7 +315,7 @@ class PlanSearch:
     def _recordings_of(self, num_samples: int, has_policy: bool) -> Recordings:
         value = self._options.activation_checkpointing if has_policy else False
         options = replace(self._options, activation_checkpointing=value)
-        return Recordings(self._step, options, first_samples(self._step.batch, num_samples))
+        return Recordings(self._step, options, self._first(num_samples))
 
 
 def _bubble(layout: Layout) -> float:

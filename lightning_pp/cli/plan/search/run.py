@@ -172,7 +172,8 @@ def _batch(config: DictConfig, request: Request) -> _Batch:
 
 
 def _space(config: DictConfig, request: Request, batch: _Batch, step: FirstStep) -> Space:
-    batch_size = batch_size_of(step.batch)
+    options = request.strategy.options
+    batch_size = batch_size_of(step.batch, options.batches.batch_dim)
     num_samples = batch.of_all_replicas(batch_size)
     if batch.key is not None and OmegaConf.select(config, batch.key) != batch_size:
         raise UserError(
@@ -193,8 +194,8 @@ def _space(config: DictConfig, request: Request, batch: _Batch, step: FirstStep)
         num_samples,
         batch.num_replicas if batch.key is None else None,
         list(dict.fromkeys(names)),
-        _values_of_checkpointing(request.strategy.options),
-        request.strategy.options.sharding,
+        _values_of_checkpointing(options),
+        options.sharding,
     )
 
 
