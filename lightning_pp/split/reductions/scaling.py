@@ -165,7 +165,8 @@ class ScaledStep(OutsideUnits):
         fact = self._facts.find(place)
         if fact is None:
             result = func(*self._all_normal(args), **self._all_normal(kwargs))
-            if kind is not Kind.LOSS or _counts_something(LossCall(func, args, kwargs)):
+            loss = LossCall(func, args, kwargs) if kind is Kind.LOSS else None
+            if loss is None or not loss.is_mean or loss.is_counted_by_target:
                 self._check_known(kind, line_of(frame), result)
             return result
         result = self._handlers[kind](place, fact, func, args, kwargs)
@@ -349,10 +350,6 @@ def _of_each_row(func: Any, args: Any) -> bool:
     """Whether this call takes the gradient of a sum for each of the samples that it adds up."""
     is_of_sum = func is torch.autograd.grad and all(degree_of(output) == 1 for output in args[0])
     return is_of_sum and all(given.is_leaf and not isinstance(given, nn.Parameter) for given in args[1])
-
-
-def _counts_something(loss: LossCall) -> bool:
-    return not loss.is_mean or loss.is_counted_by_target
 
 
 def extreme_of(tensor: Tensor) -> str | None:

@@ -82,7 +82,8 @@ class CountTrace(OutsideUnits):
         function, args, kwargs = self._running
         made: Made | None = None
         if fact.kind is Kind.LOSS:
-            made = self._made_by_targets(LossCall(function, args, kwargs))
+            counted = LossCall(function, args, kwargs).counted_targets()
+            made = None if counted is None else self._made_by(count_of_targets, counted, {})
         elif fact.kind is Kind.SUM and fact.over_rows:
             made = self._made_by(function, args, kwargs)
         if made is not None:
@@ -109,10 +110,6 @@ class CountTrace(OutsideUnits):
         for entry, each in enumerate(result) if several else [(None, result)]:
             if gives_value(each) and id(each) not in self._leaves:
                 setattr(each, _MADE, (self._run, version_of(each), made._replace(entry=entry)))
-
-    def _made_by_targets(self, loss: LossCall) -> Made | None:
-        counted = loss.counted_targets()
-        return None if counted is None else self._made_by(count_of_targets, counted, {})
 
     def _made_by(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Made | None:
         if "out" in kwargs:
