@@ -21,6 +21,7 @@ from lightning_pp.split.unit_calls.units import units_that_hold
 
 OnNonFinite = Literal["error", "skip", "ignore"]
 UnequalData = Literal["error", "shortest"]
+AuxiliaryLosses = Literal["error", "per_microbatch"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class BatchOptions:
         on_nonfinite: Reaction to a loss or gradient that is not finite: ``"error"``, ``"skip"`` or ``"ignore"``.
         unequal_data: Reaction to ranks with different numbers of batches: ``"error"`` or ``"shortest"``.
         dynamic_step: Whether every microbatch is rehearsed.
+        auxiliary_losses: Of products of means over samples in the loss: ``"error"`` or ``"per_microbatch"``.
 
     Raises:
         ConfigurationError: A value is not of its kind.
@@ -45,10 +47,12 @@ class BatchOptions:
     on_nonfinite: OnNonFinite = "error"
     unequal_data: UnequalData = "error"
     dynamic_step: bool = False
+    auxiliary_losses: AuxiliaryLosses = "error"
 
     def __post_init__(self) -> None:
         check_size("num_microbatches", self.num_microbatches)
-        for name, known in (("on_nonfinite", OnNonFinite), ("unequal_data", UnequalData)):
+        choices = {"on_nonfinite": OnNonFinite, "unequal_data": UnequalData, "auxiliary_losses": AuxiliaryLosses}
+        for name, known in choices.items():
             if getattr(self, name) not in get_args(known):
                 raise ConfigurationError(
                     f"{name}={getattr(self, name)!r} is unknown; it is one of {', '.join(get_args(known))}."

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from lightning_pp.split._torch_private import version_of
+from lightning_pp.split.comparison.auxiliary import AuxiliaryLosses, Call
 from lightning_pp.split.data.tree import tensors_of
 from lightning_pp.split.fakes.parameters import is_fake
 from lightning_pp.split.record.reduction import Kind
@@ -80,12 +81,14 @@ class Seen:
         units: Name of a unit, and the how-manieth of its calls, to the tensors it was given and gave.
         functions: Outside of units: name, line, tensors given and given back of each torch function.
         moved: Names of the buffers that the step wrote into.
+        auxiliary: Of a part: puts in the auxiliary losses of the whole.
     """
 
     share: float = 1.0
     units: dict[tuple[str, int], tuple[list[Tensor], list[Tensor]]] = field(default_factory=dict)
-    functions: list[tuple[str, str, list[Tensor], list[Tensor]]] = field(default_factory=list)
+    functions: list[Call] = field(default_factory=list)
     moved: set[str] = field(default_factory=set)
+    auxiliary: AuxiliaryLosses = field(default_factory=lambda: AuxiliaryLosses(()))
 
 
 @contextmanager
@@ -97,7 +100,7 @@ def watched(seen: Seen, module: nn.Module, units: Mapping[str, nn.Module]) -> It
         module: The whole model.
         units: Names and modules of its units.
     """
-    before = {name: (buffer, version_of(buffer)) for name, buffer in module.named_buffers()}
+    before = {name: (id(buffer), version_of(buffer)) for name, buffer in module.named_buffers()}
     names = {id(unit): name for name, unit in units.items()}
     times: dict[str, int] = {}
 
@@ -106,6 +109,7 @@ def watched(seen: Seen, module: nn.Module, units: Mapping[str, nn.Module]) -> It
         if name is not None:
             times[name] = times.get(name, -1) + 1
             seen.units[name, times[name]] = (_as_now((args, kwargs)), _as_now(output))
+            seen.auxiliary.meets_rows |= seen.auxiliary.holds((args, kwargs))
 
     hook = register_module_forward_hook(note, with_kwargs=True)
     try:
@@ -114,11 +118,7 @@ def watched(seen: Seen, module: nn.Module, units: Mapping[str, nn.Module]) -> It
     finally:
         hook.remove()
         now = {name: (buffer, version_of(buffer)) for name, buffer in module.named_buffers()}
-        seen.moved |= {name for name, (buffer, version) in now.items() if _differs(before.get(name), buffer, version)}
-
-
-def _differs(before: tuple[Tensor, int] | None, buffer: Tensor, version: int) -> bool:
-    return before is None or before[0] is not buffer or before[1] != version
+        seen.moved |= {name for name, (buffer, version) in now.items() if before.get(name) != (id(buffer), version)}
 
 
 class _Functions(OutsideUnits):
@@ -130,9 +130,9 @@ class _Functions(OutsideUnits):
         kwargs = kwargs or {}
         if running_unit() or kind_of(func) is Kind.READING:
             return func(*args, **kwargs)
-        given = _as_now(list(tensors_given(args, kwargs)))
-        result = func(*args, **kwargs)
-        self._seen.functions.append((getattr(func, "__name__", str(func)), user_line(), given, _as_now(result)))
+        name, given = getattr(func, "__name__", str(func)), _as_now(list(tensors_given(args, kwargs)))
+        result = self._seen.auxiliary.run(func, name, args, kwargs)
+        self._seen.functions.append((name, user_line(), given, _as_now(result)))
         return result
 
 

@@ -24,7 +24,7 @@ def _with_variants(*names: str) -> tuple[str, ...]:
 
 
 _NAMES: Mapping[Kind, tuple[str, ...]] = {
-    Kind.SUM: ("sum", "nansum", "count_nonzero", "bincount"),
+    Kind.SUM: ("sum", "nansum", "count_nonzero", "bincount", "histc"),
     Kind.CONTRACTION: (
         "matmul", "mm", "mv", "bmm", "dot", "vdot", "inner", "einsum", "tensordot", "__matmul__", "__rmatmul__",
     ),

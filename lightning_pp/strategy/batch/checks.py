@@ -89,7 +89,10 @@ class BatchChecks:
             check = PartCheck(
                 module, call.step, sizes, self._groups, self._preparation.split.units, tolerance, self._told
             )
-            check.run(partial(self._observe, call, sizes.whole.data, seed))
+            check.run(
+                partial(self._observe, call, sizes.whole.data, seed),
+                allows_auxiliary=self._preparation.allows_auxiliary,
+            )
 
     def _observe(
         self, call: StepCall, batch: Any, seed: int, microbatches: Sequence[Microbatch], around: Around

@@ -86,7 +86,8 @@ class BatchPreparation:
         self._is_dynamic = surroundings.options.batches.dynamic_step
         self._parameters = frozen.all()
         counting = StepCounting(module, split.units, metrics, device, precision.forward_context)
-        self._scaling = BatchScaling(groups, counting)
+        self.allows_auxiliary = surroundings.options.batches.auxiliary_losses == "per_microbatch"
+        self._scaling = BatchScaling(groups, counting, allows_auxiliary=self.allows_auxiliary)
         self._whole_batches = WholeBatchPlans()
         self._attributes = AttributesOutsideUnits(module, split.units, _LIGHTNINGS_ATTRIBUTES)
 
