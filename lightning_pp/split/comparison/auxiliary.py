@@ -38,17 +38,21 @@ class AuxiliaryLosses:
 
     Attributes:
         lines: The user's lines that have auxiliary losses.
+        products: Which of the calls make them, as products.
         meets_rows: Whether values of samples depend on one, so that it is more than a part of the loss.
     """
 
     def __init__(self, whole: Sequence[Call], share: float = 1.0) -> None:
         self._whole = iter(whole)
         self._share = share
+        self._place = -1
         self.lines: set[str] = set()
+        self.products: set[int] = set()
         self.meets_rows = False
 
     def run(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
         """Runs the function ``name``."""
+        self._place += 1
         given = list(tensors_given(args, kwargs))
         called, _, to_whole, by_whole = next(self._whole, ("", "", [], []))
         if called != name or len(given) != len(to_whole):
@@ -66,6 +70,7 @@ class AuxiliaryLosses:
         if is_product:
             degree = degree_of(result)
             result = set_degree(by_whole[0] * self._share**degree, degree)
+            self.products.add(self._place)
         if by_units or is_product:
             self.lines.add(user_line())
             depends = True

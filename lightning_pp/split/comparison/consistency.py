@@ -190,6 +190,15 @@ def first_culprit(whole: Seen, parts: Sequence[Seen], weights: Sequence[float], 
     return None
 
 
+def are_products_of_means(whole: Seen, parts: Sequence[Seen], weights: Sequence[float]) -> bool:
+    """Whether the factors of auxiliary losses between units are means, whose scale is known, and add up."""
+    for place in set().union(*(part.auxiliary.products for part in parts)):
+        of_given = [_of_whole(part.functions[place][2], part.share) for part in parts]
+        if not _all_make_whole(whole.functions[place][2], of_given, weights, 1e-3):
+            return False
+    return True
+
+
 def _all_make_whole(
     whole: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], weights: Sequence[float], tolerance: float
 ) -> bool:

@@ -16,7 +16,14 @@ from torch import Tensor, nn
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.errors import BatchError, ConfigurationError, SplitError
 from lightning_pp.split.comparison.auxiliary import AuxiliaryLosses
-from lightning_pp.split.comparison.consistency import Culprit, Seen, first_culprit, is_close, watched
+from lightning_pp.split.comparison.consistency import (
+    Culprit,
+    Seen,
+    are_products_of_means,
+    first_culprit,
+    is_close,
+    watched,
+)
 from lightning_pp.split.comparison.draws import Draws
 from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.record.source_lines import UNKNOWN_LINE, innermost_user_line
@@ -267,15 +274,17 @@ class PartCheck:
         is_explained = not any(difference.ends_run or not ends_run for difference in left)
         weights = [share for _, share in self._places]
         found: dict[int, Culprit] = {}
+        is_more = False
         for stage, seen in of_whole.items():
             others = [part[stage] for part in of_parts if stage in part]
             culprit = first_culprit(seen, others, weights, self._tolerance) if len(others) == len(of_parts) else None
             if culprit is not None:
                 found[stage] = culprit
+            is_more |= not are_products_of_means(seen, others, weights)
         moved = {name for seen in of_whole.values() for name in seen.moved}
         auxiliary = [seen.auxiliary for part in of_parts for seen in part.values()]
         lines = {line for each in auxiliary for line in each.lines}
-        is_more = any(each.meets_rows for each in auxiliary)
+        is_more |= any(each.meets_rows for each in auxiliary)
         if isinstance(whole, Observed) and isinstance(parts, Observed) and self._groups.is_last_stage:
             # each part's loss would be that of the whole if there were nothing else in it
             equal = all(is_close(loss, whole.loss, 1e-9) for loss in parts.losses)

@@ -115,6 +115,16 @@ class Scaling(Mixture):
         return F.cross_entropy(logits, batch[:, 1:].flatten()), balance
 
 
+class Masked(Mixtral):
+    """With an attention mask transformers adds up tokens by ``scatter_add_``, whose scale is not known."""
+
+    def losses(self, batch: Tensor, reduction: str = "mean") -> tuple[Tensor, Tensor]:
+        mask = torch.ones_like(batch)
+        mask[:, 5:] = 0
+        outputs = self.model(input_ids=batch, labels=batch, attention_mask=mask)
+        return outputs.loss, outputs.aux_loss
+
+
 class WholeLoss(Mixture):
     """All of the loss is made in a unit."""
 
@@ -217,7 +227,7 @@ def test_the_refusal_names_lines_and_an_option_that_trains(pool: WorkerPool, mod
     assert len(losses) == 3
 
 
-@pytest.mark.parametrize("model", [RootOfMean, Contrastive, Scaling, WholeLoss], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("model", [RootOfMean, Contrastive, Scaling, Masked, WholeLoss], ids=lambda each: each.__name__)
 @pytest.mark.parametrize("options", [{}, PER_MICROBATCH], ids=["default", "per_microbatch"])
 def test_other_losses_that_depend_on_the_cut_are_refused_as_before(
     pool: WorkerPool, model: type[Mixture], options: dict[str, Any]
