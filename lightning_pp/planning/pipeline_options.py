@@ -21,7 +21,7 @@ from lightning_pp.split.unit_calls.units import units_that_hold
 
 OnNonFinite = Literal["error", "skip", "ignore"]
 UnequalData = Literal["error", "shortest"]
-AuxiliaryLosses = Literal["error", "per_microbatch"]
+Auxiliary = Literal["error", "per_microbatch"]
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,14 @@ class BatchOptions:
     on_nonfinite: OnNonFinite = "error"
     unequal_data: UnequalData = "error"
     dynamic_step: bool = False
-    auxiliary_losses: AuxiliaryLosses = "error"
+    auxiliary_losses: Auxiliary = "error"
 
     def __post_init__(self) -> None:
         check_size("num_microbatches", self.num_microbatches)
-        choices = {"on_nonfinite": OnNonFinite, "unequal_data": UnequalData, "auxiliary_losses": AuxiliaryLosses}
+        choices = {"on_nonfinite": OnNonFinite, "unequal_data": UnequalData, "auxiliary_losses": Auxiliary}
         for name, known in choices.items():
-            if getattr(self, name) not in get_args(known):
-                raise ConfigurationError(
-                    f"{name}={getattr(self, name)!r} is unknown; it is one of {', '.join(get_args(known))}."
-                )
+            if (value := getattr(self, name)) not in get_args(known):
+                raise ConfigurationError(f"{name}={value!r} is unknown; it is one of {', '.join(get_args(known))}.")
         if self.split_batch is not None and not callable(self.split_batch):
             raise ConfigurationError(
                 f"split_batch={self.split_batch!r} must be a function of a batch and the largest number of "

@@ -13,13 +13,7 @@ from lightning_pp.distributed.sizes import Auto
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.activation_checkpointing import ActivationCheckpointing
 from lightning_pp.planning.cuts import CutOptions, names_of
-from lightning_pp.planning.pipeline_options import (
-    AuxiliaryLosses,
-    BatchOptions,
-    OnNonFinite,
-    PipelineOptions,
-    UnequalData,
-)
+from lightning_pp.planning.pipeline_options import Auxiliary, BatchOptions, OnNonFinite, PipelineOptions, UnequalData
 from lightning_pp.planning.schedules.given_costs import given_costs
 from lightning_pp.planning.schedules.options import DEFAULT_NUM_PROFILED_BATCHES, ScheduleOptions
 from lightning_pp.planning.schedules.source import schedule_source
@@ -211,7 +205,7 @@ class StrategyOptions(MeshStrategy):
         search_seconds: float | None = None,
         whole_batch_loss: bool = False,
         check_first_batches: bool = True,
-        auxiliary_losses: AuxiliaryLosses = "error",
+        auxiliary_losses: Auxiliary = "error",
         dynamic_step: bool = False,
         on_nonfinite: OnNonFinite = "error",
         unequal_data: UnequalData = "error",
@@ -243,17 +237,10 @@ class StrategyOptions(MeshStrategy):
         )
         source = schedule_source(schedule, stages_per_rank, whole_batch_loss, search_seconds)
         source.check_sizes(pipeline_parallel_size)
+        reactions = on_nonfinite, unequal_data, dynamic_step, auxiliary_losses
         self.options = PipelineOptions(
             ScheduleOptions(source, memory_limit_gib, given_costs(costs), num_profiled_batches, save_costs),
-            BatchOptions(
-                num_microbatches,
-                split_batch,
-                check_first_batches,
-                on_nonfinite,
-                unequal_data,
-                dynamic_step,
-                auxiliary_losses,
-            ),
+            BatchOptions(num_microbatches, split_batch, check_first_batches, *reactions),
             CutOptions(names_of(split_points), unit_weights, rank_speeds, names_of(units), split_head),
             shards,
             activation_checkpointing,

@@ -48,7 +48,8 @@ def parts_make_whole(whole: Tensor, parts: Sequence[Tensor], weights: Sequence[f
         if all(others) and sum(part.shape[dim] for part in parts) == whole.shape[dim]:
             return _all_close(whole, torch.cat(list(parts), dim), tolerance)
     if any(part.shape != whole.shape for part in parts):
-        return not _grows_twice(whole.shape, parts)
+        grows = [sum(part.shape[dim] for part in parts) == size for dim, size in enumerate(whole.shape)]
+        return sum(grows) < 2  # more than one: rows beside rows
     if not whole.is_floating_point():
         return True
     mean = sum(part.double() * weight for part, weight in zip(parts, weights, strict=True))
@@ -58,11 +59,6 @@ def parts_make_whole(whole: Tensor, parts: Sequence[Tensor], weights: Sequence[f
 
 def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:
     return (*shape[:dim], *shape[dim + 1 :])
-
-
-def _grows_twice(shape: Sequence[int], parts: Sequence[Tensor]) -> bool:
-    """Whether more than one dimension grows with the batch: rows beside rows."""
-    return sum(sum(part.shape[dim] for part in parts) == size for dim, size in enumerate(shape)) > 1
 
 
 def _all_close(value: Tensor, other: Tensor, tolerance: float) -> bool:
@@ -190,13 +186,13 @@ def first_culprit(whole: Seen, parts: Sequence[Seen], weights: Sequence[float], 
     return None
 
 
-def are_products_of_means(whole: Seen, parts: Sequence[Seen], weights: Sequence[float]) -> bool:
-    """Whether the factors of auxiliary losses between units are means, whose scale is known, and add up."""
+def are_only_losses(whole: Seen, parts: Sequence[Seen], weights: Sequence[float]) -> bool:
+    """Whether the auxiliary losses meet no rows, and are products of means that add up where they are products."""
     for place in set().union(*(part.auxiliary.products for part in parts)):
         of_given = [_of_whole(part.functions[place][2], part.share) for part in parts]
         if not _all_make_whole(whole.functions[place][2], of_given, weights, 1e-3):
             return False
-    return True
+    return not any(part.auxiliary.meets_rows for part in parts)
 
 
 def _all_make_whole(

@@ -68,7 +68,9 @@ class PythonReads(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is Tensor.data_ptr and is_fake(args[0]):
             return self._address(args[0])
-        if func in _READS and isinstance(args[0], Tensor) and not _only_names_it(func, args):
+        # f"{tensor}" may as well show that it is fake; f"{tensor:.3f}" needs a number
+        only_names_it = func is Tensor.__format__ and not args[1]
+        if func in _READS and isinstance(args[0], Tensor) and not only_names_it:
             if self._is_missing(args[0]):
                 return func(self._read(args[0]).detach(), *args[1:], **kwargs)
             self._on_look(args[0])
@@ -84,8 +86,3 @@ class PythonReads(TorchFunctionMode):
 
     def _lacks(self, leaf: Any) -> bool:
         return isinstance(leaf, Tensor) and self._is_missing(leaf)
-
-
-def _only_names_it(func: Any, args: Any) -> bool:
-    """``f"{tensor}"`` may as well show that it is fake; ``f"{tensor:.3f}"`` needs a number."""
-    return func is Tensor.__format__ and not args[1]

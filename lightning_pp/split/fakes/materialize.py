@@ -95,7 +95,8 @@ def _fill(root: nn.Module, fresh: dict[str, Tensor]) -> None:
     seed = torch.initial_seed()
     tensors = set(fresh.values())
     versions = {name: version_of(tensor) for name, tensor in fresh.items()}
-    with torch.no_grad(), torch.random.fork_rng(devices=_cuda_devices(tensors)), _only_changing(root, tensors):
+    devices = list({tensor.device for tensor in tensors if tensor.is_cuda})
+    with torch.no_grad(), torch.random.fork_rng(devices=devices), _only_changing(root, tensors):
         _initialize("", root, None, tensors, seed)
         for name, tensor in fresh.items():
             current = _current(root, name)
@@ -209,7 +210,3 @@ def _current(root: nn.Module, name: str) -> Tensor | None:
 
 def _join(name: str, key: str) -> str:
     return f"{name}.{key}" if name else key
-
-
-def _cuda_devices(tensors: Collection[Tensor]) -> list[torch.device]:
-    return list({tensor.device for tensor in tensors if tensor.is_cuda})

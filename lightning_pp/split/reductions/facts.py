@@ -146,7 +146,8 @@ def _fact(small: Reduction, large: Reduction | None, ratio: float, has_dynamic_s
                         for degree, number in zip(degrees, small.numbers, strict=False))  # fmt: skip
     if over_rows and small.is_mean and large is not None and not _in_ratio(small.given, large.given, ratio):
         has_dynamic_shapes = True
-    made_of_batch = over_rows and not small.depends_on_weights and not _is_arithmetic(small.kind)
+    is_arithmetic = small.kind in (Kind.PRODUCT, Kind.QUOTIENT, Kind.ADDITION, Kind.NUMBER)
+    made_of_batch = over_rows and not small.depends_on_weights and not is_arithmetic
     is_counted = made_of_batch or (
         over_rows and small.is_mean and small.is_countable and (small.is_counted or has_dynamic_shapes)
     )
@@ -166,10 +167,6 @@ def _fact(small: Reduction, large: Reduction | None, ratio: float, has_dynamic_s
 def _in_ratio(small: Sequence[Shape], large: Sequence[Shape], ratio: float) -> bool:
     """Whether what grows does so as the number of samples: there are as many elements for each."""
     return all(math.isclose(math.prod(b), ratio * math.prod(a)) for a, b in zip(small, large, strict=False) if a != b)
-
-
-def _is_arithmetic(kind: Kind) -> bool:
-    return kind in (Kind.PRODUCT, Kind.QUOTIENT, Kind.ADDITION, Kind.NUMBER)
 
 
 def _degree(small: float, large: float, ratio: float) -> float | None:

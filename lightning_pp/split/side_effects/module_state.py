@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import is_not
 from typing import Any
@@ -50,7 +50,8 @@ def preserved_state(module: nn.Module) -> Iterator[Changes]:
 @contextmanager
 def _preserved(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[Changes]:
     saved = []
-    generators = _generators_of(child for _, child in modules)
+    found = (putting_back(value) for _, child in modules for value in child.__dict__.values())
+    generators = [restore for restore in found if restore is not None]
     kinds = {type(child) for _, child in modules}
     classes, of_classes = ClassAttributes(kinds), {kind: class_containers(kind) for kind in kinds}
     for name, child in modules:
@@ -170,12 +171,6 @@ def _put_back(attributes: dict[str, Any], before: Mapping[str, Any]) -> None:
 def _is_replaced_method(module: nn.Module, key: str, value: Any) -> bool:
     """Whether ``value`` stands in for a method of the class, as ``log`` does in a dry run."""
     return callable(value) and callable(getattr(type(module), key, None))
-
-
-def _generators_of(modules: Iterable[nn.Module]) -> list[Callable[[], None]]:
-    """What puts back the state of random generators that the modules hold."""
-    found = (putting_back(value) for child in modules for value in child.__dict__.values())
-    return [restore for restore in found if restore is not None]
 
 
 def python_generators() -> tuple[Any, ...]:

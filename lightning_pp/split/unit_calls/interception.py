@@ -105,7 +105,9 @@ class UnitCalls:
                     originals = call_of(unit) if compiled in (None, ABSENT) else compiled, unit.forward
                     patch = self._patches.get(name)
                     if patch is None or patch.originals != originals:
-                        patch = self._patches[name] = self._patch(name, unit, *originals)
+                        call, forward = originals
+                        patched = self._patched_call(name, unit, call), self._patched_forward(name, forward)
+                        patch = self._patches[name] = _Patch(originals, *patched)
                     attributes[COMPILED_CALL], attributes["forward"] = patch.call, patch.forward
                 yield
             finally:
@@ -134,9 +136,6 @@ class UnitCalls:
     def _installed_for(self, handler: CallHandler) -> Iterator[None]:
         with self.installed(), _InCharge(self, handler):
             yield
-
-    def _patch(self, name: str, unit: nn.Module, call: Callable[..., Any], forward: Callable[..., Any]) -> _Patch:
-        return _Patch((call, forward), self._patched_call(name, unit, call), self._patched_forward(name, forward))
 
     def _patched_call(self, name: str, unit: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
         run = partial(self._run, original)

@@ -16,14 +16,7 @@ from torch import Tensor, nn
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.errors import BatchError, ConfigurationError, SplitError
 from lightning_pp.split.comparison.auxiliary import AuxiliaryLosses
-from lightning_pp.split.comparison.consistency import (
-    Culprit,
-    Seen,
-    are_products_of_means,
-    first_culprit,
-    is_close,
-    watched,
-)
+from lightning_pp.split.comparison.consistency import Culprit, Seen, are_only_losses, first_culprit, is_close, watched
 from lightning_pp.split.comparison.draws import Draws
 from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.record.source_lines import UNKNOWN_LINE, innermost_user_line
@@ -87,7 +80,8 @@ class PartCheck:
         groups: Join the ranks.
         units: Names and modules of the units.
         tolerance: How far values may be apart, relatively.
-        told: What has been told of attributes so far; gets more.
+        told: What has been told of attributes and auxiliary losses so far; gets more.
+        allows_auxiliary: Whether an auxiliary loss may depend on the cut.
     """
 
     def __init__(
@@ -99,8 +93,10 @@ class PartCheck:
         units: Mapping[str, nn.Module],
         tolerance: float,
         told: set[str],
+        allows_auxiliary: bool,
     ) -> None:
         self._told = told
+        self._allows_auxiliary = allows_auxiliary
         self._module = module
         self._step = step
         self._sizes = sizes
@@ -112,12 +108,11 @@ class PartCheck:
         total = sum(part.num_samples for part in parts)
         self._places = [(start / total, part.num_samples / total) for start, part in zip(starts, parts, strict=True)]
 
-    def run(self, observe: Observe, *, allows_auxiliary: bool = False) -> None:
+    def run(self, observe: Observe) -> None:
         """Compares the two; how that ends on the last stage is known to every rank before one of them goes on.
 
         Args:
             observe: Runs the step.
-            allows_auxiliary: Whether an auxiliary loss may depend on the cut.
 
         Raises:
             SplitError: The two differ, on any replica.
@@ -140,7 +135,7 @@ class PartCheck:
         are_attributes = all(difference.is_attribute for found in of_replicas for difference in found)
         are_harmless = are_attributes and not self._attributes_matter(observe, whole, parts)
         ends_run = any(difference.ends_run for found in of_replicas for difference in found)
-        found = Found() if are_harmless else self._culprit(observe, ends_run, allows_auxiliary)
+        found = Found() if are_harmless else self._culprit(observe, ends_run)
         shown = differences or next(found for found in of_replicas if found)
         sizes = [part.num_samples for part in self._sizes.parts]
         code = getattr(inspect.unwrap(getattr(type(self._module), self._step)), "__code__", None)
@@ -150,7 +145,7 @@ class PartCheck:
                 rank_zero_warn(text_about_attributes(new, where))
             self._told.update(difference.what for difference in new)
             return
-        if found.auxiliary and allows_auxiliary:
+        if found.auxiliary and self._allows_auxiliary:
             told_now = set(found.auxiliary) - self._told
             if told_now:
                 rank_zero_info(
@@ -235,15 +230,12 @@ class PartCheck:
     def _of_parts(self, draws: Draws) -> Around:
         return lambda index, stage: draws.on_part(stage, *self._places[index], is_end=index == END_OF_BATCH)
 
-    def _culprit(self, observe: Observe, ends_run: bool, allows_auxiliary: bool) -> Found:
-        """Runs both again, watched, each part with the buffers as they were before the batch.
-
-        The parts have the auxiliary losses of the whole.
+    def _culprit(self, observe: Observe, ends_run: bool) -> Found:
+        """Runs both again, watched: each part with the buffers as before the batch, and auxiliary losses of the whole.
 
         Args:
             observe: Runs the step.
             ends_run: Whether only differences count that end the run.
-            allows_auxiliary: Whether an auxiliary loss may depend on the cut.
         """
         draws = Draws()
         of_whole: dict[int, Seen] = {}
@@ -253,7 +245,7 @@ class PartCheck:
         def around(context: Any, of_run: dict[int, Seen], stage: int | None, share: float) -> ExitStack:
             stack = ExitStack()
             for name, buffer in self._module.named_buffers():  # as before the batch, whatever a part has left
-                if name in buffers:
+                if name in buffers and not self._allows_auxiliary:  # then nothing else may be the reason
                     buffer.detach().copy_(buffers[name])
             stack.enter_context(context)
             if stage is not None:
@@ -271,34 +263,29 @@ class PartCheck:
         )
         outcomes = self._groups.all_or_none(partial(self._compared, whole, parts, draws), "What a check found again")
         left = [each for _, found in outcomes for each in found if not each.is_attribute]
-        is_explained = not any(difference.ends_run or not ends_run for difference in left)
         weights = [share for _, share in self._places]
         found: dict[int, Culprit] = {}
-        is_more = False
+        # each part's loss would be that of the whole if there were nothing else in it
+        assert isinstance(whole, Observed) and isinstance(parts, Observed)
+        is_alone = self._groups.is_last_stage and all(is_close(loss, whole.loss, 1e-9) for loss in parts.losses)
+        lines, are_losses = set[str](), not is_alone or (self._allows_auxiliary and not whole.losses)
         for stage, seen in of_whole.items():
             others = [part[stage] for part in of_parts if stage in part]
             culprit = first_culprit(seen, others, weights, self._tolerance) if len(others) == len(of_parts) else None
             if culprit is not None:
                 found[stage] = culprit
-            is_more |= not are_products_of_means(seen, others, weights)
+            lines = lines.union(*(other.auxiliary.lines for other in others))
+            are_losses = are_losses and are_only_losses(seen, others, weights)
         moved = {name for seen in of_whole.values() for name in seen.moved}
-        auxiliary = [seen.auxiliary for part in of_parts for seen in part.values()]
-        lines = {line for each in auxiliary for line in each.lines}
-        is_more |= any(each.meets_rows for each in auxiliary)
-        if isinstance(whole, Observed) and isinstance(parts, Observed) and self._groups.is_last_stage:
-            # each part's loss would be that of the whole if there were nothing else in it
-            equal = all(is_close(loss, whole.loss, 1e-9) for loss in parts.losses)
-            is_more |= equal if whole.losses else not allows_auxiliary
-        told = self._groups.gather_in_pipeline((found, moved, lines, is_more))
+        told = self._groups.gather_in_pipeline((found, moved, lines, are_losses))
         everywhere = {stage: culprit for one, *_ in told for stage, culprit in one.items()}
-        is_explained = is_explained and not any(more for *_, more in told)
-        of_replicas = self._groups.gather(
-            (is_explained, set().union(*(each for *_, each, _ in told))), "the auxiliary losses of a first batch"
-        )
+        is_explained = all(are for *_, are in told) and not any(each.ends_run or not ends_run for each in left)
+        lines = lines.union(*(each for *_, each, _ in told))
+        of_replicas = self._groups.gather((is_explained, lines), "the auxiliary losses of a first batch")
         return Found(
             everywhere[min(everywhere)] if everywhere else None,
             [] if left else sorted({name for _, names, *_ in told for name in names}),
-            sorted(set().union(*(each for _, each in of_replicas))) if all(each for each, _ in of_replicas) else [],
+            sorted(lines.union(*(each for _, each in of_replicas))) if all(is_it for is_it, _ in of_replicas) else [],
         )
 
 

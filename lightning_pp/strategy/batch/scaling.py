@@ -237,7 +237,11 @@ class BatchScaling:
         if num_replicas > 1:
             self._join_replicas(batch, steps, count, counts_may_depend_on_counts)
         else:
-            _complete_alone(batch, facts, count, counts_may_depend_on_counts)
+            if counts_may_depend_on_counts:
+                _settle(
+                    batch, count, lambda counts: [total_of(counts, facts)], lambda told: dict(told[0]), [batch.totals]
+                )
+            batch.drop_facts_without_use()
         return batch
 
     def _count(self, batch: ScaledBatch, facts: Facts, steps: BatchSteps) -> list[Counts]:
@@ -334,14 +338,6 @@ class _Replicas:
 
     def _joined(self, of_replicas: Sequence[Mapping[Any, Count]]) -> dict[Place, Count]:
         return total_of([self._facts.placed(counts) for counts in of_replicas], self._facts)
-
-
-def _complete_alone(
-    batch: ScaledBatch, facts: Facts, count: Callable[[], list[Counts]], counts_may_depend_on_counts: bool
-) -> None:
-    if counts_may_depend_on_counts:
-        _settle(batch, count, lambda counts: [total_of(counts, facts)], lambda told: dict(told[0]), [batch.totals])
-    batch.drop_facts_without_use()
 
 
 def _settle(
