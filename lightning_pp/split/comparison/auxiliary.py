@@ -58,8 +58,8 @@ class AuxiliaryLosses:
         if called != name or len(given) != len(to_whole):
             self._whole = iter(())  # another path
             return func(*args, **kwargs)
-        others = [(mine, other) for mine, other in zip(given, to_whole, strict=True) if _is_other(mine, other)]
-        others = [pair for pair in others if not self.holds(pair[0])]
+        pairs = zip(given, to_whole, strict=True)
+        others = [(mine, other) for mine, other in pairs if _is_other(mine, other) and not self.holds(mine)]
         by_units = {id(mine): other.clone() for mine, other in others if not hasattr(mine, _BETWEEN_UNITS)}
         if by_units:
             args, kwargs = map_leaves(lambda leaf: by_units.get(id(leaf), leaf), (args, kwargs))
