@@ -99,13 +99,13 @@ def test_one_layer_makes_process_groups() -> None:
 # Lines of each room, docstrings included, rounded up to the next fifty. A feature pays for its lines by taking others
 # out, so these numbers go down; one that goes up is a decision, and is told in the commit.
 BUDGETS = {
-    ("split",): 12_670,
-    ("strategy",): 12_700,
-    ("cli", "conf", "doctor"): 9_535,
+    ("split",): 12_750,
+    ("strategy",): 12_705,
+    ("cli", "conf", "doctor"): 9_525,
     ("telemetry", "callbacks"): 4_750,
     ("schedule",): 4_885,
     ("planning",): 4_665,
-    ("runtime",): 4_250,
+    ("runtime",): 4_220,
     ("checkpoint",): 3_545,
     ("sharding",): 3_215,
     ("distributed",): 2_350,

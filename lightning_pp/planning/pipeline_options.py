@@ -21,6 +21,7 @@ from lightning_pp.split.unit_calls.units import units_that_hold
 
 OnNonFinite = Literal["error", "skip", "ignore"]
 UnequalData = Literal["error", "shortest"]
+Auxiliary = Literal["error", "per_microbatch"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class BatchOptions:
         unequal_data: Reaction to ranks with different numbers of batches: ``"error"`` or ``"shortest"``.
         dynamic_step: Whether every microbatch is rehearsed.
         batch_dim: The dimension of samples of tensors, by path, if it is not 0.
+        auxiliary_losses: Of products of means over samples in the loss: ``"error"`` or ``"per_microbatch"``.
 
     Raises:
         ConfigurationError: A value is not of its kind.
@@ -47,14 +49,14 @@ class BatchOptions:
     unequal_data: UnequalData = "error"
     dynamic_step: bool = False
     batch_dim: BatchDim = None
+    auxiliary_losses: Auxiliary = "error"
 
     def __post_init__(self) -> None:
         check_size("num_microbatches", self.num_microbatches)
-        for name, known in (("on_nonfinite", OnNonFinite), ("unequal_data", UnequalData)):
-            if getattr(self, name) not in get_args(known):
-                raise ConfigurationError(
-                    f"{name}={getattr(self, name)!r} is unknown; it is one of {', '.join(get_args(known))}."
-                )
+        choices = {"on_nonfinite": OnNonFinite, "unequal_data": UnequalData, "auxiliary_losses": Auxiliary}
+        for name, known in choices.items():
+            if (value := getattr(self, name)) not in get_args(known):
+                raise ConfigurationError(f"{name}={value!r} is unknown; it is one of {', '.join(get_args(known))}.")
         if self.split_batch is not None and not callable(self.split_batch):
             raise ConfigurationError(
                 f"split_batch={self.split_batch!r} must be a function of a batch and the largest number of "

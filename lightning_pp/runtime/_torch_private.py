@@ -19,6 +19,8 @@ from lightning_pp.split._torch_private import COMPILED_CALL
 # whether the backward that runs wants this node; torch.autograd.graph.register_multi_grad_hook stands on it
 will_execute: Callable[[Node], bool] = private("torch._C._will_engine_execute_node")
 are_functorch_transforms_active: Callable[[], bool] = private("torch._C._are_functorch_transforms_active")
+# a product of rows with one matrix for each group of them, whatever stands in its place while steps run
+grouped_product: Callable[[Tensor, Tensor, Tensor], Tensor] = private("torch._grouped_mm")
 _delayed_error: Any = private("torch._C._functions.DelayedError")
 _run_engine: Callable[..., Any] = private("torch.autograd.graph._engine_run_backward")
 

@@ -40,6 +40,7 @@ __all__ = [
     "BUFFERS",
     "CHECKPOINT_GENERATORS",
     "COMPILED_CALL",
+    "GROUPED_PRODUCT",
     "HELD_BY_MODULES",
     "HELD_BY_RECURRENT_LAYERS",
     "NOT_FAKEABLE",
@@ -87,6 +88,9 @@ NOT_FAKEABLE: tuple[type[Exception], ...] = tuple(
 
 # what is called in place of a module's whole ``__call__`` where it is among the module's own attributes
 COMPILED_CALL = "_compiled_call_impl"
+
+# ``torch.nn.functional.grouped_mm`` calls it, and older code by this name
+GROUPED_PRODUCT = "_grouped_mm"
 
 # where modules keep what they hold
 PARAMETERS, BUFFERS = "_parameters", "_buffers"

@@ -124,7 +124,8 @@ class PipelineEngine:
         self._preparation = BatchPreparation(
             surroundings, self.split, self.groups, model.cutter, self.metrics, self._frozen, self._recorded_step
         )
-        self._checks = self._new_checks()
+        forward, checks = partial(self._execute, trains=False), self._options.batches.check_first_batches
+        self._checks = BatchChecks(self._preparation, self.groups, self._precision, self.device, forward, is_on=checks)
         self.finite = FiniteGradients(
             self._options.batches.on_nonfinite, self.split, self.rank, self.device, lambda: self._trainer
         )
@@ -132,16 +133,6 @@ class PipelineEngine:
         self._compiled_units, self._compiled_backward = compiled
         self._executor = self._new_executor()
         self._connection.align_generators()
-
-    def _new_checks(self) -> BatchChecks:
-        return BatchChecks(
-            self._preparation,
-            self.groups,
-            self._precision,
-            self.device,
-            partial(self._execute, trains=False),
-            is_on=self._options.batches.check_first_batches,
-        )
 
     @property
     def groups(self) -> ControlGroups:

@@ -13,7 +13,7 @@ from lightning_pp.distributed.sizes import Auto
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.activation_checkpointing import ActivationCheckpointing
 from lightning_pp.planning.cuts import CutOptions, names_of
-from lightning_pp.planning.pipeline_options import BatchOptions, OnNonFinite, PipelineOptions, UnequalData
+from lightning_pp.planning.pipeline_options import Auxiliary, BatchOptions, OnNonFinite, PipelineOptions, UnequalData
 from lightning_pp.planning.schedules.given_costs import given_costs
 from lightning_pp.planning.schedules.options import DEFAULT_NUM_PROFILED_BATCHES, ScheduleOptions
 from lightning_pp.planning.schedules.source import schedule_source
@@ -118,6 +118,10 @@ class StrategyOptions(MeshStrategy):
         check_first_batches: Run a part of the first batches both in one piece and in two, forward only, and compare.
             The first two batches of a fit and the first of validation are checked. A difference in loss, logged values,
             outputs or changed attributes ends the run; the error says where samples are coupled.
+        auxiliary_losses: Reaction to an auxiliary loss that is made of all samples together, such as the balance loss
+            of a mixture of experts. ``"error"``: the check of the first batches ends the run. ``"per_microbatch"``:
+            each microbatch has its own, as under gradient accumulation, and they are averaged by numbers of samples.
+            The rest of the loss stays that of the batch.
         dynamic_step: Rehearse each microbatch before it runs, to find out which units it calls. This costs about 0.1 ms
             per unit call. Set it only if an error asks for it: the called units then depend on what the pipeline cannot
             see, such as a global variable.
@@ -204,6 +208,7 @@ class StrategyOptions(MeshStrategy):
         search_seconds: float | None = None,
         whole_batch_loss: bool = False,
         check_first_batches: bool = True,
+        auxiliary_losses: Auxiliary = "error",
         dynamic_step: bool = False,
         on_nonfinite: OnNonFinite = "error",
         unequal_data: UnequalData = "error",
@@ -237,9 +242,8 @@ class StrategyOptions(MeshStrategy):
         source = schedule_source(schedule, stages_per_rank, whole_batch_loss, search_seconds)
         source.check_sizes(pipeline_parallel_size)
         order = ScheduleOptions(source, memory_limit_gib, given_costs(costs), num_profiled_batches, save_costs)
-        batches = BatchOptions(
-            num_microbatches, split_batch, check_first_batches, on_nonfinite, unequal_data, dynamic_step, batch_dim
-        )
+        reactions = on_nonfinite, unequal_data, dynamic_step, batch_dim, auxiliary_losses
+        batches = BatchOptions(num_microbatches, split_batch, check_first_batches, *reactions)
         cut = CutOptions(names_of(split_points), unit_weights, rank_speeds, names_of(units), split_head)
         self.options = PipelineOptions(order, batches, cut, shards, activation_checkpointing, device_memory_gib)
         checkpoints = CheckpointOptions(save_distributed_checkpoint, async_checkpoint, initial_weights)

@@ -33,7 +33,7 @@ from lightning_pp.schedule import Schedule, StageCosts, build_schedule
 PROCESSES = {
     **dict.fromkeys(("README", "tutorial", "migrating", "batches", "data", "recipes"), 0),
     **dict.fromkeys(("precision_and_memory", "schedules", "sharding", "lightning", "clusters"), 1),
-    "metrics": 2,
+    **dict.fromkeys(("metrics", "models"), 2),
 }
 FEATURES, ROWS = 4, 16
 
@@ -119,6 +119,30 @@ def look_at_metrics(names: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def look_at_models(names: dict[str, Any]) -> list[float]:
+    """Trains the page's mixture of experts with its strategy, on a text that repeats itself."""
+    losses: list[float] = []
+
+    class Losses(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            losses.append(float(outputs["loss"]))
+
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=names["strategy"],
+        max_epochs=1,
+        callbacks=[Losses()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    torch.manual_seed(0)
+    trainer.fit(names["MixtureOfExperts"](), DataLoader(torch.arange(9).repeat(20 * ROWS, 1), batch_size=ROWS))
+    return losses
+
+
 def look_at_lightning(names: dict[str, Any]) -> bool:
     import pytorch_lightning
 
@@ -139,6 +163,11 @@ def test_metrics_and_timelines(pool: WorkerPool, tmp_path: Path) -> None:
 
 def test_the_other_lightning_package(pool: WorkerPool, tmp_path: Path) -> None:
     assert pool.run(run_page, DOCS / "start" / "lightning.md", tmp_path, "lightning", world_size=1) == [True]
+
+
+def test_a_mixture_of_experts(pool: WorkerPool, tmp_path: Path) -> None:
+    first, last = pool.run(run_page, DOCS / "start" / "models.md", tmp_path, "models", world_size=2, timeout=120)
+    assert first == last and first[-1] < first[0] / 4
 
 
 class Collections(L.Callback):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,9 +25,16 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import Parameter
 
-from lightning_pp.runtime._torch_private import base_of, has_gradient_hooks, refusing_derivatives, will_execute
+from lightning_pp.runtime._torch_private import (
+    base_of,
+    grouped_product,
+    has_gradient_hooks,
+    refusing_derivatives,
+    will_execute,
+)
 from lightning_pp.runtime.split_backward.queue import COLLECTOR, WeightGradientQueue, add_product, add_to_gradient
 from lightning_pp.split._torch_private import version_of
+from lightning_pp.split.record.products import Family, Product
 
 # torch's own functions, whatever stands in their place while steps run.
 _linear = F.linear
@@ -56,6 +63,37 @@ class ConvolutionOptions(NamedTuple):
 def per_dimension(value: int | Sequence[int], num_spatial: int) -> list[int]:
     """An option of a convolution, written as a number for each of ``num_spatial`` dimensions."""
     return [value] * num_spatial if isinstance(value, int) else list(value) * (num_spatial if len(value) == 1 else 1)
+
+
+def convolution_options(
+    product: Product, weight: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[ConvolutionOptions, list[int]] | None:
+    """What a convolution is told after its bias, and what its input is padded by before; None if torch refuses it."""
+    num_spatial, is_transposed = product.num_spatial, product.family is Family.TRANSPOSED_CONVOLUTION
+    names: tuple[str, ...] = ("stride", "padding", "dilation", "groups")
+    if is_transposed:
+        names = ("stride", "padding", "output_padding", "groups", "dilation")
+    given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+    padding = given.get("padding", 0)
+    is_unknown = isinstance(padding, str) and (is_transposed or padding not in ("same", "valid"))
+    if is_unknown or len(given) < len(args) + len(kwargs) or not given.keys() <= set(names):
+        return None
+    dilation = per_dimension(given.get("dilation", 1), num_spatial)
+    extra: list[int] = []
+    if padding == "same":  # an odd total goes to the end, as in torch
+        totals = [d * (size - 1) for d, size in zip(dilation, weight.shape[2:], strict=True)]
+        padding = [total // 2 for total in totals]
+        if any(total % 2 for total in totals):
+            extra = [end for total in reversed(totals) for end in (0, total % 2)]
+    options = ConvolutionOptions(
+        stride=per_dimension(given.get("stride", 1), num_spatial),
+        padding=per_dimension(0 if padding == "valid" else padding, num_spatial),
+        dilation=dilation,
+        is_transposed=is_transposed,
+        output_padding=per_dimension(given.get("output_padding", 0), num_spatial),
+        num_groups=given.get("groups", 1),
+    )
+    return options, extra
 
 
 class DeferredLinear(Function):
@@ -99,59 +137,56 @@ class DeferredLinear(Function):
 
 
 class DeferredMatmul(Function):
-    """``bias + input @ weight``: ``[..., M]``, ``[M, N]`` to ``[..., N]``; with a bias (addmm), input 2D."""
+    """``bias + input @ weight``: ``[..., M]``, ``[M, N]`` to ``[..., N]``; with a bias (addmm), input 2D.
+
+    Without a bias also ``[B, K, M]``, ``[B, M, N]`` to ``[B, K, N]`` (bmm), and with ``ends`` (int32 ``[G]``) a grouped
+    product, ``[K, M]``, ``[G, M, N]`` to ``[K, N]``, in which the rows before ``ends[i]`` go to matrix i.
+    """
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None, ends: Tensor | None
+    ) -> Tensor:
         input, factor, bias = _prepare(ctx, input, weight, bias, dtype)
+        if ends is not None:
+            ctx.save_for_backward(input, ends)
+            return grouped_product(input, factor, ends)
         return _matmul(input, factor) if bias is None else _addmm(bias, input, factor)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None) -> Grads:
         if grad_output is None:
-            return None, None, None, None
-        (input,) = ctx.saved_tensors
-        needs_input, _, needs_bias, _ = ctx.needs_input_grad
+            return None, None, None, None, None
+        input, *ends = ctx.saved_tensors
+        needs_input, _, needs_bias, _, _ = ctx.needs_input_grad
         weight = ctx.weight
-        rows = grad_output if grad_output.dim() == 2 else grad_output.flatten(0, -2)
+        multiply: Callable[..., Tensor] = _mm if weight.dim() == 2 else grouped_product if ends else _bmm
+        is_flat = weight.dim() == 3 or grad_output.dim() == 2
+        left, rows = (input, grad_output) if is_flat else (input.flatten(0, -2), grad_output.flatten(0, -2))
         grad_input = grad_weight = grad_bias = None
         if needs_input:
-            grad_input = _mm(rows, (weight if ctx.dtype is None else weight.to(ctx.dtype)).t())
-            if input.dim() != 2:
+            grad_input = multiply(rows, (weight if ctx.dtype is None else weight.to(ctx.dtype)).mT, *ends)
+            if not is_flat:
                 grad_input = grad_input.view(input.shape)
         queue = weight_gradient_destination(ctx.weight, ctx.weight_version, ctx.next_functions[1][0])
         if queue is True:
-            grad_weight = _mm(input.flatten(0, -2).t(), rows)
+            grad_weight = _grouped_gradient(weight, left, rows, *ends) if ends else multiply(left.mT, rows)
         elif queue is not False:
-            queue.append(add_product, weight, input.detach(), rows)
+            queue.append(_add_grouped if ends else add_product, weight, input.detach(), rows, *ends)
         if needs_bias:
             grad_bias = _grad_bias(ctx, grad_output, rows)
-        return grad_input, _finish(ctx, grad_weight), grad_bias, None
+        return grad_input, _finish(ctx, grad_weight), grad_bias, None, None
 
 
-class DeferredBatchedMatmul(Function):
-    """``torch.bmm(input, weight)``: ``[B, K, M]``, ``[B, M, N]`` to ``[B, K, N]``, as in a mixture of experts."""
+def _add_grouped(weight: Tensor, input: Tensor, grad_output: Tensor, ends: Tensor) -> None:
+    add_to_gradient(weight, _grouped_gradient(weight, input, grad_output, ends))
 
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, dtype: torch.dtype | None) -> Tensor:
-        input, factor, _ = _prepare(ctx, input, weight, None, dtype)
-        return _bmm(input, factor)
 
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor | None) -> Grads:
-        if grad_output is None:
-            return None, None, None
-        (input,) = ctx.saved_tensors
-        weight = ctx.weight
-        grad_input = grad_weight = None
-        if ctx.needs_input_grad[0]:
-            grad_input = _bmm(grad_output, (weight if ctx.dtype is None else weight.to(ctx.dtype)).mT)
-        queue = weight_gradient_destination(ctx.weight, ctx.weight_version, ctx.next_functions[1][0])
-        if queue is True:
-            grad_weight = _bmm(input.mT, grad_output)
-        elif queue is not False:
-            queue.append(add_product, weight, input.detach(), grad_output)
-        return grad_input, _finish(ctx, grad_weight), None
+def _grouped_gradient(weight: Tensor, input: Tensor, grad_output: Tensor, ends: Tensor) -> Tensor:
+    """The weight gradient of a grouped product; in memory it lies as the weight does, as autograd's."""
+    if weight.stride(-2) == 1:
+        return grouped_product(grad_output.t(), input, ends).mT
+    return grouped_product(input.t(), grad_output, ends)
 
 
 class DeferredConvolution(Function):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from lightning_pp.runtime.split_backward.functions import ConvolutionOptions, per_dimension
+from lightning_pp.runtime.split_backward.functions import ConvolutionOptions, convolution_options
 from lightning_pp.runtime.split_backward.taps import ProductShapes, tap_input, tap_output
 from lightning_pp.split._torch_private import FakeTensorMode
 from lightning_pp.split.record.products import TARGETS, Family, Product
@@ -206,24 +206,7 @@ def _has_known_gradient(call: ProductCall, values: dict[fx.Node, Any]) -> bool:
 
 
 def _convolution_options(node: fx.Node, product: Product, weight: Tensor) -> ConvolutionOptions | None:
-    """The options of a convolution, with a number for each dimension; None for paddings of unequal ends."""
-    num_spatial, is_transposed = product.num_spatial, product.family is Family.TRANSPOSED_CONVOLUTION
-    names: tuple[str, ...] = ("stride", "padding", "dilation", "groups")
-    if is_transposed:
-        names = ("stride", "padding", "output_padding", "groups", "dilation")
-    given: dict[str, Any] = {**dict(zip(names, node.args[3:], strict=False)), **node.kwargs}
-    dilation = per_dimension(given.get("dilation", 1), num_spatial)
-    padding = given.get("padding", 0)
-    if padding == "same":
-        totals = [d * (size - 1) for d, size in zip(dilation, weight.shape[2:], strict=True)]
-        if any(total % 2 for total in totals):
-            return None
-        padding = [total // 2 for total in totals]
-    return ConvolutionOptions(
-        stride=per_dimension(given.get("stride", 1), num_spatial),
-        padding=per_dimension(0 if padding == "valid" else padding, num_spatial),
-        dilation=dilation,
-        is_transposed=is_transposed,
-        output_padding=per_dimension(given.get("output_padding", 0), num_spatial),
-        num_groups=given.get("groups", 1),
-    )
+    """The options of a convolution; None for paddings of unequal ends."""
+    kwargs = {name: value for name, value in node.kwargs.items() if name != "bias"}
+    found = convolution_options(product, weight, node.args[3:], kwargs)
+    return None if found is None or found[1] else found[0]

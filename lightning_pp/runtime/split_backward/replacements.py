@@ -15,7 +15,7 @@ tensor subclass should look its functions up when it is imported, as they common
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -26,17 +26,14 @@ from torch.nn import Parameter
 
 from lightning_pp.runtime._torch_private import are_functorch_transforms_active, base_of, is_forward_mode_active
 from lightning_pp.runtime.split_backward.functions import (
-    ConvolutionOptions,
-    DeferredBatchedMatmul,
     DeferredConvolution,
     DeferredLinear,
     DeferredMatmul,
-    per_dimension,
+    convolution_options,
 )
 from lightning_pp.split.record.products import PRODUCTS, Family, Product
 
 TensorFunction = Callable[..., Any]
-Numbers = int | Sequence[int]
 
 _is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
@@ -47,7 +44,6 @@ _strided = torch.strided
 # linear.
 _apply_linear: TensorFunction = super(Function, DeferredLinear).apply
 _apply_matmul: TensorFunction = super(Function, DeferredMatmul).apply
-_apply_batched_matmul: TensorFunction = super(Function, DeferredBatchedMatmul).apply
 _apply_convolution: TensorFunction = super(Function, DeferredConvolution).apply
 
 
@@ -122,13 +118,22 @@ def _replace_matmul(original: TensorFunction, product: Product) -> TensorFunctio
             input, weight = args
             input_dims, weight_dims = input.dim(), weight.dim()
             if num_dims is None or input_dims == weight_dims == num_dims:
-                if weight_dims == 2 and input_dims > 1:
-                    return _apply_matmul(input, weight, None, _autocast_dtype(input, weight))
-                if weight_dims == input_dims == 3 and input.size(0) == weight.size(0):
-                    return _apply_batched_matmul(input, weight, _autocast_dtype(input, weight))
+                is_batch = weight_dims == input_dims == 3 and input.size(0) == weight.size(0)
+                if is_batch or (weight_dims == 2 and input_dims > 1):
+                    return _apply_matmul(input, weight, None, _autocast_dtype(input, weight), None)
         return original(*args, **options)
 
     return matmul
+
+
+def _replace_grouped_matmul(original: TensorFunction, product: Product) -> TensorFunction:
+    def grouped_matmul(input: Tensor, weight: Tensor, offs: Tensor | None = None, *args: Any, **options: Any) -> Any:
+        is_plain = offs is not None and not args and all(option is None for option in options.values())
+        if is_plain and not _is_compiling() and _is_deferrable(input, weight) and (input.dim(), weight.dim()) == (2, 3):
+            return _apply_matmul(input, weight, None, None, offs)  # autocast leaves it alone
+        return original(input, weight, offs, *args, **options)
+
+    return grouped_matmul
 
 
 def _replace_addmm(original: TensorFunction, product: Product) -> TensorFunction:
@@ -136,89 +141,30 @@ def _replace_addmm(original: TensorFunction, product: Product) -> TensorFunction
         if len(args) == 3 and not options and not _is_compiling():
             bias, input, weight = args
             if _is_deferrable(input, weight, bias) and input.dim() == weight.dim() == 2:
-                return _apply_matmul(input, weight, bias, _autocast_dtype(input, weight))
+                return _apply_matmul(input, weight, bias, _autocast_dtype(input, weight), None)
         return original(*args, **options)
 
     return addmm
 
 
 def _replace_convolution(original: TensorFunction, product: Product) -> TensorFunction:
-    num_spatial = product.num_spatial
+    num_dims = product.num_dims
 
-    def convolution(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Numbers = 1,
-        padding: Numbers | str = 0,
-        dilation: Numbers = 1,
-        groups: int = 1,
-    ) -> Any:
-        if (
-            _is_compiling()
-            or not _is_deferrable(input, weight, bias)
-            or weight.dim() != num_spatial + 2
-            or not 0 <= weight.dim() - input.dim() <= 1
-        ):
-            return original(input, weight, bias, stride, padding, dilation, groups)
-        dilations = per_dimension(dilation, num_spatial)
-        if padding == "same":
-            # An odd total goes to the end, as in torch.
-            totals = [d * (size - 1) for d, size in zip(dilations, weight.shape[2:], strict=True)]
-            paddings = [total // 2 for total in totals]
-            if any(total % 2 for total in totals):
-                input = F.pad(input, [extra for total in reversed(totals) for extra in (0, total % 2)])
-        elif isinstance(padding, str):
-            if padding != "valid":
-                return original(input, weight, bias, stride, padding, dilation, groups)
-            paddings = [0] * num_spatial
-        else:
-            paddings = per_dimension(padding, num_spatial)
-        strides = per_dimension(stride, num_spatial)
-        options = ConvolutionOptions(strides, paddings, dilations, False, [0] * num_spatial, groups)
-        return _convolve(input, weight, bias, options)
+    def convolution(input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        is_deferrable = not _is_compiling() and _is_deferrable(input, weight, bias) and weight.dim() == num_dims
+        is_deferrable = is_deferrable and 0 <= weight.dim() - input.dim() <= 1
+        found = convolution_options(product, weight, args, kwargs) if is_deferrable else None
+        if found is None:
+            return original(input, weight, bias, *args, **kwargs)
+        options, extra = found
+        dtype = _autocast_dtype(input, weight)
+        if extra:
+            input = F.pad(input, extra)
+        if input.dim() == num_dims:
+            return _apply_convolution(input, weight, bias, dtype, options)
+        return _apply_convolution(input.unsqueeze(0), weight, bias, dtype, options).squeeze(0)
 
     return convolution
-
-
-def _replace_transposed_convolution(original: TensorFunction, product: Product) -> TensorFunction:
-    num_spatial = product.num_spatial
-
-    def transposed_convolution(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Numbers = 1,
-        padding: Numbers = 0,
-        output_padding: Numbers = 0,
-        groups: int = 1,
-        dilation: Numbers = 1,
-    ) -> Any:
-        if (
-            _is_compiling()
-            or not _is_deferrable(input, weight, bias)
-            or weight.dim() != num_spatial + 2
-            or not 0 <= weight.dim() - input.dim() <= 1
-        ):
-            return original(input, weight, bias, stride, padding, output_padding, groups, dilation)
-        options = ConvolutionOptions(
-            per_dimension(stride, num_spatial),
-            per_dimension(padding, num_spatial),
-            per_dimension(dilation, num_spatial),
-            True,
-            per_dimension(output_padding, num_spatial),
-            groups,
-        )
-        return _convolve(input, weight, bias, options)
-
-    return transposed_convolution
-
-
-def _convolve(input: Tensor, weight: Tensor, bias: Tensor | None, options: ConvolutionOptions) -> Any:
-    dtype = _autocast_dtype(input, weight)
-    if input.dim() == weight.dim():
-        return _apply_convolution(input, weight, bias, dtype, options)
-    return _apply_convolution(input.unsqueeze(0), weight, bias, dtype, options).squeeze(0)
 
 
 class Replacement(NamedTuple):
@@ -233,9 +179,10 @@ class Replacement(NamedTuple):
 _REPLACE: Mapping[Family, Callable[[TensorFunction, Product], TensorFunction]] = {
     Family.LINEAR: _replace_linear,
     Family.MATMUL: _replace_matmul,
+    Family.GROUPED: _replace_grouped_matmul,
     Family.ADDMM: _replace_addmm,
     Family.CONVOLUTION: _replace_convolution,
-    Family.TRANSPOSED_CONVOLUTION: _replace_transposed_convolution,
+    Family.TRANSPOSED_CONVOLUTION: _replace_convolution,
 }
 
 

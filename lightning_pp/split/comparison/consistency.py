@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from lightning_pp.split._torch_private import version_of
+from lightning_pp.split.comparison.auxiliary import AuxiliaryLosses, Call
 from lightning_pp.split.data.tree import tensors_of
 from lightning_pp.split.fakes.parameters import is_fake
 from lightning_pp.split.record.reduction import Kind
@@ -76,12 +77,14 @@ class Seen:
         units: Name of a unit, and the how-manieth of its calls, to the tensors it was given and gave.
         functions: Outside of units: name, line, tensors given and given back of each torch function.
         moved: Names of the buffers that the step wrote into.
+        auxiliary: Of a part: puts in the auxiliary losses of the whole.
     """
 
     share: float = 1.0
     units: dict[tuple[str, int], tuple[list[Tensor], list[Tensor]]] = field(default_factory=dict)
-    functions: list[tuple[str, str, list[Tensor], list[Tensor]]] = field(default_factory=list)
+    functions: list[Call] = field(default_factory=list)
     moved: set[str] = field(default_factory=set)
+    auxiliary: AuxiliaryLosses = field(default_factory=lambda: AuxiliaryLosses(()))
 
 
 @contextmanager
@@ -93,7 +96,7 @@ def watched(seen: Seen, module: nn.Module, units: Mapping[str, nn.Module]) -> It
         module: The whole model.
         units: Names and modules of its units.
     """
-    before = {name: (buffer, version_of(buffer)) for name, buffer in module.named_buffers()}
+    before = {name: (id(buffer), version_of(buffer)) for name, buffer in module.named_buffers()}
     names = {id(unit): name for name, unit in units.items()}
     times: dict[str, int] = {}
 
@@ -102,6 +105,7 @@ def watched(seen: Seen, module: nn.Module, units: Mapping[str, nn.Module]) -> It
         if name is not None:
             times[name] = times.get(name, -1) + 1
             seen.units[name, times[name]] = (_as_now((args, kwargs)), _as_now(output))
+            seen.auxiliary.meets_rows |= seen.auxiliary.holds((args, kwargs))
 
     hook = register_module_forward_hook(note, with_kwargs=True)
     try:
@@ -110,8 +114,7 @@ def watched(seen: Seen, module: nn.Module, units: Mapping[str, nn.Module]) -> It
     finally:
         hook.remove()
         now = {name: (buffer, version_of(buffer)) for name, buffer in module.named_buffers()}
-        old = {name: before.get(name, (None, 0)) for name in now}
-        seen.moved |= {name for name in now if old[name][0] is not now[name][0] or old[name][1] != now[name][1]}
+        seen.moved |= {name for name, (buffer, version) in now.items() if before.get(name) != (id(buffer), version)}
 
 
 class _Functions(OutsideUnits):
@@ -123,9 +126,9 @@ class _Functions(OutsideUnits):
         kwargs = kwargs or {}
         if running_unit() or kind_of(func) is Kind.READING:
             return func(*args, **kwargs)
-        given = _as_now(list(tensors_given(args, kwargs)))
-        result = func(*args, **kwargs)
-        self._seen.functions.append((getattr(func, "__name__", str(func)), user_line(), given, _as_now(result)))
+        name, given = getattr(func, "__name__", str(func)), _as_now(list(tensors_given(args, kwargs)))
+        result = self._seen.auxiliary.run(func, name, args, kwargs)
+        self._seen.functions.append((name, user_line(), given, _as_now(result)))
         return result
 
 
@@ -181,6 +184,15 @@ def first_culprit(whole: Seen, parts: Sequence[Seen], weights: Sequence[float], 
         if before and not _all_make_whole(results, of_results, weights, tolerance):
             return Culprit(None, function=name, line=line)
     return None
+
+
+def are_only_losses(whole: Seen, parts: Sequence[Seen], weights: Sequence[float]) -> bool:
+    """Whether the auxiliary losses meet no rows, and are products of means that add up where they are products."""
+    for place in set().union(*(part.auxiliary.products for part in parts)):
+        of_given = [_of_whole(part.functions[place][2], part.share) for part in parts]
+        if not _all_make_whole(whole.functions[place][2], of_given, weights, 1e-3):
+            return False
+    return not any(part.auxiliary.meets_rows for part in parts)
 
 
 def _all_make_whole(

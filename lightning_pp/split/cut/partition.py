@@ -151,10 +151,8 @@ def _balanced_starts(
     return [firsts[index] for index in found]
 
 
-@lru_cache(maxsize=16)
-def _starts_of(problem: CutProblem) -> list[int] | None:
-    """As :func:`balanced_starts`; schedules of one placement ask for the same, which takes a second for 130 units."""
-    return balanced_starts(problem)
+# schedules of one placement ask for the same, which takes a second for 130 units
+_starts_of = lru_cache(maxsize=16)(balanced_starts)
 
 
 def _checked_speeds(speeds: Sequence[float] | None, num_ranks: int) -> list[float]:

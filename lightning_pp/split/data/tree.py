@@ -142,7 +142,7 @@ def own_containers(tree: Any) -> Any:
     says how it is copied (``__copy__``) is copied so, and one that cannot be copied stays itself. Tensors are other
     objects over the same memory, so that what turns them in place (``x.unsqueeze_(0)``) stays with the run.
     """
-    return _own(tree, _alias, {})
+    return _own(tree, lambda leaf: leaf.detach() if type(leaf) is Tensor and not leaf.requires_grad else leaf, {})
 
 
 def own_copy(tree: Any) -> Any:
@@ -187,10 +187,6 @@ def _own_object(instance: Any, of_child: Callable[[Any], Any], known: dict[int, 
             if child is not value:
                 object.__setattr__(own, name, child)
     return own
-
-
-def _alias(leaf: Any) -> Any:
-    return leaf.detach() if type(leaf) is Tensor and not leaf.requires_grad else leaf
 
 
 def _clone(leaf: Any) -> Any:

@@ -344,7 +344,9 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
         if self.call is not None:
             self._note(sources)
         else:
-            self._remember_lines(sources)
+            for source in sources:  # this code reads nothing by itself: what results depend on is needed where they are
+                if isinstance(source, (Inside, Parameter)) and source not in self._lines:
+                    self._lines[source] = user_line()
         if func is _ITEM:
             return self.read(args[0]).item()
         self.weights_of_float32_norms |= weights_of_float32_norm(func, inputs, self._weights_of)
@@ -405,12 +407,6 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
         if real is not leaf:
             self.watch.note_fake(leaf, real)
         return real
-
-    def _remember_lines(self, sources: Iterable[Source]) -> None:
-        """Inter-unit code reads nothing by itself: what its results depend on is needed where they are."""
-        for source in sources:
-            if isinstance(source, (Inside, Parameter)) and source not in self._lines:
-                self._lines[source] = user_line()
 
     def _note(self, sources: Iterable[Source]) -> None:
         for source in sources:

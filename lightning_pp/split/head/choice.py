@@ -59,19 +59,10 @@ def head_to_split(
     share = costs[name].total * num_stages / sum(cost.total for cost in costs.values())
     if split_head == "auto":
         is_heavy = share > 1 and head.out_features >= _LEAST_CLASSES
-        return (name, _num_parts(share, num_stages)) if is_heavy else None
+        # a multiple of the number of stages, which can all have as many then, as two chunks in a V do
+        num_parts = min(math.ceil(_PARTS_OF_A_STAGE * share / num_stages) * num_stages, _MOST_PARTS)
+        return (name, num_parts) if is_heavy else None
     return name, int(split_head)
-
-
-def _num_parts(share: float, num_stages: int) -> int:
-    """A multiple of the number of stages, which can all have as many then, as two chunks in a V do.
-
-    Args:
-        share: How many stages' work the head is.
-        num_stages: How many stages there are to be.
-    """
-    number = math.ceil(_PARTS_OF_A_STAGE * share / num_stages) * num_stages
-    return number if number <= _MOST_PARTS else _MOST_PARTS
 
 
 def about_whole_head(head: str, reason: str) -> str:

@@ -16,12 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_pp.split._torch_private import GROUPED_PRODUCT
+
 
 class Family(Enum):
     """Functions whose gradients are computed in one way."""
 
     LINEAR = "linear"
     MATMUL = "matmul"
+    GROUPED = "grouped matmul"
     ADDMM = "addmm"
     CONVOLUTION = "convolution"
     TRANSPOSED_CONVOLUTION = "transposed convolution"
@@ -60,6 +63,7 @@ PRODUCTS: tuple[Product, ...] = (
     Product(Family.MATMUL, "__matmul__", (Tensor,)),
     Product(Family.MATMUL, "mm", _BOTH, num_dims=2),
     Product(Family.MATMUL, "bmm", _BOTH, num_dims=3),
+    Product(Family.GROUPED, GROUPED_PRODUCT, (torch,) if hasattr(torch, GROUPED_PRODUCT) else ()),
     Product(Family.ADDMM, "addmm", _BOTH, num_dims=2, input=1, weight=2),
     *(Product(Family.CONVOLUTION, f"conv{n}d", (torch, F), num_dims=n + 2) for n in (1, 2, 3)),
     *(Product(Family.TRANSPOSED_CONVOLUTION, f"conv_transpose{n}d", (torch, F), num_dims=n + 2) for n in (1, 2, 3)),
@@ -71,6 +75,7 @@ _aten = torch.ops.aten
 ATEN_OPERANDS: Mapping[Any, tuple[int, int]] = {
     _aten.mm: (0, 1),
     _aten.bmm: (0, 1),
+    _aten._grouped_mm: (0, 1),
     _aten.addmm: (1, 2),
     _aten.convolution: (0, 1),
 }
@@ -79,7 +84,7 @@ ATEN_OPERANDS: Mapping[Any, tuple[int, int]] = {
 
 def _targets() -> dict[Any, Product]:
     found: dict[Any, Product] = {}
-    for product in PRODUCTS:
+    for product in (product for product in PRODUCTS if product.family is not Family.GROUPED):  # deferred in eager code
         for owner in product.owners:
             found[product.name if owner is Tensor else getattr(owner, product.name)] = product
     return {**found, operator.matmul: found["__matmul__"]}

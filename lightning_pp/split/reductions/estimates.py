@@ -28,10 +28,12 @@ class Estimate:
 
     Attributes:
         bent_by: The function that has bent it; None: it adds up.
+        is_product: Whether that is a product, as in the auxiliary losses of mixtures of experts.
         line: The user's line that calls it.
     """
 
     bent_by: str | None = None
+    is_product: bool = False
     line: str = ""
 
 
@@ -68,7 +70,8 @@ def follow(
     if bent is None:
         bends = bool(estimates) and _bends(kind, function, given, of_samples, result)
         bends = bends or (reduces and kind is Kind.EXTREME)
-        bent = Estimate(function.__name__, line()) if bends else Estimate()
+        is_product = kind in (Kind.PRODUCT, Kind.CONTRACTION)
+        bent = Estimate(function.__name__, is_product, line()) if bends else Estimate()
     for tensor in tensors_of(result):
         if tensor.is_floating_point():
             setattr(tensor, _ESTIMATE, bent)

@@ -24,7 +24,7 @@ def _with_variants(*names: str) -> tuple[str, ...]:
 
 
 _NAMES: Mapping[Kind, tuple[str, ...]] = {
-    Kind.SUM: ("sum", "nansum", "count_nonzero", "bincount"),
+    Kind.SUM: ("sum", "nansum", "count_nonzero", "bincount", "histc"),
     Kind.CONTRACTION: (
         "matmul", "mm", "mv", "bmm", "dot", "vdot", "inner", "einsum", "tensordot", "__matmul__", "__rmatmul__",
     ),
@@ -121,7 +121,8 @@ class LossCall:
         self._given: dict[str, Any] = bound.arguments
         self.reduction: str = self._given["reduction"]
         if self._given.get("size_average") is not None or self._given.get("reduce") is not None:
-            self.reduction = _legacy_reduction(self._given.get("size_average"), self._given.get("reduce"))
+            reduced = "sum" if self._given.get("size_average") is False else "mean"
+            self.reduction = "none" if self._given.get("reduce") is False else reduced
 
     @property
     def is_mean(self) -> bool:
@@ -188,9 +189,3 @@ def count_of_targets(target: Tensor, ignore_index: int, weight: Tensor | None) -
         return kept.sum()
     counted: Tensor = (weight[torch.where(kept, target, 0)] * kept).sum()
     return counted
-
-
-def _legacy_reduction(size_average: bool | None, reduce: bool | None) -> str:
-    if reduce is False:
-        return "none"
-    return "sum" if size_average is False else "mean"

@@ -110,7 +110,7 @@ class ReductionRecorder(OutsideUnits):
             given,
             tuple(map(self._depends_on_units, tensors)),
             _shapes_of(result),
-            tuple(numbers_given(args, kwargs)),
+            tuple(filter(is_number, (*args, *kwargs.values()))),
             result.detach().clone() if is_plain and kind not in (Kind.PRODUCT, Kind.QUOTIENT, Kind.ADDITION) else None,
         )
         self.reductions.append(reduction)
@@ -135,13 +135,6 @@ def tensors_given(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Te
             yield value
         elif isinstance(value, (list, tuple)):
             yield from (entry for entry in value if isinstance(entry, Tensor))
-
-
-def numbers_given(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[float]:
-    """The numbers among the arguments."""
-    for value in (*args, *kwargs.values()):
-        if is_number(value):
-            yield value
 
 
 def is_number(value: object) -> bool:

@@ -148,14 +148,10 @@ class CheckpointedRegions:
         return wrapped
 
 
-def _may_need_gradient(leaf: Any) -> bool:
-    # what stands in for another stage's value is detached, whether or not that value is
-    return isinstance(leaf, torch.Tensor) and (leaf.requires_grad or is_fake(leaf))
-
-
 def _not_reentrant(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
     """Takes the place of reentrant checkpointing, with what it does to inputs that need no gradient."""
-    if not tree_any(_may_need_gradient, args):
+    # what stands in for another stage's value is detached, whether or not that value is
+    if not tree_any(lambda leaf: isinstance(leaf, torch.Tensor) and (leaf.requires_grad or is_fake(leaf)), args):
         with torch.no_grad():
             return function(*args)
     return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)

@@ -48,14 +48,10 @@ def running_unit() -> bool:
     return _num_running > 0
 
 
-def handling_call() -> bool:
-    """Whether a unit call is being handled: the unit runs, or what stands in for it is made."""
-    return _num_handled > 0
-
-
 def gives_value(result: Any) -> bool:
     """Whether ``result``, of a function of torch, is a tensor that the code between units has made."""
-    return isinstance(result, Tensor) and not isinstance(result, nn.Parameter) and not handling_call()
+    # while a unit call is handled, the unit runs, or what stands in for it is made
+    return isinstance(result, Tensor) and not isinstance(result, nn.Parameter) and not _num_handled
 
 
 class OutsideUnits(TorchFunctionMode):

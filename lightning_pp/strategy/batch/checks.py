@@ -86,9 +86,8 @@ class BatchChecks:
         sizes = self._preparation.two_sizes(microbatches, batch)
         if all(self._groups.gather(sizes is not None, "whether a first batch is checked")) and sizes is not None:
             tolerance = tolerance_of(module, step_dtypes(self._precision).compute, self._device)
-            check = PartCheck(
-                module, call.step, sizes, self._groups, self._preparation.split.units, tolerance, self._told
-            )
+            units, allows_auxiliary = self._preparation.split.units, self._preparation.allows_auxiliary
+            check = PartCheck(module, call.step, sizes, self._groups, units, tolerance, self._told, allows_auxiliary)
             check.run(partial(self._observe, call, sizes.whole.data, seed))
 
     def _observe(

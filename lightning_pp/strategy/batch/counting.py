@@ -100,7 +100,10 @@ class StepCounting:
         """
         if not step.needed:
             return {}
-        if step.state is None or not _is_determined(step.record):
+        # for the same state, does it the same for all batches of the same shapes?
+        draws = step.record.may_branch_at_random or step.record.inter_unit_draws.in_python
+        varies = step.record.depends_on_batch_values or draws or step.record.edits_batch
+        if step.state is None or varies:
             return self._rehearsed(step, None)
         traced = self._traced(step.record)
         if not step.state.matches(traced.state, with_progress=step.record.reads_progress):
@@ -217,9 +220,3 @@ class _Traced:
                 "the strategy."
             )
         self.trace = {}
-
-
-def _is_determined(record: StepRecord) -> bool:
-    """Whether the step does the same for all batches of the same shapes, while its state is the same."""
-    draws = record.may_branch_at_random or record.inter_unit_draws.in_python
-    return not (record.depends_on_batch_values or draws or record.edits_batch)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from lightning_pp.split.comparison.consistency import Culprit, is_close
 from lightning_pp.split.data.tree import leaves_of
+from lightning_pp.strategy.batch.scaling import PER_MICROBATCH
 from lightning_pp.strategy.results.attributes import Left
 from lightning_pp.strategy.results.log_calls import LogCall
 
@@ -83,6 +84,29 @@ class Difference:
     parts: float
     of_parts: tuple[float, ...] = ()
     is_attribute: bool = False
+
+
+@dataclass(frozen=True)
+class Found:
+    """Why a difference is there.
+
+    Attributes:
+        culprit: Where samples were coupled first, if that was found.
+        moved: Names of the buffers that the step writes into, if that explains it.
+        auxiliary: Lines with auxiliary losses, if these explain it.
+    """
+
+    culprit: Culprit | None = None
+    moved: Sequence[str] = ()
+    auxiliary: Sequence[str] = ()
+
+    @property
+    def text_about_auxiliary(self) -> str:
+        """What to tell the user of auxiliary losses."""
+        return (
+            "The difference comes from an auxiliary loss alone, which is made of all samples of a microbatch together, "
+            f"such as the balance loss of a mixture of experts: {', '.join(self.auxiliary)}."
+        )
 
 
 def tolerance_of(module: nn.Module, compute: torch.dtype | None, device: torch.device) -> float:
@@ -197,15 +221,12 @@ def text_about_attributes(differences: Sequence[Difference], line: str) -> str:
     )
 
 
-def text_about(
-    difference: Difference, culprit: Culprit | None, moved: Sequence[str], sizes: Sequence[int], line: str
-) -> str:
+def text_about(difference: Difference, found: Found, sizes: Sequence[int], line: str) -> str:
     """What to tell the user of a difference.
 
     Args:
         difference: What differs.
-        culprit: Where samples were coupled first, if that was found.
-        moved: Names of the buffers that the step writes into.
+        found: Why.
         sizes: Samples of the parts.
         line: Where the step is.
     """
@@ -214,6 +235,9 @@ def text_about(
         f"{difference.what} ({line}) depends on how the batch is cut: it is {difference.whole:.6g} for {total} samples "
         f"in one piece and {difference.parts:.6g} for the same samples as {cut}, as a pipeline computes it."
     )
+    moved = found.moved
+    if found.auxiliary:
+        return f"{told} {found.text_about_auxiliary} {PER_MICROBATCH} {_TURN_OFF}"
     if moved:
         names = ", ".join(map(repr, moved[:3])) + (f" and {len(moved) - 3} more" if len(moved) > 3 else "")
         reason = (
@@ -222,7 +246,7 @@ def text_about(
             "the batch. Do this in on_train_batch_end, or set num_microbatches=1."
         )
         return f"{told} {reason} {_TURN_OFF}"
-    return f"{told} {_reason(difference, culprit)} {_TURN_OFF}"
+    return f"{told} {_reason(difference, found.culprit)} {_TURN_OFF}"
 
 
 def _reason(difference: Difference, culprit: Culprit | None) -> str:

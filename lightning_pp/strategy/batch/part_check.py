@@ -9,18 +9,20 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.errors import BatchError, ConfigurationError, SplitError, add_note
-from lightning_pp.split.comparison.consistency import Culprit, Seen, first_culprit, watched
+from lightning_pp.split.comparison.auxiliary import AuxiliaryLosses
+from lightning_pp.split.comparison.consistency import Culprit, Seen, are_only_losses, first_culprit, is_close, watched
 from lightning_pp.split.comparison.draws import Draws
 from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.record.source_lines import UNKNOWN_LINE, innermost_user_line
 from lightning_pp.strategy.batch.differences import (
     Around,
     Difference,
+    Found,
     Observed,
     find_differences,
     tell_unchecked,
@@ -75,7 +77,8 @@ class PartCheck:
         groups: Join the ranks.
         units: Names and modules of the units.
         tolerance: How far values may be apart, relatively.
-        told: What has been told of attributes so far; gets more.
+        told: What has been told of attributes and auxiliary losses so far; gets more.
+        allows_auxiliary: Whether an auxiliary loss may depend on the cut.
     """
 
     def __init__(
@@ -87,8 +90,10 @@ class PartCheck:
         units: Mapping[str, nn.Module],
         tolerance: float,
         told: set[str],
+        allows_auxiliary: bool,
     ) -> None:
         self._told = told
+        self._allows_auxiliary = allows_auxiliary
         self._module = module
         self._step = step
         self._sizes = sizes
@@ -126,7 +131,8 @@ class PartCheck:
             return
         are_attributes = all(difference.is_attribute for found in of_replicas for difference in found)
         are_harmless = are_attributes and not self._attributes_matter(observe, whole, parts)
-        culprit, moved = (None, ()) if are_harmless else self._culprit(observe)
+        ends_run = any(difference.ends_run for found in of_replicas for difference in found)
+        found = Found() if are_harmless else self._culprit(observe, ends_run)
         shown = differences or next(found for found in of_replicas if found)
         sizes = [part.num_samples for part in self._sizes.parts]
         code = getattr(inspect.unwrap(getattr(type(self._module), self._step)), "__code__", None)
@@ -136,8 +142,17 @@ class PartCheck:
                 rank_zero_warn(text_about_attributes(new, where))
             self._told.update(difference.what for difference in new)
             return
-        text = text_about(shown[0], culprit, moved, sizes, where)
-        if any(difference.ends_run for found in of_replicas for difference in found):
+        if found.auxiliary and self._allows_auxiliary:
+            told_now = set(found.auxiliary) - self._told
+            if told_now:
+                rank_zero_info(
+                    f"auxiliary_losses='per_microbatch': {self._step} ({where}) has an auxiliary loss, of which each "
+                    f"microbatch has its own: {', '.join(sorted(told_now))}. They are averaged over microbatches."
+                )
+            self._told |= told_now
+            return
+        text = text_about(shown[0], found, sizes, where)
+        if ends_run:
             raise SplitError(text)
         others = ", ".join(difference.what for difference in shown[1:])
         rank_zero_warn(text + (f" The same goes for: {others}." if others else ""))
@@ -208,26 +223,29 @@ class PartCheck:
     def _of_parts(self, draws: Draws) -> Around:
         return lambda index, stage: draws.on_part(stage, *self._places[index], is_end=index == END_OF_BATCH)
 
-    def _culprit(self, observe: Observe) -> tuple[Culprit | None, Sequence[str]]:
-        """Runs both again, watched, each part with the buffers as they were before the batch.
+    def _culprit(self, observe: Observe, ends_run: bool) -> Found:
+        """Runs both again, watched: each part with the buffers as before the batch, and auxiliary losses of the whole.
 
-        Returns:
-            Where samples were coupled first; and, where the parts make the whole with those buffers, the names of the
-            buffers that the step writes into.
+        Args:
+            observe: Runs the step.
+            ends_run: Whether only differences count that end the run.
         """
         draws = Draws()
         of_whole: dict[int, Seen] = {}
         of_parts: list[dict[int, Seen]] = [{} for _ in self._sizes.parts]
         buffers = {name: buffer.detach().clone() for name, buffer in self._module.named_buffers()}
 
-        def around(context: Any, seen: dict[int, Seen], stage: int | None, share: float) -> ExitStack:
+        def around(context: Any, of_run: dict[int, Seen], stage: int | None, share: float) -> ExitStack:
             stack = ExitStack()
             for name, buffer in self._module.named_buffers():  # as before the batch, whatever a part has left
-                if name in buffers:
+                if name in buffers and not self._allows_auxiliary:  # then nothing else may be the reason
                     buffer.detach().copy_(buffers[name])
             stack.enter_context(context)
             if stage is not None:
-                stack.enter_context(watched(seen.setdefault(stage, Seen(share)), self._module, self._units))
+                seen = of_run.setdefault(stage, Seen(share))
+                if of_run is not of_whole and stage in of_whole:
+                    seen.auxiliary = AuxiliaryLosses(of_whole[stage].functions, share)
+                stack.enter_context(watched(seen, self._module, self._units))
             return stack
 
         on_whole, on_parts = self._of_whole(draws), self._of_parts(draws)
@@ -237,21 +255,31 @@ class PartCheck:
             lambda index, stage: around(on_parts(index, stage), of_parts[index], stage, self._places[index][1]),
         )
         outcomes = self._groups.all_or_none(partial(self._compared, whole, parts, draws), "What a check found again")
-        are_equal = all(difference.is_attribute for _, found in outcomes for difference in found)
+        left = [each for _, found in outcomes for each in found if not each.is_attribute]
         weights = [share for _, share in self._places]
         found: dict[int, Culprit] = {}
+        # each part's loss would be that of the whole if there were nothing else in it
+        assert isinstance(whole, Observed) and isinstance(parts, Observed)
+        is_alone = self._groups.is_last_stage and all(is_close(loss, whole.loss, 1e-9) for loss in parts.losses)
+        lines, are_losses = set[str](), not is_alone or (self._allows_auxiliary and not whole.losses)
         for stage, seen in of_whole.items():
             others = [part[stage] for part in of_parts if stage in part]
             culprit = first_culprit(seen, others, weights, self._tolerance) if len(others) == len(of_parts) else None
             if culprit is not None:
                 found[stage] = culprit
-        everywhere: dict[int, Culprit] = {}
-        moved = sorted({name for seen in of_whole.values() for name in seen.moved})
-        told = self._groups.gather_in_pipeline((found, moved))
-        for one, _ in told:
-            everywhere.update(one)
-        all_moved = sorted({name for _, names in told for name in names}) if are_equal else []
-        return everywhere[min(everywhere)] if everywhere else None, all_moved
+            lines = lines.union(*(other.auxiliary.lines for other in others))
+            are_losses = are_losses and are_only_losses(seen, others, weights)
+        moved = {name for seen in of_whole.values() for name in seen.moved}
+        told = self._groups.gather_in_pipeline((found, moved, lines, are_losses))
+        everywhere = {stage: culprit for one, *_ in told for stage, culprit in one.items()}
+        is_explained = all(are for *_, are in told) and not any(each.ends_run or not ends_run for each in left)
+        lines = lines.union(*(each for *_, each, _ in told))
+        of_replicas = self._groups.gather((is_explained, lines), "the auxiliary losses of a first batch")
+        return Found(
+            everywhere[min(everywhere)] if everywhere else None,
+            [] if left else sorted({name for _, names, *_ in told for name in names}),
+            sorted(lines.union(*(each for _, each in of_replicas))) if all(is_it for is_it, _ in of_replicas) else [],
+        )
 
 
 def _outcome(observe: Observe, microbatches: Sequence[Microbatch], around: Around) -> Outcome:

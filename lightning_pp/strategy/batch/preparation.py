@@ -87,7 +87,8 @@ class BatchPreparation:
         self._is_dynamic = surroundings.options.batches.dynamic_step
         self._parameters = frozen.all()
         counting = StepCounting(module, split.units, metrics, device, precision.forward_context)
-        self._scaling = BatchScaling(groups, counting)
+        self.allows_auxiliary = surroundings.options.batches.auxiliary_losses == "per_microbatch"
+        self._scaling = BatchScaling(groups, counting, allows_auxiliary=self.allows_auxiliary)
         self._whole_batches = WholeBatchPlans()
         self._attributes = AttributesOutsideUnits(module, split.units, _LIGHTNINGS_ATTRIBUTES)
 
@@ -116,7 +117,7 @@ class BatchPreparation:
         state = StepState(progress_of(self.module.trainer, call.batch_idx), self._attributes.version())
         indices = range(len(microbatches)) if around is None else [0] * len(microbatches)
         seeds = [StepRandomness.of_microbatch(seed, index, self._device).seed_inter_unit for index in indices]
-        if self.ends_with_batch(call.step):
+        if self._ends_with_batch and call.step != "predict_step":  # what is predicted has a row per sample anyway
             return self._prepare_whole(call, batch, microbatches, seed, factor, state, around)
         plans = [
             self._plan(call, microbatch, seed_inter_unit, state)
@@ -219,10 +220,6 @@ class BatchPreparation:
     def _updates_of(self, plans: Sequence[StepPlan]) -> RepeatedUpdates:
         names = {name for plan in plans for name, others in plan.record.updates.items() if others}
         return RepeatedUpdates(self.split.fake_parameters, names)
-
-    def ends_with_batch(self, step: str) -> bool:
-        """Whether the step's end runs once, on the whole batch; what is predicted has a row per sample anyway."""
-        return self._ends_with_batch and step != "predict_step"
 
     def _plan(
         self,

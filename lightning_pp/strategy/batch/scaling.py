@@ -23,6 +23,10 @@ from lightning_pp.split.reductions.scaling import Count, Scale, ScaledStep
 from lightning_pp.strategy.batch.counting import CountedStep, StepCounting
 from lightning_pp.strategy.results.outputs import loss_of
 
+PER_MICROBATCH = (
+    "auxiliary_losses='per_microbatch' on the strategy trains with the auxiliary loss of each microbatch, averaged "
+    "over microbatches."
+)
 _MOST_ROUNDS = 5
 _SAMPLES_TO_HALVE = 4
 RecordAt = Callable[[Microbatch, EarlierRun | None], StepRecord]
@@ -115,6 +119,7 @@ class ScaledBatch:
         grows: Whether the step makes values that grow with the batch.
         is_training: Whether a sum that nobody has seen before is an error.
         follows_estimates: Whether a loss that does not add up over microbatches is an error.
+        allows_auxiliary: Unless that is an auxiliary loss.
     """
 
     loss_weights: list[float]
@@ -126,6 +131,7 @@ class ScaledBatch:
     grows: bool = False
     is_training: bool = False
     follows_estimates: bool = False
+    allows_auxiliary: bool = False
 
     def step_of(self, microbatch: int) -> ScaledStep | None:
         """What the last stage's step of ``microbatch`` runs within; None for nothing."""
@@ -141,14 +147,16 @@ class ScaledBatch:
         if not self.follows_estimates:
             return
         estimate = estimate_of(loss_of(output))
-        if estimate is not None and estimate.bent_by is not None:
-            raise SplitError(
-                f"The loss of the step does not add up over microbatches: {estimate.line} calls `{estimate.bent_by}` "
-                "with a sum or a mean over samples, and its results for microbatches do not add up to its result for "
-                "the batch. Set whole_batch_loss=True on the strategy, which runs the code after the last unit once on "
-                "the whole batch. It costs memory and bubble: lightning-pp-plan shows how much. "
-                "check_first_batches=False turns this check off."
-            )
+        if estimate is None or estimate.bent_by is None or (self.allows_auxiliary and estimate.is_product):
+            return
+        raise SplitError(
+            f"The loss of the step does not add up over microbatches: {estimate.line} calls `{estimate.bent_by}` "
+            "with a sum or a mean over samples, and its results for microbatches do not add up to its result for "
+            f"the batch. {f'If this makes an auxiliary loss: {PER_MICROBATCH} If not: ' if estimate.is_product else ''}"
+            "whole_batch_loss=True on the strategy runs the code after the last unit once on the whole batch. It costs "
+            "memory and bubble: lightning-pp-plan shows how much. "
+            "check_first_batches=False turns this check off."
+        )
 
     def drop_facts_without_use(self) -> None:
         """Once all is counted: has nothing done where each microbatch counts its share and nothing grows."""
@@ -172,10 +180,12 @@ class BatchScaling:
     Args:
         groups: Joins the replicas.
         counting: Counts in a microbatch.
+        allows_auxiliary: Whether an auxiliary loss need not add up over microbatches.
     """
 
-    def __init__(self, groups: ControlGroups, counting: StepCounting) -> None:
+    def __init__(self, groups: ControlGroups, counting: StepCounting, *, allows_auxiliary: bool = False) -> None:
         self._groups = groups
+        self._allows_auxiliary = allows_auxiliary
         self._counting = counting
         self._facts: dict[str, Facts] = {}
         # whether replicas wait for each other before a step's programs; the same on all replicas
@@ -209,7 +219,7 @@ class BatchScaling:
             return ScaledBatch(weights, _nothing)
         facts, records = self._facts.setdefault(steps.name, Facts()), steps.records
         is_known = all(facts.knows(record.reductions) for record in records) or _learn(facts, sizes(), record_at)
-        batch = ScaledBatch(weights, _nothing, facts, shares)
+        batch = ScaledBatch(weights, _nothing, facts, shares, allows_auxiliary=self._allows_auxiliary)
         batch.is_training = steps.is_training and is_known  # of one sample nothing is known: as under DDP
         batch.follows_estimates = follows_estimates and batch.is_training
         batch.grows = any(facts.grow(record.reductions) for record in records)
@@ -223,7 +233,11 @@ class BatchScaling:
         if num_replicas > 1:
             self._join_replicas(batch, steps, count, counts_may_depend_on_counts)
         else:
-            _complete_alone(batch, facts, count, counts_may_depend_on_counts)
+            if counts_may_depend_on_counts:
+                _settle(
+                    batch, count, lambda counts: [total_of(counts, facts)], lambda told: dict(told[0]), [batch.totals]
+                )
+            batch.drop_facts_without_use()
         return batch
 
     def _count(self, batch: ScaledBatch, facts: Facts, steps: BatchSteps) -> list[Counts]:
@@ -320,14 +334,6 @@ class _Replicas:
 
     def _joined(self, of_replicas: Sequence[Mapping[Any, Count]]) -> dict[Place, Count]:
         return total_of([self._facts.placed(counts) for counts in of_replicas], self._facts)
-
-
-def _complete_alone(
-    batch: ScaledBatch, facts: Facts, count: Callable[[], list[Counts]], counts_may_depend_on_counts: bool
-) -> None:
-    if counts_may_depend_on_counts:
-        _settle(batch, count, lambda counts: [total_of(counts, facts)], lambda told: dict(told[0]), [batch.totals])
-    batch.drop_facts_without_use()
 
 
 def _settle(

@@ -66,7 +66,7 @@ def average_own_part(trainer: pl.Trainer, module: pl.LightningModule, checkpoint
 
         def save(_: Any, __: Any, checkpoint: dict[str, Any], average: PartAverage = average) -> None:
             checkpoint[CURRENT_MODEL] = checkpoint[MODEL]
-            checkpoint[MODEL] = checkpoints.model_state(replaced=average.named_tensors())
+            checkpoint[MODEL] = checkpoints.model_state(replaced=average.module.state_dict())
             checkpoint[_AVERAGING] = {"n_averaged": average.n_averaged.clone()}
 
         def load(_: Any, __: Any, checkpoint: dict[str, Any], average: PartAverage = average) -> None:
@@ -99,11 +99,6 @@ class PartAverage(AveragedModel):
             super().update_parameters(_bare(model, local=True))
         finally:
             self.module = whole
-
-    def named_tensors(self) -> dict[str, Tensor]:
-        """The averaged parameters and persistent buffers by name."""
-        named: dict[str, Tensor] = self.module.state_dict()
-        return named
 
     @torch.no_grad()
     def take(self, module: nn.Module) -> None:

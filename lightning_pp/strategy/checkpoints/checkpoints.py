@@ -39,7 +39,7 @@ from lightning_pp.checkpoint.content import MODEL, OPTIMIZERS
 from lightning_pp.checkpoint.ownership.added_groups import with_added_groups
 from lightning_pp.checkpoint.ownership.ranks import Ranks, fail_together, from_root
 from lightning_pp.checkpoint.storage.folder import TABLE_FILENAME
-from lightning_pp.checkpoint.storage.location import Location, is_file, is_folder, is_remote, is_url, locate, naming
+from lightning_pp.checkpoint.storage.location import is_file, is_folder, is_remote, is_url, locate, naming
 from lightning_pp.checkpoint.storage.remote_folder import remove_folder
 from lightning_pp.distributed.groups import group_of_hosts
 from lightning_pp.errors import CheckpointError, ConfigurationError
@@ -286,7 +286,8 @@ class Checkpoints:
             box = [False]
             with fail_together():
                 if self._attached.is_root:
-                    box = [_is_checkpoint(locate(filepath))]
+                    place = locate(filepath)  # what is left of a save that was interrupted is nothing
+                    box = [is_file(place / TABLE_FILENAME) if is_folder(place) else is_file(place)]
             return bool(trainer.strategy.broadcast(box[0]))
 
         if "file_exists" not in vars(callback):
@@ -380,11 +381,6 @@ class _Run:
 def _key(path: str | Path) -> str:
     """One name for each place."""
     return str(path) if is_url(str(path)) else os.path.abspath(path)
-
-
-def _is_checkpoint(location: Location) -> bool:
-    """Whether a save would take the place of something; what is left of one that was interrupted is nothing."""
-    return is_file(location / TABLE_FILENAME) if is_folder(location) else is_file(location)
 
 
 def _link(filepath: str, linkpath: str) -> None:

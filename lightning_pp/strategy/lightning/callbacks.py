@@ -30,12 +30,7 @@ def adapt_callbacks(trainer: pl.Trainer, split: Callable[[], SplitModel], sizes:
     summarize_whole_model(trainer, split)
     for callback in callbacks_of(trainer):
         if isinstance(callback, ThroughputMonitor):
-            _count_replicas(callback, sizes)
-
-
-def _count_replicas(callback: ThroughputMonitor, sizes: ParallelSizes) -> None:
-    """A batch is a replica's, whose devices share the operations of it."""
-    for throughput in throughputs_of(callback):
-        throughput.world_size = sizes.data_parallel
-        if throughput.available_flops is not None and callback.available_flops is not None:
-            throughput.available_flops = callback.available_flops * sizes.pipeline
+            for throughput in throughputs_of(callback):  # a batch is a replica's, whose devices share its operations
+                throughput.world_size = sizes.data_parallel
+                if throughput.available_flops is not None and callback.available_flops is not None:
+                    throughput.available_flops = callback.available_flops * sizes.pipeline

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -13,8 +12,10 @@ _NOT_THE_USERS = ("lightning", "lightning_pp", "lightning_utilities", "torch", "
 
 def line_of_user() -> str:
     """``file:line in function`` of the innermost caller that is the user's."""
-    frames = _outwards(inspect.currentframe())
-    return next((line_of(frame) for frame in frames if is_of_user(frame)), "an unknown line")
+    frame = inspect.currentframe()
+    while frame is not None and not is_of_user(frame):
+        frame = frame.f_back
+    return "an unknown line" if frame is None else line_of(frame)
 
 
 def namespaces_of_user() -> list[dict[str, Any]]:
@@ -25,13 +26,6 @@ def namespaces_of_user() -> list[dict[str, Any]]:
         for name, module in list(sys.modules.items())
         if name.partition(".")[0] not in others and hasattr(module, "__dict__")
     ]
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    """``frame`` and its callers."""
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def is_of_user(frame: FrameType) -> bool:

@@ -42,7 +42,9 @@ class RunLauncher(SubprocessScriptLauncher):
     def check_program(self) -> None:
         """Raises :class:`ConfigurationError` if other processes are to be started, and have no file to run."""
         num_others = self.num_processes * self.num_nodes - 1
-        if self.cluster_environment.creates_processes_externally or num_others == 0 or _has_program():
+        has_module = getattr(sys.modules.get("__main__"), "__spec__", None) is not None
+        has_program = not hasattr(sys, "ps1") and (has_module or Path(sys.argv[0]).is_file())
+        if self.cluster_environment.creates_processes_externally or num_others == 0 or has_program:
             return
         where = "a notebook or an interactive Python" if hasattr(sys, "ps1") else "code without a file"
         raise ConfigurationError(
@@ -81,9 +83,3 @@ class RunLauncher(SubprocessScriptLauncher):
         if self.when_done is not None:
             self.when_done()
         return result
-
-
-def _has_program() -> bool:
-    """Whether this process runs a file or a module that another process can run."""
-    has_module = getattr(sys.modules.get("__main__"), "__spec__", None) is not None
-    return not hasattr(sys, "ps1") and (has_module or Path(sys.argv[0]).is_file())

@@ -140,7 +140,13 @@ class MeshStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         if self.cluster_environment.creates_processes_externally:
-            self._check_num_started()
+            num_started = int(os.environ.get("LOCAL_WORLD_SIZE", self.local_rank + 1))
+            if num_started > self.num_processes:
+                raise ConfigurationError(
+                    f"{num_started} processes were started on this node, but Trainer(devices=) has devices for "
+                    f"{self.num_processes}. Set devices={num_started}, or start {self.num_processes} processes "
+                    f"(torchrun --nproc-per-node {self.num_processes})."
+                )
         _ = self.sizes  # a wrong product is told before any process is launched
         launcher = RunLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
         launcher.check_program()
@@ -150,16 +156,6 @@ class MeshStrategy(ParallelStrategy):
     def weights_only(self) -> bool | None:
         """What the user passed to ``fit`` or its siblings; None if nothing."""
         return self.launcher.weights_only if isinstance(self.launcher, RunLauncher) else None
-
-    def _check_num_started(self) -> None:
-        """Raises :class:`ConfigurationError` if a launcher started more processes on this node than have devices."""
-        num_started = int(os.environ.get("LOCAL_WORLD_SIZE", self.local_rank + 1))
-        if num_started > self.num_processes:
-            raise ConfigurationError(
-                f"{num_started} processes were started on this node, but Trainer(devices=) has devices for "
-                f"{self.num_processes}. Set devices={num_started}, or start {self.num_processes} processes (torchrun "
-                f"--nproc-per-node {self.num_processes})."
-            )
 
     def set_world_ranks(self) -> None:
         """Tells the cluster environment and Lightning's rank-zero helpers this process's rank."""

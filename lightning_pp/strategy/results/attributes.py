@@ -152,7 +152,9 @@ class _Attribute:
         """What happened, by path; under ``""`` to the attribute itself, if it is another object now, or gone."""
         now = self._held.get(self._key, _MISSING)
         if now is not self._value:
-            changes = {"": ("delete", None) if now is _MISSING else ("set", _detached_copy(now))}
+            # the content of a container may be put back
+            kept = copy.copy(now) if isinstance(now, (list, dict, set)) else now
+            changes = {"": ("delete", None) if now is _MISSING else ("set", kept)}
         else:
             changes = {path: _change_of(each) for path, each in self._reached.items() if each.is_changed}
         if of_whole_batch is None:
@@ -179,11 +181,6 @@ class _Attribute:
                 self._value[:] = value
             elif kind == "set":
                 self._held[self._key] = value
-
-
-def _detached_copy(value: Any) -> Any:
-    """The value itself, or a copy of a container, whose content may be put back."""
-    return copy.copy(value) if isinstance(value, (list, dict, set)) else value
 
 
 def _change_of(reached: Reached) -> tuple[str, Any]:

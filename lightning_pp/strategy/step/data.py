@@ -163,7 +163,9 @@ def _looked_at(
     source = data_source_of(loop)
     vars(source).pop("dataloader", None)  # left by a run that never asked
     made = request_dataloader(source)
-    loader = _combined(made, is_training=is_training)
+    loader = made  # what Lightning's loops make of a loader, or of several in lists and dicts
+    if not isinstance(made, CombinedLoader):
+        loader = CombinedLoader(made, "max_size_cycle" if is_training else "sequential")
     assert trainer.state.fn is not None
     for each in loader.flattened:
         check_iterable(each, source, trainer.state.fn)
@@ -192,13 +194,6 @@ def _looked_at(
     batches = copy(loader)
     batches.flattened = items
     return loader, batches.iterables
-
-
-def _combined(loader: Any, *, is_training: bool) -> CombinedLoader:
-    """What Lightning's loops make of a loader, or of several in lists and dicts."""
-    if isinstance(loader, CombinedLoader):
-        return loader
-    return CombinedLoader(loader, "max_size_cycle" if is_training else "sequential")
 
 
 def seed_workers_by(loader: object, data_parallel_rank: int) -> None:

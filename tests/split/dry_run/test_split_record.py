@@ -95,7 +95,11 @@ def test_products_of_experts_are_counted() -> None:
             self.blocks = nn.ModuleList([Experts(), Experts()])
 
     record = record_of(build(Mixture), batches(4)[0])
-    assert record.calls[1].flops == 2 * (4 * 6) * WIDTH * WIDTH
+    rows = 4 * 6
+    assert record.calls[1].flops == 2 * rows * WIDTH * WIDTH
+    # W keeps the rows that were multiplied, and the gradient of what they became
+    memory = record.calls[1].memory
+    assert sum(memory.queued.values()) == memory.queued_gradients_bytes == rows * WIDTH * 2
 
 
 def test_inter_unit_code_has_costs_too() -> None:
