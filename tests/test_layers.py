@@ -104,7 +104,7 @@ BUDGETS = {
     ("cli", "conf", "doctor"): 9_525,
     ("telemetry", "callbacks"): 4_750,
     ("schedule",): 4_885,
-    ("planning",): 4_665,
+    ("planning",): 4_670,
     ("runtime",): 4_220,
     ("checkpoint",): 3_545,
     ("sharding",): 3_215,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -62,8 +63,9 @@ class BatchOptions:
                 f"split_batch={self.split_batch!r} must be a function of a batch and the largest number of "
                 "microbatches."
             )
-        if not all(type(dim) is int for dim in (self.batch_dim or {}).values()):
-            raise ConfigurationError(f"batch_dim={self.batch_dim!r} must give a number of a dimension for each path.")
+        dims = {} if self.batch_dim is None else self.batch_dim
+        if not isinstance(dims, Mapping) or not all(type(dim) is int for dim in dims.values()):
+            raise ConfigurationError(f"batch_dim={dims!r} must be a dict of paths with the number of a dimension each.")
         if self.split_batch is not None and self.batch_dim:
             raise ConfigurationError("split_batch= cuts the whole batch, so batch_dim= has no effect. Leave one out.")
 

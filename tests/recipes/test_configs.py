@@ -279,7 +279,7 @@ def test_fields_of_the_strategy_are_checked_by_the_types_that_yaml_has() -> None
     assert set(kinds) == set(arguments)
     told = {
         "int | str": ["pipeline_parallel_size", "data_parallel_size", "num_microbatches"],
-        "str": ["schedule", "on_nonfinite", "unequal_data", "sharding"],
+        "str": ["schedule", "on_nonfinite", "unequal_data", "auxiliary_losses", "sharding"],
         "str | None": ["save_costs", "initial_weights", "process_group_backend", "flight_recorder_dirpath"],
         "list[str] | None": ["units", "split_points"],
         "list[float] | None": ["rank_speeds"],

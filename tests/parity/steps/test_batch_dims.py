@@ -218,7 +218,7 @@ def test_what_does_not_fit_the_batch_is_an_error(pool: WorkerPool, batch_dim: di
 
 
 def test_options_that_cannot_be() -> None:
-    with pytest.raises(ConfigurationError, match=r"batch_dim=\{'x': '1'\} must give a number of a dimension"):
+    with pytest.raises(ConfigurationError, match=r"batch_dim=\{'x': '1'\} must be a dict of paths with the number"):
         PipelineParallelStrategy(2, batch_dim={"x": "1"})  # type: ignore[dict-item]
     with pytest.raises(ConfigurationError, match=r"split_batch= cuts the whole batch, so batch_dim= has no effect"):
         PipelineParallelStrategy(2, batch_dim={"x": 1}, split_batch=lambda batch, number: [batch])

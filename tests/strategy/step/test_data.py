@@ -15,6 +15,7 @@ from small_models import Blocks
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from lightning_pp import PipelineParallelStrategy
 from lightning_pp.strategy.batch.cutter import BatchCutter
 
 
@@ -106,8 +107,9 @@ def test_loader_workers_of_one_pipeline_draw_the_same(pool: WorkerPool) -> None:
 
 def test_auto_leaves_batch_norms_two_samples_of_each_microbatch() -> None:
     batch = torch.randn(4, 3)
-    normed = BatchCutter("auto", 2, None, nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    auto, four = (PipelineParallelStrategy(2, num_microbatches=number).options for number in ("auto", 4))
+    normed = BatchCutter(auto, 2, nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
     assert [each.num_samples for each in normed.cut(batch, for_training=True)] == [2, 2]
     assert len(normed.cut(batch, for_training=False)) == 4
-    assert len(BatchCutter(4, 2, None, nn.BatchNorm1d(3)).cut(batch, for_training=True)) == 4  # as asked for
-    assert len(BatchCutter("auto", 2, None, nn.LayerNorm(3)).cut(batch, for_training=True)) == 4
+    assert len(BatchCutter(four, 2, nn.BatchNorm1d(3)).cut(batch, for_training=True)) == 4  # as asked for
+    assert len(BatchCutter(auto, 2, nn.LayerNorm(3)).cut(batch, for_training=True)) == 4
