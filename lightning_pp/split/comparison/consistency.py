@@ -155,12 +155,14 @@ class Culprit:
         times: The how-manieth of its calls.
         function: The torch function that couples them.
         line: The user's line.
+        at_end: Whether only the last stage runs that code.
     """
 
     unit: str | None
     times: int = 0
     function: str = ""
     line: str = ""
+    at_end: bool = True
 
 
 def first_culprit(whole: Seen, parts: Sequence[Seen], weights: Sequence[float], tolerance: float) -> Culprit | None:

@@ -24,6 +24,7 @@ class Draws:
     Attributes:
         differ: Whether something was drawn that has no rows to share out, such as places in the batch.
         repeated: The user's line that draws the same numbers for each part of a batch; empty for none.
+        permuted: By the user's line, of how many things code outside of units draws a permutation.
     """
 
     def __init__(self) -> None:
@@ -31,6 +32,7 @@ class Draws:
         self._states: dict[tuple[Stretch, int], Tensor] = {}
         self.differ = False
         self.repeated = ""
+        self.permuted: dict[str, int] = {}
 
     def on_whole(self, stage: int | None, *, is_end: bool = False) -> OperationsMode:
         """Around the step on the whole, on one stage: notes what is drawn.
@@ -114,6 +116,8 @@ class _Drawing(OperationsMode):  # type: ignore[no-untyped-call]
     def _settle(self, func: Any, tensor: Tensor, generator: torch.Generator | None, state: Tensor | None) -> None:
         if schema_of(func).name == _PERMUTATION:  # no part can have its share of one, so nothing is mixed
             tensor.copy_(torch.arange(len(tensor), device=tensor.device))
+            if self._part is None and not running_unit():
+                self._draws.permuted[user_line()] = len(tensor)
             return
         stretch = self._stage if running_unit() else self._outside
         if self._part is None:

@@ -32,6 +32,10 @@ from lightning_pp.strategy.results.log_calls import LogCall
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+MIX_BEFORE = (
+    "If the line needs the batch alone, as mixup does, move it to on_after_batch_transfer, which gets the whole batch. "
+    "Otherwise set num_microbatches=1."
+)
 _TURN_OFF = "check_first_batches=False on the strategy turns this check off."
 
 
@@ -263,7 +267,7 @@ def _reason(difference: Difference, culprit: Culprit | None) -> str:
     if culprit is not None:
         return (
             f"The samples are coupled in {culprit.line} by `{culprit.function}`, whose result is neither a sum nor a "
-            f"mean over them. {whole_batch}"
+            f"mean over them. {whole_batch if culprit.at_end else MIX_BEFORE}"
         )
     if difference.is_loss and is_close(difference.whole, sum(difference.of_parts), 1e-3):
         return (

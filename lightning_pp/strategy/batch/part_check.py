@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from lightning_pp.split.comparison.draws import Draws
 from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.record.source_lines import UNKNOWN_LINE, innermost_user_line
 from lightning_pp.strategy.batch.differences import (
+    MIX_BEFORE,
     Around,
     Difference,
     Found,
@@ -122,6 +124,7 @@ class PartCheck:
             parts = _outcome(observe, self._sizes.parts, self._of_parts(draws))
         compare = partial(self._compared, whole, parts, draws)
         told = self._groups.all_or_none(compare, "What a check of a first batch found")
+        self._tell_permuted(draws)
         differences = [difference for _, found in told for difference in found]
         if any(differ for differ, _ in told):
             tell_unchecked(self._step)
@@ -156,6 +159,15 @@ class PartCheck:
             raise SplitError(text)
         others = ", ".join(difference.what for difference in shown[1:])
         rank_zero_warn(text + (f" The same goes for: {others}." if others else ""))
+
+    def _tell_permuted(self, draws: Draws) -> None:
+        for line, number in draws.permuted.items():
+            if number == self._sizes.whole.num_samples and line not in self._told:
+                self._told.add(line)
+                rank_zero_warn(
+                    f"{line} permutes the samples of each microbatch. One device permutes those of the whole batch. "
+                    f"{MIX_BEFORE}"
+                )
 
     def _compared(self, whole: Outcome, parts: Outcome, draws: Draws) -> tuple[bool, list[Difference]]:
         """Whether this rank drew differently in the two, and what differs; raises how one of them ended."""
@@ -266,7 +278,7 @@ class PartCheck:
             others = [part[stage] for part in of_parts if stage in part]
             culprit = first_culprit(seen, others, weights, self._tolerance) if len(others) == len(of_parts) else None
             if culprit is not None:
-                found[stage] = culprit
+                found[stage] = replace(culprit, at_end=self._groups.is_last_stage and stage == max(of_whole))
             lines = lines.union(*(other.auxiliary.lines for other in others))
             are_losses = are_losses and are_only_losses(seen, others, weights)
         moved = {name for seen in of_whole.values() for name in seen.moved}
