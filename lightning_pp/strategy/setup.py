@@ -18,6 +18,7 @@ from lightning_pp.planning.memory.model import MemoryModel
 from lightning_pp.planning.refinement.choice import CutChoice
 from lightning_pp.planning.stage_model import RecordedModel, RecordingOptions, SplitModel, assign_stages, record_model
 from lightning_pp.planning.tuning import Layout, LayoutRequest, compute_on_rank0
+from lightning_pp.planning.unit_times.measure import run_each_once
 from lightning_pp.split.cut.wide_cuts import ADVICE, WideCut, wide_cuts
 from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.dry_run.weight_updates import Updates
@@ -31,6 +32,9 @@ from lightning_pp.strategy.step.dry_steps import first_arguments, recorded_step
 from lightning_pp.strategy.step.refusals import raise_own, refuse_carried_state, refuse_unrecorded
 from lightning_pp.strategy.step.update_hooks import UpdateHooks
 from lightning_pp.strategy.surroundings import Surroundings
+
+LOADING_DEVICES = {"cuda"}
+"""Devices that load kernels when they are first used, and wait for all of their work then."""
 
 
 class AllRanks(Protocol):
@@ -125,6 +129,13 @@ class PipelineSetup:
             split = assign_stages(
                 recording, placement=layout.placement, partition=layout.partition, updates=self._updates(step)
             )
+            if self.device.type in LOADING_DEVICES and step == "training_step":
+                recorded = self._recorded_step(step, microbatches[0], arguments)
+                with (
+                    LongTask("The first run of each distinct unit", rank_zero_info),
+                    self._cutter.noted(batch, len(microbatches)),
+                ):
+                    run_each_once(recording, split.units_of(self._given.rank), recorded, self.device)
         for text in filter(None, dict.fromkeys((recording.about_head, layout.about_head))):
             rank_zero_info(text)
         if split.record.failure is None:
@@ -222,18 +233,7 @@ class PipelineSetup:
         """A dry run of ``step`` on the first microbatch, with units for ``num_stages``; ``refined`` in parts."""
         trains = step == "training_step"
         split_head = self._options.split_head if num_head_parts is None else num_head_parts or False
-        recorded = recorded_step(
-            self.module,
-            step,
-            microbatches[0].data,
-            arguments,
-            None,
-            precision=self._precision,
-            device=self.device,
-            trains=trains,
-        )
-        if self._options.schedule.whole_batch_loss and step != "predict_step":
-            recorded = ending_with_batch(recorded)
+        recorded = self._recorded_step(step, microbatches[0], arguments)
         with self._cutter.noted(batch, len(microbatches)):
             recording = record_model(
                 self.module,
@@ -253,6 +253,14 @@ class PipelineSetup:
         refuse_carried_state(self.module, step, recording.record, len(microbatches))
         self._update_hooks = UpdateHooks(self.module, recording.fake_parameters, batch)
         return recording
+
+    def _recorded_step(self, step: str, microbatch: Microbatch, arguments: Sequence[Any]) -> Callable[[Any], Any]:
+        precision, trains = self._precision, step == "training_step"
+        recorded = recorded_step(
+            self.module, step, microbatch.data, arguments, precision=precision, device=self.device, trains=trains
+        )
+        ends_with_batch = self._options.schedule.whole_batch_loss and step != "predict_step"
+        return ending_with_batch(recorded) if ends_with_batch else recorded
 
     def _updates(self, step: str) -> Updates:
         """What hooks write into parameters, in training."""
