@@ -101,7 +101,7 @@ def test_one_layer_makes_process_groups() -> None:
 BUDGETS = {
     ("split",): 12_755,
     ("strategy",): 12_730,
-    ("cli", "conf", "doctor"): 9_525,
+    ("cli", "conf", "doctor"): 9_250,
     ("telemetry", "callbacks"): 4_750,
     ("schedule",): 4_885,
     ("planning",): 4_700,
