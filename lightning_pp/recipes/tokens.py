@@ -1,4 +1,4 @@
-"""Training on a folder of tokens: windows of joined documents, with or without masks, or one document a row.
+"""Training on a folder of tokens: windows of joined documents, with or without masks, in one row, or a document a row.
 
 Shape letters: B rows, T tokens of a row.
 """
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_pp.recipes.token_files import TokenFiles
 
-LAYOUTS = ("joined", "masked", "separate")
+LAYOUTS = ("joined", "masked", "separate", "packed")
 IGNORED = -100  # a label that does not count
 
 
@@ -112,6 +112,15 @@ def pad(rows: Sequence[Tensor], multiple: int = 1) -> dict[str, Tensor]:
     return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
 
 
+def pack(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Masked windows as one row, [1, B T]; the first token of a window is not a label, nor a part of the one before."""
+    labels = [row["labels"].clone() for row in rows]
+    for of_window in labels:
+        of_window[0] = IGNORED
+    joined = {name: torch.cat([row[name] for row in rows]) for name in ("input_ids", "position_ids")}
+    return {name: row.unsqueeze(0) for name, row in (*joined.items(), ("labels", torch.cat(labels)))}
+
+
 class TokenDataModule(L.LightningDataModule):
     """A folder of tokens, made by ``lightning-pp-data``; its last documents are kept for evaluation.
 
@@ -121,10 +130,12 @@ class TokenDataModule(L.LightningDataModule):
         directory: Folder that ``lightning-pp-data`` made.
         batch_size: Rows B in the batch of a data-parallel rank.
         seq_len: Tokens T per row.
-        documents: How documents become rows: ``joined``, ``masked`` or ``separate``. ``joined``: windows over all
-            documents. ``masked``: the same, but no document attends to another; the model must take ``position_ids``
-            and ``labels``, as transformers models do. ``separate``: one document, or a piece of one, per row; a batch
-            is as long as its longest row, rounded up to ``pad_to_multiple``.
+        documents: How documents become rows: ``joined``, ``masked``, ``separate`` or ``packed``. ``joined``: windows
+            over all documents. ``masked``: the same, but no document attends to another; the model must take
+            ``position_ids`` and ``labels``, as transformers models do. ``separate``: one document, or a piece of one,
+            per row; a batch is as long as its longest row, rounded up to ``pad_to_multiple``. ``packed``: as
+            ``masked``, with all windows of a batch in one row of B T tokens, which
+            :func:`~lightning_pp.split_packed` cuts between documents.
         pad_to_multiple: For ``separate``, lengths are rounded up to this multiple. Fewer lengths mean fewer plans and
             fewer compiled kernels.
         val_fraction: Share of the documents, from the end, that is kept for evaluation.
@@ -177,10 +188,10 @@ class TokenDataModule(L.LightningDataModule):
     def _dataset(self, first: int, last: int) -> Any:
         if self.documents == "separate":
             return Documents(self.files, first, last, self.seq_len)
-        return Windows(self.files, first, last, self.seq_len, masked=self.documents == "masked")
+        return Windows(self.files, first, last, self.seq_len, masked=self.documents != "joined")
 
-    def _collate(self, rows: Sequence[Tensor]) -> dict[str, Tensor]:
-        return pad(rows, self.pad_to_multiple)
+    def _collate(self, rows: Sequence[Any]) -> dict[str, Tensor]:
+        return pack(rows) if self.documents == "packed" else pad(rows, self.pad_to_multiple)
 
     def _loader(self, dataset: Any, *, shuffle: bool) -> DataLoader[Any]:
         return DataLoader(
@@ -188,7 +199,7 @@ class TokenDataModule(L.LightningDataModule):
             batch_size=self.batch_size,
             shuffle=shuffle,
             num_workers=self.num_workers,
-            collate_fn=self._collate if self.documents == "separate" else None,
+            collate_fn=self._collate if self.documents in ("separate", "packed") else None,
         )
 
     def train_dataloader(self) -> DataLoader[Any]:

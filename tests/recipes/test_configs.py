@@ -167,7 +167,7 @@ def test_help_names_every_recipe_option_and_value_there_is() -> None:
 def test_option_is_valid_alone(option: str, tmp_path: Path) -> None:
     group = option.split("/")[0]
     needed = NEEDED.get(option, [])
-    if option == "data/tokens":
+    if option in ("data/tokens", "data/packed_tokens"):
         needed = [f"data.directory={written_tokens(tmp_path)}", "data.seq_len=16"]
     if option == "data/stream":
         (tmp_path / "lines.txt").write_text("one\n")

@@ -149,6 +149,14 @@ def test_rows_hold_every_token_once(tmp_path: Path) -> None:
             expected = [next((k for k in range(i + 1) if tokens[i - k] in firsts), i) for i in range(8)]
             assert positions == expected
 
+    packed = TokenDataModule(str(tmp_path / "t"), batch_size=2, seq_len=8, val_fraction=0.2, documents="packed")
+    for batch in packed.train_dataloader():
+        assert {tuple(row.shape) for row in batch.values()} == {(1, 16)}
+        tokens, positions, labels = (batch[name][0].tolist() for name in ("input_ids", "position_ids", "labels"))
+        begins = [place for place in range(16) if place % 8 == 0 or tokens[place] in firsts]
+        assert [place for place in range(16) if labels[place] == -100] == begins
+        assert [place for place in range(16) if positions[place] == 0] == begins
+
     separate = TokenDataModule(
         str(tmp_path / "t"), batch_size=2, seq_len=8, val_fraction=0.2, documents="separate", pad_to_multiple=4
     )
@@ -189,34 +197,41 @@ def test_folders_that_are_not_whole_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "t", [20, 20])
     with pytest.raises(ValueError, match="fill no row of data.seq_len=64"):
         TokenDataModule(str(tmp_path / "t"), seq_len=64)
-    with pytest.raises(ValueError, match="must be one of joined, masked, separate"):
-        TokenDataModule(str(tmp_path / "t"), seq_len=4, documents="packed")
+    with pytest.raises(ValueError, match="must be one of joined, masked, separate, packed"):
+        TokenDataModule(str(tmp_path / "t"), seq_len=4, documents="apart")
     file = tmp_path / "t" / "tokens.bin"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ValueError, match="should have 160 bytes and has 159"):
         TokenFiles(tmp_path / "t")
 
 
-def fit(folder: str, documents: str, steps: int, save: str | None, resume: str | None) -> list[list[int]]:
-    """Trains on tokens; the rows that this rank was given, from where it was resumed."""
+def fit(
+    folder: str, documents: str, steps: int, save: str | None, resume: str | None, num_ranks: int = 2
+) -> tuple[list[list[int]], list[float]]:
+    """Trains on tokens; the rows that this rank was given, from where it was resumed, and the losses."""
     import lightning.pytorch as pl
 
-    from lightning_pp import PipelineParallelStrategy
+    from lightning_pp import PipelineParallelStrategy, split_packed
     from lightning_pp.recipes.causal_lm import CausalLM
 
     seen: list[list[int]] = []
+    losses: list[float] = []
 
     class Seen(pl.Callback):
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
             seen.extend(batch["input_ids"].tolist())
 
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            losses.append(float(outputs["loss"]))
+
     pl.seed_everything(3, verbose=False)
     config = {"vocab_size": 512, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
     module = CausalLM("llama", {**config, "num_attention_heads": 2, "num_key_value_heads": 2}, num_warmup_steps=1)
+    cut = split_packed if documents == "packed" else None
     trainer = pl.Trainer(
         accelerator="cpu",
-        devices=2,
-        strategy=PipelineParallelStrategy(2, num_microbatches=2),
+        devices=num_ranks,
+        strategy=PipelineParallelStrategy(2, num_microbatches=2, split_batch=cut) if num_ranks > 1 else "auto",
         max_steps=steps,
         callbacks=[Seen()],
         logger=False,
@@ -230,7 +245,16 @@ def fit(folder: str, documents: str, steps: int, save: str | None, resume: str |
     if save:
         trainer.save_checkpoint(save)
     assert math.isfinite(float(trainer.callback_metrics["train_loss"]))
-    return seen
+    return seen, losses
+
+
+def test_packed_rows_train_as_on_one_device(pool: WorkerPool, tmp_path: Path) -> None:
+    """To what float32 allows: transformers computes losses in it."""
+    write(tmp_path / "t", np.random.default_rng(0).integers(4, 24, 30).tolist())
+    folder = str(tmp_path / "t")
+    rows, expected = fit(folder, "packed", 4, None, None, 1)
+    for found, losses in pool.run(fit, folder, "packed", 4, None, None):
+        assert found == rows and losses == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.by_day(1)
@@ -239,8 +263,8 @@ def test_a_pipeline_resumes_with_the_next_rows(pool: WorkerPool, tmp_path: Path,
     lengths = np.random.default_rng(0).integers(4, 24, 30).tolist()
     write(tmp_path / "t", lengths)
     folder, path = str(tmp_path / "t"), str(tmp_path / "a.ckpt")
-    whole, same = pool.run(fit, folder, documents, 4, None, None)
+    (whole, _), (same, _) = pool.run(fit, folder, documents, 4, None, None)
     assert whole == same
-    first, _ = pool.run(fit, folder, documents, 2, path, None)
-    rest, _ = pool.run(fit, folder, documents, 4, None, path)
+    first = pool.run(fit, folder, documents, 2, path, None)[0][0]
+    rest = pool.run(fit, folder, documents, 4, None, path)[0][0]
     assert first + rest == whole and len(rest) == 8
