@@ -182,7 +182,8 @@ def first_culprit(whole: Seen, parts: Sequence[Seen], weights: Sequence[float], 
             return None
         of_given = [_of_whole(other[2], share) for other, share in others]
         of_results = [_of_whole(other[3], share) for other, share in others]
-        before = _all_make_whole(given, of_given, weights, tolerance)
+        # what is given no tensors (arange) couples no samples
+        before = given and _all_make_whole(given, of_given, weights, tolerance)
         if before and not _all_make_whole(results, of_results, weights, tolerance):
             return Culprit(None, function=name, line=line)
     return None

@@ -23,8 +23,10 @@ def _with_variants(*names: str) -> tuple[str, ...]:
     return tuple(variant for name in names for variant in (name, f"{name}_", f"__{name}__", f"__i{name}__"))
 
 
+SCATTERS = ("scatter_add", "scatter_add_", "index_add", "index_add_")
+"""Sums that are added to their first argument."""
 _NAMES: Mapping[Kind, tuple[str, ...]] = {
-    Kind.SUM: ("sum", "nansum", "count_nonzero", "bincount", "histc"),
+    Kind.SUM: ("sum", "nansum", "count_nonzero", "bincount", "histc", *SCATTERS),
     Kind.CONTRACTION: (
         "matmul", "mm", "mv", "bmm", "dot", "vdot", "inner", "einsum", "tensordot", "__matmul__", "__rmatmul__",
     ),

@@ -15,7 +15,7 @@ from lightning_pp.split.record.reduction import Kind, Place
 from lightning_pp.split.record.source_lines import user_line
 from lightning_pp.split.reductions.estimates import follow
 from lightning_pp.split.reductions.facts import Fact, Facts
-from lightning_pp.split.reductions.functions import GREATEST, REVERSED, LossCall, kind_of
+from lightning_pp.split.reductions.functions import GREATEST, REVERSED, SCATTERS, LossCall, kind_of
 from lightning_pp.split.reductions.places import Places, line_of
 from lightning_pp.split.reductions.recording import INTEGERS, grown, is_number, tensors_given
 from lightning_pp.split.unit_calls.interception import OutsideUnits, running_unit
@@ -195,7 +195,22 @@ class ScaledStep(OutsideUnits):
         return func(*self._all_normal(args), **self._all_normal(kwargs))
 
     def _sum(self, place: Place, fact: Fact, func: Any, args: Any, kwargs: Any) -> Any:
-        result = func(*args, **kwargs)
+        if func.__name__ in SCATTERS:
+            return self._scatter(place, fact, func, args, kwargs)
+        return self._as_sum(place, fact, func(*args, **kwargs), args, kwargs)
+
+    def _scatter(self, place: Place, fact: Fact, func: Any, args: Any, kwargs: Any) -> Any:
+        if not fact.over_rows:
+            return self._other(None, func, args, kwargs)
+        into, others = args[0], args[1:]
+        added = getattr(torch, func.__name__.rstrip("_"))(torch.zeros_like(into), *others, **kwargs)
+        added = self._normal(self._as_sum(place, fact, added, others, kwargs))
+        if not func.__name__.endswith("_"):
+            return self._normal(into) + added
+        self._make_normal(into)
+        return into.add_(added)
+
+    def _as_sum(self, place: Place, fact: Fact, result: Any, args: Any, kwargs: Any) -> Any:
         degree = sum(map(degree_of, tensors_given(args, kwargs))) + fact.over_rows
         if fact.is_counted and isinstance(result, Tensor):
             whole = result if degree == 1 else grown(result, self._share ** (1 - degree))

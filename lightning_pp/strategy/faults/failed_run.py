@@ -88,7 +88,7 @@ class FailedRuns:
             if failure is not None and failure.code != 1:
                 end_process(failure)
             if failure is not None:
-                cause = str(failure) if failure.rank != self._rank else f"it {failure.what}"
+                cause = (str(failure) if failure.rank != self._rank else f"it {failure.what}").removesuffix(".")
                 error.args = (f"This rank ended because {cause}.",)
                 tell_shortly(error, f"rank {self._rank} ended because {cause}.")
                 watchdog.wait_until_known(failure)

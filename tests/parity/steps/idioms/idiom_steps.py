@@ -178,6 +178,20 @@ def class_weights_from_the_batch(module: Any, batch: Any) -> Tensor:
 
 
 @additive
+def class_weights_scattered_into_ones(module: Any, batch: Any) -> Tensor:
+    target = batch["target"].flatten()
+    counts = torch.ones(CLASSES, dtype=torch.float64).index_add_(0, target, torch.ones(len(target)).double())
+    return (token_losses(module, batch) / counts[batch["target"]]).sum()
+
+
+@additive
+def losses_by_class_scattered_into_zeros(module: Any, batch: Any) -> Tensor:
+    target, losses = batch["target"].flatten(), token_losses(module, batch).flatten()
+    by_class = torch.scatter_add(torch.zeros(CLASSES, dtype=losses.dtype), 0, target, losses)
+    return by_class.mul(torch.arange(CLASSES)).sum() / len(target)
+
+
+@additive
 def scaled_by_the_largest_weight(module: Any, batch: Any) -> Tensor:
     return (token_losses(module, batch).mean(1) * batch["weight"] / batch["weight"].max()).mean()
 

@@ -102,7 +102,8 @@ def test_a_loss_over_the_batch_is_refused_with_its_line(pool: WorkerPool, step: 
     function, words = COUPLED_BY[step]
     assert message.startswith("The loss of training_step (")
     assert f"idiom_refusals.py:{line_with(words)} in {step} by `{function}`" in message
-    assert "whole_batch_loss=True" in message and "check_first_batches=False" in message
+    advice = "on_after_batch_transfer" if step == "coupled_before_the_first_unit" else "whole_batch_loss=True"
+    assert advice in message and "check_first_batches=False" in message
 
 
 def test_a_refusal_tells_both_numbers(pool: WorkerPool) -> None:
