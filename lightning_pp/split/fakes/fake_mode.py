@@ -123,9 +123,9 @@ class FakeValueMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 delattr(FakeTensor, name)
 
     @contextmanager
-    def making_up(self) -> Iterator[None]:
-        """Within, what needs missing data gets made-up data instead of an error."""
-        before, self._makes_up = self._makes_up, True
+    def making_up(self, makes_up: bool = True) -> Iterator[None]:
+        """Within, what needs missing data gets made-up data instead of an error; or an error again."""
+        before, self._makes_up = self._makes_up, makes_up
         try:
             yield
         finally:
