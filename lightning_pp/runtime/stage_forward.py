@@ -457,14 +457,13 @@ class StageForward:
                     "did not use in the dry run. Which values a unit reads may depend on the shapes of the batch "
                     "only. Make the choice inside a unit."
                 )
-            if sent is None:
-                if leaf.shape != expected.spec.shape:
-                    raise _another_size(call, position, leaf, expected.spec)
-                continue
-            self._keep_sent(call, sent, leaf)
-            if sent.edited_in_place:
-                # the code after it edits its own copy; what is sent stays as the unit made it
-                leaves[position], replaced = leaf.clone(), True
+            if sent is not None:
+                self._keep_sent(call, sent, leaf)
+                if sent.edited_in_place:
+                    # the code after it edits its own copy; what is sent stays as the unit made it
+                    leaves[position], replaced = leaf.clone(), True
+            elif leaf.shape != expected.spec.shape:
+                raise _another_size(call, position, leaf, expected.spec)
         if not replaced:
             return output
         return leaves[0] if isinstance(output, Tensor) else replace_leaves(output, leaves)
