@@ -79,6 +79,7 @@ class UnitSizes:
     @contextmanager
     def in_rehearsal(self, *, from_start: bool) -> Iterator[None]:
         """Around a rehearsal: all parameters are fake, from its start or from the first unit that runs in it."""
+        self._kinds.clear()  # attributes inside units may change
         with ExitStack() as self._of_rehearsal:
             if from_start:
                 self._make_fake()
@@ -136,7 +137,9 @@ class UnitSizes:
         """The recorded leaf of that place, or one of another size; None where more than its size is another."""
         recorded = call.leaves[place]
         if recorded.spec is None:
-            is_same = leaf is recorded.fake or (type(leaf) is type(recorded.fake) and leaf == recorded.fake)
+            is_same = type(leaf) is type(recorded.fake) and (
+                leaf.position == recorded.fake.position if isinstance(leaf, PassedOn) else leaf == recorded.fake
+            )
             return recorded if is_same else OutputLeaf(None, leaf) if type(leaf) in PLAIN else None
         if not isinstance(leaf, Tensor) or leaf.dtype != recorded.spec.dtype:
             return None
