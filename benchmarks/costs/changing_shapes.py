@@ -30,7 +30,8 @@ from lightning_pp import PipelineParallelStrategy, split_packed
 
 MOST_TIMES_FIXED = 1.5
 NUM_BATCHES = {"ctc": 18, "padded": 18, "varlen": 8}
-_CLASSES, _FEATURES, _WIDTH, _VOCABULARY = 30, 40, 128, 500
+_CLASSES, _FEATURES, _WIDTH = 30, 40, 128
+_VOCABULARY, _TEXT_WIDTH = 500, 384
 
 
 class Speech(pl.LightningModule):
@@ -67,9 +68,11 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.norm2 = nn.LayerNorm(_WIDTH), nn.LayerNorm(_WIDTH)
-        self.qkv, self.out = nn.Linear(_WIDTH, 3 * _WIDTH), nn.Linear(_WIDTH, _WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(_WIDTH, 4 * _WIDTH), nn.GELU(), nn.Linear(4 * _WIDTH, _WIDTH))
+        self.norm, self.norm2 = nn.LayerNorm(_TEXT_WIDTH), nn.LayerNorm(_TEXT_WIDTH)
+        self.qkv, self.out = nn.Linear(_TEXT_WIDTH, 3 * _TEXT_WIDTH), nn.Linear(_TEXT_WIDTH, _TEXT_WIDTH)
+        self.mlp = nn.Sequential(
+            nn.Linear(_TEXT_WIDTH, 4 * _TEXT_WIDTH), nn.GELU(), nn.Linear(4 * _TEXT_WIDTH, _TEXT_WIDTH)
+        )
 
     def forward(self, hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
         """Attention document by document."""
@@ -87,9 +90,9 @@ class PackedText(pl.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(_VOCABULARY, _WIDTH)
+        self.embedding = nn.Embedding(_VOCABULARY, _TEXT_WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(6))
-        self.head = nn.Linear(_WIDTH, _VOCABULARY)
+        self.head = nn.Linear(_TEXT_WIDTH, _VOCABULARY)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int = 0) -> Tensor:
         """Next-token loss."""

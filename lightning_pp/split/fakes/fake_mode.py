@@ -77,6 +77,7 @@ class FakeValueMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        self.cache_enabled = False  # torch's: a third of the time of an operation that is not in ``known``
         self._depth = 0
         self._makes_up = False
         self._refuses_edits = False
