@@ -99,12 +99,12 @@ def test_one_layer_makes_process_groups() -> None:
 # Lines of each room, docstrings included, rounded up to the next fifty. A feature pays for its lines by taking others
 # out, so these numbers go down; one that goes up is a decision, and is told in the commit.
 BUDGETS = {
-    ("split",): 12_755,
-    ("strategy",): 12_760,
+    ("split",): 13_240,
+    ("strategy",): 12_840,
     ("cli", "conf", "doctor"): 9_250,
     ("telemetry", "callbacks"): 4_750,
     ("schedule",): 4_885,
-    ("planning",): 4_820,
+    ("planning",): 4_890,
     ("runtime",): 4_220,
     ("checkpoint",): 3_545,
     ("sharding",): 3_215,

@@ -52,7 +52,7 @@ def row(name: str, module: L.LightningModule, batch: Tensor, num_runs: int) -> s
     paths = PathComparison(module, split.units, split.fake_parameters)
 
     def rehearse() -> bool:
-        return paths.is_same(record, step, lambda _: None)
+        return paths.followed(record, step, lambda _: None) is record
 
     assert rehearse()
     rehearsal, real = median_ms(rehearse, num_runs), median_ms(lambda: step().backward(), max(3, num_runs // 10))

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from lightning_pp.errors import SplitError
 from lightning_pp.planning.step_state import INITIAL_STATE, StepState
 from lightning_pp.runtime.recomputation import Recomputation
-from lightning_pp.split.data.tree import entries_of, is_object, leaves_of, own_containers, own_copy
+from lightning_pp.split._torch_private import version_of
+from lightning_pp.split.data.tree import entries_of, is_object, leaves_of, own_copy, tensors_of
 from lightning_pp.split.dry_run.run import DryRun, dry_run
 from lightning_pp.split.dry_run.same_path import PathComparison, places_of
 from lightning_pp.split.fakes.parameters import FakeParameters
@@ -24,12 +27,13 @@ _TEXT = "text"
 # Enough for a bucketed sampler with some hundred lengths; a plan holds a few fakes and numbers per unit call.
 MAX_PLANS = 512
 MAX_PLANS_OF_A_SIGNATURE = 64
+MAX_PATHS = 4
 
 
 def signature_of(tree: Any) -> Hashable:
     """What two batches must share for a plan to serve both: containers, shapes, dtypes and plain values."""
     if isinstance(tree, Tensor):
-        return (tuple(tree.shape), tree.dtype)
+        return (tree.shape, tree.dtype)
     if type(tree) in (list, tuple):
         return (type(tree), *map(signature_of, tree))
     if type(tree) is dict:
@@ -46,19 +50,37 @@ def signature_of(tree: Any) -> Hashable:
     return (type(tree), *map(signature_of, leaves))
 
 
+def without_sizes(signature: Hashable) -> Hashable:
+    """``signature`` without the sizes of tensors and without numbers: that of all batches that differ in these only."""
+    if isinstance(signature, torch.Size):
+        return len(signature)
+    if isinstance(signature, tuple):
+        return tuple(map(without_sizes, signature))
+    return None if isinstance(signature, (int, float)) else signature
+
+
 class _UnrecordedRun:
     """Takes the place of a dry run where the step is only rehearsed.
-
-    Args:
-        own: Gives a batch of its own to the run.
 
     Attributes:
         reads_progress: Whether the step may depend on the training's progress.
     """
 
-    def __init__(self, own: Callable[[Any], Any]) -> None:
-        self.own = own
+    def __init__(self) -> None:
         self.reads_progress = False
+        self._own: Any = None
+        self._versions: list[int] = []
+
+    def own(self, batch: Any) -> Any:
+        """The batch for this run of the step."""
+        self._own = own_copy(batch)
+        self._versions = [version_of(tensor) for tensor in tensors_of(self._own)]
+        return self._own
+
+    @property
+    def edits_batch(self) -> bool:
+        """Whether the step has written into its batch."""
+        return self._versions != [version_of(tensor) for tensor in tensors_of(self._own)]
 
     def need_at_end(self, value: Any, place: str | None = None) -> None:
         """What a sink is given."""
@@ -70,10 +92,11 @@ class _UnrecordedRun:
 
 @dataclass(eq=False)
 class _UsedPlan:
-    """A plan, and the state in which a step was last known to follow it."""
+    """A plan, the state in which a step was last known to follow it, and a number that plans of one path share."""
 
     plan: StepPlan
     state: StepState
+    path: int
 
 
 class StepPlanCache:
@@ -84,6 +107,9 @@ class StepPlanCache:
         units: Its units.
         fake_parameters: Makes the fakes for dry runs.
         recomputation: Which units are run again in backward, and what they save even so.
+
+    Attributes:
+        num_recorded: How many steps had to be recorded for a plan.
     """
 
     def __init__(
@@ -99,6 +125,9 @@ class StepPlanCache:
         self._recomputation = recomputation or Recomputation(())
         # by signature; the plan that was used last is at the end
         self._plans: OrderedDict[Hashable, list[_UsedPlan]] = OrderedDict()
+        # by signature without sizes the plan of each path that was used last, in that order
+        self._paths_taken: OrderedDict[Hashable, dict[int, _UsedPlan]] = OrderedDict()
+        self._num_paths = self.num_recorded = 0
         self._stage_of_unit: Mapping[str, int] = {}
         self._num_stages = 0
         self._owners: Mapping[str, Collection[int]] = {}
@@ -119,6 +148,7 @@ class StepPlanCache:
         self._failure = failure
         self._stage_of_unit, self._num_stages, self._owners = stage_of_unit, num_stages, owners
         self._plans.clear()
+        self._paths_taken.clear()
 
     def record(
         self,
@@ -175,29 +205,67 @@ class StepPlanCache:
         plans = self._plans.setdefault(key, [])
         self._plans.move_to_end(key)
 
-        def serves(used: _UsedPlan) -> bool:
+        def is_as_before(used: _UsedPlan) -> bool:
             record = used.plan.record
             draws = record.may_branch_at_random and seed_inter_unit is not None
-            if rehearses or draws or record.depends_on_batch_values:
-                return self._follows(used.plan, step, seed_inter_unit, with_gradients)
-            is_as_before = state.matches(used.state, with_progress=record.reads_progress)
-            return is_as_before or self._follows(used.plan, step, seed_inter_unit, with_gradients)
+            is_dynamic = rehearses or draws or record.depends_on_batch_values
+            return not is_dynamic and state.matches(used.state, with_progress=record.reads_progress)
 
-        used = next(filter(serves, reversed(plans)), None)
+        follow = partial(self._followed, step=step, seed_inter_unit=seed_inter_unit, with_gradients=with_gradients)
+        taken = self._paths_taken.setdefault(without_sizes(key), {})
+        used = next(filter(is_as_before, reversed(plans)), None) or self._on_path_taken(plans, taken, state, follow)
         if used is None:
+            self.num_recorded += 1
             record = self.record(step, with_gradients=with_gradients, seed_inter_unit=seed_inter_unit)
             used = next((used for used in plans if _course_of(used.plan.record) == _course_of(record)), None)
             if used is None:
-                used = _UsedPlan(self._built(record), state)
+                self._num_paths += 1
+                used = _UsedPlan(self._built(record), state, self._num_paths)
                 plans.append(used)
         used.state = state
         if used is not plans[-1]:
             plans.remove(used)
             plans.append(used)
+        taken.pop(used.path, None)
+        taken[used.path] = used
+        self._forget_the_oldest(plans, taken)
+        return used.plan
+
+    def _on_path_taken(
+        self, plans: list[_UsedPlan], taken: Mapping[int, _UsedPlan], state: StepState, follow: Callable[..., Any]
+    ) -> _UsedPlan | None:
+        """Rehearses the step on the paths that were taken; the plan among ``plans``, or a new one; None for none.
+
+        Args:
+            plans: Those of the same signature.
+            taken: The last plan of each path, whatever its sizes.
+            state: The state of the step.
+            follow: Rehearses the step beside a plan.
+        """
+        own = set(map(id, plans))
+        # the last of each path; those of this signature come last, and are rehearsed first
+        for used in reversed(list({each.path: each for each in (*taken.values(), *plans)}.values())):
+            record = follow(used.plan, is_alike=id(used) not in own)
+            if record is None:
+                continue
+            if record is used.plan.record and id(used) in own:
+                return used
+            same = (each for each in plans if each.path == used.path and each.plan.record.sizes == record.sizes)
+            found = next(same, None)
+            if found is None:
+                found = _UsedPlan(used.plan.resized(record), state, used.path)
+                plans.append(found)
+            return found
+        return None
+
+    def _forget_the_oldest(self, plans: list[_UsedPlan], taken: dict[int, _UsedPlan]) -> None:
         del plans[:-MAX_PLANS_OF_A_SIGNATURE]
         while len(self._plans) > MAX_PLANS:
             self._plans.popitem(last=False)
-        return used.plan
+        while len(taken) > MAX_PATHS:
+            del taken[next(iter(taken))]
+        while len(self._paths_taken) > MAX_PLANS:
+            self._paths_taken.popitem(last=False)
 
     def _built(self, record: StepRecord) -> StepPlan:
         """The plan of a recorded step."""
@@ -214,24 +282,28 @@ class StepPlanCache:
             ) from error
         return plan
 
-    def _follows(
+    def _followed(
         self,
         plan: StepPlan,
+        *,
         step: Callable[[DryRun], Any],
         seed_inter_unit: Callable[[int], None] | None,
         with_gradients: bool,
-    ) -> bool:
-        """Rehearses the step, and tells whether it follows ``plan``."""
-        record = plan.record
-        run = _UnrecordedRun(own_copy if record.edits_batch else own_containers)
-        is_same = self._paths.is_same(
+        is_alike: bool,
+    ) -> StepRecord | None:
+        """Rehearses the step: the record of ``plan`` if it follows that, of this step's sizes; else None."""
+        record, run = plan.record, _UnrecordedRun()
+        found = self._paths.followed(
             record,
             lambda: step(cast(DryRun, run)),
             seed_inter_unit or _draw_on,
             plan.crossing_operations,
             with_gradients=with_gradients,
+            is_alike=is_alike,
         )
-        return is_same and (record.reads_progress or not run.reads_progress)
+        if (run.reads_progress and not record.reads_progress) or (run.edits_batch and not record.edits_batch):
+            return None
+        return found
 
     def _check_parameters(self, record: StepRecord) -> None:
         """Raises :class:`SplitError` if a stage uses a parameter, outside the unit that holds it, and has it not."""

@@ -22,7 +22,7 @@ from lightning_pp.split.head.deferred_logits import WholeHeadError, deferred
 from lightning_pp.split.head.parts import parts_in
 from lightning_pp.split.record.plan import StepPlan
 from lightning_pp.split.record.source_lines import user_line
-from lightning_pp.split.record.step_record import OF_OPERATION, Operation, OperationPlace, UnitCall, Value
+from lightning_pp.split.record.step_record import OF_OPERATION, Operation, OperationPlace, TensorSpec, UnitCall, Value
 from lightning_pp.split.side_effects.carried import FakeSideEffects, SideEffectKeeper
 from lightning_pp.split.unit_calls.compilation import uncompiled_outside_units
 from lightning_pp.split.unit_calls.compute_dtype import cast_activations
@@ -71,14 +71,12 @@ class _Sent(NamedTuple):
 
     Attributes:
         value: Its name.
-        shape: Its shape, as the dry run saw it and other stages expect it.
-        dtype: Its dtype.
+        spec: Its shape and dtype, as other stages expect them.
         edited_in_place: Whether code after the unit edits it.
     """
 
     value: Value
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    spec: TensorSpec
     edited_in_place: bool
 
 
@@ -184,7 +182,15 @@ class StageCalls:
 def _sent(call: UnitCall, value: Value) -> _Sent:
     leaf = call.leaf(value.leaf)
     assert leaf.spec is not None  # only tensors are values
-    return _Sent(value, leaf.spec.shape, leaf.spec.dtype, leaf.edited_in_place)
+    return _Sent(value, leaf.spec, leaf.edited_in_place)
+
+
+def _another_size(call: _Call, leaf: int, tensor: Tensor, spec: TensorSpec) -> SplitError:
+    what = f"Output {leaf}" if leaf >= 0 else "A tensor that is not an output"
+    return SplitError(
+        f"{what} of the unit {call.unit!r} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}. Run without data "
+        f"on inputs of the same shapes, the unit returned {spec.shape} and {spec.dtype}. Other stages rely on that."
+    )
 
 
 class StageForward:
@@ -451,25 +457,22 @@ class StageForward:
                     "did not use in the dry run. Which values a unit reads may depend on the shapes of the batch "
                     "only. Make the choice inside a unit."
                 )
-            if sent is None:
-                continue
-            self._keep_sent(call, sent, leaf)
-            if sent.edited_in_place:
-                # the code after it edits its own copy; what is sent stays as the unit made it
-                leaves[position], replaced = leaf.clone(), True
+            if sent is not None:
+                self._keep_sent(call, sent, leaf)
+                if sent.edited_in_place:
+                    # the code after it edits its own copy; what is sent stays as the unit made it
+                    leaves[position], replaced = leaf.clone(), True
+            elif leaf.shape != expected.spec.shape:
+                raise _another_size(call, position, leaf, expected.spec)
         if not replaced:
             return output
         return leaves[0] if isinstance(output, Tensor) else replace_leaves(output, leaves)
 
     def _keep_sent(self, call: _Call, sent: _Sent, tensor: Tensor) -> None:
         """Keeps a tensor that another stage needs."""
-        value, shape, dtype, edited_in_place = sent
-        if tensor.shape != shape or tensor.dtype != dtype:
-            what = f"Output {value.leaf}" if value.leaf >= 0 else "A tensor that is not an output"
-            raise SplitError(
-                f"{what} of the unit {call.unit!r} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, but the "
-                f"dry run of a batch of the same shapes saw {shape} and {dtype}. The other stages rely on that size."
-            )
+        value, spec, edited_in_place = sent
+        if tensor.shape != spec.shape or tensor.dtype != spec.dtype:
+            raise _another_size(call, value.leaf, tensor, spec)
         # code after the unit may edit what left it as a side effect, and nothing can give it a copy
         self._keep_value(value, tensor.clone() if value.leaf < 0 and edited_in_place else tensor)
 

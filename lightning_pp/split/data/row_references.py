@@ -38,7 +38,9 @@ def refuse_row_references(batch: Any, num_samples: int, num_microbatches: int, b
     * where a tensor numbers the rows of one of another length: integers that begin at 0, stay or rise by one from row
       to row, and end at the last row of the other (the graph that each node belongs to);
     * where a tensor that goes whole has the places at which the rows that are cut begin: integers that begin at 0, do
-      not fall, and end at ``num_samples`` (offsets of packed sequences).
+      not fall, and end at ``num_samples`` (offsets of packed sequences);
+    * where the integers of a tensor that is cut add up to the rows of integers that go whole (the targets of all
+      samples one after the other, and their lengths).
 
     A batch with a list that has an entry per sample (detection targets) is not looked at, nor are tensors that
     ``batch_dim`` names.
@@ -70,6 +72,15 @@ def _reference(
     is_whole = tensor.shape[0] != num_samples
     if is_whole and _may_be_edges(tensor, tensors) and _names_rows(tensor, num_samples, num_microbatches):
         return f"holds integers up to {int(tensor.max())}, like indices of the {num_samples} rows of other tensors"
+    if tensor.dim() == 1 and not is_whole and bool((tensor >= 0).all()):
+        total = int(tensor.sum())
+        for other, held in tensors.items():
+            is_list = held.dim() == 1 and held.shape[0] == total > num_samples and held.dtype in _INTEGERS
+            if is_list and not bool((held.diff() == 1).all()):  # nor positions
+                return (
+                    f"adds up to {total}, like lengths of samples that stand one after the other in {other} (pad those "
+                    "to a row for each sample)"
+                )
     if tensor.dim() != 1 or int(tensor[0]) != 0:
         return None
     last, steps = int(tensor[-1]), tensor.diff()

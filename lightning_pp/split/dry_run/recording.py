@@ -50,7 +50,7 @@ from lightning_pp.split.record.step_record import (
 from lightning_pp.split.record.unknown_numbers import UnknownNumber, differing
 from lightning_pp.split.side_effects.module_state import python_generators
 from lightning_pp.split.side_effects.watch import ChangingHookError, SideEffectWatch
-from lightning_pp.split.unit_calls.call_arguments import fingerprint_of, shapes_of
+from lightning_pp.split.unit_calls.call_arguments import fingerprint_of, numbers_of, shapes_of
 from lightning_pp.split.unit_calls.checkpointed_regions import never_run_again
 from lightning_pp.split.unit_calls.compute_dtype import cast_activations
 from lightning_pp.split.unit_calls.endless import UnitsCalled
@@ -267,7 +267,7 @@ class DryRun:
         call.tracks_gradients = torch.is_grad_enabled()
         call.differentiated = values_reached((args, kwargs), self._marker_nodes)
         call.region = self.running_region()
-        call.shapes = shapes_of(*given)
+        call.shapes, call.numbers = shapes_of(*given), numbers_of(*given)
         self._flow.call_looks = False
         marked = self._run_and_mark(call, original, args, kwargs)
         if self._flow.call_looks:

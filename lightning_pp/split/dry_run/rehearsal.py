@@ -19,11 +19,12 @@ from lightning_pp.split.head.parts import parts_in
 from lightning_pp.split.record.step_record import StepRecord, UnitCall, Value
 from lightning_pp.split.side_effects.carried import FakeSideEffects
 from lightning_pp.split.side_effects.generators import generators_untouched
-from lightning_pp.split.unit_calls.interception import UnitCalls
+from lightning_pp.split.unit_calls.interception import UnitCalls, with_passed_on
 from lightning_pp.split.unit_calls.operations import OperationCalls
 
-IsSameCall = Callable[[UnitCall, Callable[..., Any], tuple[Any, ...], "dict[str, Any]"], bool]
-"""Whether a recorded call gives the same when it is run with these arguments; the second is what runs it."""
+StandIn = Callable[[UnitCall, Callable[..., Any], tuple[Any, ...], "dict[str, Any]"], "UnitCall | None"]
+"""The call that says what the unit returns for these arguments, the recorded one or another; None: it is no such call.
+The second runs the unit."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +32,13 @@ class Compared:
     """How a rehearsal is compared with a record.
 
     Attributes:
-        is_same_call: Is asked about each call of a unit that the record has in the same place.
+        stand_in: Is asked about each call of a unit that the record has in the same place.
         on_look: Is told of tensors with data that Python reads as a whole.
         operations: Follows the operations between units.
         with_gradients: Whether gradients have to flow as in the record, to each call and from the loss.
     """
 
-    is_same_call: IsSameCall = lambda *_: True
+    stand_in: StandIn = lambda call, *_: call
     on_look: Callable[[torch.Tensor], None] = lambda _: None
     operations: OperationCalls | None = None
     with_gradients: bool = False
@@ -151,7 +152,7 @@ class _StandIns:
         self._record = record
         self._units = units
         self._seed_inter_unit = seed_inter_unit
-        self._is_same_call = compared.is_same_call
+        self._stand_in = compared.stand_in
         self._operations = compared.operations
         self._gradients = gradients
         self.side_effects = FakeSideEffects(with_made_up=True)
@@ -164,7 +165,9 @@ class _StandIns:
         if unit == record.split_head:
             return deferred(parts_in(self._units)[unit], args, kwargs)
         call = record.calls[self.num_calls] if self.num_calls < len(record.calls) else None
-        if call is None or call.unit != unit or not self._is_same_call(call, original, args, kwargs):
+        if call is not None:
+            call = self._stand_in(call, original, args, kwargs) if call.unit == unit else None
+        if call is None:
             self.went_elsewhere = True
             raise Rehearsed
         gradients = self._gradients
@@ -185,6 +188,8 @@ class _StandIns:
                 fake_of(Value(call.index, place))
         self.side_effects.leave(call, self._units[unit], args, kwargs, fake_of)
         output = call.output_of(left, with_made_up=True)
+        if call.output is not None:  # the unit may have run, to find out about sizes
+            output = with_passed_on(output, args, kwargs)
         if call.index in record.inter_unit_draws.after:
             self._seed_inter_unit(call.index)
         if self._operations is not None:

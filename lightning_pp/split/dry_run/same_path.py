@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
+from operator import is_not
 from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_pp.split.data.tree import leaves_of
-from lightning_pp.split.dry_run.looks import LooksWatched
-from lightning_pp.split.dry_run.rehearsal import Compared, rehearse
+from lightning_pp.split.dry_run.looks import StepWatch
+from lightning_pp.split.dry_run.rehearsal import Compared, Rehearsed, rehearse
+from lightning_pp.split.dry_run.unit_sizes import UnitSizes, can_be_resized
 from lightning_pp.split.fakes.parameters import FakeParameters, is_fake
 from lightning_pp.split.record.reduction import Place, Reduction
 from lightning_pp.split.record.source_lines import innermost_user_line
-from lightning_pp.split.record.step_record import OperationPlace, PassedOn, StepRecord, UnitCall, spec_of
-from lightning_pp.split.record.unknown_numbers import UnknownNumber
+from lightning_pp.split.record.sources import storage_of
+from lightning_pp.split.record.step_record import (
+    OF_OPERATION,
+    Operation,
+    OperationPlace,
+    StepRecord,
+    UnitCall,
+    Value,
+    spec_of,
+)
 from lightning_pp.split.reductions.recording import ReductionRecorder
-from lightning_pp.split.side_effects.module_state import RehearsedState, preserved_state
-from lightning_pp.split.unit_calls.call_arguments import fingerprint_of, shapes_of
-from lightning_pp.split.unit_calls.compute_dtype import cast_activations
+from lightning_pp.split.side_effects.module_state import RehearsedState
+from lightning_pp.split.unit_calls.call_arguments import fingerprint_of, numbers_of, shapes_of
 from lightning_pp.split.unit_calls.interception import UnitCalls
 from lightning_pp.split.unit_calls.operations import OperationCalls
 
@@ -38,10 +47,11 @@ class PathComparison:
         self._units = units
         self._fake_parameters = fake_parameters
         self._unit_calls = UnitCalls(units)
+        self._unit_sizes = UnitSizes(units, fake_parameters)
         self._state = RehearsedState(module, units)
         self._of_made_up_values: set[tuple[type, str]] = set()
 
-    def is_same(
+    def followed(
         self,
         record: StepRecord,
         step: Callable[[], Any],
@@ -49,7 +59,8 @@ class PathComparison:
         crossing: Collection[int] = (),
         *,
         with_gradients: bool = False,
-    ) -> bool:
+        is_alike: bool = False,
+    ) -> StepRecord | None:
         """Rehearses ``step`` and tells whether it takes the path of ``record``.
 
         Args:
@@ -58,18 +69,22 @@ class PathComparison:
             seed_inter_unit: As for :func:`rehearse`.
             crossing: Numbers of operations between units, which the step must run as well.
             with_gradients: Whether gradients must flow as in ``record`` as well.
+            is_alike: Whether the batch may be of other sizes and plain numbers than that of ``record``.
+
+        Returns:
+            ``record``, or what it is with the sizes of this step; None if the step takes another path.
 
         Raises:
             Exception: What the step raised, if it does not do so again: no made-up value caused that.
         """
-        compared = partial(self._compared, record, step, seed_inter_unit, crossing, with_gradients)
-        is_same, failure = compared()
+        compared = partial(self._compared, record, step, seed_inter_unit, crossing, with_gradients, is_alike)
+        found, failure = compared()
         if failure is not None and _kind_of(failure) not in self._of_made_up_values:
             _, again = compared()
             if again is None or _kind_of(again) != _kind_of(failure):
                 raise failure
             self._of_made_up_values.add(_kind_of(failure))
-        return is_same
+        return found
 
     def _compared(
         self,
@@ -78,30 +93,16 @@ class PathComparison:
         seed_inter_unit: Callable[[int], None],
         crossing: Collection[int],
         with_gradients: bool,
-    ) -> tuple[bool, Exception | None]:
-        """:meth:`is_same`, and what the step raised."""
-
-        def is_same_call(
-            call: UnitCall, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> bool:
-            return self._gives_the_same(call, record, original, args, kwargs)
-
-        operations, others = None, set[int]()
-        num_looks = 0
-
-        def on_look(*_: Any) -> None:
-            nonlocal num_looks
-            num_looks += 1
-
-        if crossing:
-            operations = self._followed(record, crossing, others)
+        is_alike: bool,
+    ) -> tuple[StepRecord | None, Exception | None]:
+        """:meth:`followed`, and what the step raised."""
+        path = _Path(record, self._unit_sizes, self._unit_calls, is_alike)
         recorder = ReductionRecorder(is_fake, is_fake)
         with ExitStack() as stack:
-            if record.updates:  # the code between units writes into parameters
-                stack.enter_context(self._fake_parameters.all_fake(_unmarked))
+            # the code between units may write into parameters
+            stack.enter_context(self._unit_sizes.in_rehearsal(from_start=bool(record.updates)))
             stack.enter_context(recorder)
-            if not record.depends_on_batch_values:
-                stack.enter_context(LooksWatched(on_look))
+            stack.enter_context(path.watch)
             matches, failure = rehearse(
                 record,
                 self._units,
@@ -109,78 +110,116 @@ class PathComparison:
                 self._fake_parameters.device,
                 seed_inter_unit,
                 unit_calls=self._unit_calls,
-                preserving=self._state.preserved(),
-                compared=Compared(is_same_call, on_look, operations, with_gradients),
+                preserving=self._state.preserved(path.note_changes),
+                compared=Compared(path.stand_in, path.watch.note_look, path.operations, with_gradients),
             )
-        if operations is not None:
-            matches &= not others and operations.have_come(record, crossing)
+        matches &= path.operations.have_come(record, crossing) and path.can_be_resized(failure)
         if failure is None:  # else what the end of the step makes of made-up values says nothing
             matches &= places_of(recorder.reductions) == places_of(record.reductions)
             # a step that begins to look at values needs a plan that says so
-            matches &= record.depends_on_batch_values or num_looks == record.num_looks
-        return matches, failure
+            matches &= record.depends_on_batch_values or path.watch.num_looks == record.num_looks
+        return path.found() if matches else None, failure
 
-    def _followed(self, record: StepRecord, crossing: Collection[int], others: set[int]) -> OperationCalls:
-        """Follows the operations between units; ``others`` gets those of ``crossing`` that give another shape."""
 
-        def on_operation(number: int, place: OperationPlace, given: list[Tensor], result: Tensor) -> Tensor:
-            if number in crossing and spec_of(result) != record.operations[number].result.spec:
-                others.add(number)
-            return result
+class _Path:
+    """One rehearsal beside a record: which sizes are other ones, and whether all else is the same.
 
-        return OperationCalls(record.operation_numbers.get, on_operation, self._unit_calls.note_function)
+    Args:
+        record: The record.
+        unit_sizes: Finds out what units return.
+        unit_calls: Intercepts their calls.
+        is_alike: As of :meth:`PathComparison.followed`.
+    """
 
-    def _gives_the_same(
-        self,
-        call: UnitCall,
-        record: StepRecord,
-        original: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> bool:
-        """Whether the unit, called with ``args`` and ``kwargs``, gives what ``call`` has recorded."""
-        if shapes_of(args, kwargs) != call.shapes:
-            return False
-        if call.looks_at is None or fingerprint_of(args, kwargs) == call.looks_at:
+    def __init__(self, record: StepRecord, unit_sizes: UnitSizes, unit_calls: UnitCalls, is_alike: bool) -> None:
+        self._record = record
+        self._unit_sizes = unit_sizes
+        self._is_alike = is_alike
+        self._calls: list[UnitCall] = []
+        self._operations: dict[int, Operation] = {}
+        self._changed: set[tuple[str, str]] = set()
+        self._is_other = False
+        self.watch = StepWatch(lambda: len(self._calls))
+        self.operations = OperationCalls(
+            record.operation_numbers.get, self._on_operation, unit_calls.note_function, self._on_other
+        )
+
+    def stand_in(
+        self, call: UnitCall, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> UnitCall | None:
+        """What stands in for a call: the recorded one, or it with other sizes; None if it is no such call."""
+        is_same = shapes_of(args, kwargs) == call.shapes
+        is_same &= call.looks_at is None or fingerprint_of(args, kwargs) == call.looks_at
+        if is_same and (not self._is_alike or numbers_of(args, kwargs) == call.numbers):
+            found: UnitCall | None = call
+        elif call.side_effects:
+            return None
+        else:
+            found = self._unit_sizes.resized(call, self._record.compute_dtype, self.watch, original, args, kwargs)
+        if found is not None:
+            self._calls.append(found)
+        return found
+
+    def note_changes(self, changed: Collection[tuple[str, str, Any]]) -> None:
+        """What code outside units has changed on modules, at the end."""
+        self._changed = {(name, attribute) for name, attribute, _ in changed}
+
+    def can_be_resized(self, failure: Exception | None) -> bool:
+        """Whether nothing but sizes differs, where any does."""
+        record = self._record
+        if not self._is_resized:
             return True
-        if call.side_effects:
-            return False
-        args, kwargs = cast_activations(call, args, kwargs, record.compute_dtype)
-        fakes = self._fake_parameters
-        try:
-            with (
-                preserved_state(self._units[call.unit]),
-                nullcontext() if record.updates else fakes.all_fake(_unmarked),
-                fakes.computing(call.unit, _unmarked),
-            ):
-                return _is_recorded(call, original(*args, **kwargs), leaves_of((args, kwargs)))
-        except Exception:  # it may need data; a dry run knows what to do then
-            return False
+        num_calls = len(record.calls)
+        counted = {place: number for place, number in self.operations.counts.items() if place.num_calls < num_calls}
+        of_record = {place: number for place, number in record.num_alike.items() if place.num_calls < num_calls}
+        return (
+            can_be_resized(record)
+            and not self._is_other
+            and counted == of_record
+            and (failure is None or record.outputs_cross_alone)
+            and self.watch.draws == record.inter_unit_draws.after
+            and self._changed <= set(record.mutated_attributes)
+        )
+
+    @property
+    def _is_resized(self) -> bool:
+        is_other = any(map(is_not, self._calls, self._record.calls))
+        return is_other or any(operation is not self._record.operations[n] for n, operation in self._operations.items())
+
+    def found(self) -> StepRecord:
+        """The record with the sizes of this step."""
+        record = self._record
+        if not self._is_resized:
+            return record
+        flops = self.watch.flops
+        calls = [
+            replace(call, reads=replace(call.reads, flops=flops.get(call.index, 0))) if call.reads.flops else call
+            for call in self._calls
+        ]
+        tail = replace(record.tail, flops=flops.get(len(calls), 0))
+        operations = {**record.operations, **self._operations}
+        return replace(record, calls=calls, tail=tail, operations=operations, is_resized=True)
+
+    def _on_operation(self, number: int, place: OperationPlace, given: list[Tensor], result: Tensor) -> Tensor:
+        operation = self._record.operations.get(number)
+        if operation is not None and spec_of(result) != operation.result.spec:
+            is_whole = result.is_contiguous() and storage_of(result) not in map(storage_of, given)
+            self._is_other |= not (is_whole and result.dtype == self._record.spec(Value(OF_OPERATION, number)).dtype)
+            self._operations[number] = replace(operation, result=replace(operation.result, spec=spec_of(result)))
+        return result
+
+    def _on_other(self, place: OperationPlace) -> None:
+        """An operation on values that the record has not; at the end of a step its values must be known there."""
+        num_calls = len(self._record.calls)
+        if self._is_alike and place.num_calls < num_calls:
+            raise Rehearsed
+        read = {value for value in place.given if value is not None}
+        of_tail = (other.given for other in self._record.num_alike if other.num_calls == num_calls)
+        self._is_other |= place.num_calls < num_calls or not read <= set().union(*of_tail)
 
 
 def _kind_of(failure: Exception) -> tuple[type, str]:
     return type(failure), innermost_user_line(failure)
-
-
-def _unmarked(fake: nn.Parameter, name: str) -> None:
-    """Nobody follows the fakes of a rehearsal."""
-
-
-def _is_recorded(call: UnitCall, output: Any, given: Sequence[Any]) -> bool:
-    """Whether ``output``, made of ``given``, is like that of ``call``."""
-    leaves = leaves_of(output)
-    return len(leaves) == len(call.leaves) and all(
-        _is_recorded_leaf(leaf, recorded.fake, recorded.spec, given)
-        for leaf, recorded in zip(leaves, call.leaves, strict=True)
-    )
-
-
-def _is_recorded_leaf(leaf: Any, recorded: Any, spec: Any, given: Sequence[Any]) -> bool:
-    if isinstance(recorded, PassedOn):
-        return leaf is given[recorded.position]
-    if spec is not None or isinstance(leaf, Tensor):
-        return spec is not None and isinstance(leaf, Tensor) and spec_of(leaf) == spec
-    return isinstance(recorded, UnknownNumber) or (type(leaf) is type(recorded) and bool(leaf == recorded))
 
 
 def places_of(reductions: Sequence[Reduction]) -> list[Place]:

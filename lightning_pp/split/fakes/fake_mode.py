@@ -77,6 +77,7 @@ class FakeValueMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        self.cache_enabled = False  # torch's: a third of the time of an operation that is not in ``known``
         self._depth = 0
         self._makes_up = False
         self._refuses_edits = False
@@ -123,9 +124,9 @@ class FakeValueMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 delattr(FakeTensor, name)
 
     @contextmanager
-    def making_up(self) -> Iterator[None]:
-        """Within, what needs missing data gets made-up data instead of an error."""
-        before, self._makes_up = self._makes_up, True
+    def making_up(self, makes_up: bool = True) -> Iterator[None]:
+        """Within, what needs missing data gets made-up data instead of an error; or an error again."""
+        before, self._makes_up = self._makes_up, makes_up
         try:
             yield
         finally:

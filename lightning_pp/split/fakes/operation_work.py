@@ -37,6 +37,13 @@ _PASSING = frozenset(
 )
 
 
+def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Floating point operations of one operation, which gave ``result``."""
+    packet = packet_of(func)
+    formula = flop_registry.get(packet) or _MORE_FLOPS.get(packet)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+
+
 def work_of(
     func: Any, args: Any, kwargs: Any, result: Any, inputs: Sequence[Tensor], weight: Tensor | None
 ) -> OperationWork | None:
@@ -55,9 +62,7 @@ def work_of(
         inputs: The tensors that it is called with.
         weight: The one of them that is a parameter.
     """
-    packet = packet_of(func)
-    formula = flop_registry.get(packet) or _MORE_FLOPS.get(packet)
-    flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+    packet, flops = packet_of(func), flops_of(func, args, kwargs, result)
     outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
     given = {storage_of(tensor) for tensor in inputs}
     if not flops and not schema_of(func).is_mutable and all(storage_of(output) in given for output in outputs):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lightning_pp.errors import SplitError
@@ -71,6 +71,15 @@ class StepPlan:
     def crossing_operations(self) -> frozenset[int]:
         """Numbers of the operations between units whose results cross."""
         return operations_that_cross(edge.value for edge in self.edges)
+
+    def resized(self, record: StepRecord) -> StepPlan:
+        """The plan of a step that does the same on tensors of other sizes."""
+        edges = {edge: replace(edge, spec=record.spec(edge.value)) for edge in self.edges}
+        stages = [
+            replace(stage, receives=tuple(edges[e] for e in stage.receives), sends=tuple(edges[e] for e in stage.sends))
+            for stage in self.stages
+        ]
+        return StepPlan(record, tuple(stages), tuple(edges.values()))
 
     def operations_of(self, stage: int) -> list[int]:
         """Numbers of the operations between units that ``stage`` needs the results of and has not received."""

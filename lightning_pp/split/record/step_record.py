@@ -261,6 +261,7 @@ class UnitCall:
         region: Number of the checkpointed region (of the user's) that it is called in; None outside of one.
         num_regions_inside: Checkpointed regions that it has inside.
         shapes: Of the leaves of its arguments; None for what is no tensor.
+        numbers: The integers and texts among these leaves.
         looks_at: Fingerprint of what it is given besides what depends on weights, if the shapes of its outputs may
             hang on the values in it.
     """
@@ -288,6 +289,7 @@ class UnitCall:
     region: int | None = None
     num_regions_inside: int = 0
     shapes: tuple[tuple[int, ...] | None, ...] = ()
+    numbers: tuple[int | str, ...] = ()
     looks_at: int | None = None
 
     def leaf(self, leaf: int) -> OutputLeaf:
@@ -411,6 +413,7 @@ class StepRecord:
         failure: What ended the step before its end; None for a step that was recorded whole.
         split_head: The head that this step does not call, but its parts; None for none.
         whole_head: Why a head that has parts is called whole, a sentence without its end; empty where none is.
+        is_resized: Whether it comes of a record of other sizes: memory, work and reductions are still of those.
     """
 
     calls: list[UnitCall] = field(default_factory=list)
@@ -440,6 +443,7 @@ class StepRecord:
     failure: Failure | None = None
     split_head: str | None = None
     whole_head: str = ""
+    is_resized: bool = False
 
     def first_calls(self) -> dict[str, int]:
         """Unit name to the index of its first call, in call order."""
@@ -452,6 +456,12 @@ class StepRecord:
     def forward_flops(self) -> int:
         """Floating point operations of the step's forward."""
         return self.tail.flops + sum(call.flops + call.reads.flops for call in self.calls)
+
+    @cached_property
+    def sizes(self) -> Sequence[Any]:
+        """All that may differ between records of one path."""
+        calls = [(call.shapes, [leaf.spec or leaf.fake for leaf in call.leaves]) for call in self.calls]
+        return calls, [operation.result.spec for operation in self.operations.values()]
 
     @cached_property
     def num_alike(self) -> Mapping[OperationPlace, int]:

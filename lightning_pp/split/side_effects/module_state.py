@@ -123,13 +123,17 @@ class RehearsedState:
         self._outside = [(name, child) for name, child in module.named_modules() if child not in inside]
 
     @contextmanager
-    def preserved(self) -> Iterator[None]:
-        """Within, code outside of units may run; afterwards attributes and buffers are as before."""
+    def preserved(self, note: Callable[[list[tuple[str, str, Any]]], None] = lambda _: None) -> Iterator[None]:
+        """Within, code outside of units may run; afterwards attributes and buffers are as before.
+
+        ``note`` is told at the end what has changed, as by :func:`preserved_state`.
+        """
         before = [(attributes, attributes.copy()) for attributes in self._inside]
         hooks = [(held, tuple(held)) for held in self._hooks]
         try:
-            with _preserved(self._outside):
+            with _preserved(self._outside) as changes:
                 yield
+                note(changes())
         finally:
             for now, held in before:
                 if len(now) != len(held) or any(map(is_not, now.values(), held.values())):

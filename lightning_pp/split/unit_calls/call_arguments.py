@@ -17,6 +17,11 @@ def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[int,
     return tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves_of((args, kwargs)))
 
 
+def numbers_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, ...]:
+    """The integers and texts in what is given."""
+    return tuple(leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, (int, str)))
+
+
 def fingerprint_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """A number for what is given besides floats and what depends on weights, equal where all of it is."""
     total = 0

@@ -194,7 +194,7 @@ class UnitCalls:
             output = handler(name, run, args, kwargs)
             if self._num_ran == num_ran:
                 if not isinstance(output, Tensor):
-                    output = _with_passed_on(output, args, kwargs)
+                    output = with_passed_on(output, args, kwargs)
                 given = output
         finally:
             _num_handled -= 1
@@ -291,7 +291,7 @@ class _InCharge:
             calls._regions.close()
 
 
-def _with_passed_on(output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def with_passed_on(output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What stands in for a unit's output, with what it would have passed on taken from its arguments."""
     if not any(isinstance(leaf, PassedOn) for leaf in leaves_of(output)):
         return output

@@ -40,17 +40,26 @@ class OperationCalls(OutsideUnits):
         on_operation: Is told of each one that is known.
         note_function: Is told the name of each function that gives a tensor, and what is taken in its place, if that
             is another; what backward runs again has to be given the same.
+        on_other: Is told of each operation on values that is not known.
+
+    Attributes:
+        counts: How often each operation has come, by the place of the first of those that are told apart by order only.
     """
 
     def __init__(
-        self, number_of: Callable[[OperationPlace], int | None], on_operation: OnOperation, note_function: NoteFunction
+        self,
+        number_of: Callable[[OperationPlace], int | None],
+        on_operation: OnOperation,
+        note_function: NoteFunction,
+        on_other: Callable[[OperationPlace], None] = lambda _: None,
     ) -> None:
         super().__init__()
         self._number_of = number_of
         self._on_operation = on_operation
         self._note_function = note_function
         self._num_calls = 0
-        self._counts: Counter[OperationPlace] = Counter()
+        self._on_other = on_other
+        self.counts: Counter[OperationPlace] = Counter()
         self._run = object()  # values of other runs mean nothing
 
     def note_call(self, call: UnitCall, output: Any) -> None:
@@ -63,7 +72,7 @@ class OperationCalls(OutsideUnits):
     def have_come(self, record: StepRecord, numbers: Iterable[int]) -> bool:
         """Whether this run has come to the operations ``numbers``, and to each as often as the record."""
         places = [record.operations[number].place._replace(num_before=0) for number in numbers]
-        return all(self._counts[place] == record.num_alike[place] for place in places)
+        return all(self.counts[place] == record.num_alike[place] for place in places)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one function."""
@@ -87,10 +96,11 @@ class OperationCalls(OutsideUnits):
                 setattr(result, _VALUE, (self._run, given[0]))
             return result
         alike = OperationPlace(self._num_calls, name, given, 0)
-        place = alike._replace(num_before=self._counts[alike])
-        self._counts[alike] += 1
+        place = alike._replace(num_before=self.counts[alike])
+        self.counts[alike] += 1
         number = self._number_of(place)
         if number is None:
+            self._on_other(place)
             return result
         result = self._on_operation(number, place, tensors, result)
         setattr(result, _VALUE, (self._run, Value(OF_OPERATION, number)))

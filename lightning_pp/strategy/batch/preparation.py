@@ -25,6 +25,7 @@ from lightning_pp.split.reductions.recording import EarlierRun
 from lightning_pp.strategy.batch.counting import StepCounting
 from lightning_pp.strategy.batch.cutter import BatchCutter
 from lightning_pp.strategy.batch.differences import Around
+from lightning_pp.strategy.batch.recordings import RecordingWatch
 from lightning_pp.strategy.batch.run import BatchRun, StepCall
 from lightning_pp.strategy.batch.scaling import BatchScaling, BatchSteps, TwoSizes, two_sizes
 from lightning_pp.strategy.batch.scopes import StepScopes
@@ -90,6 +91,7 @@ class BatchPreparation:
         self.allows_auxiliary = surroundings.options.batches.auxiliary_losses == "per_microbatch"
         self._scaling = BatchScaling(groups, counting, allows_auxiliary=self.allows_auxiliary)
         self._whole_batches = WholeBatchPlans()
+        self._recordings = RecordingWatch(split.plans)
         self._attributes = AttributesOutsideUnits(module, split.units, _LIGHTNINGS_ATTRIBUTES)
 
     def prepare(
@@ -114,6 +116,8 @@ class BatchPreparation:
             around: For the check of a part of a batch: what goes around its steps.
             follows_estimates: Whether a loss that does not add up over microbatches is an error.
         """
+        if call.training and around is None:
+            self._recordings.start_batch()
         state = StepState(progress_of(self.module.trainer, call.batch_idx), self._attributes.version())
         indices = range(len(microbatches)) if around is None else [0] * len(microbatches)
         seeds = [StepRandomness.of_microbatch(seed, index, self._device).seed_inter_unit for index in indices]
@@ -156,7 +160,9 @@ class BatchPreparation:
     ) -> StepRecord:
         """A dry run of the step on a part of the batch."""
         if earlier is None:  # a check of the batch needs its plan as well
-            return self._plan(call, part, seed_inter_unit, state).record
+            record = self._plan(call, part, seed_inter_unit, state).record
+            if not record.is_resized:
+                return record
         recorded = self._recorded_step(call, part)
         return self.split.plans.record(
             recorded, with_gradients=call.training, seed_inter_unit=seed_inter_unit, earlier=earlier
@@ -233,14 +239,15 @@ class BatchPreparation:
         signature = (signature_of(microbatch.data), end_of_batch is not None)
         key = (call.step, signature_of(call.rest[1:]), trainable, signature)
         recorded = self._recorded_step(call, microbatch)
-        return self.split.plans.plan(
-            key,
-            recorded if end_of_batch is None else ending_with_batch(recorded, end_of_batch),
-            with_gradients=call.training,
-            seed_inter_unit=seed_inter_unit,
-            state=state,
-            rehearses=self._rehearses(microbatch),
-        )
+        with self._recordings.watching(call.step, microbatch.data):
+            return self.split.plans.plan(
+                key,
+                recorded if end_of_batch is None else ending_with_batch(recorded, end_of_batch),
+                with_gradients=call.training,
+                seed_inter_unit=seed_inter_unit,
+                state=state,
+                rehearses=self._rehearses(microbatch),
+            )
 
     def _rehearses(self, microbatch: Microbatch) -> bool:
         return self._is_dynamic or holds_objects(microbatch.data)

@@ -243,6 +243,8 @@ def test_which_batches_are_taken_for_graphs() -> None:
     assert refuses((batch["x"], batch["edges"].t(), batch["y"]))
     assert refuses([batch["y"], batch["y"] + 1, batch["x"], batch["graph"]])  # cut by graphs, nodes go whole
     assert refuses({"tokens": torch.ones(20), "labels": torch.ones(20), "offsets": torch.tensor([0, 5, 9, 20])})
+    lengths = torch.tensor([5, 3, 4, 6])  # of targets for a CTC loss
+    assert refuses({"frames": torch.randn(4, 9, 5), "targets": torch.randint(1, 9, (18,)), "lengths": lengths}, 2)
 
 
 def test_batches_that_are_cut_as_before() -> None:
@@ -258,6 +260,7 @@ def test_batches_that_are_cut_as_before() -> None:
         (list(torch.randn(16, 3, 8, 8)), targets),
         (x, torch.randint(0, 255, (2, 3), dtype=torch.uint8)),
         (x, torch.tensor([-1, 4, 9])),
+        (x, labels, torch.randn(24), torch.arange(24)),  # labels that add up to as many class weights, and positions
     ):
         assert not refuses(batch), batch
 
