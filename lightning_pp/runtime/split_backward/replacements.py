@@ -14,8 +14,10 @@ tensor subclass should look its functions up when it is imported, as they common
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -201,6 +203,19 @@ def _build_table() -> list[Replacement]:
 TABLE = _build_table()
 
 
+@cache
+def _import_float8() -> Replacement:
+    from lightning_pp.runtime.split_backward import float8
+
+    original = float8.PRODUCT.apply
+    return Replacement(float8.PRODUCT, "apply", original, float8.replace_float8(original, _is_deferrable))
+
+
+def _float8_product() -> Replacement | None:
+    """The product of torchao's float8 linears, if a program has imported them."""
+    return _import_float8() if "torchao.float8.float8_linear" in sys.modules else None
+
+
 class _Installation:
     """How many scopes want the table's replacements and how many want them to rest, and which are in place."""
 
@@ -215,8 +230,10 @@ class _Installation:
             self.num_scopes += 1
             if self.num_scopes > 1:
                 return
+            if (float8 := _float8_product()) is not None and float8 not in TABLE:
+                TABLE.append(float8)
             for entry in TABLE:
-                if getattr(entry.owner, entry.name) is entry.original:
+                if getattr(entry.owner, entry.name) == entry.original:  # each look at a class method makes another
                     setattr(entry.owner, entry.name, entry.function)
                     self.in_place.append(entry)
 
@@ -229,8 +246,8 @@ class _Installation:
                 entry = self.in_place.pop()
                 if getattr(entry.owner, entry.name) is not entry.function:
                     continue  # replaced again by somebody inside the scope, who may restore it to ours: theirs to tidy
-                if entry.owner is Tensor:
-                    delattr(Tensor, entry.name)  # Tensor inherits them, and setting one would leave it in its own dict
+                if isinstance(entry.owner, type):
+                    delattr(entry.owner, entry.name)  # inherited, and setting it would leave it in the class's own dict
                 else:
                     setattr(entry.owner, entry.name, entry.original)
 
