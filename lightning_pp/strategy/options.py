@@ -92,6 +92,8 @@ class StrategyOptions(MeshStrategy):
     Args:
         pipeline_parallel_size: Number of ranks along the pipeline. ``"auto"``: devices / ``data_parallel_size``.
         data_parallel_size: Number of replicas of the pipeline. ``"auto"``: devices / ``pipeline_parallel_size``.
+        tensor_parallel_size: Number of neighbouring ranks that share each stage and its batches. The product of the
+            three sizes is the number of devices. Nothing is sharded over these ranks yet: they repeat each other.
         num_microbatches: Number of slices of each batch along dimension 0. ``"auto"``: 2 to 4 per pipeline rank.
         schedule: Name of a schedule (:func:`lightning_pp.schedule.available_schedules`), a CSV file, or ``"auto"``. A
             CSV file has torch's notation and fixes placement and order, also for fewer microbatches. ``"auto"`` chooses
@@ -198,6 +200,7 @@ class StrategyOptions(MeshStrategy):
         data_parallel_size: int | Auto = "auto",
         num_microbatches: int | Auto = "auto",
         *,
+        tensor_parallel_size: int = 1,
         schedule: str | PathLike[str] = "zb_h1",
         stages_per_rank: int | None = None,
         costs: StageCosts | str | PathLike[str] | None = None,
@@ -236,9 +239,8 @@ class StrategyOptions(MeshStrategy):
         batch_dim: BatchDim = None,
     ) -> None:
         shards = ShardingSettings(sharding, unshard_budget, cpu_offload, data_parallel_replicate_size)
-        super().__init__(
-            pipeline_parallel_size, data_parallel_size, process_group_backend, timeout, shards, flight_recorder_dirpath
-        )
+        sizes = pipeline_parallel_size, data_parallel_size, tensor_parallel_size
+        super().__init__(sizes, process_group_backend, timeout, shards, flight_recorder_dirpath)
         source = schedule_source(schedule, stages_per_rank, whole_batch_loss, search_seconds)
         source.check_sizes(pipeline_parallel_size)
         order = ScheduleOptions(source, memory_limit_gib, given_costs(costs), num_profiled_batches, save_costs)

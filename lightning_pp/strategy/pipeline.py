@@ -126,7 +126,7 @@ class HeldPipeline:
         if not strategy.options.sharding.cpu_offload:  # states are made where their parameters are
             optimizers_to_device(strategy.optimizers, strategy.root_device)
         strategy.all_or_none(lambda: update_as_shards(optimizers))
-        if strategy.sizes.pipeline > 1:
+        if strategy.sizes.ranks_of_batch > 1:
             update_as_stage(optimizers)
         PipelineOptimization.install(trainer)
 
@@ -271,4 +271,5 @@ class HeldPipeline:
             stages = f"stage{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))} of "
         elif setup is None:
             return ""
-        return f"{stages}pipeline {strategy.data_parallel_rank}"
+        of_tensor = f", tensor rank {strategy.tensor_parallel_rank}" if strategy.sizes.tensor > 1 else ""
+        return f"{stages}pipeline {strategy.data_parallel_rank}{of_tensor}"

@@ -187,7 +187,7 @@ class PipelineSetup:
             return found
 
         hooks = {id(recording.fake_parameters): self._update_hooks}
-        decides = self._given.rank == 0 and self._given.replica == 0
+        decides = self._given.mesh.get_rank() == 0
         decided = partial(compute_on_rank0, decides=decides, broadcast=self._ranks.broadcast)
         with LongTask("The choice of cuts and schedule", rank_zero_info):
             chosen, layout = CutChoice(recording, request_of, again, decided).layout()

@@ -99,7 +99,7 @@ class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring s
         ``save_costs``, ``split_points``, or several stages. False before the trainer has given devices.
         """
         if self._is_plain is None and self.parallel_devices is not None:
-            is_one = self.sizes.pipeline == 1 and self.sizes.data_parallel == 1
+            is_one = self.sizes.ranks_of_batch == 1 and self.sizes.data_parallel == 1
             self._is_plain = is_one and not self.run_options.needs_engine and self.options.allows_one_stage
         return bool(self._is_plain)
 

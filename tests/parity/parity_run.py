@@ -65,6 +65,7 @@ class Layout:
         replicas: Data-parallel size.
         num_microbatches: Slices of a replica's batch.
         num_profiled_batches: Batches that are measured before ``auto`` changes its schedule.
+        tensor: Tensor-parallel size.
     """
 
     schedule: str = "1f1b"
@@ -72,10 +73,11 @@ class Layout:
     replicas: int = 1
     num_microbatches: int = 3
     num_profiled_batches: int = 1
+    tensor: int = 1
 
     @property
     def world_size(self) -> int:
-        return self.pipeline * self.replicas
+        return self.pipeline * self.replicas * self.tensor
 
     def strategy(self, **kwargs: Any) -> PipelineParallelStrategy:
         return PipelineParallelStrategy(
@@ -84,11 +86,13 @@ class Layout:
             num_microbatches=self.num_microbatches,
             schedule=self.schedule,
             num_profiled_batches=self.num_profiled_batches,
+            tensor_parallel_size=self.tensor,
             **kwargs,
         )
 
     def __str__(self) -> str:
-        return f"{self.schedule}-{self.pipeline}x{self.replicas}-m{self.num_microbatches}"
+        of_tensor = f"x{self.tensor}" if self.tensor > 1 else ""
+        return f"{self.schedule}-{self.pipeline}x{self.replicas}{of_tensor}-m{self.num_microbatches}"
 
 
 @dataclass
@@ -220,14 +224,15 @@ def run_pipeline(pool: WorkerPool, settings: Settings, layout: Layout) -> Outcom
 def merged(outcomes: list[Outcome], layout: Layout) -> Outcome:
     """One outcome from those of all ranks, which must agree."""
     first = outcomes[0]
+    replicas = outcomes[: layout.replicas * layout.tensor : layout.tensor]
     for rank, outcome in enumerate(outcomes):
-        replica = outcomes[rank % layout.replicas]
+        replica = replicas[rank // layout.tensor % layout.replicas]
         assert outcome.losses == replica.losses, f"rank {rank} saw other losses than the rest of its pipeline"
         assert outcome.val_losses == first.val_losses, f"rank {rank} logged other validation losses"
         assert outcome.learning_rates == first.learning_rates, f"rank {rank} has other learning rates"
-    of_replicas = [outcome.losses for outcome in outcomes[: layout.replicas]]
+    of_replicas = [outcome.losses for outcome in replicas]
     losses = [sum(values) / len(values) for values in zip(*of_replicas, strict=True)]
-    of_replicas = [outcome.epoch_losses for outcome in outcomes[: layout.replicas]]
+    of_replicas = [outcome.epoch_losses for outcome in replicas]
     epoch_losses = [sum(values) / len(values) for values in zip(*of_replicas, strict=True)]
     weights: dict[str, Tensor] = {}
     for rank, outcome in enumerate(outcomes):

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_pp.distributed.control import ControlGroups
-from lightning_pp.distributed.meshes import sharding_mesh
+from lightning_pp.distributed.meshes import same_stages, sharding_mesh
 from lightning_pp.planning.sharded_stages import ShardedPrograms, ShardingSettings, make_units
 from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.schedule import Schedule, Sharding
@@ -78,7 +78,7 @@ class StageGradients:
         owned = split.owned_by(rank)
         whole = {name for name in owned if name in split.direct or (dtypes.compute is not None and not is_cast(name))}
         replaced = units if has_units and sharding.replaces_parameters(dtypes) else {}
-        placing = ParameterPlacing(split, replaced, whole, device, group)
+        placing = ParameterPlacing(split, replaced, whole, device, same_stages(mesh).get_group())
         placing.place_whole(owned)
         if has_units:
             direct = [p for name, p in split.module.named_parameters() if names[name] in whole]
@@ -93,6 +93,7 @@ class StageGradients:
                 self._programs = ShardedPrograms(sharding, split, self._units, rank, groups, self.clock)
         plain = [p for p in split.module.parameters() if not isinstance(p, DTensor)]
         self._wide = None if dtypes.gradient is None else WideGradients(plain, dtypes.gradient)
+        self._num_copies = same_stages(mesh).size() // data_parallel.size()
         self._shared = self._shared_parameters(split, mesh)
         self._shared.broadcast_initial()
         named = {names[name]: parameter for name, parameter in split.module.named_parameters()}
@@ -181,13 +182,13 @@ class StageGradients:
     def squares(self) -> list[float]:
         """This rank's parts of squared gradient norms: of all that it counts in the norm of the model, then by stage.
 
-        Summed over the data-parallel ranks they are the squares themselves. A parameter of several stages counts in
-        each of them, and once in the first number. Waits for the device; no collective.
+        Summed over the ranks that hold the same stages they are the squares themselves. A parameter of several stages
+        counts in each of them, and once in the first number. Waits for the device; no collective.
         """
         names, stages = self._split.fake_parameters.canonical_names, self._split.placement.stages_of_rank(self._rank)
-        named = [(names[name], parameter) for name, parameter in self._module.named_parameters()]
-        counted = self._shared.with_ownership([parameter for _, parameter in named])
-        of_stages = [[(p, True) for name, p in named if stage in self._split.owners[name]] for stage in stages]
+        named = [(names[name], p, self._share(p)) for name, p in self._module.named_parameters()]
+        counted = self._counted(p for _, p, _ in named)
+        of_stages = [[(p, share) for name, p, share in named if stage in self._split.owners[name]] for stage in stages]
         squares = [own_square(some, self._data_parallel) for some in (counted, *of_stages)]
         found: list[float] = torch.stack(squares).tolist()
         return found
@@ -216,5 +217,13 @@ class StageGradients:
         note: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
         """As :func:`clip_by_norm_`, of what all ranks give; every rank has to call it with its part, or with none."""
-        owned = self._shared.with_ownership(parameters)
-        return clip_by_norm_(owned, max_norm, mesh=self._data_parallel, norm_type=norm_type, note=note)
+        counted = self._counted(parameters)
+        return clip_by_norm_(counted, max_norm, mesh=self._data_parallel, norm_type=norm_type, note=note)
+
+    def _counted(self, parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, float]]:
+        """Each parameter with the share of its norm that counts here."""
+        return [(p, self._share(p) if counts else 0.0) for p, counts in self._shared.with_ownership(parameters)]
+
+    def _share(self, parameter: nn.Parameter) -> float:
+        """Tensor ranks that hold the same parameter count it in parts."""
+        return 1.0 / self._num_copies

@@ -1,0 +1,120 @@
+"""Tensor ranks see the same batches and train what one device trains, in float64 to 1e-9."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from parity_models import ResidualMLP, samples_of
+from parity_run import QUIET, Layout, ParityData, Settings, check_like_one_device, make_module, train_pipelined
+from pool import WorkerPool
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+SETTINGS = Settings("residual_mlp", accumulate=2, clip_val=0.05, clip_algorithm="norm", optimizer="adamw")
+SIZES = [(1, 1, 2), (2, 1, 2), (1, 2, 2)]
+
+
+@pytest.mark.parametrize(("sizes", "schedule"), list(product(SIZES, ("1f1b", "zb_v"))), ids=str)
+def test_nothing_sharded(pool: WorkerPool, schedule: str, sizes: tuple[int, int, int]) -> None:
+    pipeline, replicas, tensor = sizes
+    layout = Layout(schedule, pipeline, replicas, 3, tensor=tensor)
+    outcomes = pool.run(train_pipelined, SETTINGS, layout, world_size=layout.world_size, timeout=120)
+    check_like_one_device(outcomes, SETTINGS, layout)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+def test_nothing_sharded_with_every_axis(schedule: str) -> None:
+    workers = WorkerPool(8)
+    try:
+        layout = Layout(schedule, 2, 2, 3, tensor=2)
+        outcomes = workers.run(train_pipelined, SETTINGS, layout, world_size=8, timeout=240)
+        check_like_one_device(outcomes, SETTINGS, layout)
+    finally:
+        workers.close()
+
+
+class OtherBatches(ParityData):
+    """Each process has batches of its own, as it should not."""
+
+    def train_dataloader(self) -> Any:
+        rank = torch.distributed.get_rank()
+        return self.loader(self.settings.num_samples, self.settings.batch_size, 1 + rank)
+
+
+class Predicts(ResidualMLP):
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        prediction: Tensor = self.blocks(batch[0])
+        return prediction
+
+
+def predict(layout: Layout | None) -> list[Tensor]:
+    """With a strategy or, for None, a plain Trainer."""
+    where = {} if layout is None else {"devices": layout.world_size, "strategy": layout.strategy()}
+    trainer = L.Trainer(**QUIET, **{"devices": 1, **where}, precision="64-true", use_distributed_sampler=False)
+    torch.manual_seed(11)
+    loader = DataLoader(samples_of("residual_mlp", 10, 3), batch_size=4)
+    found = trainer.predict(Predicts(), loader)
+    assert found is not None
+    return [torch.as_tensor(each) for each in found]
+
+
+def test_every_tensor_rank_has_the_predictions(pool: WorkerPool) -> None:
+    expected = predict(None)
+    for predictions in pool.run(predict, Layout("1f1b", 2, 1, 2, tensor=2), world_size=4, timeout=120):
+        assert len(predictions) == len(expected) == 3
+        for found, whole in zip(predictions, expected, strict=True):
+            torch.testing.assert_close(found, whole, rtol=1e-9, atol=0)
+
+
+def train_on_other_batches(layout: Layout) -> None:
+    trainer = L.Trainer(
+        **QUIET,
+        devices=layout.world_size,
+        strategy=layout.strategy(),
+        max_epochs=1,
+        precision="64-true",
+        use_distributed_sampler=False,
+    )
+    trainer.fit(make_module(SETTINGS), OtherBatches(SETTINGS))
+
+
+def test_tensor_ranks_with_other_batches_are_told(pool: WorkerPool) -> None:
+    layout = Layout("1f1b", 1, 1, 2, tensor=2)
+    report = pool.run(train_on_other_batches, layout, world_size=2, timeout=120, expect_failure=True)
+    assert [failure and failure.type for failure in report.failures] == ["BatchError"] * 2
+    assert all(failure and "rank 0 and rank 1" in failure.message for failure in report.failures)
+
+
+class FailsOnOne(L.Callback):
+    """The second of the tensor ranks of a stage raises in the middle of the training."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        if trainer.strategy.tensor_parallel_rank == 1 and batch_idx == 1:  # type: ignore[attr-defined]
+            raise KeyError("lost")
+
+
+def train_with_a_failure(layout: Layout) -> None:
+    trainer = L.Trainer(
+        **QUIET,
+        devices=layout.world_size,
+        strategy=layout.strategy(),
+        max_epochs=1,
+        precision="64-true",
+        use_distributed_sampler=False,
+        callbacks=[FailsOnOne()],
+    )
+    trainer.fit(make_module(SETTINGS), ParityData(SETTINGS))
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_a_failure_of_one_tensor_rank_ends_all(pool: WorkerPool, pipeline: int) -> None:
+    layout = Layout("1f1b", pipeline, 1, 2, tensor=2)
+    report = pool.run(train_with_a_failure, layout, world_size=2 * pipeline, timeout=120, expect_failure=True)
+    types = [failure and failure.type for failure in report.failures]
+    assert types[1::2] == ["KeyError"] * pipeline and None not in types
+    assert report.seconds < 60
