@@ -287,7 +287,7 @@ def test_fields_of_the_strategy_are_checked_by_the_types_that_yaml_has() -> None
         "bool | int | str": ["split_head"],
         "TimeoutConf": ["timeout"],
         "bool": [name for name, argument in arguments.items() if argument.annotation == "bool"],
-        "int": ["num_profiled_batches", "data_parallel_replicate_size"],
+        "int": ["tensor_parallel_size", "num_profiled_batches", "data_parallel_replicate_size"],
         "int | None": ["stages_per_rank", "unshard_budget"],
         "float": ["deadlock_seconds", "preemption_seconds"],
         "float | None": ["memory_limit_gib", "device_memory_gib", "search_seconds"],
