@@ -109,6 +109,7 @@ BUDGETS = {
     ("checkpoint",): 3_545,
     ("sharding",): 3_215,
     ("distributed",): 2_412,
+    ("tensor",): 2_250,
     ("verification",): 750,
 }
 

@@ -32,6 +32,7 @@ from lightning_pp.runtime.split_backward.functions import (
     convolution_options,
 )
 from lightning_pp.split.record.products import PRODUCTS, Family, Product
+from lightning_pp.tensor.region import OPEN
 
 TensorFunction = Callable[..., Any]
 
@@ -54,6 +55,8 @@ def _is_deferrable(input: Any, weight: Any, bias: Any = None) -> bool:
     function.
     """
     if (type(weight) is not Parameter and not _is_view_of_parameter(weight)) or INSTALLATION.num_pauses:
+        return False
+    if OPEN.count:  # a tensor-parallel region has to see it first, and calls it again
         return False
     return (
         weight.requires_grad
