@@ -102,7 +102,7 @@ class HeldPipeline:
                 strategy.all_or_none(lambda: set_up_one_optimizer(strategy, trainer))
             # after a fit, validation and test keep its optimizers, which the next checkpoint has
             optimizers = training_ones(strategy.optimizers) if is_fitting or not is_new else []
-            self._kept_optimizers.complete(optimizers, engine.split.fake_parameters)
+            self._kept_optimizers.complete(optimizers, engine.split)
             part = rank_part(engine.split, strategy.device_mesh, optimizers)
             self._kept_optimizers.note(optimizers, part.catalog.optimizer_groups)
         keep_parameters(optimizers, list(engine.module.parameters()))
@@ -126,6 +126,7 @@ class HeldPipeline:
         if not strategy.options.sharding.cpu_offload:  # states are made where their parameters are
             optimizers_to_device(strategy.optimizers, strategy.root_device)
         strategy.all_or_none(lambda: update_as_shards(optimizers))
+        strategy.all_or_none(lambda: self.built.gradients.refuse_updates(optimizers))
         if strategy.sizes.ranks_of_batch > 1:
             update_as_stage(optimizers)
         PipelineOptimization.install(trainer)
@@ -136,7 +137,7 @@ class HeldPipeline:
         engine, strategy = self.built, self._strategy
         with engine.split.fake_parameters.all_parameters():
             optimizers = training_ones(strategy.optimizers)
-            self._kept_optimizers.complete(optimizers, engine.split.fake_parameters)
+            self._kept_optimizers.complete(optimizers, engine.split)
             yield
             part = rank_part(engine.split, strategy.device_mesh, optimizers)
             self._kept_optimizers.note(optimizers, part.catalog.optimizer_groups)
@@ -165,6 +166,7 @@ class HeldPipeline:
             strategy.timeout,
             strategy.run_options.compile_options,
             strategy.communicators_bytes,
+            strategy.run_options.tensor_parallel_plan,
         )
         step = _STEPS[trainer.state.fn]  # type: ignore[index]
         if _IS_SPLIT in vars(module):

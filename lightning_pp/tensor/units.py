@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,17 +42,25 @@ class TensorParallelUnits:
         units: Its units by name; those of this rank are enough.
         plan: ``"auto"``, or styles by pattern (see :func:`~lightning_pp.tensor.plans.styles_of`).
         group: The tensor ranks.
+        whole: Parameters that stay whole, since they are used outside of their unit as well.
 
     Attributes:
         parts: How each parameter that is cut lies over the axis, by its full name in ``module``. All others are whole
-            on every rank. Known after :meth:`shard`.
+            on every rank. Known after :meth:`plan`.
         reasons: Why ``"auto"`` left a weight whole that it tried to cut, for the first unit of a kind.
 
     Raises:
         ConfigurationError: The plan names what does not exist, or sizes do not divide.
     """
 
-    def __init__(self, module: nn.Module, units: Mapping[str, nn.Module], plan: Plan, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Mapping[str, nn.Module],
+        plan: Plan,
+        group: dist.ProcessGroup,
+        whole: Collection[nn.Parameter] = (),
+    ) -> None:
         check_sizes(module, plan, group.size())
         self.parts: dict[str, TensorPart] = {}
         self._module, self._units, self._group, self._plan = module, dict(units), group, plan
@@ -60,7 +68,8 @@ class TensorParallelUnits:
         self._notes: list[str] = []
         self.reasons: dict[str, str] = {}
         self._forwards: list[_CutForward] = []
-        self._shared = _shared_between(self._units)
+        self._shared = _shared_between(self._units).union(whole)
+        self._planned: dict[str, Found] = {}
 
     def observe(self, unit: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Notes the inputs of a call of a unit before :meth:`shard`, real or fake; the first of each unit counts.
@@ -75,9 +84,17 @@ class TensorParallelUnits:
             )
 
     def shard(self) -> None:
-        """Replaces parameters by this rank's parts, and has units run on them.
+        """Replaces parameters by this rank's parts, and has units run on them: :meth:`plan`, and :meth:`cut` for each.
 
-        Before, parameters hold the same whole values on all tensor ranks, or are on the meta device.
+        Raises:
+            ConfigurationError: A unit cannot run with what the plan cuts.
+        """
+        self.plan()
+        for name in self._units:
+            self.cut(name)
+
+    def plan(self) -> None:
+        """Decides how parameters are cut; nothing is changed yet.
 
         Raises:
             ConfigurationError: A unit cannot run with what the plan cuts.
@@ -92,7 +109,23 @@ class TensorParallelUnits:
                 continue
             found = self._found(name, unit, own, known)
             if found:
-                self._cut(name, unit, found)
+                self._planned[name] = found
+            for key, (dim, segments) in found.items():
+                pieces = pieces_of(segments, self._group.rank(), self._group.size())
+                self.parts[prefix + key] = TensorPart(dim, unit.get_parameter(key).shape, pieces)
+
+    def cut(self, name: str) -> None:
+        """Replaces parameters of one unit by this rank's parts, and has it run on them.
+
+        Before, they hold the same whole values on all tensor ranks, or are on the meta device.
+        """
+        if name in self._planned:
+            self._cut(name, self._units[name], self._planned.pop(name))
+
+    def release(self) -> None:
+        """Has units run as ever, once they have whole parameters again."""
+        for forward in self._forwards:
+            vars(forward.unit).pop("forward", None)
 
     def check_next_calls(self) -> None:
         """Has each distinct unit run whole once, beside its next call, and compares (see :mod:`.check`)."""
@@ -152,15 +185,14 @@ class TensorParallelUnits:
         return known[key]
 
     def _cut(self, name: str, unit: nn.Module, found: Found) -> None:
-        prefix, size, rank = f"{name}." if name else "", self._group.size(), self._group.rank()
+        prefix = f"{name}." if name else ""
         slots, replaced = [], {}
         for key, (dim, segments) in found.items():
             whole = unit.get_parameter(key)
-            part = TensorPart(dim, whole.shape, pieces_of(segments, rank, size))
+            part = self.parts[prefix + key]
             local = nn.Parameter(part_of(whole.detach(), part), whole.requires_grad)
             vars(local).update(vars(whole))
             replaced[whole] = local
-            self.parts[prefix + key] = part
             parent, _, attribute = key.rpartition(".")
             cut = Cut(dim, segments, frozenset([key]))
             slots.append(_Slot(unit.get_submodule(parent), attribute, key, cut, local.shape))

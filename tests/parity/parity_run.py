@@ -176,7 +176,14 @@ QUIET: Mapping[str, Any] = {
 
 
 def whole_weights(module: torch.nn.Module) -> dict[str, Tensor]:
-    """This rank's parameters under all their names, shards put together."""
+    """This rank's parameters under all their names, shards put together.
+
+    After a training with tensor ranks the parameters of all ranks, since these hold parts.
+    """
+    trainer = getattr(module, "_trainer", None)
+    strategy = None if trainer is None else trainer.strategy
+    if isinstance(strategy, PipelineParallelStrategy) and strategy.sizes.tensor > 1:
+        strategy.gather_module()
     weights = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         tensor = parameter.detach()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -27,6 +27,7 @@ from lightning_pp.sharding.gradients.shared import SharedParameters
 from lightning_pp.sharding.units.host_memory import return_freed_memory
 from lightning_pp.split.memory.state_memory import StepDtypes
 from lightning_pp.strategy.parameters.placing import ParameterPlacing
+from lightning_pp.strategy.parameters.tensor_units import refuse_other_updates
 
 
 class StageGradients:
@@ -48,6 +49,7 @@ class StageGradients:
 
     Attributes:
         clock: Times gathers and reductions of a batch, if it is switched on before it.
+        cut: The parameters of which each tensor rank has a part, by canonical name.
     """
 
     def __init__(
@@ -77,9 +79,12 @@ class StageGradients:
         units = split.units_of(rank)
         owned = split.owned_by(rank)
         whole = {name for name in owned if name in split.direct or (dtypes.compute is not None and not is_cast(name))}
-        replaced = units if has_units and sharding.replaces_parameters(dtypes) else {}
-        placing = ParameterPlacing(split, replaced, whole, device, same_stages(mesh).get_group())
+        is_sharded = has_units and sharding.replaces_parameters(dtypes)
+        one_by_one = units if is_sharded or split.tensor is not None else {}
+        placing = ParameterPlacing(split, one_by_one, whole, device, same_stages(mesh).get_group())
         placing.place_whole(owned)
+        for name in one_by_one if not is_sharded else ():
+            placing.place_units({name: units[name]})
         if has_units:
             direct = [p for name, p in split.module.named_parameters() if names[name] in whole]
             self._units = make_units(
@@ -94,6 +99,11 @@ class StageGradients:
         plain = [p for p in split.module.parameters() if not isinstance(p, DTensor)]
         self._wide = None if dtypes.gradient is None else WideGradients(plain, dtypes.gradient)
         self._num_copies = same_stages(mesh).size() // data_parallel.size()
+        parts = split.tensor_parts
+        self.cut = {names[name]: p for name, p in split.module.named_parameters() if names[name] in parts}
+        self._cut_ids = set(map(id, self.cut.values()))
+        if split.tensor is not None:
+            split.tensor.check_next_calls()
         self._shared = self._shared_parameters(split, mesh)
         self._shared.broadcast_initial()
         named = {names[name]: parameter for name, parameter in split.module.named_parameters()}
@@ -178,6 +188,8 @@ class StageGradients:
         self.abandon()
         if isinstance(self._units, ShardedUnits):
             self._units.take_apart()
+        if self._split.tensor is not None:
+            self._split.tensor.release()
 
     def squares(self) -> list[float]:
         """This rank's parts of squared gradient norms: of all that it counts in the norm of the model, then by stage.
@@ -226,4 +238,9 @@ class StageGradients:
 
     def _share(self, parameter: nn.Parameter) -> float:
         """Tensor ranks that hold the same parameter count it in parts."""
-        return 1.0 / self._num_copies
+        return 1.0 if id(parameter) in self._cut_ids else 1.0 / self._num_copies
+
+    def refuse_updates(self, optimizers: Sequence[Optimizer]) -> None:
+        """Raises :class:`ConfigurationError` if an optimizer may compute over whole tensors that are cut here."""
+        for optimizer in optimizers:
+            refuse_other_updates(optimizer, self.cut)

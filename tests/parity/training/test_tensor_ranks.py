@@ -118,3 +118,10 @@ def test_a_failure_of_one_tensor_rank_ends_all(pool: WorkerPool, pipeline: int) 
     types = [failure and failure.type for failure in report.failures]
     assert types[1::2] == ["KeyError"] * pipeline and None not in types
     assert report.seconds < 60
+
+
+@pytest.mark.parametrize(("model", "layout"), [("gpt2_float64_loss", Layout("1f1b", 1, 1, 3, tensor=2))])
+def test_sharded_models(pool: WorkerPool, model: str, layout: Layout) -> None:
+    settings = Settings(model, accumulate=2, clip_val=0.05, clip_algorithm="norm", optimizer="adamw")
+    outcomes = pool.run(train_pipelined, settings, layout, world_size=layout.world_size, timeout=120)
+    check_like_one_device(outcomes, settings, layout)
