@@ -92,7 +92,7 @@ class TensorParallelUnits:
                 continue
             found = self._found(name, unit, own, known)
             if found:
-                self._cut(name, unit, found)
+                self._cut(name, unit, found, {key: pattern for key, (_, pattern) in own.items()})
 
     def check_next_calls(self) -> None:
         """Has each distinct unit run whole once, beside its next call, and compares (see :mod:`.check`)."""
@@ -151,7 +151,7 @@ class TensorParallelUnits:
                     known[key] = _as_planned(unit, styles, self._group.size())
         return known[key]
 
-    def _cut(self, name: str, unit: nn.Module, found: Found) -> None:
+    def _cut(self, name: str, unit: nn.Module, found: Found, patterns: dict[str, str]) -> None:
         prefix, size, rank = f"{name}." if name else "", self._group.size(), self._group.rank()
         slots, replaced = [], {}
         for key, (dim, segments) in found.items():
@@ -162,6 +162,7 @@ class TensorParallelUnits:
             replaced[whole] = local
             self.parts[prefix + key] = part
             parent, _, attribute = key.rpartition(".")
+            patterns.setdefault(key, patterns.get(f"{key.removesuffix('bias')}weight", "auto"))
             cut = Cut(dim, segments, frozenset([key]))
             slots.append(_Slot(unit.get_submodule(parent), attribute, key, cut, local.shape))
         for owner in unit.modules():
@@ -169,7 +170,7 @@ class TensorParallelUnits:
                 if parameter in replaced:
                     setattr(owner, attribute, replaced[parameter])
         parts = {key: self.parts[prefix + key] for key in found}
-        forward = _CutForward(name, unit, slots, parts, self._group)
+        forward = _CutForward(name, unit, slots, parts, self._group, patterns)
         vars(unit)["forward"] = forward
         self._forwards.append(forward)
 
@@ -187,8 +188,10 @@ class _CutForward:
         slots: list[_Slot],
         parts: Mapping[str, TensorPart],
         group: dist.ProcessGroup,
+        patterns: Mapping[str, str],
     ) -> None:
-        self.name, self.unit, self.parts, self.group = name, unit, parts, group
+        self._patterns = patterns
+        self.name, self.unit, self.parts = name, unit, parts
         self.check: UnitCheck | None = None
         self.original = unit.forward
         self._slots = slots
@@ -199,33 +202,40 @@ class _CutForward:
         if self.check is not None and all(has_data(each) for each in leaves_of((args, kwargs)) if _is_tensor(each)):
             check, self.check = self.check, None
             check.run(self, args, kwargs)
-        return self.run(args, kwargs)
+        try:
+            return self.run(args, kwargs)
+        except CutError as error:
+            raise SplitError(
+                f"Unit {self.name!r} ({type(self.unit).__name__}) cannot run on {self._region.num_ranks} tensor ranks: "
+                f"{error}. {self.cuts()} Leave whole what leads to this ({', '.join(sorted(error.origins))}), with "
+                "'replicate' in tensor_parallel_plan."
+            ) from error
 
-    def run(self, args: Any, kwargs: Any, *, drops: bool = True) -> Any:
+    def run(self, args: Any, kwargs: Any, *, is_checked: bool = False) -> Any:
         """Runs the unit on this rank's parts.
 
         Args:
             args: Its arguments.
             kwargs: Its keyword arguments.
-            drops: Whether dropout draws.
+            is_checked: Whether dropout is off, and draws nothing.
         """
         for slot in self._slots:
             parameter = getattr(slot.owner, slot.attribute)
             if cut_of(parameter) is None and parameter.shape == slot.local_shape:
                 mark(parameter, slot.cut)
         region = self._region
-        region.drops = drops
-        try:
-            with region.entered():
-                output = self.original(*args, **kwargs)
-            check_whole(output)
-        except CutError as error:
-            raise SplitError(
-                f"Unit {self.name!r} ({type(self.unit).__name__}) is cut over {self.group.size()} tensor ranks in "
-                f"{', '.join(self.parts)}, but {error}. Leave what leads there whole: tensor_parallel_plan="
-                f"{{{', '.join(repr(name) for name in sorted(error.origins))}: 'replicate'}}."
-            ) from error
+        region.draws = not is_checked
+        with region.entered():
+            output = self.original(*args, **kwargs)
+        check_whole(output)
         return output
+
+    def cuts(self) -> str:
+        """A sentence that says what is cut, by which patterns."""
+        by_pattern: dict[str, list[str]] = {}
+        for name in self.parts:
+            by_pattern.setdefault(self._patterns.get(name, "auto"), []).append(name)
+        return "; ".join(f"{pattern!r} cuts {', '.join(names)}" for pattern, names in by_pattern.items()) + "."
 
 
 def _is_tensor(value: object) -> bool:
