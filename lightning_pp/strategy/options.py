@@ -262,8 +262,8 @@ class StrategyOptions(MeshStrategy):
         )
         if compile and tensor_parallel_size != 1:
             raise ConfigurationError(
-                f"compile={compile!r} does not work with tensor_parallel_size={tensor_parallel_size}: on several tensor "
-                "ranks a unit is followed function by function, which compiled code does not show. Leave out one."
+                f"compile={compile!r} does not work with tensor_parallel_size={tensor_parallel_size}: code on parts of "
+                "matrices is followed function by function, and compiled code shows none. Leave out one of the two."
             )
         self._begin()
 

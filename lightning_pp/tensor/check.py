@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_pp.errors import SplitError
-from lightning_pp.split.data.tree import leaves_of, map_leaves
+from lightning_pp.split.data.tree import leaves_of, map_leaves, own_containers
 from lightning_pp.tensor.cuts import CutError
 from lightning_pp.tensor.parts import part_of, whole_of
+from lightning_pp.tensor.rules.elementwise import DROPOUTS
 from lightning_pp.tensor.tracing import Inside
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class _WithoutDropout(TorchFunctionMode):
         """Runs one function."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in ("dropout", "alpha_dropout", "feature_alpha_dropout"):
+        if name in DROPOUTS:
             return args[0] if args else kwargs["input"]
         if name == "scaled_dot_product_attention":
             args, kwargs = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args, {**kwargs}
@@ -61,6 +62,10 @@ class UnitCheck:
         self._group = group
         self._seen: set[Any] = set()
 
+    def __deepcopy__(self, memo: Any) -> UnitCheck:
+        """A copy of a unit is checked with it."""
+        return self
+
     def run(self, forward: _CutForward, args: Any, kwargs: Any) -> None:
         """Runs ``forward`` on parts and whole.
 
@@ -72,23 +77,17 @@ class UnitCheck:
         if key in self._seen:
             return
         self._seen.add(key)
-        problem = ""
-        try:
-            problem = self._compared(forward, args, kwargs)
-        except CutError as error:
-            problem = f"{error}"
+        problem = self._compared(forward, args, kwargs)
         verdict = torch.tensor([float(bool(problem))])
         device = next(unit.parameters()).device
         verdict = verdict.to(device)
         dist.all_reduce(verdict, group=self._group)
         if verdict.item():
-            where = (
-                f"Unit {forward.name!r} ({type(unit).__name__}) is not the same on {self._group.size()} tensor ranks"
-            )
-            cut = ", ".join(forward.parts)
+            problem = problem or "another tensor rank found a difference"
             raise SplitError(
-                f"{where} as on one: {problem or 'another tensor rank found a difference'}. It is cut in {cut}. Leave "
-                "these whole with tensor_parallel_plan={'<name>': 'replicate'}. Nothing was updated."
+                f"Unit {forward.name!r} ({type(unit).__name__}) on {self._group.size()} tensor ranks is not what it is "
+                f"on one: {problem}. {forward.cuts()} Leave whole what leads to this, with 'replicate' in "
+                "tensor_parallel_plan. Nothing was updated."
             )
 
     def _compared(self, forward: _CutForward, args: Any, kwargs: Any) -> str:
@@ -101,21 +100,26 @@ class UnitCheck:
         buffers: dict[str, Tensor] = {}
 
         def run_parts(args: Any, kwargs: Any, given: Mapping[str, Tensor]) -> Any:
-            inside = Inside(unit, lambda *a, **k: forward.run(a, k, drops=False))
+            inside = Inside(unit, lambda *a, **k: forward.run(a, k, is_checked=True))
             return torch.func.functional_call(inside, {**given, **buffers}, args, kwargs)
 
         def run_whole(args: Any, kwargs: Any, given: Mapping[str, Tensor]) -> Any:
             inside = Inside(unit, forward.original)
-            with _WithoutDropout():
-                return torch.func.functional_call(inside, {**given, **buffers}, args, kwargs)
+            return torch.func.functional_call(inside, {**given, **buffers}, args, kwargs)
 
-        results = []
-        for function, own in ((run_parts, dict(_named(unit))), (run_whole, wholes)):
-            _set_generator_state(state)
-            buffers = {f"unit.{name}": each.clone() for name, each in unit.named_buffers()}
-            results.append(_outcome(function, own, unit, args, kwargs))
-        _set_generator_state(state)
-        parts, whole = results
+        def outcome(function: Callable[..., Any], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            buffers.update({f"unit.{name}": each.clone() for name, each in unit.named_buffers()})
+            try:
+                with _WithoutDropout():
+                    return _outcome(function, own, unit, args, kwargs)
+            finally:
+                _set_generator_state(state)
+
+        whole = outcome(run_whole, wholes)
+        try:
+            parts = outcome(run_parts, dict(_named(unit)))
+        except Exception as error:  # of what ran whole
+            return str(error) if isinstance(error, CutError) else f"{type(error).__name__}: {error}"
         for name in [name for name in whole if name.startswith("the gradient of parameter")]:
             key = name.rpartition(" ")[2]
             if key in forward.parts:
@@ -145,7 +149,7 @@ def _outcome(
                 return copy.view_as(copy)  # a unit may write into what it is given
             return copy
 
-        args, kwargs = map_leaves(fresh, (args, kwargs))
+        args, kwargs = map_leaves(fresh, own_containers((args, kwargs)))  # a unit may write into a cache
         outputs = [leaf for leaf in leaves_of(function(args, kwargs, given)) if isinstance(leaf, Tensor)]
         found = {f"result {i}": leaf.detach() for i, leaf in enumerate(outputs)}
         ends = [leaf for leaf in outputs if leaf.requires_grad and leaf.is_floating_point()]

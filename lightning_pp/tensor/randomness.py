@@ -21,7 +21,7 @@ def drawn_by_rank(region: Region, device: torch.device) -> Iterator[None]:
     Afterwards it goes on from that draw. So a recomputation that restores the generator draws the same again, and code
     after the region draws the same on every rank.
     """
-    if device.type == "meta":
+    if device.type == "meta" or not region.draws:
         yield
         return
     drawn = int(torch.empty((), dtype=torch.int64).random_().item())  # on the CPU: nothing waits for the device

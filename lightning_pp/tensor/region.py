@@ -66,10 +66,14 @@ class Region(TorchFunctionMode):
         super().__init__()
         self.group, self.num_ranks, self.rank = group, group.size(), group.rank()
         self.adopt = adopt
-        self.drops = True  # whether dropout draws; not while a unit is checked
+        self.draws = True  # whether dropout draws; not while a unit is checked
         self._rules = rules
         self._found: dict[Any, tuple[str, Rule | None]] = {}
         self._copies: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
+
+    def __deepcopy__(self, memo: Any) -> Region:
+        """For a copy of the unit, over the same ranks."""
+        return Region(self.group, self._rules, self.adopt)
 
     @contextmanager
     def entered(self) -> Iterator[None]:

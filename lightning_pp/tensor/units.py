@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,7 +69,7 @@ class TensorParallelUnits:
         self.reasons: dict[str, str] = {}
         self._forwards: list[_CutForward] = []
         self._shared = _shared_between(self._units).union(whole)
-        self._planned: dict[str, Found] = {}
+        self._planned: dict[str, tuple[Found, dict[str, str]]] = {}
 
     def observe(self, unit: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Notes the inputs of a call of a unit before :meth:`shard`, real or fake; the first of each unit counts.
@@ -109,7 +109,7 @@ class TensorParallelUnits:
                 continue
             found = self._found(name, unit, own, known)
             if found:
-                self._planned[name] = found
+                self._planned[name] = found, {key: pattern for key, (_, pattern) in own.items()}
             for key, (dim, segments) in found.items():
                 pieces = pieces_of(segments, self._group.rank(), self._group.size())
                 self.parts[prefix + key] = TensorPart(dim, unit.get_parameter(key).shape, pieces)
@@ -120,7 +120,7 @@ class TensorParallelUnits:
         Before, they hold the same whole values on all tensor ranks, or are on the meta device.
         """
         if name in self._planned:
-            self._cut(name, self._units[name], self._planned.pop(name))
+            self._cut(name, self._units[name], *self._planned.pop(name))
 
     def release(self) -> None:
         """Has units run as ever, once they have whole parameters again."""
@@ -133,23 +133,30 @@ class TensorParallelUnits:
         for forward in self._forwards:
             forward.check = check
 
-    def report(self) -> str:
-        """One line that says which weights are whole, with their share of the parameters."""
+    def counted(self) -> tuple[int, dict[str, int]]:
+        """The number of parameters, and of those that are whole by name; of the module as it is on this rank."""
         whole: dict[str, int] = {}
-        total = held = 0
-        seen = set()
+        total, seen = 0, set()
         for name, parameter in self._module.named_parameters():
             part = self.parts.get(name)
-            num = parameter.numel() if part is None else part.shape.numel()
-            total += num
+            total += parameter.numel() if part is None else part.shape.numel()
             if part is None and parameter not in seen:
                 seen.add(parameter)
-                held += num
-                if parameter.dim() > 1:
-                    whole[name] = num
+                whole[name] = parameter.numel()
+        return total, whole
+
+    def report(self, counted: Sequence[tuple[int, dict[str, int]]] | None = None) -> str:
+        """One line that says which weights are whole, with their share of the parameters.
+
+        Args:
+            counted: What :meth:`counted` gives on each rank of a pipeline; None: this one is alone.
+        """
+        counted = [self.counted()] if counted is None else counted
+        whole = {name: num for _, own in counted for name, num in own.items()}
+        total = sum(num for num, _ in counted)
         names = sorted(whole, key=lambda each: -whole[each])
         listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-        share = held / total if total else 0.0
+        share = sum(whole.values()) / total if total else 0.0
         line = f"Tensor parallelism leaves {share:.1%} of the parameters whole on all {self._group.size()} ranks"
         return ". ".join([f"{line}: {listed}" if listed else line, *self._notes]) + "."
 
@@ -184,7 +191,7 @@ class TensorParallelUnits:
                     known[key] = _as_planned(unit, styles, self._group.size())
         return known[key]
 
-    def _cut(self, name: str, unit: nn.Module, found: Found) -> None:
+    def _cut(self, name: str, unit: nn.Module, found: Found, patterns: dict[str, str]) -> None:
         prefix = f"{name}." if name else ""
         slots, replaced = [], {}
         for key, (dim, segments) in found.items():
@@ -194,6 +201,7 @@ class TensorParallelUnits:
             vars(local).update(vars(whole))
             replaced[whole] = local
             parent, _, attribute = key.rpartition(".")
+            patterns.setdefault(key, patterns.get(f"{key.removesuffix('bias')}weight", "auto"))
             cut = Cut(dim, segments, frozenset([key]))
             slots.append(_Slot(unit.get_submodule(parent), attribute, key, cut, local.shape))
         for owner in unit.modules():
@@ -201,7 +209,7 @@ class TensorParallelUnits:
                 if parameter in replaced:
                     setattr(owner, attribute, replaced[parameter])
         parts = {key: self.parts[prefix + key] for key in found}
-        forward = _CutForward(name, unit, slots, parts, self._group)
+        forward = _CutForward(name, unit, slots, parts, self._group, patterns)
         vars(unit)["forward"] = forward
         self._forwards.append(forward)
 
@@ -219,8 +227,10 @@ class _CutForward:
         slots: list[_Slot],
         parts: Mapping[str, TensorPart],
         group: dist.ProcessGroup,
+        patterns: Mapping[str, str],
     ) -> None:
-        self.name, self.unit, self.parts, self.group = name, unit, parts, group
+        self._patterns = patterns
+        self.name, self.unit, self.parts = name, unit, parts
         self.check: UnitCheck | None = None
         self.original = unit.forward
         self._slots = slots
@@ -231,33 +241,40 @@ class _CutForward:
         if self.check is not None and all(has_data(each) for each in leaves_of((args, kwargs)) if _is_tensor(each)):
             check, self.check = self.check, None
             check.run(self, args, kwargs)
-        return self.run(args, kwargs)
+        try:
+            return self.run(args, kwargs)
+        except CutError as error:
+            raise SplitError(
+                f"Unit {self.name!r} ({type(self.unit).__name__}) cannot run on {self._region.num_ranks} tensor ranks: "
+                f"{error}. {self.cuts()} Leave whole what leads to this ({', '.join(sorted(error.origins))}), with "
+                "'replicate' in tensor_parallel_plan."
+            ) from error
 
-    def run(self, args: Any, kwargs: Any, *, drops: bool = True) -> Any:
+    def run(self, args: Any, kwargs: Any, *, is_checked: bool = False) -> Any:
         """Runs the unit on this rank's parts.
 
         Args:
             args: Its arguments.
             kwargs: Its keyword arguments.
-            drops: Whether dropout draws.
+            is_checked: Whether dropout is off, and draws nothing.
         """
         for slot in self._slots:
             parameter = getattr(slot.owner, slot.attribute)
             if cut_of(parameter) is None and parameter.shape == slot.local_shape:
                 mark(parameter, slot.cut)
         region = self._region
-        region.drops = drops
-        try:
-            with region.entered():
-                output = self.original(*args, **kwargs)
-            check_whole(output)
-        except CutError as error:
-            raise SplitError(
-                f"Unit {self.name!r} ({type(self.unit).__name__}) is cut over {self.group.size()} tensor ranks in "
-                f"{', '.join(self.parts)}, but {error}. Leave what leads there whole: tensor_parallel_plan="
-                f"{{{', '.join(repr(name) for name in sorted(error.origins))}: 'replicate'}}."
-            ) from error
+        region.draws = not is_checked
+        with region.entered():
+            output = self.original(*args, **kwargs)
+        check_whole(output)
         return output
+
+    def cuts(self) -> str:
+        """A sentence that says what is cut, by which patterns."""
+        by_pattern: dict[str, list[str]] = {}
+        for name in self.parts:
+            by_pattern.setdefault(self._patterns.get(name, "auto"), []).append(name)
+        return "; ".join(f"{pattern!r} cuts {', '.join(names)}" for pattern, names in by_pattern.items()) + "."
 
 
 def _is_tensor(value: object) -> bool:

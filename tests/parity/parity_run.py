@@ -105,6 +105,7 @@ class Outcome:
         val_losses: The logged validation loss, by validation.
         epoch_losses: The logged mean training loss, by epoch.
         weights: Parameters by all their names, whole.
+        cut: Names of the parameters that were cut over tensor ranks.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -112,6 +113,7 @@ class Outcome:
     val_losses: list[float] = field(default_factory=list)
     epoch_losses: list[float] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
+    cut: set[str] = field(default_factory=set)
 
 
 class Recorder(L.Callback):
@@ -124,6 +126,10 @@ class Recorder(L.Callback):
         self.outcome.losses.append(float(outputs["loss"]))
         groups = trainer.optimizers[0].param_groups
         self.outcome.learning_rates.append([group["lr"] for group in groups])
+
+    def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
+        if isinstance(strategy := trainer.strategy, PipelineParallelStrategy) and not strategy.is_plain:
+            self.outcome.cut = set(strategy.engine.gradients.cut)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, module: Any) -> None:
         if not trainer.sanity_checking:
@@ -247,7 +253,8 @@ def merged(outcomes: list[Outcome], layout: Layout) -> Outcome:
             torch.testing.assert_close(
                 weights.setdefault(name, value), value, rtol=0, atol=0, msg=f"{name}, rank {rank}"
             )
-    return replace(first, losses=losses, epoch_losses=epoch_losses, weights=weights)
+    cut = set[str]().union(*(outcome.cut for outcome in outcomes))
+    return replace(first, losses=losses, epoch_losses=epoch_losses, weights=weights, cut=cut)
 
 
 @dataclass(frozen=True)

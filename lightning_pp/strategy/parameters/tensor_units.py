@@ -16,7 +16,7 @@ from lightning_pp.distributed.meshes import tensor_mesh
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.sharding.shard_updates import is_elementwise
-from lightning_pp.split.data.tree import map_leaves
+from lightning_pp.split.data.tree import map_leaves, own_containers
 from lightning_pp.split.head.parts import HeadPart
 from lightning_pp.tensor import Plan, TensorParallelUnits
 
@@ -47,7 +47,7 @@ def tensor_parallel_units(
     calls: list[tuple[str, Any]] = []
 
     def note(name: str, unit: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        calls.append((name, (args, kwargs)))
+        calls.append((name, own_containers((args, kwargs))))
 
     hooks = [u.register_forward_pre_hook(partial(note, name), with_kwargs=True) for name, u in units.items()]
     try:

@@ -47,8 +47,6 @@ def scaled_dot_product_attention(
     cut = Cut(cut.dim, cut.segments, origins)
     key, value = (_heads(region, each, position, cut) for each in heads[1:])
     mask = region.fitted(mask, position, cut)
-    if not region.drops:
-        given["dropout_p"] = 0.0
     if given.get("dropout_p", 0.0):
         with drawn_by_rank(region, query.device):
             result = func(query, key, value, attn_mask=mask, **given)

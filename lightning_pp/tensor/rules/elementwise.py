@@ -45,8 +45,6 @@ def elementwise(region: Region, func: Callable[..., Any], args: Arguments, kwarg
 def dropout(region: Region, func: Callable[..., Any], args: Arguments, kwargs: dict[str, Any]) -> Any:
     """Each rank draws masks of its own for its part."""
     tensor = args[0] if args else kwargs["input"]
-    if not region.drops:
-        return tensor
     with drawn_by_rank(region, tensor.device):
         return marked(func(*args, **kwargs), cut_of(tensor))
 
@@ -91,6 +89,7 @@ _IN_PLACE = [
     "zero_",
     "fill_",
 ]
+DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 _FIRST = ["to", "type", "type_as", "data.__get__", "real.__get__", "imag.__get__", "cpu", "cuda", "detach_"]
 _QUESTIONS = words("""
 dim ndim.__get__ dtype.__get__ device.__get__ layout.__get__ requires_grad.__get__ is_leaf.__get__ grad_fn.__get__
@@ -103,7 +102,7 @@ __repr__ __format__
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys([*_ELEMENTWISE, *_IN_PLACE], elementwise),
-    **dict.fromkeys(["dropout", "alpha_dropout", "feature_alpha_dropout", "native_dropout"], dropout),
+    **dict.fromkeys(DROPOUTS, dropout),
     **dict.fromkeys(_FIRST, of_first),
     **dict.fromkeys(_QUESTIONS, ask),
 }

@@ -9,7 +9,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 from parity_models import ResidualMLP, samples_of
-from parity_run import QUIET, Layout, ParityData, Settings, check_like_one_device, make_module, train_pipelined
+from parity_run import QUIET, Layout, ParityData, Settings, check_like_one_device, make_module, merged, train_pipelined
 from pool import WorkerPool
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -120,8 +120,30 @@ def test_a_failure_of_one_tensor_rank_ends_all(pool: WorkerPool, pipeline: int) 
     assert report.seconds < 60
 
 
-@pytest.mark.parametrize(("model", "layout"), [("gpt2_float64_loss", Layout("1f1b", 1, 1, 3, tensor=2))])
+# matrices that "auto" finds, of a model's first block
+CUT = {
+    "gpt2_float64_loss": {"attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"},
+    "llama_float64_loss": {
+        *(f"self_attn.{name}_proj.weight" for name in "qo"),  # there is one head of keys
+        *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+    },
+    "t5": {"SelfAttention.q.weight", "SelfAttention.o.weight", "EncDecAttention.k.weight", "DenseReluDense.wi.weight"},
+    "demo_transformer": {"self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight"},
+    "vit": {"self_attn.in_proj_weight", "linear1.weight", "linear2.weight"},
+}
+CASES = [
+    ("gpt2_float64_loss", Layout("1f1b", 1, 1, 3, tensor=2)),
+    ("llama_float64_loss", Layout("1f1b", 1, 2, 2, tensor=2)),
+    ("t5", Layout("zb_v", 2, 1, 3, tensor=2)),
+    ("demo_transformer", Layout("zb_h1", 1, 1, 2, tensor=2)),
+    ("vit", Layout("1f1b", 2, 1, 2, tensor=2)),
+]
+
+
+@pytest.mark.parametrize(("model", "layout"), CASES, ids=str)
 def test_sharded_models(pool: WorkerPool, model: str, layout: Layout) -> None:
     settings = Settings(model, accumulate=2, clip_val=0.05, clip_algorithm="norm", optimizer="adamw")
     outcomes = pool.run(train_pipelined, settings, layout, world_size=layout.world_size, timeout=120)
+    cut = merged(outcomes, layout).cut
+    assert {ending for ending in CUT[model] if not any(name.endswith(ending) for name in cut)} == set(), sorted(cut)
     check_like_one_device(outcomes, settings, layout)
