@@ -63,8 +63,10 @@ class GradientNorms:
         found: dict[str, tuple[float, torch.dtype]] = {}
         for part in self._groups.gather_in_pipeline({name: (*norm, name in self._cut) for name, norm in own.items()}):
             for name, (norm, dtype, is_cut) in part.items():
-                together = torch.tensor([norm, found[name][0]] if is_cut and name in found else [norm])
-                found[name] = float(torch.linalg.vector_norm(together.double(), kind)), dtype
+                if is_cut and name in found:  # parts of tensor ranks
+                    parts = torch.tensor([norm, found[name][0]], dtype=torch.float64, device="cpu")
+                    norm = float(torch.linalg.vector_norm(parts, kind))
+                found[name] = norm, dtype
         here = {name: found[known[parameter]] for name, parameter in listed.items() if known[parameter] in found}
         device = self._fake_parameters.device
         # numbers go to the device with the calls that write them there, which no host waits for

@@ -9,7 +9,18 @@ import lightning.pytorch as L
 import pytest
 import torch
 from parity_models import ResidualMLP, samples_of
-from parity_run import QUIET, Layout, ParityData, Settings, check_like_one_device, make_module, merged, train_pipelined
+from parity_run import (
+    QUIET,
+    Layout,
+    Outcome,
+    ParityData,
+    Settings,
+    check_like_one_device,
+    make_module,
+    merged,
+    train,
+    train_pipelined,
+)
 from pool import WorkerPool
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -22,7 +33,9 @@ SIZES = [(1, 1, 2), (2, 1, 2), (1, 2, 2)]
 def test_nothing_sharded(pool: WorkerPool, schedule: str, sizes: tuple[int, int, int]) -> None:
     pipeline, replicas, tensor = sizes
     layout = Layout(schedule, pipeline, replicas, 3, tensor=tensor)
-    outcomes = pool.run(train_pipelined, SETTINGS, layout, world_size=layout.world_size, timeout=120)
+    whole: dict[str, Any] = {"tensor_parallel_plan": {}}
+    outcomes = pool.run(train_with, SETTINGS, layout, whole, world_size=layout.world_size, timeout=120)
+    assert not merged(outcomes, layout).cut
     check_like_one_device(outcomes, SETTINGS, layout)
 
 
@@ -146,4 +159,31 @@ def test_sharded_models(pool: WorkerPool, model: str, layout: Layout) -> None:
     outcomes = pool.run(train_pipelined, settings, layout, world_size=layout.world_size, timeout=120)
     cut = merged(outcomes, layout).cut
     assert {ending for ending in CUT[model] if not any(name.endswith(ending) for name in cut)} == set(), sorted(cut)
+    check_like_one_device(outcomes, settings, layout)
+
+
+def train_with(settings: Settings, layout: Layout, options: dict[str, Any]) -> Outcome:
+    return train(settings, layout.strategy(**options), layout.world_size)
+
+
+OPTIONS: dict[str, tuple[Layout, dict[str, Any]]] = {
+    "replicate": (Layout("1f1b", 1, 2, 2, tensor=2), {"sharding": "replicate"}),
+    "full_shard": (Layout("zb_v", 1, 2, 2, tensor=2), {"sharding": "full_shard"}),
+    "cpu_offload": (Layout("1f1b", 1, 1, 2, tensor=2), {"cpu_offload": True}),
+    "activation_checkpointing": (Layout("zb_h1", 1, 1, 2, tensor=2), {"activation_checkpointing": True}),
+    "plan": (
+        Layout("zb_h1", 2, 1, 2, tensor=2),
+        {"tensor_parallel_plan": {"*.mlp.c_fc": "colwise", "*.mlp.c_proj": "rowwise"}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_beside_tensor_ranks(pool: WorkerPool, name: str) -> None:
+    layout, options = OPTIONS[name]
+    settings = Settings("gpt2_float64_loss", accumulate=2, clip_val=0.05, clip_algorithm="norm", optimizer="adamw")
+    outcomes = pool.run(train_with, settings, layout, options, world_size=layout.world_size, timeout=120)
+    cut = merged(outcomes, layout).cut
+    assert {name.rpartition("h.")[2][2:] for name in cut} >= {"mlp.c_fc.weight", "mlp.c_fc.bias", "mlp.c_proj.weight"}
+    assert any("attn" in each for each in cut) == (name != "plan")
     check_like_one_device(outcomes, settings, layout)
