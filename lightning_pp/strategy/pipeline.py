@@ -127,7 +127,7 @@ class HeldPipeline:
             optimizers_to_device(strategy.optimizers, strategy.root_device)
         strategy.all_or_none(lambda: update_as_shards(optimizers))
         strategy.all_or_none(lambda: self.built.gradients.refuse_updates(optimizers))
-        if strategy.sizes.ranks_of_batch > 1:
+        if strategy.sizes.pipeline > 1:
             update_as_stage(optimizers)
         PipelineOptimization.install(trainer)
 

@@ -113,6 +113,7 @@ class TensorParallelUnits:
             for key, (dim, segments) in found.items():
                 pieces = pieces_of(segments, self._group.rank(), self._group.size())
                 self.parts[prefix + key] = TensorPart(dim, unit.get_parameter(key).shape, pieces)
+        self._shared = set()  # which would keep parameters of other ranks
 
     def cut(self, name: str) -> None:
         """Replaces parameters of one unit by this rank's parts, and has it run on them.

@@ -81,7 +81,8 @@ class StageGradients:
         whole = {name for name in owned if name in split.direct or (dtypes.compute is not None and not is_cast(name))}
         is_sharded = has_units and sharding.replaces_parameters(dtypes)
         one_by_one = units if is_sharded or split.tensor is not None else {}
-        placing = ParameterPlacing(split, one_by_one, whole, device, same_stages(mesh).get_group())
+        group_of_stages = same_stages(mesh).get_group()
+        placing = ParameterPlacing(split, one_by_one, whole, device, group_of_stages, is_sharded=is_sharded)
         placing.place_whole(owned)
         for name in one_by_one if not is_sharded else ():
             placing.place_units({name: units[name]})

@@ -27,6 +27,7 @@ class ParameterPlacing:
         whole: Canonical names of parameters in them that are not, since they are used outside their unit.
         device: Where this rank computes.
         group: The replicas, with their tensor ranks.
+        is_sharded: Whether units are going to be sharded, and not cut alone.
     """
 
     def __init__(
@@ -36,9 +37,11 @@ class ParameterPlacing:
         whole: Collection[str],
         device: torch.device,
         group: dist.ProcessGroup,
+        *,
+        is_sharded: bool,
     ) -> None:
         self._module = split.module
-        self._tensor = split.tensor
+        self._tensor, self._parts, self._is_sharded = split.tensor, split.tensor_parts, is_sharded
         self._canonical_names = split.fake_parameters.canonical_names
         self._device = device
         self._group = group
@@ -65,7 +68,10 @@ class ParameterPlacing:
         parameters = {name: parameter for name, parameter in self._named_parameters(units) if name in names}
         for name, parameter in parameters.items():
             del self._sharded[name]  # with which the whole parameter would live on
-            refuse_hooks(name, parameter)
+            if name in self._parts:
+                refuse_hooks(name, parameter, "is cut over tensor ranks, and the hook would see a part of its gradient")
+            elif self._is_sharded:
+                refuse_hooks(name, parameter)
             parameter.data = parameter.data.to(self._device)
         broadcast_values(parameters.values(), self._group)
         del parameters

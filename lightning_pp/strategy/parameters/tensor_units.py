@@ -39,10 +39,14 @@ def tensor_parallel_units(
     axis = tensor_mesh(mesh)
     if axis is None:
         return None
-    units = {name: unit for name, unit in split.units_of(rank).items() if not isinstance(unit, HeadPart)}
+    own = split.units_of(rank)
+    units = {name: unit for name, unit in own.items() if not isinstance(unit, HeadPart)}
     names = split.fake_parameters.names
     # tied to a unit of another rank, or used by the code between units
     shared = {names[name] for name in split.owners if name in split.direct or len(split.ranks_of(name)) > 1}
+    for part in own.values():
+        if isinstance(part, HeadPart):
+            shared.update(split.module.get_submodule(part.head_name).parameters())
     found = TensorParallelUnits(split.module, units, plan, axis.get_group(), shared)
     calls: list[tuple[str, Any]] = []
 
