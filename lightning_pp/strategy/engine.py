@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_pp.distributed.control import ControlGroups
@@ -134,9 +133,6 @@ class PipelineEngine:
         self._compiled_units, self._compiled_backward = compiled
         self._executor = self._new_executor()
         self._connection.align_generators()
-        if self.split.tensor is not None:
-            counted = self.groups.gather_in_pipeline(self.split.tensor.counted())
-            rank_zero_info(self.split.tensor.report(counted[:: self.sizes.tensor]))
 
     @property
     def groups(self) -> ControlGroups:

@@ -260,11 +260,6 @@ class StrategyOptions(MeshStrategy):
         self.run_options = RunOptions(
             compile, meta_init, checkpoints, deadlock_seconds, preemption_seconds, tensor_parallel_plan
         )
-        if compile and tensor_parallel_size != 1:
-            raise ConfigurationError(
-                f"compile={compile!r} does not work with tensor_parallel_size={tensor_parallel_size}: code on parts of "
-                "matrices is followed function by function, and compiled code shows none. Leave out one of the two."
-            )
         self._begin()
 
     def _begin(self) -> None:

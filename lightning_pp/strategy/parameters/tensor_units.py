@@ -7,11 +7,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_pp.combined_optimizer import CombinedOptimizer
+from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.distributed.meshes import tensor_mesh
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.stage_model import SplitModel
@@ -63,6 +65,14 @@ def tensor_parallel_units(
         found.observe(name, *map_leaves(_without_data, given))
     found.plan()
     return found
+
+
+def check_and_tell(split: SplitModel, groups: ControlGroups) -> None:
+    """Has the first calls of units compared with whole units, and tells what is not cut; every rank calls it."""
+    if split.tensor is not None:
+        split.tensor.check_next_calls()
+        counted = groups.gather_in_pipeline(split.tensor.counted())
+        rank_zero_info(split.tensor.report(counted[:: groups.num_tensor_ranks]))
 
 
 def refuse_other_updates(optimizer: Optimizer, cut: Mapping[str, nn.Parameter]) -> None:

@@ -25,6 +25,8 @@ from pool import WorkerPool
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_pp import PipelineParallelStrategy
+
 SETTINGS = Settings("residual_mlp", accumulate=2, clip_val=0.05, clip_algorithm="norm", optimizer="adamw")
 SIZES = [(1, 1, 2), (2, 1, 2), (1, 2, 2)]
 
@@ -153,7 +155,17 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("model", "layout"), CASES, ids=str)
+NIGHTLY = [
+    (model, Layout(schedule, pipeline, replicas, 3, tensor=tensor))
+    for model, schedule, (pipeline, replicas, tensor) in product(CUT, ("1f1b", "zb_h1", "zb_v"), SIZES)
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.nightly) for case in NIGHTLY if case not in CASES)],
+    ids=str,
+)
 def test_sharded_models(pool: WorkerPool, model: str, layout: Layout) -> None:
     settings = Settings(model, accumulate=2, clip_val=0.05, clip_algorithm="norm", optimizer="adamw")
     outcomes = pool.run(train_pipelined, settings, layout, world_size=layout.world_size, timeout=120)
@@ -187,3 +199,36 @@ def test_options_beside_tensor_ranks(pool: WorkerPool, name: str) -> None:
     assert {name.rpartition("h.")[2][2:] for name in cut} >= {"mlp.c_fc.weight", "mlp.c_fc.bias", "mlp.c_proj.weight"}
     assert any("attn" in each for each in cut) == (name != "plan")
     check_like_one_device(outcomes, settings, layout)
+
+
+def train_wrongly(plan: dict[str, str]) -> None:
+    train(Settings("gpt2_float64_loss"), Layout("1f1b", 1, 1, 2, tensor=2).strategy(tensor_parallel_plan=plan), 2)
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ({"*.mlp.c_fc": "colwise"}, ("mlp.c_fc", "model.transformer.h.0")),
+        ({"*.no_such_layer": "rowwise"}, ("*.no_such_layer", "fits no weight")),
+        ({"*.mlp.c_fc": "diagonal"}, ("diagonal", "'colwise'")),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_wrong_plan_ends_the_run_before_an_update(
+    pool: WorkerPool, plan: dict[str, str], words: tuple[str, ...]
+) -> None:
+    report = pool.run(train_wrongly, plan, timeout=120, expect_failure=True)
+    for failure in report.failures:
+        assert failure is not None and failure.type in ("ConfigurationError", "SplitError")
+        assert all(word in failure.message for word in words), failure.message
+
+
+def make_compiled() -> None:
+    strategy = PipelineParallelStrategy(pipeline_parallel_size=1, tensor_parallel_size=2, compile=True)
+    L.Trainer(**QUIET, devices=2, strategy=strategy)
+
+
+def test_compiled_units_are_refused(pool: WorkerPool) -> None:
+    for failure in pool.run(make_compiled, expect_failure=True).failures:
+        assert failure is not None and failure.type == "ConfigurationError"
+        assert "compile=True does not work with tensor_parallel_size=2" in failure.message
