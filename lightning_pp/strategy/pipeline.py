@@ -36,6 +36,7 @@ from lightning_pp.strategy.parameters.optimizers import (
     training_ones,
     update_as_shards,
 )
+from lightning_pp.strategy.parameters.tensor_units import refuse_distributed
 from lightning_pp.strategy.parameters.whole_module import make_whole
 from lightning_pp.strategy.setup import PipelineSetup
 from lightning_pp.strategy.step.data import first_batch
@@ -175,6 +176,7 @@ class HeldPipeline:
                 "on other ranks. Use the trainer that split it, call gather_module() of its strategy on every rank, or "
                 "make a new module and load a checkpoint."
             )
+        refuse_distributed(module)
         self.engine = None
         setup = self._setup = PipelineSetup(surroundings, strategy)
         try:

@@ -10,6 +10,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_pp.combined_optimizer import CombinedOptimizer
@@ -65,6 +66,15 @@ def tensor_parallel_units(
         found.observe(name, *map_leaves(_without_data, given))
     found.plan()
     return found
+
+
+def refuse_distributed(module: nn.Module) -> None:
+    """Raises :class:`ConfigurationError` if a parameter is a DTensor, as ``parallelize_module`` makes it."""
+    if name := next((name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)), None):
+        raise ConfigurationError(
+            f"The parameter {name} of {type(module).__name__} is a DTensor. The strategy cuts parameters itself, as "
+            "tensor_parallel_plan says. Take parallelize_module, distribute_tensor and fully_shard out of the module."
+        )
 
 
 def check_and_tell(split: SplitModel, groups: ControlGroups) -> None:

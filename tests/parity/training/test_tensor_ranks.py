@@ -23,6 +23,7 @@ from parity_run import (
 )
 from pool import WorkerPool
 from torch import Tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
 from lightning_pp import PipelineParallelStrategy
@@ -221,6 +222,25 @@ def test_a_wrong_plan_ends_the_run_before_an_update(
     for failure in report.failures:
         assert failure is not None and failure.type in ("ConfigurationError", "SplitError")
         assert all(word in failure.message for word in words), failure.message
+
+
+class Parallelized(ResidualMLP):
+    """Cuts itself, as for Lightning's ModelParallelStrategy."""
+
+    def configure_model(self) -> None:
+        assert self.device_mesh is not None
+        parallelize_module(self.blocks, self.device_mesh["tensor_parallel"], {"0": ColwiseParallel()})
+
+
+def train_parallelized() -> None:
+    strategy = Layout("1f1b", 1, 1, 2, tensor=2).strategy()
+    L.Trainer(**QUIET, devices=2, strategy=strategy, max_epochs=1).fit(Parallelized(), ParityData(SETTINGS))
+
+
+def test_modules_that_cut_themselves_are_refused_by_name(pool: WorkerPool) -> None:
+    for failure in pool.run(train_parallelized, expect_failure=True, timeout=120).failures:
+        assert failure is not None and failure.type == "ConfigurationError"
+        assert "blocks.0.weight of Parallelized is a DTensor" in failure.message
 
 
 def make_compiled() -> None:
