@@ -109,7 +109,7 @@ BUDGETS = {
     ("checkpoint",): 3_545,
     ("sharding",): 3_215,
     ("distributed",): 2_350,
-    ("tensor",): 2_250,
+    ("tensor",): 2_410,
     ("verification",): 750,
 }
 

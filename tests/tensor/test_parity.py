@@ -41,16 +41,17 @@ CUT: dict[str, Sequence[str]] = {
 }
 
 
-def compare_all(names: Sequence[str], plan: Any = "auto", observes: bool = True) -> dict[str, dict[str, Any]]:
-    return {name: compare(name, plan, observes) for name in names}
+def compare_all(names: Sequence[str], sequence_parallel: bool = False) -> dict[str, dict[str, Any]]:
+    return {name: compare(name, sequence_parallel=sequence_parallel) for name in names}
 
 
 NAMES = list(CUT)
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence"])
 @pytest.mark.parametrize("names", [NAMES[:8], NAMES[8:]], ids=["own-and-torch", "transformers"])
-def test_auto_on_two_ranks(names: list[str], pool: WorkerPool) -> None:
-    for outcomes in pool.run(compare_all, names, process_group=True, timeout=120):
+def test_auto_on_two_ranks(names: list[str], sequence_parallel: bool, pool: WorkerPool) -> None:
+    for outcomes in pool.run(compare_all, names, sequence_parallel, process_group=True, timeout=120):
         for name, outcome in outcomes.items():
             assert {key.removeprefix("unit.") for key in outcome["parts"]} == set(CUT[name]), name
             assert outcome["error"] < 1e-9, name
