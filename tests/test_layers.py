@@ -100,16 +100,16 @@ def test_one_layer_makes_process_groups() -> None:
 # out, so these numbers go down; one that goes up is a decision, and is told in the commit.
 BUDGETS = {
     ("split",): 12_755,
-    ("strategy",): 12_760,
+    ("strategy",): 12_965,
     ("cli", "conf", "doctor"): 9_250,
-    ("telemetry", "callbacks"): 4_750,
+    ("telemetry", "callbacks"): 4_757,
     ("schedule",): 4_885,
-    ("planning",): 4_820,
+    ("planning",): 4_825,
     ("runtime",): 4_220,
-    ("checkpoint",): 3_545,
+    ("checkpoint",): 3_758,
     ("sharding",): 3_215,
-    ("distributed",): 2_350,
-    ("tensor",): 2_410,
+    ("distributed",): 2_412,
+    ("tensor",): 2_440,
     ("verification",): 750,
 }
 

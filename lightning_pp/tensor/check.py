@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_pp.errors import SplitError
-from lightning_pp.split.data.tree import leaves_of, map_leaves
+from lightning_pp.split.data.tree import leaves_of, map_leaves, own_containers
 from lightning_pp.tensor.cuts import CutError
 from lightning_pp.tensor.parts import part_of, whole_of
 from lightning_pp.tensor.rules.elementwise import DROPOUTS
@@ -149,7 +149,7 @@ def _outcome(
                 return copy.view_as(copy)  # a unit may write into what it is given
             return copy
 
-        args, kwargs = map_leaves(fresh, (args, kwargs))
+        args, kwargs = map_leaves(fresh, own_containers((args, kwargs)))  # a unit may write into a cache
         outputs = [leaf for leaf in leaves_of(function(args, kwargs, given)) if isinstance(leaf, Tensor)]
         found = {f"result {i}": leaf.detach() for i, leaf in enumerate(outputs)}
         ends = [leaf for leaf in outputs if leaf.requires_grad and leaf.is_floating_point()]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.split.data.tree import leaves_of, map_leaves
+from lightning_pp.split.data.tree import leaves_of, map_leaves, own_containers
 from lightning_pp.split.fakes.fake_mode import FakeValueMode
 from lightning_pp.tensor.cuts import Cut, CutError, cut_of, mark
 from lightning_pp.tensor.plans import Style
@@ -100,7 +100,7 @@ class UnitTracer:
         self._names = {id(each): name.removeprefix("unit.") for name, each in parameters.items()}
         buffers = {f"unit.{name}": self._fake(each) for name, each in self.unit.named_buffers()}
         region = Region(self.group, RULES, self._sequence_parallel, self._adopt)
-        args, kwargs = map_leaves(self._fake_leaf, (args, kwargs))
+        args, kwargs = map_leaves(self._fake_leaf, own_containers((args, kwargs)))
         with torch.no_grad(), self._mode.making_up(), region.entered():
             output = torch.func.functional_call(
                 Inside(self.unit, self.unit.forward), {**parameters, **buffers}, args, kwargs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,12 +42,13 @@ class TensorParallelUnits:
         units: Its units by name; those of this rank are enough.
         plan: ``"auto"``, or styles by pattern (see :func:`~lightning_pp.tensor.plans.styles_of`).
         group: The tensor ranks.
+        whole: Parameters that stay whole, since they are used outside of their unit as well.
         sequence_parallel: Whether norms, dropout and sums between two sharded products of a unit are computed on parts
             of the sequence, which takes less memory. As many bytes are communicated.
 
     Attributes:
         parts: How each parameter that is cut lies over the axis, by its full name in ``module``. All others are whole
-            on every rank. Known after :meth:`shard`.
+            on every rank. Known after :meth:`plan`.
         reasons: Why ``"auto"`` left a weight whole that it tried to cut, for the first unit of a kind.
 
     Raises:
@@ -60,6 +61,7 @@ class TensorParallelUnits:
         units: Mapping[str, nn.Module],
         plan: Plan,
         group: dist.ProcessGroup,
+        whole: Collection[nn.Parameter] = (),
         *,
         sequence_parallel: bool = False,
     ) -> None:
@@ -71,7 +73,8 @@ class TensorParallelUnits:
         self._notes: list[str] = []
         self.reasons: dict[str, str] = {}
         self._forwards: list[_CutForward] = []
-        self._shared = _shared_between(self._units)
+        self._shared = _shared_between(self._units).union(whole)
+        self._planned: dict[str, tuple[Found, dict[str, str]]] = {}
 
     def observe(self, unit: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Notes the inputs of a call of a unit before :meth:`shard`, real or fake; the first of each unit counts.
@@ -86,9 +89,17 @@ class TensorParallelUnits:
             )
 
     def shard(self) -> None:
-        """Replaces parameters by this rank's parts, and has units run on them.
+        """Replaces parameters by this rank's parts, and has units run on them: :meth:`plan`, and :meth:`cut` for each.
 
-        Before, parameters hold the same whole values on all tensor ranks, or are on the meta device.
+        Raises:
+            ConfigurationError: A unit cannot run with what the plan cuts.
+        """
+        self.plan()
+        for name in self._units:
+            self.cut(name)
+
+    def plan(self) -> None:
+        """Decides how parameters are cut; nothing is changed yet.
 
         Raises:
             ConfigurationError: A unit cannot run with what the plan cuts.
@@ -103,7 +114,24 @@ class TensorParallelUnits:
                 continue
             found = self._found(name, unit, own, known)
             if found:
-                self._cut(name, unit, found, {key: pattern for key, (_, pattern) in own.items()})
+                self._planned[name] = found, {key: pattern for key, (_, pattern) in own.items()}
+            for key, (dim, segments) in found.items():
+                pieces = pieces_of(segments, self._group.rank(), self._group.size())
+                self.parts[prefix + key] = TensorPart(dim, unit.get_parameter(key).shape, pieces)
+        self._shared = set()  # which would keep parameters of other ranks
+
+    def cut(self, name: str) -> None:
+        """Replaces parameters of one unit by this rank's parts, and has it run on them.
+
+        Before, they hold the same whole values on all tensor ranks, or are on the meta device.
+        """
+        if name in self._planned:
+            self._cut(name, self._units[name], *self._planned.pop(name))
+
+    def release(self) -> None:
+        """Has units run as ever, once they have whole parameters again."""
+        for forward in self._forwards:
+            vars(forward.unit).pop("forward", None)
 
     def check_next_calls(self) -> None:
         """Has each distinct unit run whole once, beside its next call, and compares (see :mod:`.check`)."""
@@ -111,23 +139,30 @@ class TensorParallelUnits:
         for forward in self._forwards:
             forward.check = check
 
-    def report(self) -> str:
-        """One line that says which weights are whole, with their share of the parameters."""
+    def counted(self) -> tuple[int, dict[str, int]]:
+        """The number of parameters, and of those that are whole by name; of the module as it is on this rank."""
         whole: dict[str, int] = {}
-        total = held = 0
-        seen = set()
+        total, seen = 0, set()
         for name, parameter in self._module.named_parameters():
             part = self.parts.get(name)
-            num = parameter.numel() if part is None else part.shape.numel()
-            total += num
+            total += parameter.numel() if part is None else part.shape.numel()
             if part is None and parameter not in seen:
                 seen.add(parameter)
-                held += num
-                if parameter.dim() > 1:
-                    whole[name] = num
+                whole[name] = parameter.numel()
+        return total, whole
+
+    def report(self, counted: Sequence[tuple[int, dict[str, int]]] | None = None) -> str:
+        """One line that says which weights are whole, with their share of the parameters.
+
+        Args:
+            counted: What :meth:`counted` gives on each rank of a pipeline; None: this one is alone.
+        """
+        counted = [self.counted()] if counted is None else counted
+        whole = {name: num for _, own in counted for name, num in own.items()}
+        total = sum(num for num, _ in counted)
         names = sorted(whole, key=lambda each: -whole[each])
         listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-        share = held / total if total else 0.0
+        share = sum(whole.values()) / total if total else 0.0
         line = f"Tensor parallelism leaves {share:.1%} of the parameters whole on all {self._group.size()} ranks"
         return ". ".join([f"{line}: {listed}" if listed else line, *self._notes]) + "."
 
@@ -163,15 +198,14 @@ class TensorParallelUnits:
         return known[key]
 
     def _cut(self, name: str, unit: nn.Module, found: Found, patterns: dict[str, str]) -> None:
-        prefix, size, rank = f"{name}." if name else "", self._group.size(), self._group.rank()
+        prefix = f"{name}." if name else ""
         slots, replaced = [], {}
         for key, (dim, segments) in found.items():
             whole = unit.get_parameter(key)
-            part = TensorPart(dim, whole.shape, pieces_of(segments, rank, size))
+            part = self.parts[prefix + key]
             local = nn.Parameter(part_of(whole.detach(), part), whole.requires_grad)
             vars(local).update(vars(whole))
             replaced[whole] = local
-            self.parts[prefix + key] = part
             parent, _, attribute = key.rpartition(".")
             patterns.setdefault(key, patterns.get(f"{key.removesuffix('bias')}weight", "auto"))
             cut = Cut(dim, segments, frozenset([key]))

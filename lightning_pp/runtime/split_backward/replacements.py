@@ -54,9 +54,9 @@ def _is_deferrable(input: Any, weight: Any, bias: Any = None) -> bool:
     Ordered so that what is not deferred mostly leaves at the first line: this runs on every call of every replaced
     function.
     """
-    if (type(weight) is not Parameter and not _is_view_of_parameter(weight)) or INSTALLATION.num_pauses:
-        return False
     if OPEN.count:  # a tensor-parallel region has to see it first, and calls it again
+        return False
+    if (type(weight) is not Parameter and not _is_view_of_parameter(weight)) or INSTALLATION.num_pauses:
         return False
     return (
         weight.requires_grad
