@@ -24,11 +24,14 @@ class Cut:
         dim: The dimension.
         segments: Lengths that add up to the size of the whole dimension; each is cut evenly.
         origins: The parameters whose products made it so.
+        tokens: Whether it is a cut along the sequence or the batch, made by ``sequence_parallel``. Such a tensor is
+            gathered where a function cannot be computed on parts.
     """
 
     dim: int
     segments: tuple[int, ...]
     origins: frozenset[str]
+    tokens: bool = False
 
     @property
     def size(self) -> int:

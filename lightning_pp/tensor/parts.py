@@ -52,8 +52,12 @@ def part_of(whole: Tensor, part: TensorPart) -> Tensor:
 
 def whole_of(local: Tensor, part: TensorPart, group: dist.ProcessGroup) -> Tensor:
     """The whole values, gathered from the parts; all ranks of ``group`` call it."""
+    return joined(local, part.dim, [stop - start for start, stop in part.pieces], group)
+
+
+def joined(local: Tensor, dim: int, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """All ranks' parts joined, each made of runs of ``lengths`` in ``dim``."""
     parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(group.size())]
     dist.all_gather(parts, local.detach().contiguous(), group=group)
-    lengths = [stop - start for start, stop in part.pieces]
-    by_rank = [torch.split(each, lengths, part.dim) for each in parts]
-    return torch.cat([runs[i] for i in range(len(lengths)) for runs in by_rank], part.dim)
+    by_rank = [torch.split(each, list(lengths), dim) for each in parts]
+    return torch.cat([runs[i] for i in range(len(lengths)) for runs in by_rank], dim)

@@ -102,9 +102,11 @@ def plan_of_model(module: nn.Module) -> tuple[dict[str, Style], list[str]]:
     plan: dict[str, Style] = {}
     unknown = set()
     for name, child in module.named_modules():
+        prefix = getattr(child, "base_model_prefix", None)
+        if prefix is None:  # a part of a model, which has the configuration as well
+            continue
         own = getattr(child, "_tp_plan", None) or {}
         base = getattr(getattr(child, "config", None), "base_model_tp_plan", None) or {}
-        prefix = getattr(child, "base_model_prefix", "")
         inner = f"{prefix}." if prefix and hasattr(child, prefix) else ""
         if not isinstance(own, Mapping) or not isinstance(base, Mapping):
             continue

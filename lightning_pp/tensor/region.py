@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_pp.split._torch_private import version_of
+from lightning_pp.split.data.tree import map_leaves
 from lightning_pp.split.record.products import PRODUCTS
 from lightning_pp.tensor.cuts import Cut, CutError, cut_of, mark
-from lightning_pp.tensor.functions import copy_to_region, sum_of_region
-from lightning_pp.tensor.parts import pieces_of
+from lightning_pp.tensor.functions import copy_to_region, gathered, sum_of_region, taken_part
 
 Rule = Callable[["Region", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -53,6 +53,8 @@ class Region(TorchFunctionMode):
     Args:
         group: The tensor ranks.
         rules: What to do with functions of cut tensors, by name.
+        sequence_parallel: Whether a sum over the ranks is scattered along the sequence, so that norms, dropout and
+            sums between two sharded products are computed on parts.
         adopt: Called with weight, bias, input and the weight's output dimension before each product, for planning. It
             returns the weight and the bias to use, cut or whole.
     """
@@ -61,29 +63,33 @@ class Region(TorchFunctionMode):
         self,
         group: dist.ProcessGroup,
         rules: Mapping[str, Rule],
+        sequence_parallel: bool = False,
         adopt: Callable[..., tuple[Tensor, Tensor | None]] | None = None,
     ) -> None:
         super().__init__()
         self.group, self.num_ranks, self.rank = group, group.size(), group.rank()
-        self.adopt = adopt
+        self.adopt, self.sequence_parallel = adopt, sequence_parallel
+        self._is_open = False
         self.draws = True  # whether dropout draws; not while a unit is checked
         self._rules = rules
         self._found: dict[Any, tuple[str, Rule | None]] = {}
-        self._copies: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
+        self._copies: dict[tuple[int, str], tuple[weakref.ref[Tensor], int, Tensor]] = {}
 
     def __deepcopy__(self, memo: Any) -> Region:
         """For a copy of the unit, over the same ranks."""
-        return Region(self.group, self._rules, self.adopt)
+        return Region(self.group, self._rules, self.sequence_parallel, self.adopt)
 
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Within, functions pass through here."""
         OPEN.count += 1
+        self._is_open = True
         try:
             with self:
                 yield
         finally:
             OPEN.count -= 1
+            self._is_open = False
             self._copies.clear()
 
     @contextmanager
@@ -112,11 +118,19 @@ class Region(TorchFunctionMode):
                     raise CutError("has no rule for sharded tensors", origins_of(args, kwargs))
                 return rule(self, func, args, kwargs)
             except CutError as error:
-                if not error.name:
-                    error.name = name
+                writes = name.endswith("_") and not name.endswith("__")
+                if not writes and any(cut.tokens for _, cut in cuts_of(args, kwargs)):
+                    return self._rerun(func, name, rule, *self.whole_again((args, kwargs)))
+                error.name = error.name or name
                 raise
         finally:
             OPEN.count += 1
+
+    def _rerun(self, func: Any, name: str, rule: Rule | None, args: Any, kwargs: Any) -> Any:
+        """Runs one function again, on tensors that were gathered."""
+        if rule is None or not (_has_cut(args, kwargs) or (self.adopt and name in PRODUCT_NAMES)):
+            return self.call(func, *args, **kwargs)
+        return rule(self, func, args, kwargs)
 
     def _rule_of(self, func: Any) -> tuple[str, Rule | None]:
         name = getattr(func, "__name__", str(func))
@@ -134,12 +148,40 @@ class Region(TorchFunctionMode):
         """A whole tensor for use on parts: its gradient is summed over the ranks, once for all uses in a unit's run."""
         if cut_of(whole) is not None or not (torch.is_grad_enabled() and whole.requires_grad):
             return whole
-        found = self._copies.get(id(whole))
-        if found is not None and found[0]() is whole and found[1] == version_of(whole):
-            return found[2]
-        copied = copy_to_region(whole, self.group)
-        self._copies[id(whole)] = weakref.ref(whole), version_of(whole), copied
-        return copied
+        return self._once(whole, "copied", lambda: copy_to_region(whole, self.group))
+
+    def gathered(self, part: Tensor, *, sums: bool) -> Tensor:
+        """The whole of a tensor that is cut, gathered once for all uses of one kind."""
+        cut = cut_of(part)
+        assert cut is not None
+        sums = sums and len(cut.segments) == 1
+        kind = "for products" if sums else "whole"
+        return self._once(part, kind, lambda: gathered(part, cut.dim, cut.segments, self.group, sums=sums))
+
+    def _once(self, tensor: Tensor, kind: str, function: Callable[[], Tensor]) -> Tensor:
+        if not self._is_open:  # of a result, after the unit has run
+            return function()
+        version = 0 if tensor.is_inference() else version_of(tensor)
+        found = self._copies.get((id(tensor), kind))
+        if found is None or found[0]() is not tensor or found[1] != version:
+            found = self._copies[id(tensor), kind] = weakref.ref(tensor), version, function()
+        return found[2]
+
+    def whole_again(self, tree: Any) -> Any:
+        """Containers and tensors with those gathered that are cut along tokens."""
+
+        def whole(leaf: Any) -> Any:
+            cut = cut_of(leaf)
+            return self.gathered(leaf, sums=False) if cut is not None and cut.tokens else leaf
+
+        return map_leaves(whole, tree) if self.sequence_parallel else tree
+
+    def token_dim(self, partial: Tensor) -> int | None:
+        """The dimension in which a sum is scattered: the second, or the first where it is not divisible."""
+        if not self.sequence_parallel:
+            return None
+        dims = [dim for dim in (1, 0) if dim < partial.dim() - 1]
+        return next((dim for dim in dims if partial.shape[dim] and not partial.shape[dim] % self.num_ranks), None)
 
     def summed(self, partial: Tensor) -> Tensor:
         """The sum of what the ranks have computed."""
@@ -149,9 +191,7 @@ class Region(TorchFunctionMode):
         """This rank's part of a whole tensor, in segments of ``dim``."""
         if any(length % self.num_ranks for length in segments):
             raise CutError(f"needs segments {list(segments)} in {self.num_ranks} equal parts", origins)
-        copied = self.copied(whole)
-        runs = [copied.narrow(dim, a, b - a) for a, b in pieces_of(segments, self.rank, self.num_ranks)]
-        return runs[0] if len(runs) == 1 else torch.cat(runs, dim)
+        return taken_part(whole, dim, segments, self.group)
 
     def fitted(self, tensor: Any, position: int, cut: Cut) -> Any:
         """``tensor`` for use beside one that is cut at ``position``, counted from its last dimension as 1.

@@ -50,10 +50,16 @@ class UnitTracer:
         unit: The unit, whole. It is not changed.
         styles: Of the weights that may be cut, by their names in the unit, with the pattern that says so.
         group: The tensor ranks.
+        sequence_parallel: As of :class:`~lightning_pp.tensor.region.Region`.
     """
 
     def __init__(
-        self, name: str, unit: nn.Module, styles: Mapping[str, tuple[Style, str]], group: dist.ProcessGroup
+        self,
+        name: str,
+        unit: nn.Module,
+        styles: Mapping[str, tuple[Style, str]],
+        group: dist.ProcessGroup,
+        sequence_parallel: bool = False,
     ) -> None:
         self.name, self.unit, self.group = name, unit, group
         self.is_complete = True
@@ -66,6 +72,7 @@ class UnitTracer:
         self._columns: list[str] = []
         self._names: dict[int, str] = {}
         self._num_ranks = group.size()
+        self._sequence_parallel = sequence_parallel
 
     def find(self, args: Any, kwargs: Any) -> Found:
         """The cuts with which the unit runs on inputs of these shapes.
@@ -92,12 +99,14 @@ class UnitTracer:
         parameters = {f"unit.{name}": self._fake(each) for name, each in self.unit.named_parameters()}
         self._names = {id(each): name.removeprefix("unit.") for name, each in parameters.items()}
         buffers = {f"unit.{name}": self._fake(each) for name, each in self.unit.named_buffers()}
-        region = Region(self.group, RULES, self._adopt)
+        region = Region(self.group, RULES, self._sequence_parallel, self._adopt)
         args, kwargs = map_leaves(self._fake_leaf, own_containers((args, kwargs)))
         with torch.no_grad(), self._mode.making_up(), region.entered():
             output = torch.func.functional_call(
                 Inside(self.unit, self.unit.forward), {**parameters, **buffers}, args, kwargs
             )
+        with torch.no_grad():
+            output = region.whole_again(output)
         check_whole(output)
 
     def _fake(self, tensor: Tensor) -> Tensor:
@@ -139,6 +148,7 @@ class UnitTracer:
         style, pattern = self._styles[name]
         if name in self._whole:
             return None
+        cut = None if cut is not None and cut.tokens else cut
         if cut is not None and cut.dim == last and style in ("auto", "rowwise"):
             return 1 - out_dim, cut.segments
         dim = 1 - out_dim if style == "rowwise" else out_dim

@@ -43,6 +43,8 @@ class TensorParallelUnits:
         plan: ``"auto"``, or styles by pattern (see :func:`~lightning_pp.tensor.plans.styles_of`).
         group: The tensor ranks.
         whole: Parameters that stay whole, since they are used outside of their unit as well.
+        sequence_parallel: Whether norms, dropout and sums between two sharded products of a unit are computed on parts
+            of the sequence, which takes less memory. As many bytes are communicated.
 
     Attributes:
         parts: How each parameter that is cut lies over the axis, by its full name in ``module``. All others are whole
@@ -60,9 +62,12 @@ class TensorParallelUnits:
         plan: Plan,
         group: dist.ProcessGroup,
         whole: Collection[nn.Parameter] = (),
+        *,
+        sequence_parallel: bool = False,
     ) -> None:
         check_sizes(module, plan, group.size())
         self.parts: dict[str, TensorPart] = {}
+        self._sequence_parallel = sequence_parallel
         self._module, self._units, self._group, self._plan = module, dict(units), group, plan
         self._calls: dict[str, tuple[Any, Any]] = {}
         self._notes: list[str] = []
@@ -183,7 +188,7 @@ class TensorParallelUnits:
         shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves_of(call)]
         key = type(unit), tuple((n, tuple(p.shape)) for n, p in unit.named_parameters()), (*shapes, *styles.items())
         if key not in known:
-            tracer = UnitTracer(name, unit, styles, self._group)
+            tracer = UnitTracer(name, unit, styles, self._group, self._sequence_parallel)
             known[key] = tracer.find(*call)
             self.reasons |= {f"{name}.{each}" if name else each: why for each, why in tracer.reasons.items()}
             if not tracer.is_complete:
@@ -210,7 +215,8 @@ class TensorParallelUnits:
                 if parameter in replaced:
                     setattr(owner, attribute, replaced[parameter])
         parts = {key: self.parts[prefix + key] for key in found}
-        forward = _CutForward(name, unit, slots, parts, self._group, patterns)
+        region = Region(self._group, RULES, self._sequence_parallel)
+        forward = _CutForward(name, unit, slots, parts, region, patterns)
         vars(unit)["forward"] = forward
         self._forwards.append(forward)
 
@@ -227,7 +233,7 @@ class _CutForward:
         unit: nn.Module,
         slots: list[_Slot],
         parts: Mapping[str, TensorPart],
-        group: dist.ProcessGroup,
+        region: Region,
         patterns: Mapping[str, str],
     ) -> None:
         self._patterns = patterns
@@ -235,8 +241,10 @@ class _CutForward:
         self.check: UnitCheck | None = None
         self.original = unit.forward
         self._slots = slots
-        self._region = Region(group, RULES)
+        self._region = region
 
+    # torch.compile cannot follow rules that ask how each tensor is cut: such units run eagerly
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the unit on this rank's parts."""
         if self.check is not None and all(has_data(each) for each in leaves_of((args, kwargs)) if _is_tensor(each)):
@@ -267,6 +275,7 @@ class _CutForward:
         region.draws = not is_checked
         with region.entered():
             output = self.original(*args, **kwargs)
+        output = region.whole_again(output)
         check_whole(output)
         return output
 

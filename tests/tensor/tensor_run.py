@@ -33,7 +33,7 @@ def outcome(unit: nn.Module, args: Any, kwargs: Any) -> tuple[list[Tensor], list
     return [each.detach() for each in results], [torch.zeros_like(e) if e.grad is None else e.grad for e in inputs]
 
 
-def compare(name: str, plan: Any = "auto", observes: bool = True, checks: bool = True) -> dict[str, Any]:
+def compare(name: str, plan: Any = "auto", observes: bool = True, sequence_parallel: bool = False) -> dict[str, Any]:
     """The largest difference from one device, with what was cut."""
     unit, args, kwargs = make(name)
     alone = copy.deepcopy(unit)
@@ -42,12 +42,11 @@ def compare(name: str, plan: Any = "auto", observes: bool = True, checks: bool =
     wanted = {n: p.grad for n, p in alone.named_parameters()}
     model = nn.ModuleDict({"unit": unit})
     assert dist.group.WORLD is not None
-    units = TensorParallelUnits(model, {"unit": unit}, plan, dist.group.WORLD)
+    units = TensorParallelUnits(model, {"unit": unit}, plan, dist.group.WORLD, sequence_parallel=sequence_parallel)
     if observes:
         units.observe("unit", args, kwargs)
     units.shard()
-    if checks:
-        units.check_next_calls()
+    units.check_next_calls()
     got, got_grads = outcome(unit, args, kwargs)
     largest = 0.0
     for want, given in zip([*results, *input_grads], [*got, *got_grads], strict=True):

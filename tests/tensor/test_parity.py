@@ -6,8 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from pool import WorkerPool
 from tensor_run import compare
+
+from lightning_pp.tensor import TensorParallelUnits
 
 QKV, MLP = ("attn.qkv.weight", "attn.qkv.bias", "attn.out.weight"), ("mlp.0.weight", "mlp.0.bias", "mlp.2.weight")
 SELF = ("self_attn.in_proj_weight", "self_attn.in_proj_bias", "self_attn.out_proj.weight")
@@ -41,16 +45,17 @@ CUT: dict[str, Sequence[str]] = {
 }
 
 
-def compare_all(names: Sequence[str], plan: Any = "auto", observes: bool = True) -> dict[str, dict[str, Any]]:
-    return {name: compare(name, plan, observes) for name in names}
+def compare_all(names: Sequence[str], sequence_parallel: bool = False) -> dict[str, dict[str, Any]]:
+    return {name: compare(name, sequence_parallel=sequence_parallel) for name in names}
 
 
 NAMES = list(CUT)
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence"])
 @pytest.mark.parametrize("names", [NAMES[:8], NAMES[8:]], ids=["own-and-torch", "transformers"])
-def test_auto_on_two_ranks(names: list[str], pool: WorkerPool) -> None:
-    for outcomes in pool.run(compare_all, names, process_group=True, timeout=120):
+def test_auto_on_two_ranks(names: list[str], sequence_parallel: bool, pool: WorkerPool) -> None:
+    for outcomes in pool.run(compare_all, names, sequence_parallel, process_group=True, timeout=120):
         for name, outcome in outcomes.items():
             assert {key.removeprefix("unit.") for key in outcome["parts"]} == set(CUT[name]), name
             assert outcome["error"] < 1e-9, name
@@ -94,3 +99,38 @@ def test_a_fused_projection_is_cut_by_the_code_that_splits_it(pool: WorkerPool) 
         part = outcome["parts"]["unit.attn.qkv.weight"]
         assert part.pieces == tuple((start + 8 * rank, start + 8 * rank + 8) for start in (0, 16, 32))
         assert outcome["error"] < 1e-9
+
+
+def own_plan() -> tuple[set[str], str, float]:
+    """A Llama of which no call was observed."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=20,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+        attn_implementation="eager",
+    )
+    model = transformers.LlamaForCausalLM(config).double()
+    tokens = torch.arange(12).view(2, 6)
+    wanted = model(tokens).logits
+    names = [name for name, _ in model.named_modules() if name in ("lm_head", "model.layers.0", "model.layers.1")]
+    assert dist.group.WORLD is not None
+    units = TensorParallelUnits(model, {n: model.get_submodule(n) for n in names}, "auto", dist.group.WORLD)
+    units.shard()
+    units.check_next_calls()
+    return set(units.parts), units.report(), (model(tokens).logits - wanted).abs().max().item()
+
+
+def test_without_observed_calls_the_plan_of_the_model_is_used(pool: WorkerPool) -> None:
+    wanted = {f"model.layers.{i}.{name}" for i in range(2) for name in (*LLAMA, *GATES)}
+    for parts, report, error in pool.run(own_plan, process_group=True):
+        assert parts == wanted
+        assert "Styles of the model's own plan that are not used: colwise_gather_output" in report
+        assert "lm_head.weight" in report
+        assert error < 1e-9

@@ -236,3 +236,34 @@ def test_a_parameter_of_two_units_stays_whole(pool: WorkerPool) -> None:
     for parts, same in pool.run(tied, process_group=True):
         assert "a.0.weight" not in parts and "b.out.weight" not in parts
         assert same
+
+
+def kept_bytes(sequence_parallel: bool) -> int:
+    """What autograd keeps of a block, parameters aside, each memory once."""
+    unit, args, kwargs = make("viewed")
+    assert dist.group.WORLD is not None
+    model = nn.ModuleDict({"unit": unit})
+    units = TensorParallelUnits(
+        model, dict(model.items()), "auto", dist.group.WORLD, sequence_parallel=sequence_parallel
+    )
+    units.observe("unit", args, kwargs)
+    units.shard()
+    parameters = {each.untyped_storage().data_ptr() for each in unit.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        memory = tensor.untyped_storage()
+        if memory.data_ptr() not in parameters:
+            kept[memory.data_ptr()] = memory.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = unit(hidden().requires_grad_())
+    assert output.shape == (BATCH, LENGTH, WIDTH)
+    return sum(kept.values())
+
+
+def test_sequence_parallel_keeps_fewer_bytes(pool: WorkerPool) -> None:
+    whole, parts = (pool.run(kept_bytes, value, process_group=True)[0] for value in (False, True))
+    # the sum between attention and MLP is what its norm keeps: a half of it here
+    assert parts <= whole - BATCH * LENGTH * WIDTH * 8 // 2

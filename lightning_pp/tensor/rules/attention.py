@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ def scaled_dot_product_attention(
             raise CutError(f"has {sizes[0]} whole query heads and {sizes[1]} sharded key heads", origins)
         cut = sharded[0][1]
         query = region.fitted(query, position, cut)
-    cut = Cut(cut.dim, cut.segments, origins)
+    cut = replace(cut, origins=origins)
     key, value = (_heads(region, each, position, cut) for each in heads[1:])
     mask = region.fitted(mask, position, cut)
     if given.get("dropout_p", 0.0):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +19,7 @@ def position_of(found: Sequence[tuple[Tensor, Cut]]) -> tuple[int, Cut]:
     """Where tensors are cut, counted from the last dimension as 1, and how, with the origins of all."""
     tensor, cut = found[0]
     origins = frozenset().union(*(each.origins for _, each in found))
-    return tensor.dim() - cut.dim, Cut(cut.dim, cut.segments, origins)
+    return tensor.dim() - cut.dim, replace(cut, origins=origins)
 
 
 def fit_all(region: Region, args: Arguments, kwargs: dict[str, Any], position: int, cut: Cut) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_pp.tensor.cuts import Cut, CutError, cut_of, mark, whole_shape
+from lightning_pp.tensor.functions import scattered_sum
 from lightning_pp.tensor.region import Region, Rule, cuts_of, origins_of
 
 Arguments = tuple[Any, ...]
@@ -55,7 +57,8 @@ def product(region: Region, x: Tensor, weight: Tensor, bias: Tensor | None, mult
     """
     if region.adopt is not None:
         weight, bias = region.adopt(weight, bias, x, out_dim)
-    own, cut, last = cut_of(weight), cut_of(x), x.dim() - 1
+    own, last = cut_of(weight), x.dim() - 1
+    cut = cut_of(x)
     if own is None:
         if cut is None:
             return multiply(x, weight, bias)
@@ -67,7 +70,11 @@ def product(region: Region, x: Tensor, weight: Tensor, bias: Tensor | None, mult
             )
         return mark(multiply(x, region.copied(weight), None if bias is None else region.copied(bias)), cut)
     if own.dim == out_dim:
-        if cut is not None:
+        if cut is not None and cut.tokens:
+            x, cut = region.gathered(x, sums=True), None
+        elif cut is None:
+            x = region.copied(x)
+        else:
             raise CutError(
                 f"multiplies an input that is sharded in dimension {cut.dim} of {whole_shape(x)} by a weight that is "
                 "sharded by columns",
@@ -75,7 +82,7 @@ def product(region: Region, x: Tensor, weight: Tensor, bias: Tensor | None, mult
             )
         if bias is not None and cut_of(bias) is None:
             bias = region.part(bias, 0, own.segments)
-        return mark(multiply(region.copied(x), weight, bias), Cut(last, own.segments, own.origins))
+        return mark(multiply(x, weight, bias), Cut(last, own.segments, own.origins))
     if cut is None:
         x = region.part(x, last, own.segments)
     elif cut.dim != last or cut.segments != own.segments:
@@ -84,8 +91,14 @@ def product(region: Region, x: Tensor, weight: Tensor, bias: Tensor | None, mult
             f"{list(cut.segments)}), by a weight sharded by rows (segments {list(own.segments)})",
             cut.origins | own.origins,
         )
-    total = region.summed(multiply(x, weight, None))
-    return total if bias is None else total + bias.to(total.dtype)
+    partial = multiply(x, weight, None)
+    tokens = region.token_dim(partial)
+    if tokens is None:
+        total = region.summed(partial)
+        return total if bias is None else total + bias.to(total.dtype)
+    total = scattered_sum(partial, tokens, region.group)
+    total = total if bias is None else total + region.copied(bias).to(total.dtype)
+    return mark(total, Cut(tokens, (partial.shape[tokens],), frozenset(), tokens=True))
 
 
 def matmul(region: Region, func: Function, args: Arguments, kwargs: dict[str, Any]) -> Any:
@@ -104,7 +117,7 @@ def matmul(region: Region, func: Function, args: Arguments, kwargs: dict[str, An
     # a cut of a batch or of heads comes before one of what is multiplied
     cut = found_a if found_a and (at_a or 0) >= (at_b or 0) else found_b
     assert cut is not None
-    cut = Cut(cut.dim, cut.segments, origins if at_a == at_b or not (at_a and at_b) else cut.origins)
+    cut = replace(cut, origins=origins if at_a == at_b or not (at_a and at_b) else cut.origins)
     if (at_a == 1 or at_b == 2) and max(at_a or 0, at_b or 0) < 3:
         return region.summed(region.call(func, region.fitted(a, 1, cut), region.fitted(b, 2, cut)))
     position = max(at_a or 0, at_b or 0)
@@ -150,7 +163,7 @@ def einsum(region: Region, func: Function, args: Arguments, kwargs: dict[str, An
     result = func(equation, *fitted)
     if letter[0] not in output:
         return region.summed(result)
-    return mark(result, Cut(output.index(letter[0]), cut.segments, origins))
+    return mark(result, replace(cut, dim=output.index(letter[0]), origins=origins))
 
 
 def embedding(region: Region, func: Function, args: Arguments, kwargs: dict[str, Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -101,12 +102,18 @@ def _reshaped(region: Region, func: Function, tensor: Tensor, cut: Cut, after: l
 
 
 def transpose(region: Region, func: Function, args: Arguments, kwargs: dict[str, Any]) -> Any:
-    """Functions that put dimensions in another order: the order is read off a tensor without data."""
+    """Functions that put dimensions in another order."""
     tensor, cut = _first(args, kwargs)
-    sizes = [2 + dim for dim in range(tensor.dim())]  # each size once, so that a result's shape says the order
-    order = func(torch.empty(sizes, device="meta"), *args[1:], **{k: v for k, v in kwargs.items() if k != "input"})
-    result = func(*args, **kwargs)
-    return marked(result, cut.at(list(order.shape).index(2 + cut.dim)))
+    others = tuple(tuple(each) if isinstance(each, list) else each for each in args[1:])
+    options = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in kwargs.items() if k != "input")
+    return marked(func(*args, **kwargs), cut.at(_order(func, tensor.dim(), others, options).index(cut.dim)))
+
+
+@lru_cache(maxsize=1024)
+def _order(func: Function, num_dims: int, args: Arguments, kwargs: Any) -> tuple[int, ...]:
+    """Which dimension is at each place of a result: sizes that differ say it, on a tensor without data."""
+    sizes = [2 + dim for dim in range(num_dims)]
+    return tuple(size - 2 for size in func(torch.empty(sizes, device="meta"), *args, **dict(kwargs)).shape)
 
 
 def unsqueeze(region: Region, func: Function, args: Arguments, kwargs: dict[str, Any]) -> Any:
