@@ -100,15 +100,16 @@ def test_one_layer_makes_process_groups() -> None:
 # out, so these numbers go down; one that goes up is a decision, and is told in the commit.
 BUDGETS = {
     ("split",): 13_240,
-    ("strategy",): 12_840,
+    ("strategy",): 13_045,
     ("cli", "conf", "doctor"): 9_250,
-    ("telemetry", "callbacks"): 4_750,
+    ("telemetry", "callbacks"): 4_757,
     ("schedule",): 4_885,
-    ("planning",): 4_890,
-    ("runtime",): 4_220,
-    ("checkpoint",): 3_545,
+    ("planning",): 4_900,
+    ("runtime",): 4_350,
+    ("checkpoint",): 3_758,
     ("sharding",): 3_215,
-    ("distributed",): 2_350,
+    ("distributed",): 2_412,
+    ("tensor",): 2_448,
     ("verification",): 750,
 }
 

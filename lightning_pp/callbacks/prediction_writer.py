@@ -89,4 +89,4 @@ def _replica(trainer: pl.Trainer) -> int:
 
 def _writes(trainer: pl.Trainer) -> bool:
     """Whether this rank is the first of those that see the same data."""
-    return int(getattr(trainer.strategy, "pipeline_rank", 0)) == 0
+    return not any(getattr(trainer.strategy, f"{axis}_rank", 0) for axis in ("pipeline", "tensor_parallel"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,16 +31,23 @@ class ControlGroups:
     """Who talks to whom outside the pipeline's schedule.
 
     Attributes:
-        pipeline: CPU (gloo) group of the ranks of this replica's pipeline; None for a pipeline of one rank.
+        pipeline: CPU (gloo) group of the ranks of this rank's pipeline, in its order; None for a pipeline of one rank.
         data_parallel: CPU (gloo) group of the ranks at this rank's place in every replica; None for one replica.
         last_stage_rank: Rank within ``pipeline`` that holds the last stage, hence the losses, logs and metrics.
+        batch: CPU (gloo) group of all ranks that see this rank's batches: without tensor parallelism ``pipeline``, with
+            it the tensor ranks of the first pipeline rank, those of the second, and so on.
+        same_stages: CPU (gloo) group of all ranks that hold this rank's stages: without tensor parallelism
+            ``data_parallel``, with it the tensor ranks of all replicas.
     """
 
     pipeline: dist.ProcessGroup | None = None
     data_parallel: dist.ProcessGroup | None = None
     last_stage_rank: int = 0
+    batch: dist.ProcessGroup | None = None
+    same_stages: dist.ProcessGroup | None = None
 
     def __post_init__(self) -> None:
+        self.batch, self.same_stages = self.batch or self.pipeline, self.same_stages or self.data_parallel
         if not 0 <= self.last_stage_rank < self.pipeline_size:
             raise ValueError(
                 f"last_stage_rank={self.last_stage_rank} is not a rank of a pipeline of {self.pipeline_size} ranks"
@@ -58,25 +66,45 @@ class ControlGroups:
         return 0 if self.data_parallel is None else self.data_parallel.rank()
 
     @property
+    def num_tensor_ranks(self) -> int:
+        return 1 if self.batch is None else self.batch.size() // self.pipeline_size
+
+    @property
     def is_last_stage(self) -> bool:
         return self.pipeline is None or self.pipeline.rank() == self.last_stage_rank
 
+    @property
+    def source(self) -> int:
+        """Rank within ``batch`` that tells the others: the last stage, of it the first tensor rank."""
+        return self.last_stage_rank * self.num_tensor_ranks
+
+    @property
+    def is_source(self) -> bool:
+        return self.batch is None or self.batch.rank() == self.source
+
+    @property
+    def all(self) -> list[dist.ProcessGroup]:
+        """Every group once."""
+        groups = (self.pipeline, self.data_parallel, self.batch, self.same_stages)
+        return list(dict.fromkeys(group for group in groups if group is not None))
+
     def abandon(self) -> None:
         """After an error: ends what the other ranks wait for, and the groups with it; nothing is sent here again."""
-        for group in (self.pipeline, self.data_parallel):
+        for group in self.all:
             hang_up(group)
 
     def replace_by(self, others: ControlGroups) -> None:
         """Frees the groups and takes on others of the same ranks."""
-        for group in (self.pipeline, self.data_parallel):
-            if group is not None:
-                dist.destroy_process_group(group)
+        for group in self.all:
+            dist.destroy_process_group(group)
         self.pipeline, self.data_parallel = others.pipeline, others.data_parallel
+        self.batch, self.same_stages = others.batch, others.same_stages
 
     def share(self, produce: Callable[[], T], what: str) -> T:
         """Calls ``produce`` on the last stage and returns its result on every rank of the pipeline.
 
-        Every rank of the pipeline has to call this. The last stage returns the object itself, the others a copy.
+        Every rank of the pipeline, with all its tensor ranks, has to call this. The last stage's first tensor rank
+        returns the object itself, the others a copy.
 
         Args:
             produce: Makes an object that can be pickled; called on the last stage only.
@@ -86,10 +114,10 @@ class ControlGroups:
             Exception: What ``produce`` raised, on every rank of the pipeline.
             TypeError: The object cannot be pickled, on every rank of the pipeline.
         """
-        if self.pipeline is None or self.pipeline_size == 1:
+        if self.batch is None or self.batch.size() == 1:
             return produce()
-        if not self.is_last_stage:
-            failed, result = pickle.loads(_broadcast(b"", self.pipeline, self.last_stage_rank))
+        if not self.is_source:
+            failed, result = pickle.loads(_broadcast(b"", self.batch, self.source))
             if failed:
                 raise result
             return result  # type: ignore[no-any-return]
@@ -97,9 +125,9 @@ class ControlGroups:
             produced = produce()
             payload = pickled((False, produced), what)
         except Exception as error:
-            _broadcast(pickled_error(error), self.pipeline, self.last_stage_rank)
+            _broadcast(pickled_error(error), self.batch, self.source)
             raise
-        _broadcast(payload, self.pipeline, self.last_stage_rank)
+        _broadcast(payload, self.batch, self.source)
         return produced
 
     def gather(self, item: T, what: str) -> list[T]:
@@ -128,16 +156,16 @@ class ControlGroups:
         return finished
 
     def gather_in_pipeline(self, item: T) -> list[T]:
-        """Returns the ``item`` of every rank of the pipeline, in order; every one of them has to call it."""
-        if self.pipeline is None or self.pipeline_size == 1:
+        """Returns the ``item`` of every rank of ``batch``, in order; every one of them has to call it."""
+        if self.batch is None or self.batch.size() == 1:
             return [item]
-        return [pickle.loads(payload) for payload in _start_all_gather(pickle.dumps(item), self.pipeline)()]
+        return [pickle.loads(payload) for payload in _start_all_gather(pickle.dumps(item), self.batch)()]
 
     def all_or_none(self, work: Callable[[], T], what: str) -> list[T]:
         """Calls ``work`` and returns what it returned on every rank of the pipeline, in order.
 
-        How ``work`` ended is known to all ranks before any of them goes on. Every rank of the pipeline has to call
-        this, and ``work`` must wait for no other rank.
+        How ``work`` ended is known to all ranks before any of them goes on. Every rank of ``batch`` has to call
+        this, and ``work`` must wait for no other rank. Of tensor ranks the first one's result is returned.
 
         Args:
             work: Makes an object that can be pickled.
@@ -146,46 +174,44 @@ class ControlGroups:
         Raises:
             Exception: ``work`` raised it, on one rank or several: the same one on every rank of the pipeline.
         """
-        if self.pipeline is None:
+        if self.batch is None:
             return [work()]
         mine: Exception | None = None
         try:
             payload = pickled((False, work()), what)
         except Exception as error:
             mine, payload = error, pickled_error(error)
-        told = [pickle.loads(each) for each in _start_all_gather(payload, self.pipeline)()]
+        told = [pickle.loads(each) for each in _start_all_gather(payload, self.batch)()]
         failures = [(rank, outcome) for rank, (failed, outcome) in enumerate(told) if failed]
         if failures:
             rank, failure = failures[-1]
-            raise mine if mine is not None and rank == self.pipeline.rank() else failure
-        return [outcome for _, outcome in told]
+            raise mine if mine is not None and rank == self.batch.rank() else failure
+        return [outcome for _, outcome in told[:: self.num_tensor_ranks]]
 
 
 @gloo_on_loopback()
-def make_control_groups(
-    num_pipeline_ranks: int, num_replicas: int, last_stage_rank: int, timeout: timedelta | None
-) -> ControlGroups:
-    """Makes the groups of this rank, global rank = pipeline rank x replicas + replica; every rank has to call it.
+def make_control_groups(grid: Tensor, last_stage_rank: int, timeout: timedelta | None) -> ControlGroups:
+    """Makes the groups of this rank; every rank has to call it.
 
     Args:
-        num_pipeline_ranks: Ranks along the pipeline.
-        num_replicas: Replicas of the pipeline.
+        grid: Global ranks, of shape (pipeline ranks, replicas, tensor ranks).
         last_stage_rank: Pipeline rank that holds the last stage.
         timeout: How long a message may take.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
 
-    def group_among(candidates: list[list[int]]) -> dist.ProcessGroup | None:
-        mine = None
-        for members in candidates:
-            group = dist.new_group(members, backend="gloo", timeout=timeout) if len(members) > 1 else None
+    def group_along(*axes: int) -> dist.ProcessGroup | None:
+        others = [axis for axis in range(3) if axis not in axes]
+        size, mine = math.prod(grid.shape[axis] for axis in axes), None
+        for members in grid.permute(*others, *axes).reshape(-1, size).tolist():
+            group = dist.new_group(members, backend="gloo", timeout=timeout) if size > 1 else None
             mine = group if rank in members else mine
         return mine
 
-    ranks = [[place * num_replicas + replica for place in range(num_pipeline_ranks)] for replica in range(num_replicas)]
-    return ControlGroups(
-        group_among(ranks), group_among([list(row) for row in zip(*ranks, strict=True)]), last_stage_rank
-    )
+    pipeline, data_parallel = group_along(0), group_along(1)
+    if grid.shape[2] == 1:
+        return ControlGroups(pipeline, data_parallel, last_stage_rank)
+    return ControlGroups(pipeline, data_parallel, last_stage_rank, group_along(0, 2), group_along(1, 2))
 
 
 def hang_up(group: dist.ProcessGroup | None) -> None:

@@ -103,7 +103,7 @@ def _work(jobs: queue.SimpleQueue[Callable[[], None] | None], device: torch.devi
 def _tell(message: Future[Any], groups: ControlGroups, tag: int, produce: Callable[[], Any]) -> None:
     try:
         content = produce()
-        payload = pickled((False, content), "What the step returned") if groups.pipeline_size > 1 else b""
+        payload = pickled((False, content), "What the step returned") if groups.batch is not None else b""
     except Exception as error:
         # first the others, since this rank ends the connections when it hears of the error
         _send(pickled_error(error), groups, tag)
@@ -114,17 +114,17 @@ def _tell(message: Future[Any], groups: ControlGroups, tag: int, produce: Callab
 
 
 def _send(payload: bytes, groups: ControlGroups, tag: int) -> None:
-    if groups.pipeline is None:
+    if groups.batch is None:
         return
     head = len(payload).to_bytes(_LENGTH_BYTES, "little") + payload[: _FRAME_BYTES - _LENGTH_BYTES]
     tensors = [_bytes(head.ljust(_FRAME_BYTES, b"\0"))]
     if rest := payload[_FRAME_BYTES - _LENGTH_BYTES :]:
         tensors.append(_bytes(rest))
-    others = [rank for rank in range(groups.pipeline_size) if rank != groups.last_stage_rank]
+    others = [rank for rank in range(groups.batch.size()) if rank != groups.source]
     # a rank has stopped: what this one does next with it fails as well
     with contextlib.suppress(RuntimeError):
         works = [
-            dist.isend(tensor, group=groups.pipeline, group_dst=rank, tag=tag + part)
+            dist.isend(tensor, group=groups.batch, group_dst=rank, tag=tag + part)
             for rank in others
             for part, tensor in enumerate(tensors)
         ]
@@ -154,7 +154,7 @@ def _listen(message: Future[Any], groups: ControlGroups, tag: int) -> None:
 
 def _receive(num_bytes: int, groups: ControlGroups, tag: int) -> bytes:
     tensor = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-    work = dist.irecv(tensor, group=groups.pipeline, group_src=groups.last_stage_rank, tag=tag)
+    work = dist.irecv(tensor, group=groups.batch, group_src=groups.source, tag=tag)
     assert work is not None
     work.wait()
     return tensor.numpy().tobytes()

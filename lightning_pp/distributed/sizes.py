@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,31 +22,44 @@ class ParallelSizes:
                                     cross nodes
     data_parallel            d      hold the same stages of different replicas, shard them, and see different
                                     data
+    tensor_parallel          t      hold parts of the same matrices, and see the same data; innermost. There is no
+                                    such axis for t = 1
     =======================  =====  ============================================================================
 
-    Global rank = pipeline rank x d + data-parallel rank. With ``data_parallel_replicate`` = r > 1 (HSDP) there are two
-    axes in the place of ``data_parallel``, and data-parallel rank = replicate rank x d / r + shard rank:
+    Global rank = (pipeline rank x d + data-parallel rank) x t + tensor rank. With ``data_parallel_replicate`` = r > 1
+    (HSDP) two axes replace ``data_parallel``, and data-parallel rank = replicate rank x d / r + shard rank:
 
     =======================  =====  ============================================================================
     data_parallel_replicate  r      hold the same shards
-    data_parallel_shard      d / r  hold different shards of the same parameters; innermost
+    data_parallel_shard      d / r  hold different shards of the same parameters
     =======================  =====  ============================================================================
     """
 
     pipeline: int
     data_parallel: int
     data_parallel_replicate: int = 1
+    tensor: int = 1
 
     @property
     def data_parallel_shard(self) -> int:
         """Over how many ranks each parameter is sharded."""
         return self.data_parallel // self.data_parallel_replicate
 
+    @property
+    def ranks_of_batch(self) -> int:
+        """How many ranks see the same batches."""
+        return self.pipeline * self.tensor
+
+    def coordinates(self, rank: int) -> tuple[int, int, int]:
+        """Pipeline, data-parallel and tensor rank of a global rank; also where there is no mesh yet."""
+        outer, tensor = divmod(rank, self.tensor)
+        return (*divmod(outer, self.data_parallel), tensor)
+
     def replicate_size_within_nodes(self, ranks_per_node: int) -> int | None:
         """The fewest copies of the shards with which every group that shards parameters lies within one node.
 
-        Ranks are counted node by node, and shard groups are runs of neighbours, so this is where the size of a group
-        divides that of a node.
+        Ranks are counted node by node, and shard groups, with their tensor ranks, are runs of neighbours, so this is
+        where the size of a run divides that of a node.
 
         Args:
             ranks_per_node: Processes on each node.
@@ -54,63 +68,75 @@ class ParallelSizes:
             A value for ``data_parallel_replicate``, the present one if it serves; None if only groups of one rank do.
         """
         for replicate in range(self.data_parallel_replicate, self.data_parallel):
-            if self.data_parallel % replicate == 0 and ranks_per_node % (self.data_parallel // replicate) == 0:
+            if (
+                self.data_parallel % replicate == 0
+                and ranks_per_node % (self.data_parallel // replicate * self.tensor) == 0
+            ):
                 return replicate
         return None if self.data_parallel_shard > 1 else self.data_parallel_replicate
 
     @classmethod
     def resolve(
-        cls, pipeline: int | Auto, data_parallel: int | Auto, world_size: int, data_parallel_replicate: int = 1
+        cls,
+        pipeline: int | Auto,
+        data_parallel: int | Auto,
+        world_size: int,
+        data_parallel_replicate: int = 1,
+        tensor: int = 1,
     ) -> ParallelSizes:
         """Fills in ``"auto"`` and checks the product.
 
-        Both ``"auto"``: all devices make one pipeline. One ``"auto"``: what the other leaves.
+        Both ``"auto"``: all devices make one pipeline. One ``"auto"``: what the others leave.
 
         Raises:
             ConfigurationError: A size is not a positive integer, the product is not the world size, or
                 ``data_parallel_replicate`` does not divide the data-parallel size.
         """
-        sizes = cls._of_two_axes(pipeline, data_parallel, world_size)
+        _check_number("tensor_parallel_size", tensor, "1 shards no matrix")
+        pipeline, data_parallel = _filled_in(pipeline, data_parallel, tensor, world_size)
         replicate = data_parallel_replicate
-        if not isinstance(replicate, int) or isinstance(replicate, bool) or replicate < 1:
+        _check_number("data_parallel_replicate_size", replicate, "1 shards over all of data_parallel_size")
+        if data_parallel % replicate:
+            more = f" x tensor {tensor}" if tensor > 1 else ""
             raise ConfigurationError(
-                f"data_parallel_replicate_size={replicate!r} must be an integer of at least 1; 1 shards over all of "
-                "data_parallel_size."
-            )
-        if sizes.data_parallel % replicate:
-            raise ConfigurationError(
-                f"data_parallel_replicate_size={replicate} does not divide data_parallel_size={sizes.data_parallel}: "
-                f"pipeline {sizes.pipeline} x replicate {replicate} x shard must be the {world_size} devices of this "
+                f"data_parallel_replicate_size={replicate} does not divide data_parallel_size={data_parallel}: "
+                f"pipeline {pipeline} x replicate {replicate} x shard{more} must be the {world_size} devices of this "
                 "run. Choose a divisor of the data-parallel size."
             )
-        return cls(sizes.pipeline, sizes.data_parallel, replicate)
+        return cls(pipeline, data_parallel, replicate, tensor)
 
-    @classmethod
-    def _of_two_axes(cls, pipeline: int | Auto, data_parallel: int | Auto, world_size: int) -> ParallelSizes:
-        for name, size in (("pipeline_parallel_size", pipeline), ("data_parallel_size", data_parallel)):
-            check_size(name, size)
-        if pipeline == "auto":
-            given = 1 if data_parallel == "auto" else data_parallel
-            if world_size % given:
-                raise ConfigurationError(
-                    f"data_parallel_size={given} does not divide the {world_size} devices of this run; "
-                    "choose a divisor, or change Trainer(devices=, num_nodes=)."
-                )
-            return cls(world_size // given, given)
-        if data_parallel == "auto":
-            if world_size % pipeline:
-                raise ConfigurationError(
-                    f"pipeline_parallel_size={pipeline} does not divide the {world_size} devices of this run; choose a "
-                    f"divisor, or set Trainer(devices=, num_nodes=) so that their product is a multiple of {pipeline}."
-                )
-            return cls(pipeline, world_size // pipeline)
-        if pipeline * data_parallel != world_size:
+
+def _filled_in(pipeline: int | Auto, data_parallel: int | Auto, tensor: int, world_size: int) -> tuple[int, int]:
+    """The pipeline and data-parallel sizes, without ``"auto"``."""
+    for name, size in (("pipeline_parallel_size", pipeline), ("data_parallel_size", data_parallel)):
+        check_size(name, size)
+    if pipeline == data_parallel == "auto":
+        data_parallel = 1
+    named = {"pipeline_parallel_size": pipeline, "data_parallel_size": data_parallel}
+    if tensor > 1:
+        named["tensor_parallel_size"] = tensor
+    given = {name: size for name, size in named.items() if size != "auto"}
+    product = math.prod(given.values())
+    text = " x ".join(f"{name}={size}" for name, size in given.items()) + (f" = {product}" if len(given) > 1 else "")
+    if pipeline != "auto" and data_parallel != "auto":
+        if product != world_size:
             raise ConfigurationError(
-                f"pipeline_parallel_size={pipeline} x data_parallel_size={data_parallel} = {pipeline * data_parallel}, "
-                f"but the run has {world_size} devices (Trainer devices x num_nodes). Set devices="
-                f"{pipeline * data_parallel}, or one of the sizes to 'auto'."
+                f"{text}, but the run has {world_size} devices (Trainer devices x num_nodes). Set devices={product}, "
+                "or one of the sizes to 'auto'."
             )
-        return cls(pipeline, data_parallel)
+        return pipeline, data_parallel
+    if world_size % product:
+        raise ConfigurationError(
+            f"{text} does not divide the {world_size} devices of this run. Choose a divisor, or set "
+            f"Trainer(devices=, num_nodes=) so that their product is a multiple of {product}."
+        )
+    rest = world_size // product
+    return (rest if pipeline == "auto" else pipeline), (rest if data_parallel == "auto" else data_parallel)
+
+
+def _check_number(name: str, size: int, what_one_does: str) -> None:
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ConfigurationError(f"{name}={size!r} must be an integer of at least 1; {what_one_does}.")
 
 
 def check_size(name: str, size: int | Auto) -> None:

@@ -27,6 +27,7 @@ from lightning_pp.split.record.plan import StepPlan, build_plan, direct_paramete
 from lightning_pp.split.record.step_record import StepRecord
 from lightning_pp.split.record.unfinished import with_units_not_reached
 from lightning_pp.split.unit_calls.units import discover_units, is_block_list, refine_unit, with_refined
+from lightning_pp.tensor import TensorParallelUnits, TensorPart
 
 _MOST_REFINEMENTS = 32
 
@@ -75,6 +76,7 @@ class SplitModel:
         record: The dry run that the partition was made from.
         recomputation: Which units are run again in backward; None for none.
         refinement: Which blocks are cut inside, and why; None for none.
+        tensor: This rank's units, to be cut over the tensor axis; None without one.
     """
 
     module: nn.Module
@@ -89,6 +91,13 @@ class SplitModel:
     record: StepRecord
     recomputation: Recomputation | None = None
     refinement: Refinement | None = None
+    tensor: TensorParallelUnits | None = None
+
+    @property
+    def tensor_parts(self) -> dict[str, TensorPart]:
+        """How this rank's parameters that are cut lie over the tensor axis, by canonical name."""
+        parts = {} if self.tensor is None else self.tensor.parts
+        return {self.fake_parameters.canonical_names[name]: part for name, part in parts.items()}
 
     def step_plan(self) -> StepPlan:
         """What every stage does with a microbatch like the one that was recorded."""

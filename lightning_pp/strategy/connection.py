@@ -83,7 +83,7 @@ class Connection:
         earlier.replace_by(ControlGroups())
         ranks = [int(rank) for rank in self._mesh["pipeline"].mesh.tolist()]
         place = self._mesh.get_local_rank("pipeline")
-        name = self.groups.share(lambda: f"channels/{uuid4().hex}", "A name of channels")
+        name = f"{self.groups.share(lambda: uuid4().hex, 'A name of channels')}/{ranks[0]}"
         self._transport = Transport(ranks, place, self._device, self._timeout, self._of_stages.pipeline, name)
         return self._transport
 
@@ -133,6 +133,8 @@ class Connection:
         return bool(failed), largest
 
     def _new_groups(self) -> ControlGroups:
-        groups = make_control_groups(self._sizes.pipeline, self._sizes.data_parallel, 0, self._timeout)
-        self._made += [group for group in (groups.pipeline, groups.data_parallel) if group is not None]
+        sizes = self._sizes
+        grid = self._mesh.mesh.reshape(sizes.pipeline, sizes.data_parallel, sizes.tensor)
+        groups = make_control_groups(grid, 0, self._timeout)
+        self._made += groups.all
         return groups

@@ -160,7 +160,8 @@ class PipelineEngine:
         self._num_batches_before = self.num_batches_run
         self._attached.enter_context(self._outside_steps.watched())
         self._attached.enter_context(self._model.update_hooks.attached(self.groups))
-        norms = GradientNorms(self.module, self.split.fake_parameters, self.groups, self.gradients.clip_by_norm)
+        clip, cut = self.gradients.clip_by_norm, self.gradients.cut
+        norms = GradientNorms(self.module, self.split.fake_parameters, self.groups, clip, cut)
         self._attached.enter_context(norms.patched())
         self.metrics.attach()
         if self._compiled_units is not None:

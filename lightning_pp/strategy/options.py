@@ -23,6 +23,7 @@ from lightning_pp.schedule import StageCosts
 from lightning_pp.schedule.sharding import ShardingMode
 from lightning_pp.split.data.microbatch import BatchDim, SplitBatch
 from lightning_pp.strategy.lightning.mesh_strategy import MeshStrategy
+from lightning_pp.tensor import Plan
 
 
 class CheckpointOptions(NamedTuple):
@@ -49,6 +50,7 @@ class RunOptions:
         checkpoints: What is said of checkpoints.
         deadlock_seconds: The run ends if all ranks have waited so long.
         preemption_seconds: How long a batch may take to begin, after a signal.
+        tensor_parallel_plan: Which matrices are cut over the tensor ranks.
 
     Raises:
         ConfigurationError: A value is not of its kind.
@@ -59,6 +61,7 @@ class RunOptions:
     checkpoints: CheckpointOptions
     deadlock_seconds: float
     preemption_seconds: float
+    tensor_parallel_plan: Plan = "auto"
 
     def __post_init__(self) -> None:
         for name in ("deadlock_seconds", "preemption_seconds"):
@@ -92,6 +95,11 @@ class StrategyOptions(MeshStrategy):
     Args:
         pipeline_parallel_size: Number of ranks along the pipeline. ``"auto"``: devices / ``data_parallel_size``.
         data_parallel_size: Number of replicas of the pipeline. ``"auto"``: devices / ``pipeline_parallel_size``.
+        tensor_parallel_size: Number of neighbouring ranks that share the matrices of each stage, and its batches. The
+            product of the three sizes is the number of devices.
+        tensor_parallel_plan: Which matrices are cut over the tensor ranks. ``"auto"``: those that the recorded step
+            shows can be. Or a dict from names or patterns of modules to ``"colwise"``, ``"rowwise"``, ``"auto"`` or
+            ``"replicate"``. In the first batch each distinct unit is compared with itself run whole.
         num_microbatches: Number of slices of each batch along dimension 0. ``"auto"``: 2 to 4 per pipeline rank.
         schedule: Name of a schedule (:func:`lightning_pp.schedule.available_schedules`), a CSV file, or ``"auto"``. A
             CSV file has torch's notation and fixes placement and order, also for fewer microbatches. ``"auto"`` chooses
@@ -199,6 +207,8 @@ class StrategyOptions(MeshStrategy):
         data_parallel_size: int | Auto = "auto",
         num_microbatches: int | Auto = "auto",
         *,
+        tensor_parallel_size: int = 1,
+        tensor_parallel_plan: Mapping[str, Any] | Literal["auto"] = "auto",
         schedule: str | PathLike[str] = "zb_h1",
         stages_per_rank: int | None = None,
         costs: StageCosts | str | PathLike[str] | None = None,
@@ -237,9 +247,8 @@ class StrategyOptions(MeshStrategy):
         batch_dim: BatchDim = None,
     ) -> None:
         shards = ShardingSettings(sharding, unshard_budget, cpu_offload, data_parallel_replicate_size)
-        super().__init__(
-            pipeline_parallel_size, data_parallel_size, process_group_backend, timeout, shards, flight_recorder_dirpath
-        )
+        sizes = pipeline_parallel_size, data_parallel_size, tensor_parallel_size
+        super().__init__(sizes, process_group_backend, timeout, shards, flight_recorder_dirpath)
         source = schedule_source(schedule, stages_per_rank, whole_batch_loss, search_seconds)
         source.check_sizes(pipeline_parallel_size)
         order = ScheduleOptions(source, memory_limit_gib, given_costs(costs), num_profiled_batches, save_costs)
@@ -248,7 +257,9 @@ class StrategyOptions(MeshStrategy):
         cut = CutOptions(names_of(split_points), unit_weights, rank_speeds, names_of(units), split_head)
         self.options = PipelineOptions(order, batches, cut, shards, activation_checkpointing, device_memory_gib)
         checkpoints = CheckpointOptions(save_distributed_checkpoint, async_checkpoint, initial_weights)
-        self.run_options = RunOptions(compile, meta_init, checkpoints, deadlock_seconds, preemption_seconds)
+        self.run_options = RunOptions(
+            compile, meta_init, checkpoints, deadlock_seconds, preemption_seconds, tensor_parallel_plan
+        )
         self._begin()
 
     def _begin(self) -> None:

@@ -36,6 +36,7 @@ from lightning_pp.strategy.parameters.optimizers import (
     training_ones,
     update_as_shards,
 )
+from lightning_pp.strategy.parameters.tensor_units import refuse_distributed
 from lightning_pp.strategy.parameters.whole_module import make_whole
 from lightning_pp.strategy.setup import PipelineSetup
 from lightning_pp.strategy.step.data import first_batch
@@ -102,7 +103,7 @@ class HeldPipeline:
                 strategy.all_or_none(lambda: set_up_one_optimizer(strategy, trainer))
             # after a fit, validation and test keep its optimizers, which the next checkpoint has
             optimizers = training_ones(strategy.optimizers) if is_fitting or not is_new else []
-            self._kept_optimizers.complete(optimizers, engine.split.fake_parameters)
+            self._kept_optimizers.complete(optimizers, engine.split)
             part = rank_part(engine.split, strategy.device_mesh, optimizers)
             self._kept_optimizers.note(optimizers, part.catalog.optimizer_groups)
         keep_parameters(optimizers, list(engine.module.parameters()))
@@ -126,6 +127,7 @@ class HeldPipeline:
         if not strategy.options.sharding.cpu_offload:  # states are made where their parameters are
             optimizers_to_device(strategy.optimizers, strategy.root_device)
         strategy.all_or_none(lambda: update_as_shards(optimizers))
+        strategy.all_or_none(lambda: self.built.gradients.refuse_updates(optimizers))
         if strategy.sizes.pipeline > 1:
             update_as_stage(optimizers)
         PipelineOptimization.install(trainer)
@@ -136,7 +138,7 @@ class HeldPipeline:
         engine, strategy = self.built, self._strategy
         with engine.split.fake_parameters.all_parameters():
             optimizers = training_ones(strategy.optimizers)
-            self._kept_optimizers.complete(optimizers, engine.split.fake_parameters)
+            self._kept_optimizers.complete(optimizers, engine.split)
             yield
             part = rank_part(engine.split, strategy.device_mesh, optimizers)
             self._kept_optimizers.note(optimizers, part.catalog.optimizer_groups)
@@ -165,6 +167,7 @@ class HeldPipeline:
             strategy.timeout,
             strategy.run_options.compile_options,
             strategy.communicators_bytes,
+            strategy.run_options.tensor_parallel_plan,
         )
         step = _STEPS[trainer.state.fn]  # type: ignore[index]
         if _IS_SPLIT in vars(module):
@@ -173,6 +176,7 @@ class HeldPipeline:
                 "on other ranks. Use the trainer that split it, call gather_module() of its strategy on every rank, or "
                 "make a new module and load a checkpoint."
             )
+        refuse_distributed(module)
         self.engine = None
         setup = self._setup = PipelineSetup(surroundings, strategy)
         try:
@@ -271,4 +275,5 @@ class HeldPipeline:
             stages = f"stage{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))} of "
         elif setup is None:
             return ""
-        return f"{stages}pipeline {strategy.data_parallel_rank}"
+        of_tensor = f", tensor rank {strategy.tensor_parallel_rank}" if strategy.sizes.tensor > 1 else ""
+        return f"{stages}pipeline {strategy.data_parallel_rank}{of_tensor}"

@@ -37,6 +37,7 @@ from lightning_pp.strategy.batch.whole_batch import ending_with_batch
 from lightning_pp.strategy.connection import Connection
 from lightning_pp.strategy.parameters.device_speed import flops_per_byte_of
 from lightning_pp.strategy.parameters.precision import step_dtypes
+from lightning_pp.strategy.parameters.tensor_units import tensor_parallel_units
 from lightning_pp.strategy.step.dry_steps import first_arguments, recorded_step
 from lightning_pp.strategy.step.refusals import raise_own, refuse_carried_state, refuse_unrecorded
 from lightning_pp.strategy.step.update_hooks import UpdateHooks
@@ -142,8 +143,13 @@ class PipelineSetup:
             split = assign_stages(
                 recording, placement=layout.placement, partition=layout.partition, updates=self._updates(step)
             )
+            recorded = self._recorded_step(step, microbatches[0], arguments)
+            again = partial(split.plans.record, recorded, with_gradients=step == "training_step")
+            given = self._given
+            tensor = self._ranks.all_or_none(
+                lambda: tensor_parallel_units(split, given.rank, given.tensor_parallel_plan, given.mesh, again)
+            )
             if self.device.type in LOADING_DEVICES and step == "training_step":
-                recorded = self._recorded_step(step, microbatches[0], arguments)
                 with (
                     LongTask("The first run of each distinct unit", rank_zero_info),
                     self._cutter.noted(batch, len(microbatches)),
@@ -155,8 +161,8 @@ class PipelineSetup:
             _tell_of_wide_cuts(wide_cuts(split.step_plan()))
         self.connection.set_last_stage(layout.placement.rank_of_stage[-1])
         return LaidOutModel(
-            split, layout, self._update_hooks, self._device_memory, self._cutter, len(microbatches), seed,
-            self.connection,
+            replace(split, tensor=tensor), layout, self._update_hooks, self._device_memory, self._cutter,
+            len(microbatches), seed, self.connection,
         )  # fmt: skip
 
     def programs(self, model: LaidOutModel) -> TunedPrograms:
@@ -205,7 +211,7 @@ class PipelineSetup:
 
     def _decided(self, compute: Callable[[], Any]) -> Any:
         """What ``compute`` returns on rank 0, on every rank."""
-        decides = self._given.rank == 0 and self._given.replica == 0
+        decides = self._given.mesh.get_rank() == 0
         return compute_on_rank0(compute, decides=decides, broadcast=self._ranks.broadcast)
 
     def _laid_out(

@@ -99,7 +99,7 @@ class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring s
         ``save_costs``, ``split_points``, or several stages. False before the trainer has given devices.
         """
         if self._is_plain is None and self.parallel_devices is not None:
-            is_one = self.sizes.pipeline == 1 and self.sizes.data_parallel == 1
+            is_one = self.sizes.ranks_of_batch == 1 and self.sizes.data_parallel == 1
             self._is_plain = is_one and not self.run_options.needs_engine and self.options.allows_one_stage
         return bool(self._is_plain)
 
@@ -126,6 +126,12 @@ class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring s
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         self.options.schedule.check_num_ranks(self.sizes.pipeline)
+        if self.run_options.compile and self.sizes.tensor > 1:
+            raise ConfigurationError(
+                f"compile={self.run_options.compile!r} does not work with tensor_parallel_size={self.sizes.tensor}. "
+                "Functions on parts of matrices are followed one by one, which compiled code does not show. Leave out "
+                "one of the two."
+            )
         if not self.is_plain:
             vars(self.launcher)["explain"] = self._pipeline.explain
             return

@@ -50,7 +50,13 @@ class PipelineGroups(Protocol):
     def data_parallel(self) -> dist.ProcessGroup | None: ...
 
     @property
+    def same_stages(self) -> dist.ProcessGroup | None: ...
+
+    @property
     def num_replicas(self) -> int: ...
+
+    @property
+    def num_tensor_ranks(self) -> int: ...
 
 
 class MeasurablePipeline(Protocol):
@@ -191,11 +197,11 @@ class FitMeasurement:
             On rank 0 of the first pipeline the measurements, elsewhere None.
         """
         squares, self._squares = self._squares, []
-        group = self._pipeline.groups.data_parallel
-        if squares and group is not None:
-            over_replicas = torch.tensor(squares, dtype=torch.float64, device="cpu")
-            dist.all_reduce(over_replicas, group=group)
-            squares = over_replicas.tolist()
+        groups = self._pipeline.groups
+        if squares and groups.same_stages is not None:
+            over_ranks = torch.tensor(squares, dtype=torch.float64, device="cpu")
+            dist.all_reduce(over_ranks, group=groups.same_stages)
+            squares = over_ranks.tolist()
         return self._collect(squares) if self._is_measured else None
 
     def _collect(self, squares: Sequence[float]) -> Measurements | None:
@@ -214,7 +220,8 @@ class FitMeasurement:
             return None
         sums = [RankSums.from_row(row[first:], number) for row, number in zip(rows, nums_stages, strict=True)]
         readings = [RankReading.from_row(row, number) for row, number in zip(rows, nums_stages, strict=True)]
-        num_devices = self._placement.num_ranks * self._pipeline.groups.num_replicas
+        groups = self._pipeline.groups
+        num_devices = self._placement.num_ranks * groups.num_replicas * groups.num_tensor_ranks
         found = Measurements(self._placement, sums, readings, throughput, self._predict(), num_devices)
         self._total = found if self._total is None else self._total + found
         return found

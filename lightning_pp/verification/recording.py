@@ -119,6 +119,8 @@ def _trainer(job: Job, strategy: Any, callbacks: list[L.Callback], num_epochs: i
     if job.num_processes > 1:
         if not isinstance(strategy, PipelineParallelStrategy):
             raise ConfigurationError(f"strategy={type(strategy).__name__} is not a PipelineParallelStrategy.")
+        if strategy.sizes.tensor > 1:
+            raise ConfigurationError("Comparing ranks needs whole parameters. Set tensor_parallel_size=1.")
         if strategy.sizes.data_parallel > 1:
             raise ConfigurationError(
                 f"{job.num_processes} processes and pipeline_parallel_size={strategy.sizes.pipeline} make "

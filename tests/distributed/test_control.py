@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from one_pipeline import grid
 from pool import WorkerPool
 
-from lightning_pp.distributed.control import ControlGroups
+from lightning_pp.distributed.control import ControlGroups, make_control_groups
 
 
 class StubbornError(Exception):
@@ -53,6 +55,18 @@ def test_a_failure_of_the_last_stage_is_everybodys(pool: WorkerPool, kind: str, 
     report = pool.run(share_a_failure, kind, world_size=2, process_group=True, expect_failure=True)
     assert [failure and failure.type for failure in report.failures] == [first, last]
     assert report.seconds < 30
+
+
+def exchange_with_tensor_ranks() -> tuple[Any, ...]:
+    groups = make_control_groups(torch.arange(4).reshape(2, 1, 2), 1, None)
+    rank = dist.get_rank()
+    shared = groups.share(lambda: rank, "a number")
+    return shared, groups.gather_in_pipeline(rank), groups.all_or_none(lambda: rank, "a number"), groups.is_last_stage
+
+
+def test_the_last_stage_tells_its_tensor_ranks_too(pool: WorkerPool) -> None:
+    ranks = pool.run(exchange_with_tensor_ranks, world_size=4, process_group=True)
+    assert ranks == [(2, [0, 1, 2, 3], [0, 2], rank >= 2) for rank in range(4)]
 
 
 def gather_at_two_places() -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from lightning_pp.distributed.sizes import ParallelSizes, resolve_num_microbatches
 from lightning_pp.errors import ConfigurationError
@@ -34,6 +35,35 @@ def test_sizes_fill_the_world(pipeline: object, data: object, world: int, expect
 def test_sizes_that_do_not_fit_say_the_numbers(pipeline: object, data: object, world: int, numbers: str) -> None:
     with pytest.raises(ConfigurationError, match=numbers):
         ParallelSizes.resolve(pipeline, data, world)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "data", "expected"),
+    [("auto", "auto", (4, 1)), (2, "auto", (2, 2)), ("auto", 2, (2, 2)), (1, 4, (1, 4))],
+)
+def test_sizes_share_what_tensor_ranks_leave(pipeline: object, data: object, expected: tuple[int, int]) -> None:
+    sizes = ParallelSizes.resolve(pipeline, data, 8, tensor=2)  # type: ignore[arg-type]
+    assert (sizes.pipeline, sizes.data_parallel, sizes.tensor) == (*expected, 2)
+    # tensor ranks are neighbours, then replicas, then stages
+    grid = torch.arange(8).reshape(*expected, 2)
+    assert [tuple((grid == rank).nonzero()[0].tolist()) for rank in range(8)] == [
+        sizes.coordinates(rank) for rank in range(8)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "data", "tensor", "numbers"),
+    [
+        (2, 1, 2, "=2 x data_parallel_size=1 x tensor_parallel_size=2 = 4, .* 8 devices"),
+        ("auto", "auto", 3, "=1 x tensor_parallel_size=3 = 3 does not divide the 8 devices"),
+        (1, 8, 0, "tensor_parallel_size=0 must be an integer"),
+    ],
+)
+def test_tensor_sizes_that_do_not_fit_say_the_numbers(
+    pipeline: object, data: object, tensor: int, numbers: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=numbers):
+        ParallelSizes.resolve(pipeline, data, 8, tensor=tensor)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.5, True, "two"])

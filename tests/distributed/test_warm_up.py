@@ -52,6 +52,10 @@ def test_every_group_of_collectives_is_used_once_and_none_along_the_pipeline(poo
     # shards, replicas, and both
     assert [ranks for ranks, _ in ranks[0]] == [(0, 1), (0, 1, 2, 3), (0, 2)]
     assert [ranks for ranks, _ in ranks[3]] == [(0, 1, 2, 3), (1, 3), (2, 3)]
+    ranks = pool.run(collectives_of, ParallelSizes(1, 2, 1, 2), world_size=4, process_group=True)
+    # tensor ranks, replicas, and both
+    assert {ranks for ranks, _ in ranks[0]} == {(0, 1), (0, 1, 2, 3), (0, 2)}
+    assert {ranks for ranks, _ in ranks[3]} == {(0, 1, 2, 3), (1, 3), (2, 3)}
 
 
 def taken_by_communicators() -> tuple[int, int]:

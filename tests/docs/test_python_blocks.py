@@ -32,7 +32,7 @@ from lightning_pp.schedule import Schedule, StageCosts, build_schedule
 #: Pages with Python blocks, and the processes that they are run in; 0: run by other tests, or below by itself.
 PROCESSES = {
     **dict.fromkeys(("README", "tutorial", "migrating", "batches", "data", "recipes"), 0),
-    **dict.fromkeys(("precision_and_memory", "schedules", "sharding", "lightning", "clusters"), 1),
+    **dict.fromkeys(("precision_and_memory", "schedules", "sharding", "lightning", "clusters", "tensor_parallel"), 1),
     **dict.fromkeys(("metrics", "models"), 2),
 }
 FEATURES, ROWS = 4, 16
@@ -204,9 +204,10 @@ def test_garbage_is_collected_after_certain_batches(pool: WorkerPool, tmp_path: 
     assert [after - before for before, after in pairwise(numbers)] == [0, 0, 0, 0, 1] * 3
 
 
-def test_strategies_that_are_shown_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("page", ["precision_and_memory", "tensor_parallel"])
+def test_strategies_that_are_shown_can_be_made(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run_blocks(DOCS / "training" / "precision_and_memory.md", tmp_path)
+    run_blocks(DOCS / "training" / f"{page}.md", tmp_path)
 
 
 def test_schedules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

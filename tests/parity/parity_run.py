@@ -65,6 +65,7 @@ class Layout:
         replicas: Data-parallel size.
         num_microbatches: Slices of a replica's batch.
         num_profiled_batches: Batches that are measured before ``auto`` changes its schedule.
+        tensor: Tensor-parallel size.
     """
 
     schedule: str = "1f1b"
@@ -72,10 +73,11 @@ class Layout:
     replicas: int = 1
     num_microbatches: int = 3
     num_profiled_batches: int = 1
+    tensor: int = 1
 
     @property
     def world_size(self) -> int:
-        return self.pipeline * self.replicas
+        return self.pipeline * self.replicas * self.tensor
 
     def strategy(self, **kwargs: Any) -> PipelineParallelStrategy:
         return PipelineParallelStrategy(
@@ -84,11 +86,13 @@ class Layout:
             num_microbatches=self.num_microbatches,
             schedule=self.schedule,
             num_profiled_batches=self.num_profiled_batches,
+            tensor_parallel_size=self.tensor,
             **kwargs,
         )
 
     def __str__(self) -> str:
-        return f"{self.schedule}-{self.pipeline}x{self.replicas}-m{self.num_microbatches}"
+        of_tensor = f"x{self.tensor}" if self.tensor > 1 else ""
+        return f"{self.schedule}-{self.pipeline}x{self.replicas}{of_tensor}-m{self.num_microbatches}"
 
 
 @dataclass
@@ -101,6 +105,7 @@ class Outcome:
         val_losses: The logged validation loss, by validation.
         epoch_losses: The logged mean training loss, by epoch.
         weights: Parameters by all their names, whole.
+        cut: Names of the parameters that were cut over tensor ranks.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -108,6 +113,7 @@ class Outcome:
     val_losses: list[float] = field(default_factory=list)
     epoch_losses: list[float] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
+    cut: set[str] = field(default_factory=set)
 
 
 class Recorder(L.Callback):
@@ -120,6 +126,10 @@ class Recorder(L.Callback):
         self.outcome.losses.append(float(outputs["loss"]))
         groups = trainer.optimizers[0].param_groups
         self.outcome.learning_rates.append([group["lr"] for group in groups])
+
+    def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
+        if isinstance(strategy := trainer.strategy, PipelineParallelStrategy) and not strategy.is_plain:
+            self.outcome.cut = set(strategy.engine.gradients.cut)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, module: Any) -> None:
         if not trainer.sanity_checking:
@@ -172,7 +182,14 @@ QUIET: Mapping[str, Any] = {
 
 
 def whole_weights(module: torch.nn.Module) -> dict[str, Tensor]:
-    """This rank's parameters under all their names, shards put together."""
+    """This rank's parameters under all their names, shards put together.
+
+    After a training with tensor ranks the parameters of all ranks, since these hold parts.
+    """
+    trainer = getattr(module, "_trainer", None)
+    strategy = None if trainer is None else trainer.strategy
+    if isinstance(strategy, PipelineParallelStrategy) and strategy.sizes.tensor > 1:
+        strategy.gather_module()
     weights = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         tensor = parameter.detach()
@@ -220,14 +237,15 @@ def run_pipeline(pool: WorkerPool, settings: Settings, layout: Layout) -> Outcom
 def merged(outcomes: list[Outcome], layout: Layout) -> Outcome:
     """One outcome from those of all ranks, which must agree."""
     first = outcomes[0]
+    replicas = outcomes[: layout.replicas * layout.tensor : layout.tensor]
     for rank, outcome in enumerate(outcomes):
-        replica = outcomes[rank % layout.replicas]
+        replica = replicas[rank // layout.tensor % layout.replicas]
         assert outcome.losses == replica.losses, f"rank {rank} saw other losses than the rest of its pipeline"
         assert outcome.val_losses == first.val_losses, f"rank {rank} logged other validation losses"
         assert outcome.learning_rates == first.learning_rates, f"rank {rank} has other learning rates"
-    of_replicas = [outcome.losses for outcome in outcomes[: layout.replicas]]
+    of_replicas = [outcome.losses for outcome in replicas]
     losses = [sum(values) / len(values) for values in zip(*of_replicas, strict=True)]
-    of_replicas = [outcome.epoch_losses for outcome in outcomes[: layout.replicas]]
+    of_replicas = [outcome.epoch_losses for outcome in replicas]
     epoch_losses = [sum(values) / len(values) for values in zip(*of_replicas, strict=True)]
     weights: dict[str, Tensor] = {}
     for rank, outcome in enumerate(outcomes):
@@ -235,7 +253,8 @@ def merged(outcomes: list[Outcome], layout: Layout) -> Outcome:
             torch.testing.assert_close(
                 weights.setdefault(name, value), value, rtol=0, atol=0, msg=f"{name}, rank {rank}"
             )
-    return replace(first, losses=losses, epoch_losses=epoch_losses, weights=weights)
+    cut = set[str]().union(*(outcome.cut for outcome in outcomes))
+    return replace(first, losses=losses, epoch_losses=epoch_losses, weights=weights, cut=cut)
 
 
 @dataclass(frozen=True)

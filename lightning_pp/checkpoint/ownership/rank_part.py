@@ -14,8 +14,10 @@ from torch.optim import Optimizer
 
 from lightning_pp.checkpoint._torch_private import tree_map_only
 from lightning_pp.checkpoint.ownership.catalog import ParameterCatalog, enumerate_names
+from lightning_pp.checkpoint.ownership.cuts import NO_CUTS, Cuts, blocks_of
 from lightning_pp.errors import CheckpointError
 from lightning_pp.sharding._torch_private import dtensor_of
+from lightning_pp.tensor import TensorPart, part_of
 
 
 @dataclass(frozen=True)
@@ -26,15 +28,17 @@ class RankPart:
         module: The module without the parameters of other ranks, but with all buffers and extra states; its parameters
             are tensors, or DTensors over the data-parallel axes.
         catalog: The unsplit module.
-        mesh: Axes ``pipeline`` and then those of data parallelism, over all ranks.
+        mesh: The axis ``pipeline`` and then the others, over all ranks.
         optimizers: With this rank's parameters in the groups that a single device would have; none where only the
             model is saved or loaded.
+        cuts: Which of its parameters are cut over tensor ranks.
     """
 
     module: Module
     catalog: ParameterCatalog
     mesh: DeviceMesh
     optimizers: Sequence[Optimizer] = ()
+    cuts: Cuts = NO_CUTS
 
     def local_state_dict(self) -> dict[str, Any]:
         """What the module holds of the whole state: its own parameters, every buffer and every extra state.
@@ -159,14 +163,17 @@ def without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def shard_like(value: Any, parameter: torch.Tensor) -> Any:
+def shard_like(value: Any, parameter: torch.Tensor, part: TensorPart | None = None) -> Any:
     """This rank's own copy of a whole optimizer value, in the form that it has next to ``parameter``.
 
     Next to a DTensor, a tensor of the parameter's shape is sharded as the parameter is, another is replicated, and a
-    scalar (the step count) stays a plain tensor. Nothing is sent: every rank has the whole value at hand.
+    scalar (the step count) stays a plain tensor. Nothing is sent: every rank has the whole value at hand. ``part`` says
+    how the parameter is cut.
     """
 
     def shard(tensor: torch.Tensor) -> torch.Tensor:
+        if part is not None and tensor.shape == part.shape:
+            tensor = part_of(tensor, part)
         if not isinstance(parameter, DTensor) or tensor.ndim == 0:
             return tensor.clone()
         mesh, placements = parameter.device_mesh, state_placements(tensor.shape, parameter)
@@ -184,9 +191,12 @@ def state_placements(shape: Sequence[int], parameter: DTensor) -> tuple[Any, ...
 
 
 @torch.no_grad()
-def copy_into_shard(source: torch.Tensor, destination: torch.Tensor) -> None:
-    """Copy an unsharded tensor into one of the module, of which this rank may have a shard; casts the dtype."""
-    if isinstance(destination, DTensor):
+def copy_into_shard(source: torch.Tensor, destination: torch.Tensor, part: TensorPart | None = None) -> None:
+    """Copy a whole tensor into one of the module, of which this rank may have a shard or part; casts the dtype."""
+    if part is not None:
+        for offsets, block in blocks_of(destination, part).items():
+            block.copy_(source[tuple(slice(at, at + size) for at, size in zip(offsets, block.shape, strict=True))])
+    elif isinstance(destination, DTensor):
         destination.to_local().copy_(own_shard(source, destination.device_mesh, destination.placements))
     else:
         destination.copy_(source)

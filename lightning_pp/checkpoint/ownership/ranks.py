@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_pp.checkpoint._torch_private import tree_map_only
+from lightning_pp.checkpoint.ownership.cuts import NO_CUTS, Cuts
 from lightning_pp.errors import CheckpointError
 
 Key = TypeVar("Key", bound=Hashable)
@@ -22,7 +23,7 @@ Key = TypeVar("Key", bound=Hashable)
 class Ranks:
     """The processes of a run, as pipelines: row ``p`` of ``grid`` has the global ranks at pipeline rank ``p``.
 
-    The ranks of a row hold the same parameters, replicated or sharded; the first of them speaks for the row.
+    The ranks of a row hold the same parameters, replicated, sharded or cut; the first of them speaks for the row.
     """
 
     grid: tuple[tuple[int, ...], ...]
@@ -31,7 +32,7 @@ class Ranks:
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh) -> Ranks:
-        """Flatten the data-parallel axes of a mesh whose first axis is the pipeline."""
+        """Flatten the other axes of a mesh whose first axis is the pipeline."""
         if not mesh.mesh_dim_names or mesh.mesh_dim_names[0] != "pipeline":
             raise ValueError(f"the first axis of the mesh must be 'pipeline', but the axes are {mesh.mesh_dim_names}")
         grid = mesh.mesh.flatten(1) if mesh.ndim > 1 else mesh.mesh.unsqueeze(1)
@@ -86,32 +87,31 @@ def from_root(value: Any, ranks: Ranks) -> Any:
     return box[0]
 
 
-def gather_to_root(entries: Mapping[Key, Any], ranks: Ranks) -> dict[Key, Any]:
+def gather_to_root(entries: Mapping[Key, Any], ranks: Ranks, cuts: Cuts = NO_CUTS) -> dict[Key, Any]:
     """Collect what the pipeline ranks hold on the root, one tensor at a time.
 
     Args:
         entries: Tensors, DTensors or picklable objects that this pipeline rank is to contribute; on all ranks of a row
             the same keys in the same order. A key is contributed by one row only.
         ranks: The processes.
+        cuts: Which parameters are cut; keys are names, or begin with them.
 
     Returns:
         On the root all entries, whole and on the CPU; on other ranks nothing.
     """
-    objects = {key: _unsharded_on_cpu(value) for key, value in entries.items() if not isinstance(value, torch.Tensor)}
-    tensors = {key: value for key, value in entries.items() if isinstance(value, torch.Tensor)}
-    specs = {key: (tuple(value.shape), value.dtype) for key, value in tensors.items()}
+    objects, tensors, specs = _sorted(entries, cuts)
     mine = (objects, specs) if ranks.data_parallel_rank == 0 else None
     described: list[Any] | None = [None] * dist.get_world_size() if ranks.is_root else None
     dist.gather_object(mine, described, dst=ranks.root)
 
     if not ranks.is_root:
-        for value in tensors.values():
-            unsharded = _unsharded_on_cpu(value)  # a collective of the row
+        for key, value in tensors.items():
+            unsharded = _unsharded_on_cpu(key, value, cuts)  # a collective of the row
             if ranks.data_parallel_rank == 0 and ranks.pipeline_rank != 0:
                 _send(unsharded, ranks.root)
         return {}
     assert described is not None
-    gathered = {**objects, **{key: _unsharded_on_cpu(value) for key, value in tensors.items()}}
+    gathered = {**objects, **{key: _unsharded_on_cpu(key, value, cuts) for key, value in tensors.items()}}
     for row in ranks.grid[1:]:
         their_objects, their_specs = described[row[0]]
         gathered.update(their_objects)
@@ -120,23 +120,22 @@ def gather_to_root(entries: Mapping[Key, Any], ranks: Ranks) -> dict[Key, Any]:
     return gathered
 
 
-def give_to_all(entries: Mapping[Key, Any], ranks: Ranks) -> dict[Key, Any]:
+def give_to_all(entries: Mapping[Key, Any], ranks: Ranks, cuts: Cuts = NO_CUTS) -> dict[Key, Any]:
     """What the pipeline ranks hold, on every rank, sent one tensor at a time; arguments as :func:`gather_to_root`.
 
     Returns:
         All entries, whole and on the CPU.
     """
-    objects = {key: _unsharded_on_cpu(value) for key, value in entries.items() if not isinstance(value, torch.Tensor)}
-    tensors = {key: value for key, value in entries.items() if isinstance(value, torch.Tensor)}
+    objects, tensors, own_specs = _sorted(entries, cuts)
     described: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(described, (objects, {key: (tuple(v.shape), v.dtype) for key, v in tensors.items()}))
+    dist.all_gather_object(described, (objects, own_specs))
     found: dict[Key, Any] = {}
     for number, row in enumerate(ranks.grid):
         row_objects, specs = described[row[0]]
         found.update(row_objects)
         for key, (shape, dtype) in specs.items():
             is_mine = number == ranks.pipeline_rank
-            whole = _unsharded_on_cpu(tensors[key]) if is_mine else torch.empty(shape, dtype=dtype)
+            whole = _unsharded_on_cpu(key, tensors[key], cuts) if is_mine else torch.empty(shape, dtype=dtype)
             found[key] = whole
             if whole.numel():
                 data = whole.contiguous().reshape(-1).view(torch.uint8).to(_transport_device())
@@ -146,14 +145,29 @@ def give_to_all(entries: Mapping[Key, Any], ranks: Ranks) -> dict[Key, Any]:
     return found
 
 
-def _unsharded_on_cpu(value: Any) -> Any:
-    """``value`` with every tensor in it unsharded, detached, and copied to the CPU."""
+def _sorted(entries: Mapping[Key, Any], cuts: Cuts) -> tuple[dict[Key, Any], dict[Key, Any], dict[Key, Any]]:
+    """What is no tensor, on the CPU; the tensors; and the shapes of the whole ones, with their dtypes."""
+    objects = {
+        key: _unsharded_on_cpu(key, value, cuts)
+        for key, value in entries.items()
+        if not isinstance(value, torch.Tensor)
+    }
+    tensors = {key: value for key, value in entries.items() if isinstance(value, torch.Tensor)}
+    return objects, tensors, {k: (tuple(cuts.shape(_name(k), v)), v.dtype) for k, v in tensors.items()}
+
+
+def _name(key: Any) -> Any:
+    return key[0] if isinstance(key, tuple) else key
+
+
+def _unsharded_on_cpu(key: Hashable, value: Any, cuts: Cuts) -> Any:
+    """``value`` with every tensor in it whole, detached, and copied to the CPU."""
 
     def unsharded(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.detach()
         return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).to("cpu", copy=True)
 
-    return tree_map_only(torch.Tensor, unsharded, value)
+    return tree_map_only(torch.Tensor, unsharded, cuts.whole(_name(key), value))
 
 
 def _send(tensor: torch.Tensor, destination: int) -> None:

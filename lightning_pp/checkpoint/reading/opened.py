@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from lightning_pp.checkpoint.content import MODEL
 from lightning_pp.checkpoint.ownership.catalog import ParameterCatalog
+from lightning_pp.checkpoint.ownership.cuts import blocks_of
 from lightning_pp.checkpoint.ownership.rank_part import RankPart, copy_into_shard, set_extra_state, write_optimizer
 from lightning_pp.checkpoint.ownership.ranks import fail_together
 from lightning_pp.checkpoint.reading.checks import check_model
@@ -67,7 +68,7 @@ class OpenedCheckpoint(ABC):
             return
         with fail_together():
             parameters = part.parameters()
-        states = self.own_states(num_optimizers, parameters, catalog, content)
+        states = self.own_states(part, parameters, content)
         with fail_together():
             for optimizer, state, its_groups in zip(part.optimizers, states, groups, strict=True):
                 write_optimizer(optimizer, parameters, state, its_groups)
@@ -89,9 +90,9 @@ class OpenedCheckpoint(ABC):
 
     @abstractmethod
     def own_states(
-        self, number: int, parameters: Mapping[str, Parameter], catalog: ParameterCatalog, content: Mapping[str, Any]
+        self, part: RankPart, parameters: Mapping[str, Parameter], content: Mapping[str, Any]
     ) -> Iterable[dict[str, Any]]:
-        """What each of the ``number`` optimizers keeps of this rank's ``parameters``, by name. Collective."""
+        """What each of the optimizers of ``part`` keeps of its ``parameters``, by name. Collective."""
 
 
 def load_state(saved: Mapping[str, Any], part: RankPart, reader: NamingReader | None) -> None:
@@ -110,6 +111,7 @@ def load_state(saved: Mapping[str, Any], part: RankPart, reader: NamingReader | 
         # A tied parameter may be there under each of its names: the last counts, as in Module.load_state_dict.
         by_owner = {catalog.canonical_name(name): value for name, value in saved.items()}
         to_read: dict[str, Any] = {}
+        blocks: dict[str, storage.Blocks] = {}
         for name, destination in part.destinations().items():
             if name not in by_owner:
                 continue
@@ -118,7 +120,10 @@ def load_state(saved: Mapping[str, Any], part: RankPart, reader: NamingReader | 
                 set_extra_state(part.module, name, value)
             elif reader is not None and isinstance(value, StoredTensor) and value.key not in to_read:
                 to_read[value.key] = destination
+                if (cut := part.cuts.of(name, destination)) is not None:
+                    blocks[value.key] = cut.shape, blocks_of(destination, cut)
             else:
-                copy_into_shard(value.read() if isinstance(value, StoredTensor) else value, destination)
+                whole = value.read() if isinstance(value, StoredTensor) else value
+                copy_into_shard(whole, destination, part.cuts.of(name, destination))
     if reader is not None:
-        storage.load(to_read, reader)
+        storage.load(to_read, reader, blocks=blocks)

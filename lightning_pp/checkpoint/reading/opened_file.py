@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from lightning_pp.checkpoint._torch_private import tree_map_only
 from lightning_pp.checkpoint.content import CURRENT_MODEL, MODEL, OPTIMIZERS
 from lightning_pp.checkpoint.ownership.catalog import ParameterCatalog
-from lightning_pp.checkpoint.ownership.rank_part import shard_like
+from lightning_pp.checkpoint.ownership.rank_part import RankPart, shard_like
 from lightning_pp.checkpoint.ownership.ranks import fail_together
 from lightning_pp.checkpoint.reading.checks import check_group_sizes, check_num_optimizers
 from lightning_pp.checkpoint.reading.opened import OpenedCheckpoint
@@ -52,13 +52,13 @@ class FileCheckpoint(OpenedCheckpoint):
         return [state["param_groups"] for state in saved]
 
     def own_states(
-        self, number: int, parameters: Mapping[str, Parameter], catalog: ParameterCatalog, content: Mapping[str, Any]
+        self, part: RankPart, parameters: Mapping[str, Parameter], content: Mapping[str, Any]
     ) -> Iterator[dict[str, Any]]:
-        for state, groups in zip(content[OPTIMIZERS], catalog.optimizer_groups, strict=True):
+        for state, groups in zip(content[OPTIMIZERS], part.catalog.optimizer_groups, strict=True):
             numbers = chain.from_iterable(group["params"] for group in state["param_groups"])
             names = dict(zip(numbers, chain.from_iterable(groups), strict=True))
             yield {
-                names[number]: shard_like(kept, parameters[names[number]])
+                names[number]: shard_like(kept, parameters[names[number]], part.cuts.parts.get(names[number]))
                 for number, kept in state["state"].items()
                 if names[number] in parameters
             }

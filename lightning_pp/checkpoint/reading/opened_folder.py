@@ -10,6 +10,7 @@ import torch
 from torch.nn import Parameter
 
 from lightning_pp.checkpoint.ownership.catalog import ParameterCatalog
+from lightning_pp.checkpoint.ownership.rank_part import RankPart
 from lightning_pp.checkpoint.ownership.ranks import fail_together
 from lightning_pp.checkpoint.reading.checks import check_group_names, check_num_optimizers
 from lightning_pp.checkpoint.reading.opened import OpenedCheckpoint
@@ -90,13 +91,17 @@ class FolderCheckpoint(OpenedCheckpoint):
         return nest
 
     def own_states(
-        self, number: int, parameters: Mapping[str, Parameter], catalog: ParameterCatalog, content: Mapping[str, Any]
+        self, part: RankPart, parameters: Mapping[str, Parameter], content: Mapping[str, Any]
     ) -> list[dict[str, Any]]:
+        number = len(part.optimizers)
         with fail_together():
             wanted: dict[str, Any] = {}
+            blocks: dict[str, storage.Blocks] = {}
             for index in range(number):
-                wanted.update(self.table.optimizer_destinations(index, parameters))
-        loaded = storage.load(wanted, self._reader)
+                own, own_blocks = self.table.optimizer_destinations(index, parameters, part.cuts)
+                wanted.update(own)
+                blocks.update(own_blocks)
+        loaded = storage.load(wanted, self._reader, blocks=blocks)
         with fail_together():
             return [self.table.optimizer_state(index, loaded) for index in range(number)]
 

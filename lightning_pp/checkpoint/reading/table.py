@@ -11,10 +11,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import empty as empty_dtensor
 
 from lightning_pp.checkpoint.content import MODEL
+from lightning_pp.checkpoint.ownership.cuts import Cuts, blocks_of
 from lightning_pp.checkpoint.ownership.rank_part import state_placements
 from lightning_pp.checkpoint.storage import folder
 from lightning_pp.checkpoint.storage.location import Location
-from lightning_pp.checkpoint.storage.torch_storage import KeyPath, unflatten
+from lightning_pp.checkpoint.storage.torch_storage import Blocks, KeyPath, unflatten
 from lightning_pp.errors import CheckpointError
 
 
@@ -68,29 +69,35 @@ class Table:
             return None
         return torch.empty(entry.size, dtype=entry.properties.dtype) if existing is None else existing
 
-    def optimizer_destinations(self, index: int, parameters: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Where to load what optimizer ``index`` keeps for these parameters: new tensors in this rank's shards."""
-        destinations = {}
+    def optimizer_destinations(
+        self, index: int, parameters: Mapping[str, torch.Tensor], cuts: Cuts
+    ) -> tuple[dict[str, Any], dict[str, Blocks]]:
+        """Where to load what optimizer ``index`` keeps for these parameters: new tensors in this rank's shards.
+
+        Of those that are cut over tensor ranks, the blocks as well.
+        """
+        destinations: dict[str, Any] = {}
+        blocks: dict[str, Blocks] = {}
         for key, (name, *_) in self.below(f"optimizer_{index}", "state").items():
-            parameter, shape = parameters.get(str(name)), self._shape(key)
+            parameter, entry = parameters.get(str(name)), self.tensor(key)
             if parameter is None:
                 continue
+            if entry is None:
+                destinations[key] = None
+                continue
+            part, shape, dtype = cuts.parts.get(str(name)), tuple(entry.size), entry.properties.dtype
+            if part is not None and entry.size == part.shape:
+                shape = tuple(part.local_shape)
             if isinstance(parameter, DTensor) and shape:
-                destinations[key] = empty_dtensor(
-                    shape,
-                    dtype=self.metadata.state_dict_metadata[key].properties.dtype,  # type: ignore[union-attr]
-                    device_mesh=parameter.device_mesh,
-                    placements=state_placements(shape, parameter),
-                )
+                mesh, placements = parameter.device_mesh, state_placements(shape, parameter)
+                destinations[key] = empty_dtensor(shape, dtype=dtype, device_mesh=mesh, placements=placements)
             else:
-                destinations[key] = self.destination(key)
-        return destinations
+                destinations[key] = torch.empty(shape, dtype=dtype)
+            if part is not None and entry.size == part.shape:
+                blocks[key] = part.shape, blocks_of(destinations[key], part)
+        return destinations, blocks
 
     def optimizer_state(self, index: int, loaded: Mapping[str, Any]) -> dict[str, Any]:
         state = self.below(f"optimizer_{index}", "state")
         nest: dict[str, Any] = unflatten({path: loaded[key] for key, path in state.items() if key in loaded})
         return nest
-
-    def _shape(self, key: str) -> tuple[int, ...] | None:
-        entry = self.metadata.state_dict_metadata[key]
-        return tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None

@@ -27,8 +27,25 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
@@ -42,6 +59,8 @@ from lightning_pp.checkpoint.storage.trusted_pickle import load_table
 from lightning_pp.errors import CheckpointError
 
 KeyPath: TypeAlias = tuple["str | int", ...]
+Blocks: TypeAlias = tuple[torch.Size, Mapping[tuple[int, ...], torch.Tensor]]
+"""The shape of a whole tensor and, by where each begins, the blocks of it that this rank holds."""
 
 
 def flatten(path: KeyPath, value: Any) -> dict[KeyPath, Any]:
@@ -78,32 +97,42 @@ def unflatten(leaves: Mapping[KeyPath, Any]) -> Any:
     return {key: unflatten(inner) for key, inner in parts.items()}
 
 
-def save(entries: Mapping[KeyPath, Any], writer: FileSystemWriter, group: dist.ProcessGroup | None = None) -> None:
+def save(
+    entries: Mapping[KeyPath, Any],
+    writer: FileSystemWriter,
+    group: dist.ProcessGroup | None = None,
+    blocks: Mapping[KeyPath, Blocks] | None = None,
+) -> None:
     """Save each rank's entries; what several ranks enter under one key is written once.
 
     Args:
         entries: This rank's entries.
         writer: Writes them.
         group: All ranks; by default the default group.
+        blocks: Of entries that are cut over tensor ranks, the blocks that this rank holds.
 
     Raises:
         CheckpointError: On all ranks, if one of them failed.
     """
     paths = {".".join(map(str, path)): path for path in entries}
     state = {key: entries[path] for key, path in paths.items()}
+    planner = _PathPlanner(paths, {".".join(map(str, path)): held for path, held in (blocks or {}).items()})
     try:
-        state_dict_saver.save(state, storage_writer=writer, planner=_PathPlanner(paths), process_group=group)
+        state_dict_saver.save(state, storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as error:
         raise _together(error) from error
 
 
-def load(entries: Mapping[str, Any], reader: NamingReader, alone: bool = False) -> dict[str, Any]:
+def load(
+    entries: Mapping[str, Any], reader: NamingReader, alone: bool = False, blocks: Mapping[str, Blocks] | None = None
+) -> dict[str, Any]:
     """Fill the tensors, or replace the objects, that this rank asks for by key; ranks may ask for different ones.
 
     Args:
         entries: What to load, and the tensors to load it to.
         reader: Reads the folder.
         alone: Only this process reads, and no other takes part.
+        blocks: Of entries that are cut over tensor ranks, views of the blocks that this rank holds.
 
     Raises:
         CheckpointError: On all ranks, if one of them failed.
@@ -115,7 +144,7 @@ def load(entries: Mapping[str, Any], reader: NamingReader, alone: bool = False) 
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process")
             state_dict_loader.load(
-                state, storage_reader=reader, planner=_LoadPlanner(reader.weights_only), no_dist=alone
+                state, storage_reader=reader, planner=_LoadPlanner(reader.weights_only, blocks or {}), no_dist=alone
             )
     except CheckpointException as error:
         raise _together(error) from error
@@ -125,9 +154,27 @@ def load(entries: Mapping[str, Any], reader: NamingReader, alone: bool = False) 
 class _LoadPlanner(DefaultLoadPlanner):
     """Unpickles objects as ``weights_only`` says; DCP's own planner would run whatever they contain."""
 
-    def __init__(self, weights_only: bool) -> None:
+    def __init__(self, weights_only: bool, blocks: Mapping[str, Blocks]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._weights_only = weights_only
+        self._blocks = blocks
+
+    def create_local_plan(self) -> LoadPlan:
+        everything = self.state_dict
+        self.state_dict = {key: value for key, value in everything.items() if key not in self._blocks}
+        plan = super().create_local_plan()
+        self.state_dict = everything
+        assert self.metadata is not None
+        for key, (_, held) in self._blocks.items():
+            chunks = [_chunk(offsets, block) for offsets, block in held.items()]
+            stored = cast(TensorStorageMetadata, self.metadata.state_dict_metadata[key])
+            plan.items.extend(create_read_items_for_chunk_list(key, stored, chunks))
+        return plan
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        if index.fqn in self._blocks:
+            return self._blocks[index.fqn][1][tuple(index.offset or ())]
+        return super().lookup_tensor(index)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         key = read_item.dest_index.fqn
@@ -146,9 +193,32 @@ class _LoadPlanner(DefaultLoadPlanner):
 class _PathPlanner(DefaultSavePlanner):
     """Takes entries that are flat already, so that containers without tensors are saved as they are."""
 
-    def __init__(self, paths: Mapping[str, KeyPath]) -> None:
+    def __init__(self, paths: Mapping[str, KeyPath], blocks: Mapping[str, Blocks]) -> None:
         super().__init__()
         self._paths = paths
+        self._blocks = blocks
+
+    def create_local_plan(self) -> SavePlan:
+        everything = self.state_dict
+        self.state_dict = {key: value for key, value in everything.items() if key not in self._blocks}
+        plan = super().create_local_plan()
+        self.state_dict = everything
+        items = [
+            WriteItem(
+                MetadataIndex(key, torch.Size(offsets)),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(_chunk(offsets, block), TensorProperties.create_from_tensor(block), shape),
+            )
+            for key, (shape, held) in self._blocks.items()
+            for offsets, block in held.items()
+        ]
+        self.plan = dataclasses.replace(plan, items=[*plan.items, *items])
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        if index.fqn in self._blocks:
+            return self._blocks[index.fqn][1][tuple(index.offset or ())]
+        return super().lookup_object(index)
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
@@ -156,6 +226,10 @@ class _PathPlanner(DefaultSavePlanner):
         self.state_dict = state_dict
         self.mappings = dict(self._paths)
         self.is_coordinator = is_coordinator
+
+
+def _chunk(offsets: Sequence[int], block: torch.Tensor) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(offsets), block.shape)
 
 
 class TyingWriter(FileSystemWriter):

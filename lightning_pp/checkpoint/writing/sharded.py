@@ -15,13 +15,15 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from upath import UPath
 
 from lightning_pp.checkpoint.content import CURRENT_MODEL, MODEL, OPTIMIZERS
+from lightning_pp.checkpoint.ownership.cuts import blocks_of
 from lightning_pp.checkpoint.ownership.rank_part import RankPart, by_canonical_name, read_optimizer, to_save
 from lightning_pp.checkpoint.ownership.ranks import Ranks, fail_together, from_root
 from lightning_pp.checkpoint.storage import folder, remote_folder
 from lightning_pp.checkpoint.storage import torch_storage as storage
 from lightning_pp.checkpoint.storage.location import Location, locate
-from lightning_pp.checkpoint.storage.torch_storage import KeyPath, RemoteWriter, TyingWriter
+from lightning_pp.checkpoint.storage.torch_storage import Blocks, KeyPath, RemoteWriter, TyingWriter
 from lightning_pp.errors import CheckpointError
+from lightning_pp.tensor import TensorPart
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class ShardedSave:
         tied: For each container of names, the further names of tied parameters and what they stand for.
         order: The paths of the model's names in its own order.
         is_root: Whether this rank makes and moves the folder.
+        parts: How entries are cut over tensor ranks, of those that are.
     """
 
     path: Location
@@ -43,6 +46,7 @@ class ShardedSave:
     tied: Mapping[KeyPath, KeyPath]
     order: Sequence[KeyPath]
     is_root: bool
+    parts: Mapping[KeyPath, TensorPart]
 
     def write(self, group: dist.ProcessGroup | None = None) -> None:
         """Write the folder and put it in its place. Collective over all ranks.
@@ -69,6 +73,9 @@ class ShardedSave:
         else:
             self._write_remote(self.path, group)
 
+    def _blocks(self) -> dict[KeyPath, Blocks]:
+        return {path: (part.shape, blocks_of(self.entries[path], part)) for path, part in self.parts.items()}
+
     def _write_local(self, path: Path, group: dist.ProcessGroup | None) -> None:
         staged = folder.staging_path(path)
         try:
@@ -83,7 +90,7 @@ class ShardedSave:
                         "file system that all nodes share. Choose a path on one, or set "
                         "save_distributed_checkpoint=False"
                     )
-            storage.save(self.entries, TyingWriter(staged, self.tied, self.order), group)
+            storage.save(self.entries, TyingWriter(staged, self.tied, self.order), group, self._blocks())
             with fail_together(group):
                 if self.is_root:
                     folder.commit(path)
@@ -98,7 +105,7 @@ class ShardedSave:
             with fail_together(group):
                 if self.is_root:
                     remote_folder.begin(path)
-            storage.save(self.entries, writer, group)
+            storage.save(self.entries, writer, group, self._blocks())
             with fail_together(group):
                 if self.is_root:
                     remote_folder.stage(path, writer.save_id, self.trainer_state, writer.table)
@@ -144,12 +151,15 @@ def prepare_save(
             order.extend((container, name) for name in catalog.names)
         if OPTIMIZERS in checkpoint:
             entries.update(_optimizer_entries(part, ranks))
+        # (container, name), and (optimizer, "state", name, ...)
+        found = {path: part.cuts.of(str(path[1 if len(path) == 2 else 2]), value) for path, value in entries.items()}
         in_shards = (MODEL, CURRENT_MODEL, OPTIMIZERS)
         trainer_state = {key: value for key, value in checkpoint.items() if key not in in_shards}
         pickled = _pickled(trainer_state) if ranks.is_root else b""
         if stager is not None:
             entries = dict(zip(entries, _staged(list(entries.values()), stager), strict=True))
-    return ShardedSave(location, entries, pickled, tied, order, ranks.is_root)
+    parts = {path: part for path, part in found.items() if part is not None}
+    return ShardedSave(location, entries, pickled, tied, order, ranks.is_root, parts)
 
 
 def make_stager() -> DefaultStager:

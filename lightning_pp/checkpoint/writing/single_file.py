@@ -40,7 +40,7 @@ def gather_full_state(part: RankPart, state_dict: Mapping[str, Any] | None = Non
         own = part.module.state_dict()
         values = by_canonical_name(own if state_dict is None else state_dict, catalog)
         mine = to_save(values, catalog, ranks.pipeline_rank)
-    gathered = gather_to_root(mine, ranks)
+    gathered = gather_to_root(mine, ranks, part.cuts)
     if not ranks.is_root:
         return {}
     full = OrderedDict((name, gathered[catalog.canonical_name(name)]) for name in catalog.names)
@@ -71,7 +71,7 @@ def gather_full_optimizer_state(part: RankPart, optimizer: Optimizer) -> dict[st
             if catalog.saver(name) == ranks.pipeline_rank
             for key, value in values.items()
         }
-    gathered = gather_to_root(mine, ranks)
+    gathered = gather_to_root(mine, ranks, part.cuts)
     labels: dict[str, str] = {}
     if any("param_names" in group for group in optimizer.param_groups):
         # A tied parameter may go by another name on a later stage.

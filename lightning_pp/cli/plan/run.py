@@ -141,6 +141,8 @@ def request_of(config: DictConfig) -> Request:
     strategy = build(_with_costs(config.strategy, costs))
     if not isinstance(strategy, PipelineParallelStrategy):
         raise UserError(f"strategy={strategy} is not a pipeline, so there is nothing to plan. Use strategy=pipeline")
+    if config.strategy.get("tensor_parallel_size", 1) != 1:
+        raise UserError("strategy.tensor_parallel_size is not planned for. Set it to 1, and devices to 1/size of them")
     num_devices, about = _num_devices(config)
     strategy.num_nodes = 1
     strategy.parallel_devices = [torch.device("cpu")] * num_devices

@@ -34,6 +34,7 @@ from lightning_pp.runtime.split_backward.functions import (
     convolution_options,
 )
 from lightning_pp.split.record.products import PRODUCTS, Family, Product
+from lightning_pp.tensor.region import OPEN
 
 TensorFunction = Callable[..., Any]
 
@@ -55,6 +56,8 @@ def _is_deferrable(input: Any, weight: Any, bias: Any = None) -> bool:
     Ordered so that what is not deferred mostly leaves at the first line: this runs on every call of every replaced
     function.
     """
+    if OPEN.count:  # a tensor-parallel region has to see it first, and calls it again
+        return False
     if (type(weight) is not Parameter and not _is_view_of_parameter(weight)) or INSTALLATION.num_pauses:
         return False
     return (

@@ -19,7 +19,7 @@ _EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 @torch.no_grad()
 def global_norm(
-    parameters: Iterable[tuple[nn.Parameter, bool]],
+    parameters: Iterable[tuple[nn.Parameter, float]],
     *,
     group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
@@ -28,8 +28,8 @@ def global_norm(
     """The norm of all gradients of the model as one vector, equal on every rank; one collective of one or two numbers.
 
     Args:
-        parameters: The parameters of this rank, each with whether it counts here: of a parameter on several stages, one
-            holder counts it (:meth:`.SharedParameters.with_ownership`). Parameters
+        parameters: The parameters of this rank, each with the share of it that counts here, between 0 and 1: of a
+            parameter on several stages, one holder counts it (:meth:`.SharedParameters.with_ownership`). Parameters
             without gradient are left out.
         group: All ranks of the pipeline × the data-parallel mesh; None: all ranks. Every one of them has to call.
         mesh: The data-parallel mesh. A plain parameter counts as held by all its ranks, a DTensor as its placements
@@ -57,22 +57,22 @@ def global_norm(
 
 
 def _norms_by_copies(
-    parameters: Iterable[tuple[nn.Parameter, bool]], mesh: DeviceMesh | None, norm_type: float
-) -> tuple[dict[int, list[Tensor]], torch.device]:
+    parameters: Iterable[tuple[nn.Parameter, float]], mesh: DeviceMesh | None, norm_type: float
+) -> tuple[dict[float, list[Tensor]], torch.device]:
     """Norms of this rank's gradients, by the number of ranks that count the same, and the device that they are on."""
     device = torch.device("cpu" if mesh is None else mesh.device_type)
     # by the number of ranks that count the same, and what one call takes together
-    alike: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = {}
-    for parameter, counts_here in {id(parameter): (parameter, counts) for parameter, counts in parameters}.values():
+    alike: dict[tuple[float, torch.device, torch.dtype], list[Tensor]] = {}
+    for parameter, share in {id(parameter): (parameter, share) for parameter, share in parameters}.values():
         if mesh is None:
             device = parameter.device
-        if not counts_here or parameter.grad is None:
+        if not share or parameter.grad is None:
             continue
         gradient = local_tensor(parameter.grad)
         if gradient.numel() > 0:  # an empty shard has no extreme
-            kind = _num_copies(parameter.grad, mesh), gradient.device, gradient.dtype
+            kind = _num_copies(parameter.grad, mesh) / share, gradient.device, gradient.dtype
             alike.setdefault(kind, []).append(gradient)
-    norms: dict[int, list[Tensor]] = {}
+    norms: dict[float, list[Tensor]] = {}
     for (num_copies, _, dtype), gradients in alike.items():
         each = torch.stack(norm_of_each(gradients, norm_type, torch.promote_types(dtype, torch.float32)))
         # shards may lie on the host, and others not
@@ -81,7 +81,7 @@ def _norms_by_copies(
 
 
 @torch.no_grad()
-def own_square(parameters: Iterable[tuple[nn.Parameter, bool]], mesh: DeviceMesh | None = None) -> Tensor:
+def own_square(parameters: Iterable[tuple[nn.Parameter, float]], mesh: DeviceMesh | None = None) -> Tensor:
     """This rank's part of the square of the gradients' 2-norm: over the data-parallel ranks the parts add up to it.
 
     The arguments are those of :func:`global_norm`.
@@ -98,7 +98,7 @@ def own_square(parameters: Iterable[tuple[nn.Parameter, bool]], mesh: DeviceMesh
 
 @torch.no_grad()
 def clip_by_norm_(
-    parameters: Iterable[tuple[nn.Parameter, bool]],
+    parameters: Iterable[tuple[nn.Parameter, float]],
     max_norm: float,
     *,
     group: dist.ProcessGroup | None = None,

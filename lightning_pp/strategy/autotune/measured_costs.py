@@ -193,7 +193,7 @@ class CostExchange:
             for stage in range(num_stages - 1)
             if rank_of_stage[stage] != rank_of_stage[stage + 1]
         }
-        name = self._groups.share(lambda: f"links/{uuid4().hex}", "A name of channels")
+        name = f"{self._groups.share(lambda: uuid4().hex, 'A name of channels')}/{self._pipeline.mesh[0]}"
         times = measure_links(list(links.values()), self._rank, name, self._device)
         own = (
             {stage: times[link] for stage, link in links.items() if link in times},

@@ -90,7 +90,7 @@ class TunedPrograms:
         )
         self._asked = f"schedule={options.source.name!r}"
         self._tells_order = options.whole_batch_loss
-        self._is_first = mesh.get_local_rank("pipeline") == 0 and groups.replica == 0
+        self._is_first = mesh.get_rank() == 0
         self.measures = options.measures
         self._num_batches = 0
         self._noted: list[tuple[StepTimer, dict[tuple[int, int], int], list[Shape], Sequence[StepPlan]]] = []

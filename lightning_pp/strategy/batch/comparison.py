@@ -44,7 +44,7 @@ class BatchComparison:
 
     def note(self, batch: Any, number: int, number_in_run: int) -> None:
         """Remembers the fingerprint of the batch that is about to be run: of all of it in a run's first batches."""
-        if self._sizes.pipeline > 1:
+        if self._sizes.ranks_of_batch > 1:
             is_read_whole = number_in_run < _BATCHES_CHECKED_BEFOREHAND
             self._fingerprint = fingerprint(batch, self._rank, None if is_read_whole else number)
 
@@ -60,7 +60,7 @@ class BatchComparison:
             is_first = call.training and call.batch_idx == 0
             if is_first and self._sizes.data_parallel > 1 and reads_streams(self._module.trainer):
                 warn_of_equal_streams(groups.gather(mine.numbers, "the first batch of an epoch"))
-        elif call.training and self._sizes.pipeline > 1:
+        elif call.training and self._sizes.ranks_of_batch > 1:
             self._frozen.check(call.batch_idx)
 
     def take(self) -> Fingerprint | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -10,6 +11,8 @@ from torch.optim import Optimizer
 
 from lightning_pp.checkpoint import ParameterCatalog, RankPart
 from lightning_pp.checkpoint.ownership.catalog import enumerate_names
+from lightning_pp.checkpoint.ownership.cuts import Cuts
+from lightning_pp.distributed.meshes import tensor_mesh
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.strategy.parameters.optimizers import training_ones
@@ -20,13 +23,16 @@ def rank_part(split: SplitModel, mesh: DeviceMesh, optimizers: Sequence[Optimize
 
     Args:
         split: The split model.
-        mesh: Axes ``pipeline`` and then those of data parallelism.
+        mesh: The axis ``pipeline`` and then the others.
         optimizers: This rank's, which keep only its own parameters afterwards.
     """
     optimizers = training_ones(optimizers)
     _refuse_other_names(split.module)
     catalog = ParameterCatalog.from_module(split.module, split.ranks_of).with_optimizers(split.module, optimizers)
-    return RankPart(split.module, catalog, mesh, list(optimizers))
+    axis, parts = tensor_mesh(mesh), split.tensor_parts
+    catalog = replace(catalog, shapes={**catalog.shapes, **{name: part.shape for name, part in parts.items()}})
+    cuts = Cuts(parts, None if axis is None else axis.get_group())
+    return RankPart(split.module, catalog, mesh, list(optimizers), cuts)
 
 
 def _refuse_other_names(module: nn.Module) -> None:

@@ -33,4 +33,4 @@ def adapt_callbacks(trainer: pl.Trainer, split: Callable[[], SplitModel], sizes:
             for throughput in throughputs_of(callback):  # a batch is a replica's, whose devices share its operations
                 throughput.world_size = sizes.data_parallel
                 if throughput.available_flops is not None and callback.available_flops is not None:
-                    throughput.available_flops = callback.available_flops * sizes.pipeline
+                    throughput.available_flops = callback.available_flops * sizes.ranks_of_batch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import is_
 from typing import Any
@@ -32,15 +32,22 @@ class GradientNorms:
         fake_parameters: Know all its parameters.
         groups: Join the ranks of the pipeline.
         clip: Clips by norm.
+        cut: Names of the parameters of which each tensor rank has a part.
     """
 
     def __init__(
-        self, module: pl.LightningModule, fake_parameters: FakeParameters, groups: ControlGroups, clip: Clip
+        self,
+        module: pl.LightningModule,
+        fake_parameters: FakeParameters,
+        groups: ControlGroups,
+        clip: Clip,
+        cut: Collection[str] = (),
     ) -> None:
         self._module = module
         self._fake_parameters = fake_parameters
         self._groups = groups
         self._clip = clip
+        self._cut = cut
 
     def __call__(
         self, original: Callable[..., dict[str, Any]], module: nn.Module, norm_type: Any, group_separator: str = "/"
@@ -52,9 +59,14 @@ class GradientNorms:
         if not all(parameter in known for parameter in listed.values()):
             return original(module, norm_type, group_separator)
         kind = float(norm_type)
+        own = self._own_norms(kind, {known[p]: p for p in listed.values()})
         found: dict[str, tuple[float, torch.dtype]] = {}
-        for part in self._groups.gather_in_pipeline(self._own_norms(kind, {known[p]: p for p in listed.values()})):
-            found.update(part)
+        for part in self._groups.gather_in_pipeline({name: (*norm, name in self._cut) for name, norm in own.items()}):
+            for name, (norm, dtype, is_cut) in part.items():
+                if is_cut and name in found:  # parts of tensor ranks
+                    parts = torch.tensor([norm, found[name][0]], dtype=torch.float64, device="cpu")
+                    norm = float(torch.linalg.vector_norm(parts, kind))
+                found[name] = norm, dtype
         here = {name: found[known[parameter]] for name, parameter in listed.items() if known[parameter] in found}
         device = self._fake_parameters.device
         # numbers go to the device with the calls that write them there, which no host waits for

@@ -55,15 +55,14 @@ _LONGEST_TIMEOUT = timedelta(days=3650)  # torch counts in nanoseconds
 
 
 class MeshStrategy(ParallelStrategy):
-    """A strategy whose processes form a mesh of ``pipeline`` x ``data_parallel`` (:class:`ParallelSizes`).
+    """A strategy whose processes form a mesh of pipeline x data-parallel x tensor ranks (:class:`ParallelSizes`).
 
     :meth:`reduce` and :meth:`all_gather` go over the replicas, whoever asks: within a pipeline all ranks hold the same
     logged values already. :meth:`reduce_boolean_decision`, :meth:`barrier` and :meth:`broadcast` go over all ranks,
     since Lightning saves, stops and names files by them.
 
     Args:
-        pipeline_parallel_size: Ranks along the pipeline, or ``"auto"``.
-        data_parallel_size: Replicas, or ``"auto"``.
+        sizes: Ranks along the pipeline, replicas, and tensor ranks; each of the first two may be ``"auto"``.
         process_group_backend: ``"nccl"``, ``"gloo"``, ...; by default what suits the device.
         timeout: How long a collective may wait, once all processes have met.
         sharding: What replicas share. With shards on the host collectives on its tensors have to work as well: those of
@@ -76,8 +75,7 @@ class MeshStrategy(ParallelStrategy):
 
     def __init__(
         self,
-        pipeline_parallel_size: int | Auto,
-        data_parallel_size: int | Auto,
+        sizes: tuple[int | Auto, int | Auto, int],
         process_group_backend: str | None,
         timeout: timedelta | None,
         sharding: ShardingSettings,
@@ -89,11 +87,10 @@ class MeshStrategy(ParallelStrategy):
                 f"timeout={timeout!r} must be positive and at most {_LONGEST_TIMEOUT.days} days. None means ten "
                 "minutes over NCCL and half an hour over gloo."
             )
-        check_size("pipeline_parallel_size", pipeline_parallel_size)  # whether sizes fit the devices is checked later
+        check_size("pipeline_parallel_size", sizes[0])  # whether sizes fit the devices is checked later
         super().__init__()
         self.num_nodes = 1  # set by the trainer
-        self._pipeline_parallel_size = pipeline_parallel_size
-        self._data_parallel_size = data_parallel_size
+        self._asked_sizes = sizes
         self._sharding = sharding
         self._process_group_backend = process_group_backend
         self.timeout = timeout
@@ -124,7 +121,7 @@ class MeshStrategy(ParallelStrategy):
 
     @property
     def num_ranks(self) -> int:
-        """Processes of the job, stages times replicas: ``trainer.world_size``, whoever asks."""
+        """Processes of the job: ``trainer.world_size``, whoever asks."""
         return self.world_size
 
     @property
@@ -214,6 +211,11 @@ class MeshStrategy(ParallelStrategy):
                 "stays inside a node. Have the launcher fill one node after the other (srun --distribution=block).",
                 stacklevel=2,
             )
+        if self.global_rank == 0 and self.num_processes % self.sizes.tensor:
+            rank_zero.rank_zero_warn(
+                f"tensor_parallel_size={self.sizes.tensor} does not divide the {self.num_processes} ranks of a node. "
+                "The ranks that share a matrix cross nodes, so every layer waits for the network. Choose a divisor."
+            )
         within = self.sizes.replicate_size_within_nodes(self.num_processes)
         if (
             self.global_rank == 0
@@ -294,9 +296,8 @@ class MeshStrategy(ParallelStrategy):
         return self._sizes
 
     def _resolve_sizes(self, world_size: int) -> ParallelSizes:
-        return ParallelSizes.resolve(
-            self._pipeline_parallel_size, self._data_parallel_size, world_size, self._sharding.replicate_size
-        )
+        pipeline, data_parallel, tensor = self._asked_sizes
+        return ParallelSizes.resolve(pipeline, data_parallel, world_size, self._sharding.replicate_size, tensor)
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -315,7 +316,7 @@ class MeshStrategy(ParallelStrategy):
     @property
     def pipeline_rank(self) -> int:
         """This rank's place along the pipeline."""
-        return self.global_rank // self.sizes.data_parallel
+        return self.sizes.coordinates(self.global_rank)[0]
 
     @property
     def data_parallel_size(self) -> int:
@@ -325,7 +326,12 @@ class MeshStrategy(ParallelStrategy):
     @property
     def data_parallel_rank(self) -> int:
         """This rank's replica, from 0: which part of the data it reads, the same on all ranks of a pipeline."""
-        return self.global_rank % self.sizes.data_parallel
+        return self.sizes.coordinates(self.global_rank)[1]
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """Which parts of matrices this rank holds, from 0; the ranks that differ only in it read the same data."""
+        return self.sizes.coordinates(self.global_rank)[2]
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

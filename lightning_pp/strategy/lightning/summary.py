@@ -70,7 +70,9 @@ def summarize_whole_model(trainer: pl.Trainer, split: Callable[[], SplitModel]) 
 
     def of_all(original: Callable[..., Any]) -> Callable[..., WholeSummary]:
         def summary(*args: Any) -> WholeSummary:
-            with split().fake_parameters.all_parameters():
+            fakes = split().fake_parameters
+            # of parameters that are cut, fakes have the whole shape
+            with fakes.all_parameters() if split().tensor is None else fakes.all_fake(lambda fake, name: None):
                 return WholeSummary(original(*args), split())
 
         return summary

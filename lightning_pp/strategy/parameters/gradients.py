@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_pp.distributed.control import ControlGroups
-from lightning_pp.distributed.meshes import sharding_mesh
+from lightning_pp.distributed.meshes import same_stages, sharding_mesh
 from lightning_pp.planning.sharded_stages import ShardedPrograms, ShardingSettings, make_units
 from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.schedule import Schedule, Sharding
@@ -27,6 +27,7 @@ from lightning_pp.sharding.gradients.shared import SharedParameters
 from lightning_pp.sharding.units.host_memory import return_freed_memory
 from lightning_pp.split.memory.state_memory import StepDtypes
 from lightning_pp.strategy.parameters.placing import ParameterPlacing
+from lightning_pp.strategy.parameters.tensor_units import check_and_tell, refuse_other_updates
 
 
 class StageGradients:
@@ -48,6 +49,7 @@ class StageGradients:
 
     Attributes:
         clock: Times gathers and reductions of a batch, if it is switched on before it.
+        cut: The parameters of which each tensor rank has a part, by canonical name.
     """
 
     def __init__(
@@ -77,9 +79,13 @@ class StageGradients:
         units = split.units_of(rank)
         owned = split.owned_by(rank)
         whole = {name for name in owned if name in split.direct or (dtypes.compute is not None and not is_cast(name))}
-        replaced = units if has_units and sharding.replaces_parameters(dtypes) else {}
-        placing = ParameterPlacing(split, replaced, whole, device, group)
+        is_sharded = has_units and sharding.replaces_parameters(dtypes)
+        one_by_one = units if is_sharded or split.tensor is not None else {}
+        group_of_stages = same_stages(mesh).get_group()
+        placing = ParameterPlacing(split, one_by_one, whole, device, group_of_stages, is_sharded=is_sharded)
         placing.place_whole(owned)
+        for name in one_by_one if not is_sharded else ():
+            placing.place_units({name: units[name]})
         if has_units:
             direct = [p for name, p in split.module.named_parameters() if names[name] in whole]
             self._units = make_units(
@@ -93,6 +99,11 @@ class StageGradients:
                 self._programs = ShardedPrograms(sharding, split, self._units, rank, groups, self.clock)
         plain = [p for p in split.module.parameters() if not isinstance(p, DTensor)]
         self._wide = None if dtypes.gradient is None else WideGradients(plain, dtypes.gradient)
+        self._num_copies = same_stages(mesh).size() // data_parallel.size()
+        parts = split.tensor_parts
+        self.cut = {names[name]: p for name, p in split.module.named_parameters() if names[name] in parts}
+        self._cut_ids = set(map(id, self.cut.values()))
+        check_and_tell(split, groups)
         self._shared = self._shared_parameters(split, mesh)
         self._shared.broadcast_initial()
         named = {names[name]: parameter for name, parameter in split.module.named_parameters()}
@@ -177,17 +188,19 @@ class StageGradients:
         self.abandon()
         if isinstance(self._units, ShardedUnits):
             self._units.take_apart()
+        if self._split.tensor is not None:
+            self._split.tensor.release()
 
     def squares(self) -> list[float]:
         """This rank's parts of squared gradient norms: of all that it counts in the norm of the model, then by stage.
 
-        Summed over the data-parallel ranks they are the squares themselves. A parameter of several stages counts in
-        each of them, and once in the first number. Waits for the device; no collective.
+        Summed over the ranks that hold the same stages they are the squares themselves. A parameter of several stages
+        counts in each of them, and once in the first number. Waits for the device; no collective.
         """
         names, stages = self._split.fake_parameters.canonical_names, self._split.placement.stages_of_rank(self._rank)
-        named = [(names[name], parameter) for name, parameter in self._module.named_parameters()]
-        counted = self._shared.with_ownership([parameter for _, parameter in named])
-        of_stages = [[(p, True) for name, p in named if stage in self._split.owners[name]] for stage in stages]
+        named = [(names[name], p, self._share(p)) for name, p in self._module.named_parameters()]
+        counted = self._counted(p for _, p, _ in named)
+        of_stages = [[(p, share) for name, p, share in named if stage in self._split.owners[name]] for stage in stages]
         squares = [own_square(some, self._data_parallel) for some in (counted, *of_stages)]
         found: list[float] = torch.stack(squares).tolist()
         return found
@@ -216,5 +229,18 @@ class StageGradients:
         note: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
         """As :func:`clip_by_norm_`, of what all ranks give; every rank has to call it with its part, or with none."""
-        owned = self._shared.with_ownership(parameters)
-        return clip_by_norm_(owned, max_norm, mesh=self._data_parallel, norm_type=norm_type, note=note)
+        counted = self._counted(parameters)
+        return clip_by_norm_(counted, max_norm, mesh=self._data_parallel, norm_type=norm_type, note=note)
+
+    def _counted(self, parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, float]]:
+        """Each parameter with the share of its norm that counts here."""
+        return [(p, self._share(p) if counts else 0.0) for p, counts in self._shared.with_ownership(parameters)]
+
+    def _share(self, parameter: nn.Parameter) -> float:
+        """Tensor ranks that hold the same parameter count it in parts."""
+        return 1.0 if id(parameter) in self._cut_ids else 1.0 / self._num_copies
+
+    def refuse_updates(self, optimizers: Sequence[Optimizer]) -> None:
+        """Raises :class:`ConfigurationError` if an optimizer may compute over whole tensors that are cut here."""
+        for optimizer in optimizers:
+            refuse_other_updates(optimizer, self.cut)

@@ -16,8 +16,9 @@ from torch.optim import LBFGS, Optimizer
 from lightning_pp.checkpoint.ownership.catalog import OptimizerGroups
 from lightning_pp.checkpoint.ownership.rank_part import shard_like
 from lightning_pp.errors import ConfigurationError
+from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.sharding import update_shards
-from lightning_pp.split.fakes.parameters import FakeParameters, is_fake
+from lightning_pp.split.fakes.parameters import is_fake
 from lightning_pp.strategy._lightning_private import NoOptimizer
 
 
@@ -90,12 +91,13 @@ class KeptOptimizers:
         """A copy of the trainer has other optimizers, of which it knows nothing."""
         return KeptOptimizers, ()
 
-    def complete(self, optimizers: Sequence[Optimizer], fake_parameters: FakeParameters) -> None:
+    def complete(self, optimizers: Sequence[Optimizer], split: SplitModel) -> None:
         """To be called while all names are parameters; the groups hold all of theirs afterwards.
 
         Raises:
             ConfigurationError: An optimizer holds a parameter that is not the module's.
         """
+        fake_parameters = split.fake_parameters
         current = dict(fake_parameters.module.named_parameters())
         for optimizer in optimizers:
             if optimizer in self._groups:
@@ -104,7 +106,7 @@ class KeptOptimizers:
                 for group, labels in zip(optimizer.param_groups, self._labels[optimizer], strict=False):
                     if labels:
                         group["param_names"][:] = labels
-            _replace_originals(optimizer, fake_parameters, current)
+            _replace_originals(optimizer, split, current)
             _refuse_strangers(optimizer, fake_parameters.module, current)
 
     def note(self, optimizers: Sequence[Optimizer], groups: Sequence[OptimizerGroups]) -> None:
@@ -122,20 +124,19 @@ class KeptOptimizers:
                 group["params"][:] = [current[name] for name in names]
 
 
-def _replace_originals(
-    optimizer: Optimizer, fake_parameters: FakeParameters, current: Mapping[str, nn.Parameter]
-) -> None:
+def _replace_originals(optimizer: Optimizer, split: SplitModel, current: Mapping[str, nn.Parameter]) -> None:
     """Replaces parameters that the module had before it was cut; their state comes along, in this rank's shards."""
     state: Any = optimizer.state
+    parts = split.tensor_parts
     for group in optimizer.param_groups:
         for index, parameter in enumerate(group["params"]):
-            name = fake_parameters.name_of_original(parameter)
+            name = split.fake_parameters.name_of_original(parameter)
             if name is None or name not in current or current[name] is parameter:
                 continue
             group["params"][index] = current[name]
             kept = state.pop(parameter, None)
             if kept is not None and not is_fake(current[name]):
-                state[current[name]] = shard_like(kept, current[name])
+                state[current[name]] = shard_like(kept, current[name], parts.get(name))
 
 
 def _refuse_strangers(optimizer: Optimizer, module: nn.Module, current: Mapping[str, nn.Parameter]) -> None:

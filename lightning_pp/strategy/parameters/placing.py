@@ -16,17 +16,18 @@ from lightning_pp.split.fakes.materialize import materialize_parameters, without
 
 
 class ParameterPlacing:
-    """Gives what this rank holds memory on its device and one value on all replicas.
+    """Gives what this rank holds memory on its device and one value on all ranks of the same stages.
 
-    Units that are going to be sharded get it one after the other, right before they are, so that no more than one of
-    them is whole at a time.
+    Units that are going to be sharded, or cut over tensor ranks, get it one after the other, right before they are, so
+    that no more than one of them is whole at a time.
 
     Args:
         split: The split model, without what other ranks hold.
-        units: This rank's units, if they are going to be sharded; none if not.
+        units: This rank's units, if they are going to be sharded or cut; none if not.
         whole: Canonical names of parameters in them that are not, since they are used outside their unit.
         device: Where this rank computes.
-        group: The replicas.
+        group: The replicas, with their tensor ranks.
+        is_sharded: Whether units are going to be sharded, and not cut alone.
     """
 
     def __init__(
@@ -36,8 +37,11 @@ class ParameterPlacing:
         whole: Collection[str],
         device: torch.device,
         group: dist.ProcessGroup,
+        *,
+        is_sharded: bool,
     ) -> None:
         self._module = split.module
+        self._tensor, self._parts, self._is_sharded = split.tensor, split.tensor_parts, is_sharded
         self._canonical_names = split.fake_parameters.canonical_names
         self._device = device
         self._group = group
@@ -57,16 +61,23 @@ class ParameterPlacing:
 
     @torch.no_grad()
     def place_units(self, units: Mapping[str, nn.Module]) -> None:
-        """The parameters of ``units`` that are going to be sharded, which is to happen next."""
+        """The parameters of ``units`` that are going to be sharded, which is to happen next, and cut here."""
         return_freed_memory()  # of the units before these
         names = {name for name, _ in self._named_parameters(units) if name in self._sharded}
         materialize_parameters(self._module, names, self._device)
         parameters = {name: parameter for name, parameter in self._named_parameters(units) if name in names}
         for name, parameter in parameters.items():
             del self._sharded[name]  # with which the whole parameter would live on
-            refuse_hooks(name, parameter)
+            if name in self._parts:
+                refuse_hooks(name, parameter, "is cut over tensor ranks, and the hook would see a part of its gradient")
+            elif self._is_sharded:
+                refuse_hooks(name, parameter)
             parameter.data = parameter.data.to(self._device)
         broadcast_values(parameters.values(), self._group)
+        del parameters
+        if self._tensor is not None:
+            for name in units:
+                self._tensor.cut(name)
 
     def _named_parameters(self, units: Mapping[str, nn.Module]) -> list[tuple[str, nn.Parameter]]:
         return [

@@ -21,7 +21,7 @@ def make_whole(part: RankPart, split: SplitModel, gradients: StageGradients) -> 
     """
     ranks = Ranks.from_mesh(part.mesh)
     mine = to_save(part.destinations(), part.catalog, ranks.pipeline_rank)
-    values = give_to_all(mine, ranks)
+    values = give_to_all(mine, ranks, part.cuts)
     gradients.take_apart()
     module = split.module
     parameters = {split.fake_parameters.canonical_names[name] for name in split.fake_parameters.names}

@@ -104,21 +104,25 @@ class BatchReport:
         self._batch = batch
         self._device = device
         self._own: Merged | None = None
-        self._message: Future[_Content] | None = None if line.groups.is_last_stage else line.listen()
+        self._message: Future[_Content] | None = None if line.groups.is_source else line.listen()
 
     def send(self, outputs: Sequence[Any]) -> None:
         """Starts to tell the others, on the last stage after its last forward; waits for nobody, nor for the device.
 
+        Of several tensor ranks of the last stage the first tells.
+
         Args:
             outputs: What the step returned for each microbatch.
         """
+        if not self._line.groups.is_source:
+            return
         copies = HostCopies()
         self._logs.to_host(copies)
         packed: Any = None
         failure: Exception | None = None
         try:
             self._own = self._merge(outputs)
-            packed = packed_outputs(self._own, copies) if self._line.groups.pipeline_size > 1 else None
+            packed = packed_outputs(self._own, copies) if self._line.groups.batch is not None else None
         except Exception as error:  # every rank of the pipeline raises it at the end of its step
             failure = error
         found = None if self._losses is None else self._losses.begin(outputs, copies)

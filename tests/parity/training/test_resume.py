@@ -209,12 +209,37 @@ CHAINS: dict[str, list[tuple[Layout | None, bool]]] = {
 }
 
 
+TENSOR_CHAINS: dict[str, list[tuple[Layout | None, bool]]] = {
+    "folder-file-one_device": [
+        (Layout("1f1b", 1, 2, 2, tensor=2), False),
+        (Layout("zb_v", 2, 1, 2, tensor=2), True),
+        (ONE_DEVICE, True),
+    ],
+    "two_stages-two_tensor_ranks-two_stages": [
+        (TWO_STAGES, False),
+        (Layout("1f1b", 1, 1, 3, tensor=2), False),
+        (TWO_STAGES, False),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    "chain", ["folder-file-one_device", *(pytest.param(c, marks=pytest.mark.nightly) for c in list(TENSOR_CHAINS)[1:])]
+)
+def test_tensor_size_changes_at_every_stop(pool: WorkerPool, tmp_path: Path, chain: str) -> None:
+    check_chain(pool, tmp_path, TENSOR_CHAINS[chain])
+
+
 @pytest.mark.nightly  # the elastic training below has them as well, in another order
 @pytest.mark.parametrize("chain", CHAINS)
 def test_layout_changes_at_every_stop(pool: WorkerPool, tmp_path: Path, chain: str) -> None:
+    check_chain(pool, tmp_path, CHAINS[chain])
+
+
+def check_chain(pool: WorkerPool, tmp_path: Path, chain: list[tuple[Layout | None, bool]]) -> None:
     """Stops after 2 and after 4 of 6 steps: in the middle of the first epoch and of the second."""
     parts, path = [], None
-    for (layout, single_file), stop_after in zip(CHAINS[chain], (2, 4, -1), strict=True):
+    for (layout, single_file), stop_after in zip(chain, (2, 4, -1), strict=True):
         target = tmp_path / f"{stop_after}.ckpt"
         kind = {} if layout is None else {"single_file": single_file}
         parts.append(train_part(pool, layout, SETTINGS, start_from=path, stop_after=stop_after, save_to=target, **kind))

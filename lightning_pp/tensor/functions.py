@@ -1,0 +1,175 @@
+"""The conjugate functions at the edges of sharded regions, as in Megatron-LM (Shoeybi et al., 2019).
+
+What each does in forward, and in backward:
+
+* :func:`copy_to_region`: nothing; a sum over the ranks;
+* :func:`sum_of_region`: a sum over the ranks; nothing;
+* :func:`scattered_sum`: a sum of which each rank gets its part; parts are joined;
+* :func:`gathered`: parts are joined; each rank takes its part, of the sum over the ranks or of what all have;
+* :func:`taken_part`: each rank takes its part; parts are joined.
+
+Tensors without data (fakes and meta tensors) are not communicated: a function only has the right shape then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_pp.split._torch_private import FakeTensor
+from lightning_pp.tensor.parts import TensorPart, joined, part_of, pieces_of
+
+
+def _summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over the ranks of ``group``, in memory of its own."""
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+class CopyToRegion(torch.autograd.Function):
+    """Identity in forward; in backward the gradients of all tensor ranks are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Passes ``whole`` on."""
+        ctx.group = group
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        """Sums the gradients."""
+        (grad,) = grad_outputs
+        return (grad if isinstance(grad, FakeTensor) or grad.is_meta else _summed(grad, ctx.group)), None
+
+
+class SumOfRegion(torch.autograd.Function):
+    """The sum of the partial results of all tensor ranks; in backward the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Sums."""
+        return _summed(partial, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        """Passes the gradient on, which is the same on all ranks."""
+        return grad_outputs[0], None
+
+
+def _has_no_data(tensor: Tensor) -> bool:
+    return isinstance(tensor, FakeTensor) or tensor.is_meta
+
+
+def _join(part: Tensor, dim: int, segments: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    if _has_no_data(part):
+        return torch.cat([part] * group.size(), dim)
+    return joined(part, dim, [length // group.size() for length in segments], group)
+
+
+def _take(whole: Tensor, dim: int, segments: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    return part_of(whole, TensorPart(dim, whole.shape, pieces_of(segments, group.rank(), group.size())))
+
+
+def _scatter_sum(partial: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """This rank's part of the sum, in one run of ``dim``."""
+    parts = partial.chunk(group.size(), dim)
+    if _has_no_data(partial):
+        return parts[0].clone()
+    mine = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
+    dist.reduce_scatter(mine, [each.contiguous() for each in parts], group=group)
+    return mine
+
+
+class ScatteredSum(torch.autograd.Function):
+    """This rank's part of the sum of partial results; in backward the parts are joined."""
+
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        """Sums and scatters."""
+        ctx.where = dim, [partial.shape[dim]], group
+        return _scatter_sum(partial, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        """Joins."""
+        return _join(grad_outputs[0], *ctx.where), None, None
+
+
+class Gathered(torch.autograd.Function):
+    """All ranks' parts joined; in backward this rank's part of the gradient, or of its sum over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, dim: int, segments: Sequence[int], group: Any, sums: bool) -> Tensor:
+        """Joins."""
+        ctx.where, ctx.sums = (dim, segments, group), sums
+        return _join(part, dim, segments, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        """Takes a part."""
+        dim, segments, group = ctx.where
+        (grad,) = grad_outputs
+        part = _scatter_sum(grad, dim, group) if ctx.sums else _take(grad, dim, segments, group)
+        return part, None, None, None, None
+
+
+class TakenPart(torch.autograd.Function):
+    """This rank's part of what all have; in backward the parts are joined."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, dim: int, segments: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+        """Takes the part."""
+        ctx.where = dim, segments, group
+        return _take(whole, dim, segments, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        """Joins."""
+        return _join(grad_outputs[0], *ctx.where), None, None, None
+
+
+def copy_to_region(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """``whole``, for use in code that computes a part on each rank."""
+    if not (torch.is_grad_enabled() and whole.requires_grad):
+        return whole
+    copied: Tensor = CopyToRegion.apply(whole, group)  # type: ignore[no-untyped-call]
+    return copied
+
+
+def sum_of_region(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over the ranks of ``group`` of what each has computed."""
+    if isinstance(partial, FakeTensor) or partial.is_meta:
+        return partial
+    total: Tensor = SumOfRegion.apply(partial, group)  # type: ignore[no-untyped-call]
+    return total
+
+
+def scattered_sum(partial: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """This rank's part, in ``dim``, of the sum over the ranks of ``group``."""
+    part: Tensor = ScatteredSum.apply(partial, dim, group)  # type: ignore[no-untyped-call]
+    return part
+
+
+def gathered(part: Tensor, dim: int, segments: Sequence[int], group: dist.ProcessGroup, *, sums: bool) -> Tensor:
+    """All ranks' parts joined in ``dim``.
+
+    Args:
+        part: This rank's.
+        dim: The dimension that is cut, in ``segments``.
+        segments: One segment if ``sums``.
+        group: The ranks.
+        sums: Whether each rank's gradient is a part of a sum, as of what is multiplied by a rank's own columns.
+    """
+    whole: Tensor = Gathered.apply(part, dim, segments, group, sums)  # type: ignore[no-untyped-call]
+    return whole
+
+
+def taken_part(whole: Tensor, dim: int, segments: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """This rank's part of a whole tensor."""
+    part: Tensor = TakenPart.apply(whole, dim, segments, group)  # type: ignore[no-untyped-call]
+    return part

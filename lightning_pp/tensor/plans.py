@@ -1,0 +1,143 @@
+"""Plans: which parameters are cut, by columns or by rows, as the user or the model says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from lightning_pp.errors import ConfigurationError
+
+Style = Literal["auto", "colwise", "rowwise", "replicate"]
+Plan = Mapping[str, Any] | Literal["auto"]
+
+# the styles of transformers whose parameters are cut here; others leave theirs whole
+_TRANSFORMERS: Mapping[str, Style] = {
+    "colwise": "colwise",
+    "rowwise": "rowwise",
+    "local_colwise": "colwise",
+    "local_rowwise": "rowwise",
+    "replicate": "replicate",
+}
+
+
+def style_of(value: object, pattern: str) -> Style:
+    """A style as a plan has it: its name, or an object of torch's class.
+
+    Raises:
+        ConfigurationError: It is neither.
+    """
+    if isinstance(value, ColwiseParallel):
+        return "colwise"
+    if isinstance(value, RowwiseParallel):
+        return "rowwise"
+    if value in ("colwise", "rowwise", "replicate", "auto"):
+        return value
+    raise ConfigurationError(
+        f"tensor_parallel_plan[{pattern!r}] is {value!r}. Use 'colwise', 'rowwise', 'replicate' or 'auto', or torch's "
+        "ColwiseParallel() or RowwiseParallel()."
+    )
+
+
+def weights_of(module: nn.Module) -> dict[str, tuple[int, nn.Parameter]]:
+    """Matrices that may be cut, by name: the dimension of their outputs, and the parameter.
+
+    Those are the weights of ``nn.Linear``, of transformers' ``Conv1D`` and of ``nn.MultiheadAttention``.
+    """
+    found = {}
+    for name, child in module.named_modules(remove_duplicate=False):
+        prefix = f"{name}." if name else ""
+        if isinstance(child, nn.MultiheadAttention) and child.in_proj_weight is not None:
+            found[f"{prefix}in_proj_weight"] = 0, child.in_proj_weight
+        weight = getattr(child, "weight", None)
+        if isinstance(weight, nn.Parameter) and weight.dim() == 2:
+            if isinstance(child, nn.Linear):
+                found[f"{prefix}weight"] = 0, weight
+            elif type(child).__name__ == "Conv1D":
+                found[f"{prefix}weight"] = 1, weight
+    return found
+
+
+def styles_of(module: nn.Module, plan: Plan) -> dict[str, tuple[Style, str]]:
+    """The style of each weight of ``module`` that may be cut, and the pattern that says so.
+
+    Args:
+        module: The whole model.
+        plan: ``"auto"``, or styles by pattern. A pattern is the name of a module or a parameter with ``*`` for any part
+            of it. The first that fits decides; what none fits is left whole.
+
+    Raises:
+        ConfigurationError: A pattern fits nothing that can be cut, or a style is unknown.
+    """
+    weights = weights_of(module)
+    if plan == "auto":
+        return dict.fromkeys(weights, ("auto", "auto"))
+    if not isinstance(plan, Mapping):
+        raise ConfigurationError(f"tensor_parallel_plan={plan!r} is neither 'auto' nor a dict of styles by pattern.")
+    styles: dict[str, tuple[Style, str]] = {}
+    for pattern, value in plan.items():
+        style = style_of(value, pattern)
+        fitting = [name for name in weights if _fits(name, pattern)]
+        if not fitting and style != "replicate":
+            raise ConfigurationError(
+                f"tensor_parallel_plan[{pattern!r}] fits no weight of nn.Linear, Conv1D or nn.MultiheadAttention. "
+                f"Such weights are {', '.join(list(weights)[:6]) or 'not in this model'}."
+            )
+        for name in fitting:
+            styles.setdefault(name, (style, pattern))
+    return styles
+
+
+def _fits(name: str, pattern: str) -> bool:
+    parents = [name[: match.start()] for match in re.finditer(r"\.", name)]
+    return any(fnmatchcase(each, pattern) for each in (name, *parents))
+
+
+def plan_of_model(module: nn.Module) -> tuple[dict[str, Style], list[str]]:
+    """The plan that a transformers model in ``module`` has of its own, and the styles in it that are not known here."""
+    plan: dict[str, Style] = {}
+    unknown = set()
+    for name, child in module.named_modules():
+        prefix = getattr(child, "base_model_prefix", None)
+        if prefix is None:  # a part of a model, which has the configuration as well
+            continue
+        own = getattr(child, "_tp_plan", None) or {}
+        base = getattr(getattr(child, "config", None), "base_model_tp_plan", None) or {}
+        inner = f"{prefix}." if prefix and hasattr(child, prefix) else ""
+        if not isinstance(own, Mapping) or not isinstance(base, Mapping):
+            continue
+        start = f"{name}." if name else ""
+        for key, style in {**{f"{inner}{key}": value for key, value in base.items()}, **own}.items():
+            if style in _TRANSFORMERS:
+                plan.setdefault(f"{start}{key}", _TRANSFORMERS[style])
+            else:
+                unknown.add(str(style))
+    fitting = {pattern: style for pattern, style in plan.items() if any(_fits(n, pattern) for n in weights_of(module))}
+    return fitting, sorted(unknown)
+
+
+def check_sizes(module: nn.Module, plan: Plan, num_ranks: int) -> None:
+    """Raises before processes start where a size that the plan cuts cannot be divided.
+
+    Raises:
+        ConfigurationError: With the names and the numbers.
+    """
+    if plan == "auto":
+        return  # what cannot be divided is left whole
+    weights, problems = weights_of(module), []
+    for name, (style, pattern) in styles_of(module, plan).items():
+        out_dim, weight = weights[name]
+        if style in ("colwise", "rowwise"):
+            size = weight.shape[out_dim if style == "colwise" else 1 - out_dim]
+            if size % num_ranks:
+                kind = "output" if style == "colwise" else "input"
+                problems.append(f"{name} has {size} {kind} features ({style} by {pattern!r})")
+    if problems:
+        raise ConfigurationError(
+            f"tensor_parallel_size={num_ranks} does not divide what tensor_parallel_plan cuts: {'; '.join(problems)}. "
+            "Use a size that divides them, or 'replicate' for these modules."
+        )

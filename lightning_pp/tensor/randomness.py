@@ -1,0 +1,41 @@
+"""Random draws for parts: others on each tensor rank, while the generators of all ranks stay the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from lightning_pp.tensor.region import Region
+
+_STEP = 0x9E3779B97F4A7C15  # seeds of neighbouring ranks lie far apart
+
+
+@contextmanager
+def drawn_by_rank(region: Region, device: torch.device) -> Iterator[None]:
+    """Within, the generator of ``device`` is seeded from a draw that all ranks make alike, and the rank.
+
+    Afterwards it goes on from that draw. So a recomputation that restores the generator draws the same again, and code
+    after the region draws the same on every rank.
+    """
+    if device.type == "meta" or not region.draws:
+        yield
+        return
+    drawn = int(torch.empty((), dtype=torch.int64).random_().item())  # on the CPU: nothing waits for the device
+    seed = (drawn + region.rank * _STEP) % 2**63
+    module = torch if device.type == "cpu" else torch.get_device_module(device)
+    before = torch.get_rng_state() if device.type == "cpu" else module.get_rng_state(device)
+    try:
+        if device.type == "cpu":
+            torch.default_generator.manual_seed(seed)
+        else:
+            module.default_generators[device.index].manual_seed(seed)
+        yield
+    finally:
+        if device.type == "cpu":
+            torch.set_rng_state(before)
+        else:
+            module.set_rng_state(before, device)

@@ -1,0 +1,217 @@
+"""Finds how a unit's parameters can be cut, by running it without data and trying.
+
+Each weight that may be cut is cut by columns where its input is whole, and by rows where its input is cut in its last
+dimension. Then the unit's own code runs on tensors without data, under the rules it will train with. A function that
+cannot be computed on parts names the parameters whose columns reached it. Those are cut in segments where that would
+help (a fused query, key and value projection that is split), and left whole otherwise. Then it runs again, until it
+gets through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_pp.errors import ConfigurationError
+from lightning_pp.split.data.tree import leaves_of, map_leaves, own_containers
+from lightning_pp.split.fakes.fake_mode import FakeValueMode
+from lightning_pp.tensor.cuts import Cut, CutError, cut_of, mark
+from lightning_pp.tensor.plans import Style
+from lightning_pp.tensor.region import Region
+from lightning_pp.tensor.rules import RULES
+
+Found = dict[str, tuple[int, tuple[int, ...]]]
+"""How parameters are cut, by name: the dimension and its segments."""
+
+
+class Inside(nn.Module):
+    """Calls a unit's forward past its hooks and what stands in the place of its forward."""
+
+    def __init__(self, unit: nn.Module, forward: Any) -> None:
+        super().__init__()
+        self.unit = unit
+        self._function = forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the unit computes."""
+        return self._function(*args, **kwargs)
+
+
+class UnitTracer:
+    """Finds the cuts of one unit.
+
+    Args:
+        name: Its name, for errors.
+        unit: The unit, whole. It is not changed.
+        styles: Of the weights that may be cut, by their names in the unit, with the pattern that says so.
+        group: The tensor ranks.
+        sequence_parallel: As of :class:`~lightning_pp.tensor.region.Region`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        unit: nn.Module,
+        styles: Mapping[str, tuple[Style, str]],
+        group: dist.ProcessGroup,
+        sequence_parallel: bool = False,
+    ) -> None:
+        self.name, self.unit, self.group = name, unit, group
+        self.is_complete = True
+        self.reasons: dict[str, str] = {}  # why a weight is whole that "auto" tried to cut
+        self._styles = styles
+        self._mode = FakeValueMode()
+        self._segments: dict[str, tuple[int, ...]] = {}
+        self._whole: set[str] = {name for name, (style, _) in styles.items() if style == "replicate"}
+        self._found: Found = {}
+        self._columns: list[str] = []
+        self._names: dict[int, str] = {}
+        self._num_ranks = group.size()
+        self._sequence_parallel = sequence_parallel
+
+    def find(self, args: Any, kwargs: Any) -> Found:
+        """The cuts with which the unit runs on inputs of these shapes.
+
+        Raises:
+            ConfigurationError: What the user's plan cuts cannot be cut so.
+        """
+        while True:
+            self._found, self._columns = {}, []
+            try:
+                self._run(args, kwargs)
+                return self._found
+            except CutError as error:
+                self._learn(error)
+            except ConfigurationError:
+                raise
+            except Exception as error:
+                if not self._columns:  # the unit's own, on tensors without data
+                    self.is_complete = False
+                    return {}
+                self._learn(CutError(f"{type(error).__name__}: {error}", frozenset(self._columns[-1:])))
+
+    def _run(self, args: Any, kwargs: Any) -> None:
+        parameters = {f"unit.{name}": self._fake(each) for name, each in self.unit.named_parameters()}
+        self._names = {id(each): name.removeprefix("unit.") for name, each in parameters.items()}
+        buffers = {f"unit.{name}": self._fake(each) for name, each in self.unit.named_buffers()}
+        region = Region(self.group, RULES, self._sequence_parallel, self._adopt)
+        args, kwargs = map_leaves(self._fake_leaf, own_containers((args, kwargs)))
+        with torch.no_grad(), self._mode.making_up(), region.entered():
+            output = torch.func.functional_call(
+                Inside(self.unit, self.unit.forward), {**parameters, **buffers}, args, kwargs
+            )
+        with torch.no_grad():
+            output = region.whole_again(output)
+        check_whole(output)
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point() and tensor.device.type == "cpu":
+            return tensor.clone()  # masks and counters, which code may read
+        with self._mode:
+            fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        return nn.Parameter(fake, requires_grad=False) if isinstance(tensor, nn.Parameter) else fake
+
+    def _fake_leaf(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        with self._mode:
+            return torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
+
+    def _adopt(
+        self, weight: Tensor, bias: Tensor | None, x: Tensor, out_dim: int, num_groups: int = 1
+    ) -> tuple[Tensor, Tensor | None]:
+        """Decides how a weight is cut when it is first met."""
+        name = self._names.get(id(weight))
+        if name is None or name not in self._styles:
+            return weight, bias
+        if name not in self._found:
+            found = self._decide(name, weight, cut_of(x), x.dim() - 1, out_dim, num_groups)
+            if found is None:
+                return weight, bias
+            self._found[name] = found
+        dim, segments = self._found[name]
+        weight = self._narrowed(weight, dim, segments, name)
+        bias_name = self._names.get(id(bias))
+        if bias is not None and bias_name is not None and dim == out_dim:
+            self._found[bias_name] = 0, segments
+            bias = self._narrowed(bias, 0, segments, name)
+        return weight, bias
+
+    def _decide(
+        self, name: str, weight: Tensor, cut: Cut | None, last: int, out_dim: int, num_groups: int
+    ) -> tuple[int, tuple[int, ...]] | None:
+        style, pattern = self._styles[name]
+        if name in self._whole:
+            return None
+        cut = None if cut is not None and cut.tokens else cut
+        if cut is not None and cut.dim == last and style in ("auto", "rowwise"):
+            return 1 - out_dim, cut.segments
+        dim = 1 - out_dim if style == "rowwise" else out_dim
+        if cut is not None or weight.shape[dim] % num_groups:
+            return None
+        segments = self._segments.get(name, (weight.shape[dim] // num_groups,) * num_groups)
+        if any(length % self._num_ranks for length in segments):
+            if style == "auto":
+                return None
+            raise ConfigurationError(
+                f"tensor_parallel_plan[{pattern!r}] cuts {self.name}.{name}, of which a dimension has segments "
+                f"{list(segments)}. tensor_parallel_size={self._num_ranks} does not divide them."
+            )
+        if dim == out_dim:
+            self._columns.append(name)
+        return dim, segments
+
+    def _narrowed(self, whole: Tensor, dim: int, segments: tuple[int, ...], name: str) -> Tensor:
+        local = whole.narrow(dim, 0, whole.shape[dim] // self._num_ranks)
+        return mark(local, Cut(dim, segments, frozenset([name])))
+
+    def _learn(self, error: CutError) -> None:
+        """Cuts what caused the error in segments, or leaves it whole.
+
+        Raises:
+            ConfigurationError: The user's plan says how it is to be cut.
+        """
+        blamed = {name for name in error.origins if name in self._found} or set(self._found)
+        helped = False
+        for name in blamed:
+            if name not in self._columns or name in self._segments:
+                continue
+            proposed = _proposed(sum(self._found[name][1]), error.segments)
+            if proposed is not None and not any(length % self._num_ranks for length in proposed):
+                self._segments[name], helped = proposed, True
+        if helped:
+            return
+        for name in blamed:
+            style, pattern = self._styles.get(name, ("auto", ""))
+            if style != "auto":
+                raise ConfigurationError(
+                    f"tensor_parallel_plan[{pattern!r}] cannot cut {self.name}.{name}: in unit {self.name!r} "
+                    f"({type(self.unit).__name__}), {error}. Leave it whole with 'replicate', or let 'auto' choose."
+                )
+        self._whole |= blamed
+        self.reasons |= dict.fromkeys(blamed, str(error))
+
+
+def _proposed(size: int, fractions: tuple[tuple[int, int], ...]) -> tuple[int, ...] | None:
+    """Segments of a dimension of ``size`` that end at these fractions of it."""
+    if len(fractions) < 3 or any(size * part % total for part, total in fractions):
+        return None
+    ends = [size * part // total for part, total in fractions]
+    return tuple(stop - start for start, stop in pairwise(ends))
+
+
+def check_whole(output: Any) -> None:
+    """Raises where something that a unit returns is cut.
+
+    Raises:
+        CutError: It is.
+    """
+    for leaf in leaves_of(output):
+        cut = cut_of(leaf)
+        if cut is not None:
+            raise CutError(f"a result leaves the unit sharded in dimension {cut.dim} of {cut.size}", cut.origins)

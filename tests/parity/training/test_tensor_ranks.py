@@ -1,0 +1,254 @@
+"""Tensor ranks see the same batches and train what one device trains, in float64 to 1e-9."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from parity_models import ResidualMLP, samples_of
+from parity_run import (
+    QUIET,
+    Layout,
+    Outcome,
+    ParityData,
+    Settings,
+    check_like_one_device,
+    make_module,
+    merged,
+    train,
+    train_pipelined,
+)
+from pool import WorkerPool
+from torch import Tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils.data import DataLoader
+
+from lightning_pp import PipelineParallelStrategy
+
+SETTINGS = Settings("residual_mlp", accumulate=2, clip_val=0.05, clip_algorithm="norm", optimizer="adamw")
+SIZES = [(1, 1, 2), (2, 1, 2), (1, 2, 2)]
+
+
+@pytest.mark.parametrize(("sizes", "schedule"), list(product(SIZES, ("1f1b", "zb_v"))), ids=str)
+def test_nothing_sharded(pool: WorkerPool, schedule: str, sizes: tuple[int, int, int]) -> None:
+    pipeline, replicas, tensor = sizes
+    layout = Layout(schedule, pipeline, replicas, 3, tensor=tensor)
+    whole: dict[str, Any] = {"tensor_parallel_plan": {}}
+    outcomes = pool.run(train_with, SETTINGS, layout, whole, world_size=layout.world_size, timeout=120)
+    assert not merged(outcomes, layout).cut
+    check_like_one_device(outcomes, SETTINGS, layout)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+def test_every_axis(schedule: str) -> None:
+    workers = WorkerPool(8)
+    try:
+        layout = Layout(schedule, 2, 2, 3, tensor=2)
+        outcomes = workers.run(train_pipelined, SETTINGS, layout, world_size=8, timeout=240)
+        check_like_one_device(outcomes, SETTINGS, layout)
+    finally:
+        workers.close()
+
+
+class OtherBatches(ParityData):
+    """Each process has batches of its own, as it should not."""
+
+    def train_dataloader(self) -> Any:
+        rank = torch.distributed.get_rank()
+        return self.loader(self.settings.num_samples, self.settings.batch_size, 1 + rank)
+
+
+class Predicts(ResidualMLP):
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        prediction: Tensor = self.blocks(batch[0])
+        return prediction
+
+
+def predict(layout: Layout | None) -> list[Tensor]:
+    """With a strategy or, for None, a plain Trainer."""
+    where = {} if layout is None else {"devices": layout.world_size, "strategy": layout.strategy()}
+    trainer = L.Trainer(**QUIET, **{"devices": 1, **where}, precision="64-true", use_distributed_sampler=False)
+    torch.manual_seed(11)
+    loader = DataLoader(samples_of("residual_mlp", 10, 3), batch_size=4)
+    found = trainer.predict(Predicts(), loader)
+    assert found is not None
+    return [torch.as_tensor(each) for each in found]
+
+
+def test_every_tensor_rank_has_the_predictions(pool: WorkerPool) -> None:
+    expected = predict(None)
+    for predictions in pool.run(predict, Layout("1f1b", 2, 1, 2, tensor=2), world_size=4, timeout=120):
+        assert len(predictions) == len(expected) == 3
+        for found, whole in zip(predictions, expected, strict=True):
+            torch.testing.assert_close(found, whole, rtol=1e-9, atol=0)
+
+
+def train_on_other_batches(layout: Layout) -> None:
+    trainer = L.Trainer(
+        **QUIET,
+        devices=layout.world_size,
+        strategy=layout.strategy(),
+        max_epochs=1,
+        precision="64-true",
+        use_distributed_sampler=False,
+    )
+    trainer.fit(make_module(SETTINGS), OtherBatches(SETTINGS))
+
+
+def test_tensor_ranks_with_other_batches_are_told(pool: WorkerPool) -> None:
+    layout = Layout("1f1b", 1, 1, 2, tensor=2)
+    report = pool.run(train_on_other_batches, layout, world_size=2, timeout=120, expect_failure=True)
+    assert [failure and failure.type for failure in report.failures] == ["BatchError"] * 2
+    assert all(failure and "rank 0 and rank 1" in failure.message for failure in report.failures)
+
+
+class FailsOnOne(L.Callback):
+    """The second of the tensor ranks of a stage raises in the middle of the training."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        if trainer.strategy.tensor_parallel_rank == 1 and batch_idx == 1:  # type: ignore[attr-defined]
+            raise KeyError("lost")
+
+
+def train_with_a_failure(layout: Layout) -> None:
+    trainer = L.Trainer(
+        **QUIET,
+        devices=layout.world_size,
+        strategy=layout.strategy(),
+        max_epochs=1,
+        precision="64-true",
+        use_distributed_sampler=False,
+        callbacks=[FailsOnOne()],
+    )
+    trainer.fit(make_module(SETTINGS), ParityData(SETTINGS))
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_a_failure_of_one_tensor_rank_ends_all(pool: WorkerPool, pipeline: int) -> None:
+    layout = Layout("1f1b", pipeline, 1, 2, tensor=2)
+    report = pool.run(train_with_a_failure, layout, world_size=2 * pipeline, timeout=120, expect_failure=True)
+    types = [failure and failure.type for failure in report.failures]
+    assert types[1::2] == ["KeyError"] * pipeline and None not in types
+    assert report.seconds < 60
+
+
+# matrices that "auto" finds, of a model's first block
+CUT = {
+    "gpt2_float64_loss": {"attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"},
+    "llama_float64_loss": {
+        *(f"self_attn.{name}_proj.weight" for name in "qo"),  # there is one head of keys
+        *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+    },
+    "t5": {"SelfAttention.q.weight", "SelfAttention.o.weight", "EncDecAttention.k.weight", "DenseReluDense.wi.weight"},
+    "demo_transformer": {"self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight"},
+    "vit": {"self_attn.in_proj_weight", "linear1.weight", "linear2.weight"},
+}
+CASES = [
+    ("gpt2_float64_loss", Layout("1f1b", 1, 1, 3, tensor=2)),
+    ("llama_float64_loss", Layout("1f1b", 1, 2, 2, tensor=2)),
+    ("t5", Layout("zb_v", 2, 1, 3, tensor=2)),
+    ("demo_transformer", Layout("zb_h1", 1, 1, 2, tensor=2)),
+    ("vit", Layout("1f1b", 2, 1, 2, tensor=2)),
+]
+
+
+NIGHTLY = [
+    (model, Layout(schedule, pipeline, replicas, 3, tensor=tensor))
+    for model, schedule, (pipeline, replicas, tensor) in product(CUT, ("1f1b", "zb_h1", "zb_v"), SIZES)
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.nightly) for case in NIGHTLY if case not in CASES)],
+    ids=str,
+)
+def test_sharded_models(pool: WorkerPool, model: str, layout: Layout) -> None:
+    settings = Settings(model, accumulate=2, clip_val=0.05, clip_algorithm="norm", optimizer="adamw")
+    outcomes = pool.run(train_pipelined, settings, layout, world_size=layout.world_size, timeout=120)
+    cut = merged(outcomes, layout).cut
+    assert {ending for ending in CUT[model] if not any(name.endswith(ending) for name in cut)} == set(), sorted(cut)
+    check_like_one_device(outcomes, settings, layout)
+
+
+def train_with(settings: Settings, layout: Layout, options: dict[str, Any]) -> Outcome:
+    return train(settings, layout.strategy(**options), layout.world_size)
+
+
+OPTIONS: dict[str, tuple[Layout, dict[str, Any]]] = {
+    "replicate": (Layout("1f1b", 1, 2, 2, tensor=2), {"sharding": "replicate"}),
+    "full_shard": (Layout("zb_v", 1, 2, 2, tensor=2), {"sharding": "full_shard"}),
+    "cpu_offload": (Layout("1f1b", 1, 1, 2, tensor=2), {"cpu_offload": True}),
+    "activation_checkpointing": (Layout("zb_h1", 1, 1, 2, tensor=2), {"activation_checkpointing": True}),
+    "plan": (
+        Layout("zb_h1", 2, 1, 2, tensor=2),
+        {"tensor_parallel_plan": {"*.mlp.c_fc": "colwise", "*.mlp.c_proj": "rowwise"}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_beside_tensor_ranks(pool: WorkerPool, name: str) -> None:
+    layout, options = OPTIONS[name]
+    settings = Settings("gpt2_float64_loss", accumulate=2, clip_val=0.05, clip_algorithm="norm", optimizer="adamw")
+    outcomes = pool.run(train_with, settings, layout, options, world_size=layout.world_size, timeout=120)
+    cut = merged(outcomes, layout).cut
+    assert {name.rpartition("h.")[2][2:] for name in cut} >= {"mlp.c_fc.weight", "mlp.c_fc.bias", "mlp.c_proj.weight"}
+    assert any("attn" in each for each in cut) == (name != "plan")
+    check_like_one_device(outcomes, settings, layout)
+
+
+def train_wrongly(plan: dict[str, str]) -> None:
+    train(Settings("gpt2_float64_loss"), Layout("1f1b", 1, 1, 2, tensor=2).strategy(tensor_parallel_plan=plan), 2)
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ({"*.mlp.c_fc": "colwise"}, ("mlp.c_fc", "model.transformer.h.0")),
+        ({"*.no_such_layer": "rowwise"}, ("*.no_such_layer", "fits no weight")),
+        ({"*.mlp.c_fc": "diagonal"}, ("diagonal", "'colwise'")),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_wrong_plan_ends_the_run_before_an_update(
+    pool: WorkerPool, plan: dict[str, str], words: tuple[str, ...]
+) -> None:
+    report = pool.run(train_wrongly, plan, timeout=120, expect_failure=True)
+    for failure in report.failures:
+        assert failure is not None and failure.type in ("ConfigurationError", "SplitError")
+        assert all(word in failure.message for word in words), failure.message
+
+
+class Parallelized(ResidualMLP):
+    """Cuts itself, as for Lightning's ModelParallelStrategy."""
+
+    def configure_model(self) -> None:
+        assert self.device_mesh is not None
+        parallelize_module(self.blocks, self.device_mesh["tensor_parallel"], {"0": ColwiseParallel()})
+
+
+def train_parallelized() -> None:
+    strategy = Layout("1f1b", 1, 1, 2, tensor=2).strategy()
+    L.Trainer(**QUIET, devices=2, strategy=strategy, max_epochs=1).fit(Parallelized(), ParityData(SETTINGS))
+
+
+def test_modules_that_cut_themselves_are_refused_by_name(pool: WorkerPool) -> None:
+    for failure in pool.run(train_parallelized, expect_failure=True, timeout=120).failures:
+        assert failure is not None and failure.type == "ConfigurationError"
+        assert "blocks.0.weight of Parallelized is a DTensor" in failure.message
+
+
+def make_compiled() -> None:
+    strategy = PipelineParallelStrategy(pipeline_parallel_size=1, tensor_parallel_size=2, compile=True)
+    L.Trainer(**QUIET, devices=2, strategy=strategy)
+
+
+def test_compiled_units_are_refused(pool: WorkerPool) -> None:
+    for failure in pool.run(make_compiled, expect_failure=True).failures:
+        assert failure is not None and failure.type == "ConfigurationError"
+        assert "compile=True does not work with tensor_parallel_size=2" in failure.message
