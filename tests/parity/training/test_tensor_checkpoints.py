@@ -47,7 +47,19 @@ class TiedLlama(nn.Module):
         return logits
 
 
+class AdaptedLlama(TiedLlama):
+    """With adapters of PEFT, which alone are trained."""
+
+    def __init__(self) -> None:
+        import peft
+
+        super().__init__()
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+        self.model = peft.get_peft_model(self.model, config)
+
+
 MODELS: dict[str, Any] = {
+    "adapted_llama": AdaptedLlama,
     "byte_gpt": lambda: ByteGPT(num_layers=3, dim=16, num_heads=2, max_seq_len=LENGTH),
     "tied_llama": TiedLlama,
 }
@@ -136,7 +148,7 @@ def check_same(found: Any, expected: Any) -> None:
             assert tensor_difference(two[place], value) < 1e-9, place
 
 
-@pytest.mark.parametrize(("name", "sizes"), [("byte_gpt", (1, 2)), ("tied_llama", (2, 2))])
+@pytest.mark.parametrize(("name", "sizes"), [("byte_gpt", (1, 2)), ("tied_llama", (2, 2)), ("adapted_llama", (1, 2))])
 def test_a_file_has_what_one_device_saves(pool: WorkerPool, tmp_path: Path, name: str, sizes: tuple[int, int]) -> None:
     losses, norms = fit(name, tmp_path / "one", None)
     for found, found_norms in pool.run(

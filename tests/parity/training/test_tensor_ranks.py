@@ -44,7 +44,7 @@ def test_nothing_sharded(pool: WorkerPool, schedule: str, sizes: tuple[int, int,
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
-def test_nothing_sharded_with_every_axis(schedule: str) -> None:
+def test_every_axis(schedule: str) -> None:
     workers = WorkerPool(8)
     try:
         layout = Layout(schedule, 2, 2, 3, tensor=2)
