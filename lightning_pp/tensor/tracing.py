@@ -10,7 +10,7 @@ gets through.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -179,10 +179,11 @@ class UnitTracer:
         blamed = {name for name in error.origins if name in self._found} or set(self._found)
         helped = False
         for name in blamed:
-            if name not in self._columns or name in self._segments:
+            if name not in self._columns:
                 continue
-            proposed = _proposed(sum(self._found[name][1]), error.segments)
-            if proposed is not None and not any(length % self._num_ranks for length in proposed):
+            segments = self._found[name][1]
+            proposed = _proposed(segments, error.segments)
+            if len(proposed) > len(segments) and not any(length % self._num_ranks for length in proposed):
                 self._segments[name], helped = proposed, True
         if helped:
             return
@@ -197,12 +198,13 @@ class UnitTracer:
         self.reasons |= dict.fromkeys(blamed, str(error))
 
 
-def _proposed(size: int, fractions: tuple[tuple[int, int], ...]) -> tuple[int, ...] | None:
-    """Segments of a dimension of ``size`` that end at these fractions of it."""
-    if len(fractions) < 3 or any(size * part % total for part, total in fractions):
-        return None
-    ends = [size * part // total for part, total in fractions]
-    return tuple(stop - start for start, stop in pairwise(ends))
+def _proposed(segments: tuple[int, ...], fractions: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
+    """The segments, cut once more at these fractions of their sum; as they are where those are no whole numbers."""
+    size = sum(segments)
+    if any(size * part % total for part, total in fractions):
+        return segments
+    ends = {0, *accumulate(segments), *(size * part // total for part, total in fractions)}
+    return tuple(stop - start for start, stop in pairwise(sorted(ends)))
 
 
 def check_whole(output: Any) -> None:

@@ -156,6 +156,19 @@ def _transformer(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
                 "attention_mask": mask,
             },
         )
+    if kind == "phi3":  # query, key and value of different widths in one projection, taken by slices
+        from transformers.models.phi3.modeling_phi3 import Phi3DecoderLayer
+
+        config = transformers.Phi3Config(
+            hidden_size=WIDTH,
+            intermediate_size=24,
+            num_attention_heads=HEADS,
+            num_key_value_heads=2,
+            vocab_size=32,
+            pad_token_id=0,
+            **sizes,
+        )
+        return Phi3DecoderLayer(config, 0), (hidden(),), {"position_embeddings": rotary(WIDTH // HEADS)}
     if kind == "gpt2":
         from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 

@@ -35,6 +35,7 @@ CUT: dict[str, Sequence[str]] = {
     "llama-eager": LLAMA + GATES,
     "llama_one_key_head": (LLAMA[0], LLAMA[3], *GATES),
     "llama_one_key_head-eager": (LLAMA[0], LLAMA[3], *GATES),
+    "phi3": ("self_attn.qkv_proj.weight", "self_attn.o_proj.weight", "mlp.gate_up_proj.weight", "mlp.down_proj.weight"),
     "gpt2": (*CONV1D, "mlp.c_fc.weight", "mlp.c_fc.bias", "mlp.c_proj.weight"),
     "gpt2-eager": (*CONV1D, "mlp.c_fc.weight", "mlp.c_fc.bias", "mlp.c_proj.weight"),
     "t5": T5 + tuple(f"layer.1.DenseReluDense.{name}.weight" for name in ("wi_0", "wi_1", "wo")),
