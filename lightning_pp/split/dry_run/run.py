@@ -6,9 +6,8 @@ Source of the idea: none of the existing pipelines does this; tracing by fake te
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -19,6 +18,7 @@ from lightning_pp.errors import BatchError, ConfigurationError, ScheduleError, S
 from lightning_pp.split.dry_run.carried_state import Left, LeftTensors, buffers_outside, rebound
 from lightning_pp.split.dry_run.recording import OF_UNIT, DryRun
 from lightning_pp.split.fakes.conversion import convertible_fakes
+from lightning_pp.split.fakes.fake_mode import attempts_untold
 from lightning_pp.split.fakes.parameters import FakeParameters
 from lightning_pp.split.head.deferred_logits import WholeHeadError
 from lightning_pp.split.record.source_lines import innermost_user_line
@@ -201,7 +201,7 @@ def _attempt(
         stack.enter_context(torch.set_grad_enabled(with_gradients))
         stack.enter_context(uncompiled())
         stack.enter_context(convertible_fakes())
-        stack.enter_context(_quiet())
+        stack.enter_context(attempts_untold())
 
         unit_calls = UnitCalls(units)
         run.running_region, run.num_regions = unit_calls.running_region, unit_calls.num_regions
@@ -247,14 +247,3 @@ def _carried(
         return tensors.used_by(run.record)
     finally:
         run.release()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Within, torch does not report attempts on fakes that fail; what comes of them is reported here."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before

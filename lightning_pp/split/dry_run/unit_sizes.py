@@ -16,7 +16,7 @@ from lightning_pp.split.data.tree import entries_of, is_object, leaves_of
 from lightning_pp.split.dry_run.looks import StepWatch
 from lightning_pp.split.dry_run.python_reads import PythonReads
 from lightning_pp.split.fakes.conversion import convertible_fakes
-from lightning_pp.split.fakes.fake_mode import NeedsDataError
+from lightning_pp.split.fakes.fake_mode import NeedsDataError, attempts_untold
 from lightning_pp.split.fakes.made_up_data import AsFake
 from lightning_pp.split.fakes.parameters import FakeParameters, is_fake
 from lightning_pp.split.head.parts import HeadPart
@@ -74,6 +74,7 @@ class UnitSizes:
         self._fakes = fake_parameters
         self._kinds: dict[str, Hashable] = {}
         self._known: dict[Hashable, _Known | None] = {}
+        self._need_data: set[type[nn.Module]] = set()
         self._of_rehearsal: ExitStack | None = None
 
     @contextmanager
@@ -114,6 +115,8 @@ class UnitSizes:
         looks_at = None if call.looks_at is None else fingerprint_of(args, kwargs)
         given = cast_activations(call, args, kwargs, dtype)
         key = (self._kind_of(call.unit), looks_at, torch.is_grad_enabled(), *_described(given))
+        if type(self._units[call.unit]) in self._need_data:
+            return None
         if key not in self._known:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
@@ -169,6 +172,7 @@ class UnitSizes:
                 output = original(*args, **kwargs)
                 leaves_behind = any(True for _ in left.side_effects(lambda tensor: (tensor, None), lambda _: None))
         except Exception:  # it may need data; a dry run knows what to do then
+            self._need_data.add(type(unit))
             return None
         with left.attempt(()):  # objects in the arguments are as before
             pass
@@ -195,6 +199,7 @@ class UnitSizes:
             self._fakes.mode.making_up(False),
             uncompiled(),
             convertible_fakes(),
+            attempts_untold(),
         ):
             yield
 

@@ -6,6 +6,7 @@ if it depends on the data that is missing: ``logits[labels != -100]`` with real 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -230,3 +231,14 @@ def _share_a_layout(leaves: Sequence[Any]) -> bool:
 def _are_equal(leaves: Sequence[Tensor]) -> bool:
     """Whether an output is the same whatever the fakes hold, as the batch sizes of a packed sequence are."""
     return not leaves[0].is_floating_point() and all(torch.equal(leaf, leaves[0]) for leaf in leaves[1:])
+
+
+@contextmanager
+def attempts_untold() -> Iterator[None]:
+    """Within, torch does not report attempts on fakes that fail; what comes of them is reported here."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
