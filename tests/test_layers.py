@@ -106,8 +106,8 @@ BUDGETS = {
     ("schedule",): 4_885,
     ("planning",): 4_670,
     ("runtime",): 4_220,
-    ("checkpoint",): 3_545,
-    ("sharding",): 3_215,
+    ("checkpoint",): 3_570,
+    ("sharding",): 3_590,
     ("distributed",): 2_350,
     ("verification",): 750,
 }

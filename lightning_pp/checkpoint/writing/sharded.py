@@ -15,7 +15,13 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from upath import UPath
 
 from lightning_pp.checkpoint.content import CURRENT_MODEL, MODEL, OPTIMIZERS
-from lightning_pp.checkpoint.ownership.rank_part import RankPart, by_canonical_name, read_optimizer, to_save
+from lightning_pp.checkpoint.ownership.rank_part import (
+    RankPart,
+    by_canonical_name,
+    read_optimizer,
+    settings_of_groups,
+    to_save,
+)
 from lightning_pp.checkpoint.ownership.ranks import Ranks, fail_together, from_root
 from lightning_pp.checkpoint.storage import folder, remote_folder
 from lightning_pp.checkpoint.storage import torch_storage as storage
@@ -131,6 +137,7 @@ def prepare_save(
     """
     ranks, catalog = Ranks.from_mesh(part.mesh), part.catalog
     path = from_root(str(path), ranks)
+    settings = [settings_of_groups(optimizer) for optimizer in part.optimizers] if OPTIMIZERS in checkpoint else []
     with fail_together():
         location = locate(path)
         entries: dict[KeyPath, Any] = {}
@@ -143,7 +150,7 @@ def prepare_save(
             tied.update({(container, alias): (container, first) for alias, first in catalog.canonical.items()})
             order.extend((container, name) for name in catalog.names)
         if OPTIMIZERS in checkpoint:
-            entries.update(_optimizer_entries(part, ranks))
+            entries.update(_optimizer_entries(part, ranks, settings))
         in_shards = (MODEL, CURRENT_MODEL, OPTIMIZERS)
         trainer_state = {key: value for key, value in checkpoint.items() if key not in in_shards}
         pickled = _pickled(trainer_state) if ranks.is_root else b""
@@ -168,7 +175,7 @@ def _staged(values: list[Any], stager: DefaultStager) -> list[Any]:
     return list(staged.values())
 
 
-def _optimizer_entries(part: RankPart, ranks: Ranks) -> dict[KeyPath, Any]:
+def _optimizer_entries(part: RankPart, ranks: Ranks, settings: Sequence[Any]) -> dict[KeyPath, Any]:
     entries: dict[KeyPath, Any] = {}
     parameters = part.parameters()
     for index, optimizer in enumerate(part.optimizers):
@@ -177,7 +184,9 @@ def _optimizer_entries(part: RankPart, ranks: Ranks) -> dict[KeyPath, Any]:
             if part.catalog.saver(name) == ranks.pipeline_rank:
                 entries.update(storage.flatten((prefix, "state", name), state))
         if ranks.is_root:
-            for number, (group, names) in enumerate(zip(own.groups, part.catalog.optimizer_groups[index], strict=True)):
+            for number, (group, names) in enumerate(
+                zip(settings[index], part.catalog.optimizer_groups[index], strict=True)
+            ):
                 for key, value in {**group, "params": list(names)}.items():
                     entries[prefix, "param_groups", number, key] = value
     return entries
