@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 
 from lightning_pp import __version__
@@ -26,3 +28,10 @@ def parser_of(command: str, description: str | None, epilog: str) -> argparse.Ar
     )
     parser.add_argument("--version", action="version", version=version_line(command))
     return parser
+
+
+def answer_version(arguments: Sequence[str], command: str) -> None:
+    """Prints the versions and ends the process, if ``arguments`` ask for them. For commands that Hydra parses."""
+    if "--version" in arguments:
+        sys.stdout.write(f"{version_line(command)}\n")
+        sys.exit(0)

@@ -100,11 +100,11 @@ def test_one_layer_makes_process_groups() -> None:
 # out, so these numbers go down; one that goes up is a decision, and is told in the commit.
 BUDGETS = {
     ("split",): 12_755,
-    ("strategy",): 12_720,
-    ("cli", "conf", "doctor"): 9_525,
+    ("strategy",): 12_760,
+    ("cli", "conf", "doctor"): 9_250,
     ("telemetry", "callbacks"): 4_750,
     ("schedule",): 4_885,
-    ("planning",): 4_670,
+    ("planning",): 4_820,
     ("runtime",): 4_220,
     ("checkpoint",): 3_570,
     ("sharding",): 3_590,

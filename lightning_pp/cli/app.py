@@ -26,10 +26,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from lightning_pp.cli import launch
-from lightning_pp.cli.hydra_app.answers import answer_alone
 from lightning_pp.cli.hydra_app.application import run_task
 from lightning_pp.cli.hydra_app.launcher import Launcher
 from lightning_pp.cli.problems import UserError, check_choices, print_problem, refused_by, user_errors
+from lightning_pp.versions import answer_version
 
 if TYPE_CHECKING:
     from lightning_pp.cli.run import Run
@@ -40,7 +40,7 @@ _COMMAND = "lightning-pp"
 def main() -> None:
     """Entry point of the command."""
     sys.path.insert(0, os.getcwd())  # modules in the user's own folder are found, as with `python -m`
-    answer_alone(sys.argv[1:], _COMMAND)
+    answer_version(sys.argv[1:], _COMMAND)
     with refused_by(_COMMAND):
         check_choices(sys.argv[1:])
         if launch.launched_from_outside() or any(each.startswith("resume=") for each in sys.argv):

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_pp.cli.hydra_app.answers import answer_alone
 from lightning_pp.cli.hydra_app.application import run_task
 from lightning_pp.cli.problems import UserError, check_choices, refused_by, user_errors
 from lightning_pp.conf.targets import build, check_targets_of_run
+from lightning_pp.versions import answer_version
 
 if TYPE_CHECKING:
     from lightning_pp.verification import Verification
@@ -38,7 +38,7 @@ _STRATEGY = {
 def main() -> None:
     """Entry point of the command."""
     sys.path.insert(0, os.getcwd())  # modules in the user's own folder are found, as with `python -m`
-    answer_alone(sys.argv[1:], _COMMAND)
+    answer_version(sys.argv[1:], _COMMAND)
     with refused_by(_COMMAND):
         check_choices(sys.argv[1:])
     run_task(_task, "pkg://lightning_pp.conf", "verify", "1.3", _COMMAND)

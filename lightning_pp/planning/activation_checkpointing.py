@@ -17,6 +17,8 @@ from lightning_pp.split.record.step_record import StepRecord
 from lightning_pp.split.unit_calls.selective_policy import Policy
 from lightning_pp.split.unit_calls.units import is_block_list
 
+AUTO = "auto"
+"""As few blocks as ``device_memory_gib`` asks for."""
 ActivationCheckpointing = bool | str | Sequence[Any] | Callable[..., Any]
 
 
@@ -26,8 +28,8 @@ def check_activation_checkpointing(value: ActivationCheckpointing) -> None:
     if isinstance(value, (bool, str)) or callable(value) or _are_patterns(value) or are_operations:
         return
     raise ConfigurationError(
-        f"activation_checkpointing={value!r} must be True, a list of names or patterns of units, a list of operations "
-        "whose outputs are saved (torch.ops.aten.mm.default, ...), or a policy function as "
+        f"activation_checkpointing={value!r} must be True, 'auto', a list of names or patterns of units, a list of "
+        "operations whose outputs are saved (torch.ops.aten.mm.default, ...), or a policy function as "
         "torch.utils.checkpoint.create_selective_checkpoint_contexts takes it."
     )
 

@@ -11,13 +11,22 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pp.distributed.sizes import ParallelSizes
+from lightning_pp.planning.activation_checkpointing import AUTO
 from lightning_pp.planning.hardware.devices import PLANNED_ON_CPU, PlannedDevice
 from lightning_pp.planning.memory.limit import DeviceMemory
 from lightning_pp.planning.memory.model import MemoryModel
 from lightning_pp.planning.pipeline_options import PipelineOptions
 from lightning_pp.planning.refinement.choice import CutChoice
+from lightning_pp.planning.refinement.recomputed import recomputed_units
 from lightning_pp.planning.schedules.source import ScheduleSource
-from lightning_pp.planning.stage_model import RecordedModel, RecordingOptions, SplitModel, assign_stages, record_model
+from lightning_pp.planning.stage_model import (
+    RecordedModel,
+    RecordingOptions,
+    SplitModel,
+    assign_stages,
+    record_model,
+    with_recomputation,
+)
 from lightning_pp.planning.tuning import LayoutRequest
 from lightning_pp.planning.unit_times.measure import UnitTimes
 from lightning_pp.schedule import Placement
@@ -103,6 +112,7 @@ class ModelCutter:
         self._refines = refines
         self._refined: dict[tuple[int, frozenset[str], int], RecordedModel | None] = {}
         self._unit_times: UnitTimes | None = None
+        self._recomputed: list[str] = []
 
     def measure_units(self, most_seconds: float, tell: Callable[[str], None] = lambda text: None) -> UnitTimes:
         """From here on, cuts and costs use the times of units that run alone on the device.
@@ -183,6 +193,9 @@ class ModelCutter:
             ):
                 return recording
         recording = self._record(num_stages)
+        if self.options.activation_checkpointing == AUTO:
+            self._recomputed = recomputed_units(recording, self._request)
+            recording = with_recomputation(recording, self._recomputed)
         self._recordings.append((num_stages, recording))
         return recording
 
@@ -202,7 +215,8 @@ class ModelCutter:
         key = num_stages, frozenset(names), num_head_parts
         if key not in self._refined:
             try:
-                self._refined[key] = self._record(num_stages, names, num_head_parts or False)
+                refined = self._record(num_stages, names, num_head_parts or False)
+                self._refined[key] = with_recomputation(refined, self._recomputed) if self._recomputed else refined
             except Exception:  # of the user's code, too, which is not run so then
                 self._refined[key] = None
         return self._refined[key]
@@ -219,7 +233,7 @@ class ModelCutter:
             num_stages=num_stages,
             how=RecordingOptions(
                 self._step.dtypes.compute,
-                self.options.activation_checkpointing,
+                self.options.recorded_checkpointing,
                 split_head=self.options.split_head if split_head is None else split_head,
                 refined={*refined, *self.options.refined_units(self.module)},
             ),

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_pp.distributed.sizes import Auto, check_size
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.planning.activation_checkpointing import ActivationCheckpointing, check_activation_checkpointing
+from lightning_pp.planning.activation_checkpointing import AUTO, ActivationCheckpointing, check_activation_checkpointing
 from lightning_pp.planning.cuts import CutOptions
 from lightning_pp.planning.schedules.options import ScheduleOptions
 from lightning_pp.planning.sharded_stages import ShardingSettings
@@ -98,12 +98,22 @@ class PipelineOptions:
         if limit is not None and not (math.isfinite(limit) and limit > 0):
             raise ConfigurationError(f"device_memory_gib={limit!r} must be a number above 0, or None for no limit.")
         check_activation_checkpointing(self.activation_checkpointing)
+        if self.activation_checkpointing == AUTO and limit is None:
+            raise ConfigurationError(
+                "activation_checkpointing='auto' recomputes as few blocks as device_memory_gib asks for, but that is "
+                "not given. Set device_memory_gib, or activation_checkpointing=True for all blocks."
+            )
         self.schedule.source.check_sizes("auto", self.batches.num_microbatches)
 
     @property
     def num_microbatches(self) -> int | Auto:
         """Slices of a batch, which a schedule's file may say."""
         return self.schedule.source.num_microbatches(self.batches.num_microbatches)
+
+    @property
+    def recorded_checkpointing(self) -> ActivationCheckpointing:
+        """What is run again in backward before a limit of memory has been looked at."""
+        return False if self.activation_checkpointing == AUTO else self.activation_checkpointing
 
     @property
     def split_head(self) -> SplitHead:

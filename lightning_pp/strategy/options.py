@@ -154,7 +154,8 @@ class StrategyOptions(MeshStrategy):
         compile: True, or options of ``torch.compile``: compile every unit by itself. Where the backward is split, their
             weight gradients wait for W too. Units that are one layer of torch are not compiled.
         activation_checkpointing: Units that keep only their inputs and run again in backward. True: units in lists of
-            repeated blocks. Names or patterns: those units. A policy, or a list of operations whose outputs are saved,
+            repeated blocks. ``"auto"``: of these as few as ``device_memory_gib`` asks for, on the ranks that need it.
+            Names or patterns: those units. A policy, or a list of operations whose outputs are saved,
             as ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes them: repeated blocks.
         save_distributed_checkpoint: True: every rank writes its shard, into a folder that loads under any other layout.
             False: one ``.ckpt`` file, from which a plain ``Trainer()`` on one device resumes.

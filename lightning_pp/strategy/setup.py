@@ -13,11 +13,21 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_pp.long_tasks import LongTask
+from lightning_pp.planning.activation_checkpointing import AUTO
 from lightning_pp.planning.memory.limit import DeviceMemory
 from lightning_pp.planning.memory.model import MemoryModel
 from lightning_pp.planning.refinement.choice import CutChoice
-from lightning_pp.planning.stage_model import RecordedModel, RecordingOptions, SplitModel, assign_stages, record_model
+from lightning_pp.planning.refinement.recomputed import about_recomputed, recomputed_units
+from lightning_pp.planning.stage_model import (
+    RecordedModel,
+    RecordingOptions,
+    SplitModel,
+    assign_stages,
+    record_model,
+    with_recomputation,
+)
 from lightning_pp.planning.tuning import Layout, LayoutRequest, compute_on_rank0
+from lightning_pp.planning.unit_times.measure import run_each_once
 from lightning_pp.split.cut.wide_cuts import ADVICE, WideCut, wide_cuts
 from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.dry_run.weight_updates import Updates
@@ -31,6 +41,9 @@ from lightning_pp.strategy.step.dry_steps import first_arguments, recorded_step
 from lightning_pp.strategy.step.refusals import raise_own, refuse_carried_state, refuse_unrecorded
 from lightning_pp.strategy.step.update_hooks import UpdateHooks
 from lightning_pp.strategy.surroundings import Surroundings
+
+LOADING_DEVICES = {"cuda"}
+"""Devices that load kernels when they are first used, and wait for all of their work then."""
 
 
 class AllRanks(Protocol):
@@ -93,6 +106,7 @@ class PipelineSetup:
         self._cutter = BatchCutter(self._options, surroundings.sizes.pipeline, self.module)
         self._communicators_bytes = surroundings.communicators_bytes
         self._device_memory: DeviceMemory | None = None
+        self._recomputed: list[str] = []
         self._update_hooks: UpdateHooks
 
     def lay_out(
@@ -121,10 +135,20 @@ class PipelineSetup:
         arguments = first_arguments(self.module, step, has_several_loaders=has_several_loaders)
         with self._in_mode_of(step):
             record = partial(self._record, batch, microbatches, step, arguments, request.fewest_stages)
-            recording, layout = self._laid_out(self._recorded_by_all(record, step, beforehand), request, record)
+            recording = self._recorded_by_all(record, step, beforehand)
+            if self._options.activation_checkpointing == AUTO and step == "training_step":
+                recording = self._recomputing_least(recording, request)
+            recording, layout = self._laid_out(recording, request, record)
             split = assign_stages(
                 recording, placement=layout.placement, partition=layout.partition, updates=self._updates(step)
             )
+            if self.device.type in LOADING_DEVICES and step == "training_step":
+                recorded = self._recorded_step(step, microbatches[0], arguments)
+                with (
+                    LongTask("The first run of each distinct unit", rank_zero_info),
+                    self._cutter.noted(batch, len(microbatches)),
+                ):
+                    run_each_once(recording, split.units_of(self._given.rank), recorded, self.device)
         for text in filter(None, dict.fromkeys((recording.about_head, layout.about_head))):
             rank_zero_info(text)
         if split.record.failure is None:
@@ -169,6 +193,21 @@ class PipelineSetup:
             self._ranks.all_or_none(lambda: raise_own(failure))
         return recording
 
+    def _recomputing_least(self, recording: RecordedModel, request: LayoutRequest) -> RecordedModel:
+        """``recording`` with as few blocks recomputed as the limit of memory asks for."""
+        assert self._device_memory is not None
+        memory = self._device_memory
+        self._recomputed = self._decided(
+            partial(recomputed_units, recording, lambda one: replace(request, memory=memory.of(one)))
+        )
+        rank_zero_info(about_recomputed(self._recomputed, recording, memory.limit_gib))
+        return with_recomputation(recording, self._recomputed)
+
+    def _decided(self, compute: Callable[[], Any]) -> Any:
+        """What ``compute`` returns on rank 0, on every rank."""
+        decides = self._given.rank == 0 and self._given.replica == 0
+        return compute_on_rank0(compute, decides=decides, broadcast=self._ranks.broadcast)
+
     def _laid_out(
         self, recording: RecordedModel, request: LayoutRequest, record: Callable[..., RecordedModel]
     ) -> tuple[RecordedModel, Layout]:
@@ -187,10 +226,8 @@ class PipelineSetup:
             return found
 
         hooks = {id(recording.fake_parameters): self._update_hooks}
-        decides = self._given.rank == 0 and self._given.replica == 0
-        decided = partial(compute_on_rank0, decides=decides, broadcast=self._ranks.broadcast)
         with LongTask("The choice of cuts and schedule", rank_zero_info):
-            chosen, layout = CutChoice(recording, request_of, again, decided).layout()
+            chosen, layout = CutChoice(recording, request_of, again, self._decided).layout()
         self._update_hooks = hooks[id(chosen.fake_parameters)]
         self._device_memory = request_of(chosen).memory
         if chosen.refinement is not None:
@@ -222,18 +259,7 @@ class PipelineSetup:
         """A dry run of ``step`` on the first microbatch, with units for ``num_stages``; ``refined`` in parts."""
         trains = step == "training_step"
         split_head = self._options.split_head if num_head_parts is None else num_head_parts or False
-        recorded = recorded_step(
-            self.module,
-            step,
-            microbatches[0].data,
-            arguments,
-            None,
-            precision=self._precision,
-            device=self.device,
-            trains=trains,
-        )
-        if self._options.schedule.whole_batch_loss and step != "predict_step":
-            recorded = ending_with_batch(recorded)
+        recorded = self._recorded_step(step, microbatches[0], arguments)
         with self._cutter.noted(batch, len(microbatches)):
             recording = record_model(
                 self.module,
@@ -244,15 +270,25 @@ class PipelineSetup:
                 num_stages=num_stages,
                 how=RecordingOptions(
                     step_dtypes(self._precision).compute,
-                    self._options.activation_checkpointing,
+                    self._options.recorded_checkpointing,
                     may_fail=True,
                     split_head=split_head if trains else False,
                     refined={*refined, *self._options.refined_units(self.module)},
                 ),
             )
+        if self._recomputed:
+            recording = with_recomputation(recording, self._recomputed)
         refuse_carried_state(self.module, step, recording.record, len(microbatches))
         self._update_hooks = UpdateHooks(self.module, recording.fake_parameters, batch)
         return recording
+
+    def _recorded_step(self, step: str, microbatch: Microbatch, arguments: Sequence[Any]) -> Callable[[Any], Any]:
+        precision, trains = self._precision, step == "training_step"
+        recorded = recorded_step(
+            self.module, step, microbatch.data, arguments, precision=precision, device=self.device, trains=trains
+        )
+        ends_with_batch = self._options.schedule.whole_batch_loss and step != "predict_step"
+        return ending_with_batch(recorded) if ends_with_batch else recorded
 
     def _updates(self, step: str) -> Updates:
         """What hooks write into parameters, in training."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -14,9 +13,7 @@ from command import TINY_RUN, run_command, run_forked
 
 import lightning_pp
 from lightning_pp import PipelineParallelStrategy
-from lightning_pp.cli.hydra_app.completion import completion_script
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.schedule import available_schedules
 
 APPLICATION = """
 import lightning as L
@@ -117,37 +114,21 @@ def test_version_is_that_of_this_package(command: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def complete(script: Path, word: str, folder: Path) -> set[str]:
-    """What bash offers for ``word`` behind the command; it breaks words at ``=``, as an interactive bash does."""
-    finished = subprocess.run(
-        [
-            *("bash", "--norc", "-c"),
-            f'source {script}; COMP_LINE="lightning-pp {word}"; COMP_POINT=${{#COMP_LINE}}; '
-            'COMP_WORDBREAKS=" ="; _lightning_pp; printf "%s\\n" "${COMPREPLY[@]}"',
-        ],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert finished.stderr == ""
-    return set(finished.stdout.split())
-
-
-def test_completion_of_names_and_values(tmp_path: Path) -> None:
-    script = tmp_path / "completion"
-    script.write_text(completion_script("lightning-pp", "config"))
-    (tmp_path / "corpus.txt").touch()
-    assert complete(script, "strategy.sched", tmp_path) == {"strategy.schedule="}
-    assert complete(script, "strategy.schedule=", tmp_path) == {*available_schedules(), "auto"}
-    assert {"byte_gpt", "gpt2_124m", "llama"} <= complete(script, "recipe=", tmp_path)
-    assert complete(script, "logger=", tmp_path) >= {"csv", "none", "wandb"}
-    assert not {each for each in complete(script, "model=", tmp_path) if each.endswith("_schema")}
-    assert complete(script, "strategy.shard", tmp_path) == {"strategy.sharding="}
-    assert complete(script, "strategy.sharding=", tmp_path) == {"replicate", "shard_grad_op", "full_shard"}
-    assert complete(script, "mod", tmp_path) == {"mode=", "model=", "model."}
-    assert complete(script, "mode=", tmp_path) == {"fit", "validate", "test", "predict"}
-    assert complete(script, "trainer.detect_anomaly=t", tmp_path) == {"true"}
-    assert complete(script, "ckpt_path=cor", tmp_path) == {"corpus.txt"}
-    assert complete(script, "--vers", tmp_path) == {"--version"}
-    assert "strategy." in complete(script, "", tmp_path) and "strategy.schedule=" not in complete(script, "", tmp_path)
+@pytest.mark.parametrize(
+    ("word", "offered"),
+    [
+        ("strategy.sched", {"strategy.schedule="}),
+        ("recipe=gpt", {"recipe=gpt2_124m"}),
+        ("logger=w", {"logger=wandb"}),
+        ("trainer.max_e", {"trainer.max_epochs="}),
+    ],
+)
+def test_hydra_completes_groups_options_and_names(
+    word: str, offered: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COMP_LINE", f"lightning-pp {word}")
+    monkeypatch.setenv("COMP_POINT", str(len(f"lightning-pp {word}")))
+    finished = run_forked(["--shell-completion", "query=bash"], tmp_path)
+    assert finished.code == 0
+    assert offered <= set(finished.output.split())
+    assert list(tmp_path.iterdir()) == []

@@ -20,7 +20,7 @@ from lightning_pp.planning.schedules.source import schedule_source
 from lightning_pp.planning.stage_model import RecordedModel, record_model
 from lightning_pp.planning.tuning import Layout, LayoutRequest
 from lightning_pp.planning.unit_times.alone import StepAlone
-from lightning_pp.planning.unit_times.measure import UnitTimes
+from lightning_pp.planning.unit_times.measure import UnitTimes, run_each_once
 from lightning_pp.split.cut.unit_costs import stage_costs
 from lightning_pp.split.fakes.parameters import has_data
 from lightning_pp.split.fakes.without_memory import parameters_without_memory
@@ -195,3 +195,29 @@ def test_a_step_that_writes_into_its_batch_gets_a_copy_each_time() -> None:
     copy["ids"] += 1
     assert batch["ids"].sum() == 0
     assert StepAlone(edits_batch=False).own(batch)["ids"].data_ptr() == batch["ids"].data_ptr()
+
+
+class Fragile(Short):
+    """Cannot run on zeros."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if has_data(hidden) and not hidden.any():
+            raise ValueError("zeros")
+        return super().forward(hidden)
+
+
+def test_each_distinct_unit_of_a_rank_runs_once_and_leaves_no_trace(caplog: pytest.LogCaptureFixture) -> None:
+    module = Net()
+    module.blocks[1] = Fragile()
+    parameters = dict(module.named_parameters())
+    values = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    draws = torch.get_rng_state()
+    RUNS.clear()
+    with caplog.at_level("DEBUG"):
+        run_each_once(recording_of(module), [f"blocks.{block}" for block in range(1, 6)], recorded(module, BATCH), CPU)
+    assert [module.blocks[2]] == RUNS, "four are alike, one cannot run, the others are of other ranks"
+    assert "blocks.1 did not run alone on zeros: ValueError: zeros" in caplog.text
+    assert torch.equal(torch.get_rng_state(), draws)
+    for name, parameter in module.named_parameters():
+        assert parameter is parameters[name] and parameter.grad is None
+        assert torch.equal(parameter, values[name])

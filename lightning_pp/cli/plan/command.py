@@ -21,9 +21,9 @@ from collections.abc import Sequence
 
 from omegaconf import DictConfig
 
-from lightning_pp.cli.hydra_app.answers import answer_alone
 from lightning_pp.cli.hydra_app.application import run_task
 from lightning_pp.cli.problems import UserError, check_choices, print_problem, refused_by, user_errors
+from lightning_pp.versions import answer_version
 
 _COMMAND = "lightning-pp-plan"
 _FLAGS = {"--check": "check=true", "--measure": "measure=true", "--search": "search=true"}
@@ -33,7 +33,7 @@ def main() -> None:
     """Entry point of the command."""
     sys.path.insert(0, os.getcwd())  # modules in the user's own folder are found, as with `python -m`
     arguments = sys.argv[1:]
-    answer_alone(arguments, _COMMAND)
+    answer_version(arguments, _COMMAND)
     if "--check" in arguments and _names_a_class(arguments):
         sys.exit(check_class(arguments))
     with refused_by(_COMMAND):

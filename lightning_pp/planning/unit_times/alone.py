@@ -1,4 +1,4 @@
-"""Running F, I and W of some units alone: with random parameters, on random values in the place of what they receive.
+"""Running F, I and W of some units alone: with random parameters, on made-up values instead of what they receive.
 
 The user's step runs as on the stage of a pipeline that has just these units (:class:`StageRunner`): everything else in
 it is fake. So a model that does not fit into memory can be measured.
@@ -89,11 +89,18 @@ class UnitsAlone:
         group: The units.
         step: Runs the user's step on the microbatch that was recorded.
         device: Where they run.
+        zeros: Whether they receive zeros, which serve as indices as well, instead of random values.
     """
 
     def __init__(
-        self, recording: RecordedModel, group: Group, step: Callable[[Any], Any], device: torch.device
+        self,
+        recording: RecordedModel,
+        group: Group,
+        step: Callable[[Any], Any],
+        device: torch.device,
+        zeros: bool = False,
     ) -> None:
+        self._zeros = zeros
         self._recording = recording
         self._group = group
         self._step = step
@@ -123,7 +130,7 @@ class UnitsAlone:
     def run(self) -> UnitCost:
         """Milliseconds of F, I and W of one microbatch."""
         plan, clock = self._plan, self._clock
-        received = [(edge.value, self._random(edge.spec)) for edge in plan.stages[self._stage].receives]
+        received = [(edge.value, self._made_up(edge.spec)) for edge in plan.stages[self._stage].receives]
         marks = [clock.mark()]
         in_flight, output = self._runner.forward(
             plan,
@@ -169,8 +176,8 @@ class UnitsAlone:
         values = dict.fromkeys(edge.value for edge in edges if edge.has_gradient)
         return [(value, torch.randn_like(sent[value])) for value in values if value in sent]
 
-    def _random(self, spec: TensorSpec) -> Tensor:
-        if not (spec.dtype.is_floating_point or spec.dtype.is_complex):
+    def _made_up(self, spec: TensorSpec) -> Tensor:
+        if self._zeros or not (spec.dtype.is_floating_point or spec.dtype.is_complex):
             return torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
         return torch.randn(spec.shape, dtype=spec.dtype, device=self._device)
 

@@ -1,9 +1,10 @@
-"""Times of all units of a model, each distinct one measured alone."""
+"""Each distinct unit of a model alone: measured, or run once before a pipeline begins."""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -18,6 +19,7 @@ from lightning_pp.schedule import StageCosts
 from lightning_pp.split.cut.unit_costs import UnitCost, estimate_unit_costs
 
 _MOST_RUNS = 9
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -114,6 +116,26 @@ class UnitTimes:
             median(cost.backward_input for cost in measured),
             median(cost.backward_weight for cost in measured),
         )
+
+
+def run_each_once(
+    recording: RecordedModel, units: Collection[str], step: Callable[[Any], Any], device: torch.device
+) -> None:
+    """Runs F, I and W of each distinct one of ``units`` once, on zeros, so that kernels are loaded and tuned.
+
+    A device waits for all of its work when it loads a kernel for the first time. In a pipeline it would then also wait
+    for posted receives. A unit that cannot run on zeros is left for the pipeline, and logged as debug.
+    """
+    for groups in groups_alike(recording).values():
+        group = next((group for group in groups if group.units[0] in units), None)
+        if group is None:
+            continue
+        alone = UnitsAlone(recording, group, step, device, zeros=True)
+        try:
+            with alone.ready():
+                alone.run()
+        except Exception as error:
+            _log.debug("%s did not run alone on zeros: %s: %s", ", ".join(group.units), type(error).__name__, error)
 
 
 def _shared(cost: UnitCost, estimates: dict[str, UnitCost]) -> dict[str, UnitCost]:

@@ -206,6 +206,6 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved(thawed, path)
     assert "were trained too" in refused(capsys, path, target, *OWN)
     saved(lambda: made("gpt2", {"r": 2, "target_modules": ["wte"]}), path)
-    assert "transformer.wte.weight are tied" in refused(capsys, path, target, *OWN, "--merge")
+    assert "transformer.wte.weight, which are tied in" in refused(capsys, path, target, *OWN, "--merge")
     exported(capsys, path, target, *OWN)
     assert len(load_file(target / "adapter_model.safetensors")) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from lightning_pp import PipelineParallelStrategy
+from lightning_pp.strategy import setup
 
 TOLERANCE = 1e-9
 # the last batch is smaller than the others, and smaller than the number of microbatches
@@ -76,12 +78,19 @@ def run(name: str, num_stages: int | None = None, schedule: str = "1f1b") -> Run
     return result
 
 
+def run_with_units_first(name: str, num_stages: int, schedule: str) -> Run:
+    """As :func:`run`, with each distinct unit run once beforehand, as on CUDA."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setup, "LOADING_DEVICES", {"cpu"})
+        return run(name, num_stages, schedule)
+
+
 @functools.cache
 def on_one_device(name: str) -> Run:
     return run(name)
 
 
-def check(pool: WorkerPool, name: str, num_stages: int, schedule: str) -> None:
+def check(pool: WorkerPool, name: str, num_stages: int, schedule: str, run: Callable[..., Run] = run) -> None:
     expected = on_one_device(name)
     weights: dict[str, Tensor] = {}
     for found in pool.run(run, name, num_stages, schedule, world_size=num_stages, timeout=100):
@@ -114,6 +123,12 @@ def test_pipeline_equals_one_device(pool: WorkerPool, name: str) -> None:
 def test_parameters_that_follow_others_across_three_stages(pool: WorkerPool, name: str) -> None:
     """Groups of holders overlap here: the last stage shares parameters with both others."""
     check(pool, name, 3, "1f1b")
+
+
+@pytest.mark.by_day(2)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_units_that_ran_once_beforehand_train_the_same(pool: WorkerPool, name: str) -> None:
+    check(pool, name, 2, "zb_h1", run_with_units_first)
 
 
 @pytest.mark.nightly

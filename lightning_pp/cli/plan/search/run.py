@@ -22,7 +22,7 @@ from lightning_pp.cli.report import wide
 from lightning_pp.conf.targets import build
 from lightning_pp.distributed.sizes import ParallelSizes
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.planning.activation_checkpointing import ActivationCheckpointing
+from lightning_pp.planning.activation_checkpointing import AUTO, ActivationCheckpointing
 from lightning_pp.planning.hardware.devices import PlannedDevice
 from lightning_pp.planning.pipeline_options import PipelineOptions
 from lightning_pp.schedule.registry import is_schedule_file, schedule_family
@@ -147,6 +147,8 @@ def _neutral(config: DictConfig) -> DictConfig:
     for name, value in _CHOSEN.items():
         if name in neutral.strategy:
             neutral.strategy[name] = value
+    if neutral.strategy.get("activation_checkpointing") == AUTO:  # a search tries none and all
+        neutral.strategy.activation_checkpointing = False
     if OmegaConf.select(neutral, MODEL_CHECKPOINTS) is not None:
         OmegaConf.update(neutral, MODEL_CHECKPOINTS, False)
     return neutral
