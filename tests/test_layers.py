@@ -99,15 +99,15 @@ def test_one_layer_makes_process_groups() -> None:
 # Lines of each room, docstrings included, rounded up to the next fifty. A feature pays for its lines by taking others
 # out, so these numbers go down; one that goes up is a decision, and is told in the commit.
 BUDGETS = {
-    ("split",): 13_240,
+    ("split",): 13_245,
     ("strategy",): 13_045,
     ("cli", "conf", "doctor"): 9_250,
     ("telemetry", "callbacks"): 4_757,
     ("schedule",): 4_885,
     ("planning",): 4_900,
     ("runtime",): 4_350,
-    ("checkpoint",): 3_758,
-    ("sharding",): 3_215,
+    ("checkpoint",): 3_790,
+    ("sharding",): 3_590,
     ("distributed",): 2_412,
     ("tensor",): 2_450,
     ("verification",): 750,

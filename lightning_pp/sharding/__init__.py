@@ -7,7 +7,7 @@ This layer knows torch.distributed; when things happen is the runtime's to say.
 * :mod:`.stages` gathers, frees and reduces whole stages, as programs command it;
 * :mod:`.gradients` has what happens to gradients after a backward: hooks of parameters, averages over data-parallel
   ranks, sums over the stages that hold a parameter, norms and clipping;
-* :mod:`.shard_updates` has optimizers update shards as plain tensors.
+* :mod:`.shard_updates` has optimizers update shards as plain tensors, :mod:`.whole_updates` others whole matrices.
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_pp.combined_optimizer import CombinedOptimizer
-from lightning_pp.errors import ConfigurationError
 from lightning_pp.sharding._torch_private import as_plain_tensors, call_first_after_update, shard_itself
 from lightning_pp.sharding.units.flat import gradient_like
+from lightning_pp.sharding.whole_updates import WholeUpdates
 
 # Each element's update depends on that element's weight, gradient and state, and on numbers of the whole tensor such as
 # the count of steps. Not so Adafactor (rows and columns), Muon (matrices) and LBFGS (all parameters).
@@ -36,43 +36,40 @@ _ELEMENTWISE = frozenset(
         optim.RAdam, optim.RMSprop, optim.Rprop,
     }
 )  # fmt: skip
-_updates: WeakKeyDictionary[Optimizer, _ShardUpdates] = WeakKeyDictionary()
+_updates: WeakKeyDictionary[Optimizer, _ShardUpdates | WholeUpdates] = WeakKeyDictionary()
 
 
 def update_shards(optimizer: Optimizer) -> None:
-    """Has ``optimizer`` update this rank's shards as plain tensors, now and later; nothing if it must see whole ones.
+    """Has ``optimizer`` update this rank's shards, now and later: as plain tensors, or whole parameters one by one.
 
-    Torch's own elementwise optimizers are known, by their exact class: a class derived from one may do anything. It may
-    have plain parameters too, and get others later.
-
-    Raises:
-        ConfigurationError: It must see whole tensors, some of its parameters are sharded and some are not, and
-            ``foreach`` or ``fused`` asks for one call over all of them.
+    Torch's own elementwise optimizers are known, by their exact class: a class derived from one may do anything. Each
+    may have plain parameters too, and get others later.
     """
-    if optimizer in _updates:
-        return
-    if isinstance(optimizer, CombinedOptimizer):
-        for each in optimizer.optimizers:
-            update_shards(each)
-        return
-    if is_elementwise(optimizer):
-        _updates[optimizer] = _ShardUpdates(optimizer)
-        return
-    for group in optimizer.param_groups:
-        num_sharded = sum(isinstance(parameter, DTensor) for parameter in group["params"])
-        num_whole = len(group["params"]) - num_sharded
-        for flag in ("foreach", "fused"):
-            if group.get(flag) and num_sharded and num_whole:
-                raise ConfigurationError(
-                    f"{type(optimizer).__name__}({flag}=True) updates all parameters in one call. On this rank "
-                    f"{num_sharded} parameters are sharded and {num_whole} are whole, and torch cannot mix them in "
-                    f"one call. Leave out {flag}=True."
-                )
+    new = [each for each in parts_of(optimizer) if each not in _updates]
+    for each in new:
+        _updates[each] = _ShardUpdates(each) if is_elementwise(each) else WholeUpdates(each)
+    if optimizer not in parts_of(optimizer) and new:
+        optimizer.register_state_dict_pre_hook(_spread_all)
+
+
+def _spread_all(optimizer: Optimizer) -> None:
+    for each in parts_of(optimizer):
+        if isinstance(updates := _updates[each], WholeUpdates):
+            updates.spread(each)
+
+
+def parts_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
+    """Those that it combines, or it alone."""
+    return optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else (optimizer,)
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether it is one of torch's whose update of an element depends on that element's gradient and state alone."""
-    return type(optimizer) in _ELEMENTWISE and not any(group.get("differentiable") for group in optimizer.param_groups)
+    """Whether its update of an element depends on that element's gradient and state alone.
+
+    Torch's are known by their class. Another class says so by an attribute ``is_elementwise = True``.
+    """
+    is_known = type(optimizer) in _ELEMENTWISE or getattr(optimizer, "is_elementwise", False)
+    return is_known and not any(group.get("differentiable") for group in optimizer.param_groups)
 
 
 def with_closure(
@@ -92,7 +89,7 @@ def with_closure(
 
 def end_update(optimizer: Optimizer) -> None:
     """Puts DTensors where they were, if the update has failed before it could; else nothing."""
-    for each in optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else (optimizer,):
+    for each in parts_of(optimizer):
         if each in _updates:
             _updates[each].put_back(each)
 
@@ -102,7 +99,7 @@ def forget_shards(optimizer: Optimizer) -> None:
 
     To be called before parameters or states move to another device, so that the memory which they leave is free.
     """
-    for each in optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else (optimizer,):
+    for each in parts_of(optimizer):
         if each in _updates:
             _updates[each].forget()
 

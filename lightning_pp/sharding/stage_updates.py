@@ -1,4 +1,4 @@
-"""Updates by an optimizer that has the parameters of one stage: without empty groups, and of each by itself."""
+"""Updates by an optimizer that has part of a model's parameters: without empty groups, and of each by itself."""
 
 from __future__ import annotations
 
@@ -9,41 +9,52 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.sharding.shard_updates import is_elementwise, with_closure
-from lightning_pp.split.data.tree import leaves_of
-from lightning_pp.split.side_effects.generators import generators_untouched
+from lightning_pp.sharding.shard_updates import is_elementwise, parts_of, with_closure
+from lightning_pp.split.side_effects.generators import generators_untouched, torch_generators
 
 # an estimate over all parameters, as D-Adaptation makes it, is the same at first and not later
-_NUM_COMPARED = 5
-_TOLERANCE = 1e-3  # of the update
-_OF_TORCH = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)))
+_NUM_TRIED = 40
+_TOLERANCE = 1e-4  # of the update
+_MOST_ROWS = 8
 _updates: WeakKeyDictionary[Optimizer, StageUpdates] = WeakKeyDictionary()
 
 
-def update_as_stage(optimizers: Sequence[Optimizer]) -> None:
-    """Has each optimizer update the parameters of one stage of several, now and later."""
+def update_as_stage(optimizers: Sequence[Optimizer], *, has_stages: bool) -> None:
+    """Has each optimizer update part of a model's parameters, now and later.
+
+    Args:
+        optimizers: Each has parameters of this rank only, whole or in shards.
+        has_stages: Whether other ranks have other parameters. Otherwise only sharded ones may be divided among ranks.
+
+    Raises:
+        ConfigurationError: An optimizer combines parameters in an update, and this rank updates only some of them.
+    """
     for optimizer in optimizers:
-        if optimizer not in _updates:
-            _updates[optimizer] = StageUpdates(optimizer)
+        for each in dict.fromkeys((optimizer, *parts_of(optimizer))):
+            held = [parameter for group in each.param_groups for parameter in group["params"]]
+            is_divided = any(isinstance(p, DTensor) and p.device_mesh.size() > 1 for p in held)
+            if each in _updates or not (has_stages or is_divided):
+                continue
+            if each in parts_of(optimizer) and not is_elementwise(each):
+                _refuse_combining(each)
+            _updates[each] = StageUpdates(each)
 
 
 def end_stage_update(optimizer: Optimizer) -> None:
     """Puts its groups back where an update has failed; else nothing."""
-    if optimizer in _updates:
-        _updates[optimizer].put_back(optimizer)
+    for each in (optimizer, *parts_of(optimizer)):
+        if each in _updates:
+            _updates[each].put_back(each)
 
 
 class StageUpdates:
-    """The hooks of an optimizer that hold part of a model's parameters.
-
-    Groups that are empty on this stage are not shown to ``step``. In the first five updates two copies of the optimizer
-    update copies of one parameter, one of them with another parameter beside it: where that makes a difference, the
-    optimizer computes over all parameters, and would do so over those of a stage.
+    """The hooks of an optimizer that hold part of a model's parameters: empty groups are not shown to ``step``.
 
     Args:
         optimizer: The optimizer.
@@ -51,26 +62,23 @@ class StageUpdates:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._groups: list[dict[str, Any]] | None = None
-        self._num_left = 0 if is_elementwise(optimizer) or _holds_more(optimizer) else _NUM_COMPARED
-        self._copies: list[tuple[Optimizer, list[nn.Parameter], list[nn.Parameter]]] = []
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
 
     def _before(
         self, optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Hides empty groups from the update, but not from its closure, which is the user's step."""
 
         def before_update(closure: Callable[[], Any]) -> Any:
             self.put_back(optimizer)
             loss = closure()
-            if self._num_left:
-                self._compare(optimizer)
             self._hide_empty(optimizer)
             return loss
 
         self._hide_empty(optimizer)
-        return with_closure(before_update, args, kwargs)
+        has_closure = len(args) > 1 or kwargs.get("closure") is not None
+        return with_closure(before_update, args, kwargs) if has_closure else None
 
     def _hide_empty(self, optimizer: Optimizer) -> None:
         held = [group for group in optimizer.param_groups if group["params"]]
@@ -85,75 +93,88 @@ class StageUpdates:
         if self._groups is not None:
             optimizer.param_groups, self._groups = self._groups, None
 
-    def _compare(self, optimizer: Optimizer) -> None:
-        """Raises :class:`ConfigurationError` if the update of one parameter depends on another parameter."""
-        if not self._copies:
-            held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            smallest = sorted(range(len(held)), key=lambda index: held[index].numel())[:2]
-            if len(smallest) < 2:
-                return
-            # in their order, so that an update that draws random numbers draws the same for the first
-            chosen = [held[index] for index in sorted(smallest)]
-            self._copies = [_copy_for(optimizer, chosen[:1]), _copy_for(optimizer, chosen)]
-        self._num_left -= 1
-        device = self._copies[0][1][0].device
-        before = self._copies[0][2][0].detach().clone()
-        for alone, originals, copies in self._copies:
-            for original, own in zip(originals, copies, strict=True):
-                own.grad = None if original.grad is None else original.grad.detach().clone()
-            with generators_untouched(device):
-                try:
-                    type(optimizer).step(alone)
-                except Exception:  # it needs what a copy has not; nothing is known of it then
-                    self._num_left, self._copies = 0, []
-                    return
-        one, other = (copies[0].detach() for _, _, copies in self._copies)
-        if _differ(one, other, before):
+
+def _refuse_combining(optimizer: Optimizer) -> None:
+    """Tries copies of the optimizer on small parameters: some of them alone, and the same beside others."""
+    held = [group["params"][0] for group in optimizer.param_groups if group["params"]]
+    if not held:
+        return
+    device = held[0].device
+    with generators_untouched(device):
+        try:
+            (alone, draws), (beside, _) = (_tried(optimizer, device, has_others=others) for others in (False, True))
+        except Exception as error:
+            rank_zero_warn(
+                f"{type(optimizer).__name__} failed on copies of a few parameters ({type(error).__name__}: {error}). "
+                "So it is not known whether an update of it combines parameters. If it does, weights differ from those "
+                "of one device, because each rank updates only its own parameters."
+            )
+            return
+    # the first draws the same random numbers in both, later ones do not
+    for one, other in list(zip(alone, beside, strict=True))[: 1 if draws else None]:
+        if float((one - other).abs().max()) > _TOLERANCE * max(float(one.abs().max()), float(other.abs().max())):
             raise ConfigurationError(
                 f"{type(optimizer).__name__} combines several parameters in an update: a parameter that is updated "
-                "alone gets another value than beside a second one. A stage has only its own parameters, so the "
-                "weights would differ from those of one device. Take an optimizer that updates each parameter by "
-                "itself (AdamW, SGD, ...), or turn off what combines parameters, such as gradient clipping by the "
+                "alone gets another value than beside a second one. Here each rank updates only its own parameters, "
+                "so the weights would differ from those of one device. Use an optimizer that updates each parameter "
+                "by itself (AdamW, SGD, ...), or turn off what combines parameters, such as gradient clipping by the "
                 "optimizer itself."
             )
-        if not self._num_left:
-            self._copies = []
 
 
-def _holds_more(optimizer: Optimizer) -> bool:
-    """Whether it holds tensors or optimizers besides its groups and state: a copy would share them."""
-    own = {name: value for name, value in vars(optimizer).items() if name not in _OF_TORCH}
-    return any(isinstance(leaf, (Tensor, Optimizer, nn.Module)) for leaf in leaves_of(own))
+@torch.no_grad()
+def _tried(optimizer: Optimizer, device: torch.device, *, has_others: bool) -> tuple[list[Tensor], bool]:
+    """How far copies of a parameter of each group move, beside others or not, and whether random numbers are drawn."""
+    copied = _copy(optimizer, {})
+    own, others = [], []
+    for group, original in zip(copied.param_groups, optimizer.param_groups, strict=True):
+        pair = [_small(original["params"][0], device) for _ in range(1 + has_others)] if original["params"] else []
+        group["params"] = pair
+        if "param_names" in group:
+            group["param_names"] = [f"tried.{number}" for number in range(len(pair))]
+        if "lr" in group:  # a warm-up begins at 0, and with a small one estimates grow late
+            group["lr"] = torch.ones_like(group["lr"]) if isinstance(group["lr"], Tensor) else 1.0
+        own += pair[:1]
+        others += pair[1:]
+    copied.param_groups[:] = [group for group in copied.param_groups if group["params"]]
+    before = [parameter.clone() for parameter in own]
+    # One direction all the time, and noise: whatever is estimated over both is another than over the first.
+    drawn = torch.Generator().manual_seed(0)
+    directions = [torch.randn(parameter.shape, generator=drawn) for parameter in own]
+    draws = False
+    for number in range(_NUM_TRIED):
+        for parameter, direction in zip(own, directions, strict=True):
+            parameter.grad = direction.to(parameter)
+        for parameter in others:
+            noise = torch.Generator().manual_seed(number)
+            parameter.grad = 3 * torch.randn(parameter.shape, generator=noise).to(parameter)
+        generators = torch_generators(device)
+        seeded = [generator.manual_seed(number).get_state() for generator in generators]
+        copied.step()
+        draws = draws or not all(map(torch.equal, seeded, (each.get_state() for each in generators)))
+    return [(parameter - first).double().cpu() for parameter, first in zip(own, before, strict=True)], draws
 
 
-def _copy_for(
-    optimizer: Optimizer, originals: list[nn.Parameter]
-) -> tuple[Optimizer, list[nn.Parameter], list[nn.Parameter]]:
-    """An optimizer like it, with copies of ``originals`` alone, and with their state."""
-    copies = {id(original): nn.Parameter(original.detach().clone()) for original in originals}
-    alone = copy.copy(optimizer)
-    alone.__dict__.update(
-        {name: OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")},
-        state=defaultdict(dict),
-        param_groups=[],
-    )
+def _small(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """One of as many dimensions, where equal ones stay equal."""
+    shape = [min(size, _MOST_ROWS) for size in parameter.shape]
+    values = torch.linspace(-1.0, 1.0, max(torch.Size(shape).numel(), 1)).reshape(shape)
+    return nn.Parameter(values.to(device, parameter.dtype))
+
+
+def _copy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
+    """A copy with everything that it keeps besides parameters, hooks and state."""
+    made: Optimizer = object.__new__(type(optimizer))
+    memo[id(optimizer)] = made
+    memo.setdefault(id(optimizer.state), defaultdict(dict))
     for group in optimizer.param_groups:
-        held = [copies[id(parameter)] for parameter in group["params"] if id(parameter) in copies]
-        if held:
-            settings = {name: copy.deepcopy(value) for name, value in group.items() if name not in _OF_PARAMETERS}
-            alone.param_groups.append({**settings, "params": held})
-    for original in originals:
-        if original in optimizer.state:
-            alone.state[copies[id(original)]] = copy.deepcopy(optimizer.state[original])
-    return alone, originals, list(copies.values())
-
-
-_OF_PARAMETERS = frozenset(("params", "param_names"))
-
-
-def _differ(one: Tensor, other: Tensor, before: Tensor) -> bool:
-    one, other, before = (each.to_local() if isinstance(each, DTensor) else each for each in (one, other, before))
-    if not one.numel():
-        return False
-    update = float((one - before).abs().max())
-    return float((one - other).abs().max()) > _TOLERANCE * max(update, float((other - before).abs().max()))
+        for parameter in group["params"]:
+            memo[id(parameter)] = _small(parameter, parameter.device)
+    for name, value in vars(optimizer).items():
+        if name.endswith("_hooks"):
+            vars(made)[name] = OrderedDict()
+        elif isinstance(value, Optimizer):
+            vars(made)[name] = memo[id(value)] if id(value) in memo else _copy(value, memo)
+        else:
+            vars(made)[name] = copy.deepcopy(value, memo)
+    return made

@@ -126,10 +126,9 @@ class HeldPipeline:
         self.built.check_memory(optimizers)
         if not strategy.options.sharding.cpu_offload:  # states are made where their parameters are
             optimizers_to_device(strategy.optimizers, strategy.root_device)
-        strategy.all_or_none(lambda: update_as_shards(optimizers))
         strategy.all_or_none(lambda: self.built.gradients.refuse_updates(optimizers))
-        if strategy.sizes.pipeline > 1:
-            update_as_stage(optimizers)
+        update_as_shards(optimizers)
+        strategy.all_or_none(lambda: update_as_stage(optimizers, has_stages=strategy.sizes.pipeline > 1))
         PipelineOptimization.install(trainer)
 
     @contextmanager

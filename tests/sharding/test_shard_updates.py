@@ -1,4 +1,4 @@
-"""Every optimizer of torch over sharded and whole parameters against the same optimizer over whole ones."""
+"""Every elementwise optimizer of torch over sharded and whole parameters against the same optimizer over whole ones."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 import torch
 from pool import WorkerPool
+from sharded_parameters import SmallModel, give_gradients, groups, sharded_model, whole
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
-from lightning_pp.errors import ConfigurationError
-from lightning_pp.sharding import ShardedUnits, end_update, forget_shards, update_shards
+from lightning_pp.sharding import end_update, forget_shards, update_shards
 
 ELEMENTWISE: dict[str, dict[str, Any]] = {
     "ASGD": {"lambd": 0.1},
@@ -38,63 +37,13 @@ WAYS = [
 ]
 
 
-class _Model(nn.Module):
-    """``narrow`` has fewer rows than there are shards, ``whole`` is not sharded, ``unused`` gets no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(4)
-        self.wide = nn.Linear(5, 7)
-        self.narrow = nn.Linear(3, 1)
-        self.whole = nn.Linear(2, 3)
-        self.unused = nn.Linear(2, 2)
-        self.double()
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def give_gradients(model: _Model, seed: int) -> None:
-    """The same gradients for a sharded and a whole model."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        gradient = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-        if name.startswith("unused"):
-            continue
-        if isinstance(parameter, DTensor):
-            sharded = torch.zeros_like(parameter).detach()
-            size = parameter.device_mesh.size(-1)
-            shards = gradient.split(-(-gradient.shape[0] // size))
-            rank = parameter.device_mesh.get_local_rank(parameter.device_mesh.ndim - 1)
-            if rank < len(shards):
-                sharded.to_local().copy_(shards[rank])
-            parameter.grad = sharded
-        else:
-            parameter.grad = gradient
-
-
-def sharded_model(shape: tuple[int, ...]) -> _Model:
-    model = _Model()
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-    ShardedUnits({name: getattr(model, name) for name in ("wide", "narrow", "unused")}, mesh=mesh)
-    return model
-
-
-def groups(model: _Model) -> list[dict[str, Any]]:
-    """Sharded and whole parameters in one group, and a group of its own for a rate of its own."""
-    slow = [model.narrow.weight]
-    rest = [parameter for parameter in model.parameters() if parameter is not slow[0]]
-    return [{"params": rest}, {"params": slow, "lr": 0.003}]
-
-
-def make(name: str, model: _Model, flags: dict[str, Any]) -> Optimizer:
+def make(name: str, model: SmallModel, flags: dict[str, Any]) -> Optimizer:
     options = {**ELEMENTWISE[name], **flags, "lr": 0.02}
     optimizer: Optimizer = getattr(torch.optim, name)(groups(model), **options)
     return optimizer
 
 
-def largest_difference(model: _Model, expected: _Model, optimizer: Optimizer, reference: Optimizer) -> float:
+def largest_difference(model: SmallModel, expected: SmallModel, optimizer: Optimizer, reference: Optimizer) -> float:
     """Over weights and states, all of which have to be sharded as their parameters are."""
     worst = 0.0
     for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
@@ -114,7 +63,7 @@ def differences(shape: tuple[int, ...]) -> dict[str, float]:
     """In a worker: three steps with a closure, then three without one in optimizers that load that state."""
     found = {}
     for name, flags in WAYS:
-        model, expected = sharded_model(shape), _Model()
+        model, expected = sharded_model(shape), SmallModel()
         optimizer, reference = make(name, model, flags), make(name, expected, flags)
         update_shards(optimizer)
         update_shards(optimizer)  # as in a second run of the same optimizer
@@ -193,12 +142,12 @@ def replace_memory(parameter: nn.Parameter) -> None:
 def changed_between_updates() -> float:
     """In a worker: what others do to an optimizer between updates holds for the next one, as without shards."""
     runs = []
-    for model in (sharded_model((2,)), _Model()):
+    for model in (sharded_model((2,)), SmallModel()):
         early = [*model.wide.parameters(), *model.whole.parameters()]
         optimizer = torch.optim.AdamW(early, lr=0.02, amsgrad=True, foreach=True)
         update_shards(optimizer)
 
-        def step(seed: int, model: _Model = model, optimizer: Optimizer = optimizer) -> None:
+        def step(seed: int, model: SmallModel = model, optimizer: Optimizer = optimizer) -> None:
             give_gradients(model, seed)
             optimizer.step()
 
@@ -257,24 +206,3 @@ def kept_alive() -> list[str]:
 
 def test_no_memory_is_held_by_what_is_kept_for_the_next_update(pool: WorkerPool) -> None:
     assert pool.run(kept_alive, world_size=2, process_group=True) == [[], []]
-
-
-class _DerivedSGD(torch.optim.SGD):
-    pass
-
-
-def needs_whole() -> str:
-    """In a worker: optimizers that may need whole tensors see DTensors, and say so where torch cannot mix them."""
-    model = sharded_model((2,))
-    update_shards(_DerivedSGD(groups(model), lr=0.1))
-    with pytest.raises(ConfigurationError) as error:
-        update_shards(_DerivedSGD(groups(model), lr=0.1, foreach=True))
-    return str(error.value)
-
-
-def test_others_than_elementwise_ones(pool: WorkerPool) -> None:
-    for message in pool.run(needs_whole, world_size=2, process_group=True):
-        assert message == (
-            "_DerivedSGD(foreach=True) updates all parameters in one call. On this rank 5 parameters are sharded and 2 "
-            "are whole, and torch cannot mix them in one call. Leave out foreach=True."
-        )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn import Module, Parameter
@@ -70,12 +71,10 @@ class OptimizerPart:
 
     Attributes:
         state: For each canonical name with state, the optimizer's values (``exp_avg``, ``step``, ...).
-        groups: For each parameter group its hyper-parameters, without parameters.
         labels: The user's own names of parameters, for an optimizer made from ``named_parameters()``.
     """
 
     state: dict[str, dict[str, Any]]
-    groups: list[dict[str, Any]]
     labels: dict[str, str]
 
 
@@ -111,6 +110,18 @@ def to_save(values: Mapping[str, Any], catalog: ParameterCatalog, pipeline_rank:
     return {name: values[name] for name in mine}
 
 
+def settings_of_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Settings of each parameter group. Collective over all ranks, as ``state_dict()`` is where states lie whole.
+
+    They are those of the first rank that has parameters of the group: steps of the others may not see it.
+    """
+    groups = optimizer.state_dict()["param_groups"]
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, [without_parameters(group) if group["params"] else None for group in groups])
+    found = (next((own for own in those if own is not None), None) for those in zip(*told, strict=True))
+    return [without_parameters(group) if own is None else own for group, own in zip(groups, found, strict=True)]
+
+
 def read_optimizer(optimizer: Optimizer, parameters: Mapping[str, Parameter]) -> OptimizerPart:
     """Take an optimizer's state apart.
 
@@ -129,7 +140,6 @@ def read_optimizer(optimizer: Optimizer, parameters: Mapping[str, Parameter]) ->
     labels = [label for group in optimizer.param_groups for label in group.get("param_names", ())]
     return OptimizerPart(
         state={names[index]: values for index, values in state_dict["state"].items()},
-        groups=[without_parameters(group) for group in state_dict["param_groups"]],
         labels=dict(zip(names, labels, strict=True)) if labels else {},
     )
 

@@ -16,7 +16,13 @@ from upath import UPath
 
 from lightning_pp.checkpoint.content import CURRENT_MODEL, MODEL, OPTIMIZERS
 from lightning_pp.checkpoint.ownership.cuts import blocks_of
-from lightning_pp.checkpoint.ownership.rank_part import RankPart, by_canonical_name, read_optimizer, to_save
+from lightning_pp.checkpoint.ownership.rank_part import (
+    RankPart,
+    by_canonical_name,
+    read_optimizer,
+    settings_of_groups,
+    to_save,
+)
 from lightning_pp.checkpoint.ownership.ranks import Ranks, fail_together, from_root
 from lightning_pp.checkpoint.storage import folder, remote_folder
 from lightning_pp.checkpoint.storage import torch_storage as storage
@@ -138,6 +144,7 @@ def prepare_save(
     """
     ranks, catalog = Ranks.from_mesh(part.mesh), part.catalog
     path = from_root(str(path), ranks)
+    settings = [settings_of_groups(optimizer) for optimizer in part.optimizers] if OPTIMIZERS in checkpoint else []
     with fail_together():
         location = locate(path)
         entries: dict[KeyPath, Any] = {}
@@ -150,7 +157,7 @@ def prepare_save(
             tied.update({(container, alias): (container, first) for alias, first in catalog.canonical.items()})
             order.extend((container, name) for name in catalog.names)
         if OPTIMIZERS in checkpoint:
-            entries.update(_optimizer_entries(part, ranks))
+            entries.update(_optimizer_entries(part, ranks, settings))
         # (container, name), and (optimizer, "state", name, ...)
         found = {path: part.cuts.of(str(path[1 if len(path) == 2 else 2]), value) for path, value in entries.items()}
         in_shards = (MODEL, CURRENT_MODEL, OPTIMIZERS)
@@ -178,7 +185,7 @@ def _staged(values: list[Any], stager: DefaultStager) -> list[Any]:
     return list(staged.values())
 
 
-def _optimizer_entries(part: RankPart, ranks: Ranks) -> dict[KeyPath, Any]:
+def _optimizer_entries(part: RankPart, ranks: Ranks, settings: Sequence[Any]) -> dict[KeyPath, Any]:
     entries: dict[KeyPath, Any] = {}
     parameters = part.parameters()
     for index, optimizer in enumerate(part.optimizers):
@@ -187,7 +194,9 @@ def _optimizer_entries(part: RankPart, ranks: Ranks) -> dict[KeyPath, Any]:
             if part.catalog.saver(name) == ranks.pipeline_rank:
                 entries.update(storage.flatten((prefix, "state", name), state))
         if ranks.is_root:
-            for number, (group, names) in enumerate(zip(own.groups, part.catalog.optimizer_groups[index], strict=True)):
+            for number, (group, names) in enumerate(
+                zip(settings[index], part.catalog.optimizer_groups[index], strict=True)
+            ):
                 for key, value in {**group, "params": list(names)}.items():
                     entries[prefix, "param_groups", number, key] = value
     return entries

@@ -15,7 +15,13 @@ from torch.optim import Optimizer
 
 from lightning_pp.checkpoint._torch_private import keep_module_versions, tree_map_only
 from lightning_pp.checkpoint.ownership.catalog import OptimizerGroups
-from lightning_pp.checkpoint.ownership.rank_part import RankPart, by_canonical_name, read_optimizer, to_save
+from lightning_pp.checkpoint.ownership.rank_part import (
+    RankPart,
+    by_canonical_name,
+    read_optimizer,
+    settings_of_groups,
+    to_save,
+)
 from lightning_pp.checkpoint.ownership.ranks import Ranks, fail_together, gather_to_root
 from lightning_pp.checkpoint.storage import folder, remote_folder
 from lightning_pp.checkpoint.storage.location import Location, is_folder
@@ -63,6 +69,7 @@ def gather_full_optimizer_state(part: RankPart, optimizer: Optimizer) -> dict[st
     """
     catalog, ranks = part.catalog, Ranks.from_mesh(part.mesh)
     index = next(index for index, known in enumerate(part.optimizers) if known is optimizer)
+    settings = settings_of_groups(optimizer)
     with fail_together():
         own = read_optimizer(optimizer, part.parameters())
         mine = {
@@ -78,7 +85,7 @@ def gather_full_optimizer_state(part: RankPart, optimizer: Optimizer) -> dict[st
         labels = _merge({name: own.labels[name] for name in own.labels if catalog.saver(name) == ranks.pipeline_rank})
     if not ranks.is_root:
         return {}
-    return _numbered(gathered, own.groups, labels, catalog.optimizer_groups[index])
+    return _numbered(gathered, settings, labels, catalog.optimizer_groups[index])
 
 
 def _numbered(
