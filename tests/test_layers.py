@@ -109,7 +109,7 @@ BUDGETS = {
     ("checkpoint",): 3_758,
     ("sharding",): 3_215,
     ("distributed",): 2_412,
-    ("tensor",): 2_450,
+    ("tensor",): 2_462,
     ("verification",): 750,
 }
 
