@@ -109,7 +109,7 @@ BUDGETS = {
     ("checkpoint",): 3_790,
     ("sharding",): 3_590,
     ("distributed",): 2_412,
-    ("tensor",): 2_450,
+    ("tensor",): 2_462,
     ("verification",): 750,
 }
 

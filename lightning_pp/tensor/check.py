@@ -124,7 +124,7 @@ class UnitCheck:
             key = name.rpartition(" ")[2]
             if key in forward.parts:
                 whole[name] = part_of(whole[name], forward.parts[key])
-        return _difference(parts, whole)
+        return _difference(parts, whole, _tolerance(unit, args, kwargs))
 
 
 def _named(unit: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -175,7 +175,19 @@ def _made_up(like: Tensor) -> Tensor:
     return torch.cos(values * 1.7 + 0.3).to(like.dtype).view(like.shape)
 
 
-def _difference(parts: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> str:
+def _tolerance(unit: nn.Module, args: Any, kwargs: Any) -> float:
+    """That of the least precise dtype that the unit computes in, autocast's included."""
+    tensors = [*unit.parameters(), *(leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor))]
+    dtypes = {each.dtype for each in tensors if each.is_floating_point()}
+    device = tensors[0].device.type
+    if torch.is_autocast_enabled(device) and dtypes != {torch.float64}:  # which it leaves alone
+        dtypes.add(torch.get_autocast_dtype(device))
+    if device != "cpu" and torch.get_float32_matmul_precision() != "highest" and torch.float32 in dtypes:
+        dtypes.add(torch.float16)  # which has the precision of TF32
+    return max(TOLERANCES.get(dtype, 1e-1) for dtype in dtypes)
+
+
+def _difference(parts: Mapping[str, Tensor], whole: Mapping[str, Tensor], tolerance: float) -> str:
     """The first thing that differs, with numbers; empty if nothing does."""
     scales = {name: _scale(each) for name, each in whole.items()}
     # what is zero but for rounding is measured by others of its kind
@@ -195,7 +207,7 @@ def _difference(parts: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> str
         difference = torch.where(finite, got.double() - want.double(), 0.0).abs()
         at = int(difference.argmax())
         scale = max(scales[name], 0.1 * largest[name.rpartition(" ")[0]])
-        if difference.max().item() > TOLERANCES.get(want.dtype, 1e-1) * scale:
+        if difference.max().item() > tolerance * scale:
             return f"{name} is {got.flatten()[at].item():.6g} in place of {want.flatten()[at].item():.6g} at its worst"
         if not torch.equal(want.isfinite(), got.isfinite()):
             return f"{name} is not finite in other places"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from pool import WorkerPool
@@ -12,12 +13,15 @@ from tensor_models import BATCH, LENGTH, WIDTH, GatedUnit, ViewedAttention, hidd
 from tensor_run import outcome
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from wrong_models import WRONG
 
+from lightning_pp.errors import SplitError
 from lightning_pp.runtime.split_backward.deferral import (
     WeightGradientQueue,
     collect_weight_gradients,
     weight_gradients_deferrable,
 )
+from lightning_pp.split.data.tree import map_leaves
 from lightning_pp.split.fakes.fake_mode import FakeValueMode
 from lightning_pp.tensor import TensorParallelUnits, part_of, whole_of
 
@@ -267,3 +271,36 @@ def test_sequence_parallel_keeps_fewer_bytes(pool: WorkerPool) -> None:
     whole, parts = (pool.run(kept_bytes, value, process_group=True)[0] for value in (False, True))
     # the sum between attention and MLP is what its norm keeps: a half of it here
     assert parts <= whole - BATCH * LENGTH * WIDTH * 8 // 2
+
+
+def checked_in(dtype: torch.dtype, autocast: bool) -> dict[str, bool]:
+    """Whether units pass the check in a precision, and a wrong one does not."""
+    passed = {}
+    for name in ("block", "llama", "encoder_layer", "gpt2", "t5", "vit", "wrong"):
+        if name == "wrong":
+            torch.manual_seed(0)
+            unit, args, kwargs = WRONG["unseen"][0](), (hidden(),), {}
+        else:
+            unit, args, kwargs = make(name)
+        unit = unit.to(dtype)
+        args, kwargs = map_leaves(
+            lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf,
+            (args, kwargs),
+        )
+        units = sharded(unit, *args, **kwargs)
+        units.check_next_calls()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            try:
+                unit(*args, **kwargs)
+                passed[name] = True
+            except SplitError:
+                passed[name] = False
+    return passed
+
+
+@pytest.mark.parametrize(
+    ("dtype", "autocast"), [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)], ids=str
+)
+def test_the_check_knows_the_precision_of_a_unit(dtype: torch.dtype, autocast: bool, pool: WorkerPool) -> None:
+    for passed in pool.run(checked_in, dtype, autocast, process_group=True):
+        assert passed == {name: name != "wrong" for name in passed}
